@@ -1,0 +1,119 @@
+"""What a sharding stage costs: the step of a 29 M-parameter GPT under stages 0 to 3, against the same work alone.
+
+    OMP_NUM_THREADS=1 mpiexec -n 2 python benchmarks/stages.py [--precision fp32 bf16] [--kinds 0 1 2 3] [--rounds N]
+
+A kind is a stage, with options where wanted: `--kinds "1 overlap_communication=true" "2 reduce_bucket_size='25MB'"`. In
+every round each kind takes a step, and so does "alone": each rank by itself, with stage 0's code and nobody to talk
+to. A round's ratio is that of its two times, each of the slowest rank; the rounds are cut into three parts, and printed
+are the best and the worst of the three medians. Forward, backward, communication and update are timed; data, norm
+and metrics are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import tomli
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import hpctrain.mpi
+from hpctrain.contracts.runner import MicroBatch, RunnerParts
+from hpctrain.job.check import check
+from hpctrain.job.reading import RawJob
+from hpctrain.loop.runner import PlainRunner
+from hpctrain.mesh import Meshes
+from hpctrain.model.build import build_model
+from hpctrain.model.groups import parameter_groups
+
+VOCABULARY, SEQUENCE = 4096, 128
+MODEL = {
+    "name": "gpt", "hidden_size": 512, "layers": 8, "attention_heads": 8, "vocab_size": VOCABULARY,
+    "max_seq_length": SEQUENCE,
+}  # fmt: skip
+BATCH = 4  # per rank
+PARTS = 3
+CPU = torch.device("cpu")
+
+
+def make_step(kind: str, precision: str, mesh: DeviceMesh, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
+    """One training step of a kind on `mesh`, put together as a session does."""
+    stage, _, options = kind.partition(" ")
+    tables: dict[str, Any] = {
+        "job": {"name": "stages", "steps": 1}, "model": MODEL, "dataset": {"name": "synthetic"},
+        "optimizer": {"name": "adamw", "lr": 1e-4}, "batch": {"global_size": BATCH, "micro_size": BATCH},
+        "precision": {"mode": precision}, "sharding": {"stage": int(stage), **tomli.loads("\n".join(options.split()))},
+    }  # fmt: skip
+    checked = check(RawJob(tables, {}, "benchmark"), None)
+    parts, sharding = checked.parts, checked.parts.sharding
+    built = build_model(checked.job, parts, Meshes(mesh, mesh), CPU)
+    groups = parameter_groups(sharding.pieces(), list(built.trained), [])
+    optimizer = sharding.optimizer(groups, parts.optimizer.build)
+    runner = PlainRunner(RunnerParts(built.module, parts.model, parts.precision, sharding, CPU, 0, nullcontext))
+    divisor = BATCH * SEQUENCE * mesh["dp_replicate"].size() * mesh["dp_shard"].size()
+
+    def step() -> None:
+        runner.train([MicroBatch(batch, 0)], divisor, 0)
+        sharding.synchronize()
+        optimizer.step()
+        sharding.refresh()
+
+    return step
+
+
+def measure(steps: dict[str, Callable[[], None]], rounds: int) -> torch.Tensor:
+    """Seconds of the slowest rank: (rounds, kinds). Two rounds before them are not counted."""
+    seconds = torch.zeros(rounds + 2, len(steps), dtype=torch.float64)
+    for number in range(rounds + 2):
+        for kind, step in enumerate(steps.values()):
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            seconds[number, kind] = time.perf_counter() - begin
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds[2:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--kinds", nargs="+", default=["0", "1", "2", "3"])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--json", action="store_true", help="print a JSON object per precision")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    alone = init_device_mesh("cpu", (ranks, 1, 1), mesh_dim_names=("ranks", "dp_replicate", "dp_shard"))
+    meshes = {
+        True: init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp_replicate", "dp_shard")),
+        False: init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp_replicate", "dp_shard")),
+    }
+    ids = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(rank))
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    for precision in arguments.precision:
+        steps = {"alone": make_step("0", precision, alone, batch)}
+        steps |= {kind: make_step(kind, precision, meshes[kind.startswith("0")], batch) for kind in arguments.kinds}
+        seconds = measure(steps, arguments.rounds)
+        result: dict[str, Any] = {"precision": precision, "ranks": ranks}
+        for number, kind in enumerate(steps):
+            ratios = [part.median().item() for part in (seconds[:, number] / seconds[:, 0]).chunk(PARTS)]
+            milliseconds = round(seconds[:, number].median().item() * 1e3)
+            result[kind] = {"ratio": round(min(ratios), 4), "worst": round(max(ratios), 4), "ms": milliseconds}
+        if rank == 0 and arguments.json:
+            print(json.dumps(result), flush=True)
+        elif rank == 0:
+            for kind in steps:
+                print(f"{precision}  {kind:40}  {result[kind]['ratio']:.3f} - {result[kind]['worst']:.3f}", flush=True)
+        del steps
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""hpctrain: a plugin-based PyTorch trainer for HPC clusters, over MPI.
+
+import hpctrain
+job = hpctrain.load_job("job.toml", ["job.steps=100"])
+hpctrain.run(job)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.version import __version__
+
+if TYPE_CHECKING:
+    from hpctrain.job.tables import Job
+    from hpctrain.rank import run
+
+__all__ = ["Job", "__version__", "load_job", "run"]
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+    """The job in a file, checked; `overrides` are "table.key=value". Raises HpctrainError with every problem."""
+    from hpctrain.job.check import check
+    from hpctrain.job.reading import read_job
+
+    return check(read_job(Path(path), overrides), None).job
+
+
+def __getattr__(name: str) -> Any:
+    """`Job` and `run` on first use: importing hpctrain alone must not import torch (`hpctrain --help` is quick)."""
+    if name == "Job":
+        from hpctrain.job.tables import Job
+
+        return Job
+    if name == "run":
+        from hpctrain.rank import run
+
+        return run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,5 @@
+"""`python -m hpctrain` is the command `hpctrain`."""
+
+from hpctrain.cli import main
+
+main()

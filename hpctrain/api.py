@@ -1,0 +1,66 @@
+"""The one module that plugin authors import; first-party plugins import nothing else of hpctrain."""
+
+from pydantic import Field
+
+from hpctrain.checkpoint.directory import sync_directory
+from hpctrain.contracts.checkpoint import CheckpointFormat, StoredChunk, StoredTensor
+from hpctrain.contracts.communicator import Communicator
+from hpctrain.contracts.dataset import Dataset, DatasetContext, Samples, Split
+from hpctrain.contracts.distribution import ActivationCheckpointing, Compression, Parallelism, Sharding
+from hpctrain.contracts.logger import Logger
+from hpctrain.contracts.model import Batch, ModelSpec
+from hpctrain.contracts.optimization import Optimizer, OptimizerOptions, Schedule
+from hpctrain.contracts.pieces import Piece, State
+from hpctrain.contracts.plugin import ByteSize, Options, Plugin
+from hpctrain.contracts.precision import Precision
+from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts
+from hpctrain.errors import CheckpointError, EnvironmentUnfitError, HpctrainError, TrainingError, UsageError
+from hpctrain.hookspecs import hookimpl
+from hpctrain.model.seeded import fill_normal
+from hpctrain.mpi import shared_zeros
+from hpctrain.plugins.discovery import API_VERSION
+from hpctrain.world.identity import Identity
+from hpctrain.world.meeting import mpi_backend
+
+__all__ = [
+    "API_VERSION",
+    "ActivationCheckpointing",
+    "Batch",
+    "ByteSize",
+    "CheckpointError",
+    "CheckpointFormat",
+    "Communicator",
+    "Compression",
+    "Dataset",
+    "DatasetContext",
+    "EnvironmentUnfitError",
+    "Field",
+    "HpctrainError",
+    "Identity",
+    "Logger",
+    "MicroBatch",
+    "ModelSpec",
+    "Optimizer",
+    "OptimizerOptions",
+    "Options",
+    "Parallelism",
+    "Piece",
+    "Plugin",
+    "Precision",
+    "Runner",
+    "RunnerParts",
+    "Samples",
+    "Schedule",
+    "Sharding",
+    "Split",
+    "State",
+    "StoredChunk",
+    "StoredTensor",
+    "TrainingError",
+    "UsageError",
+    "fill_normal",
+    "hookimpl",
+    "mpi_backend",
+    "shared_zeros",
+    "sync_directory",
+]

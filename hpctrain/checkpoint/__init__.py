@@ -1,0 +1,1 @@
+"""Which checkpoints there are, which one is taken, and weights from elsewhere. The formats are plugins."""

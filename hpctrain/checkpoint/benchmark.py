@@ -1,0 +1,306 @@
+"""How fast a format writes and reads on the ranks of this job, against plain files and what others write."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.contracts.checkpoint import CheckpointFormat
+from hpctrain.contracts.pieces import Piece, State
+
+COLUMNS = 2048
+TENSOR_BYTES = 32 * 2**20
+STEPS, STEP_PRODUCTS = 10, 10
+"""A training's step is stood in for by matrix products and an all-reduce."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: medians over the rounds, of the slowest rank.
+
+    nbytes: of the values, over all ranks; of what was asked for where a part is read. ratio: the speed relative to the
+    reference's in the same round: plain files for whole writes and reads, the method's own whole read for parts, a copy into
+    memory that is there already for the time that training waits, and a step alone for one during a save.
+    """
+
+    operation: str
+    method: str
+    nbytes: int
+    seconds: float
+    ratio: float
+
+
+def make_state(nbytes: int, rank: int, ranks: int) -> list[Piece]:
+    """This rank's rows of float32 matrices of 32 MiB (smaller if `nbytes` over all ranks is)."""
+    count = max(1, round(nbytes / TENSOR_BYTES))
+    rows = max(1, nbytes // count // 4 // COLUMNS // ranks)
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        Piece(
+            f"model/layers.{number}.weight", (rows * ranks, COLUMNS), (rows * rank, 0),
+            torch.randn(rows, COLUMNS, generator=generator),
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+class Method(ABC):
+    """One way to write this rank's tensors and to read them back."""
+
+    def __init__(self, name: str, pieces: list[Piece], root: Path) -> None:
+        self.name, self.pieces, self.root = name, pieces, root
+        self.rank = dist.get_rank()
+        self.tensors = {piece.name: piece.tensor for piece in pieces}
+        self.target = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
+
+    @property
+    def file(self) -> Path:
+        """This rank's file, where a method has one."""
+        return self.root / f"{self.rank}.file"
+
+    @abstractmethod
+    def write(self) -> None:
+        """Write into the empty directory `root` and fsync."""
+
+    @abstractmethod
+    def read(self) -> None:
+        """Read everything of this rank into memory that is there already, as far as the method can."""
+
+
+class Plain(Method):
+    """The same bytes in one file, with nothing around them."""
+
+    def write(self) -> None:
+        with open(self.file, "wb", buffering=0) as file:
+            for tensor in self.tensors.values():
+                view, done = _bytes(tensor), 0
+                while done < len(view):
+                    done += file.write(view[done:]) or 0
+            os.fsync(file.fileno())
+
+    def read(self) -> None:
+        with open(self.file, "rb", buffering=0) as file:
+            for tensor in self.target.values():
+                view, done = _bytes(tensor), 0
+                while done < len(view):
+                    done += file.readinto(view[done:]) or 0
+
+
+class Format(Method):
+    """A checkpoint format of ours."""
+
+    def __init__(self, format: CheckpointFormat, pieces: list[Piece], root: Path) -> None:
+        super().__init__(format.name, pieces, root)
+        self.format = format
+
+    def write(self) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        self.format.write(State(self.pieces, {"step": 1}), self.root, group)
+
+    def read(self) -> None:
+        self.format.load(self.root, self._wanted(slice(None), slice(None)))
+
+    def read_part(self, rows: slice, columns: slice) -> int:
+        """Read these rows and columns of what this rank wrote; the bytes of them."""
+        wanted = self._wanted(rows, columns)
+        self.format.load(self.root, wanted)
+        return sum(piece.tensor.nbytes for piece in wanted)
+
+    def _wanted(self, rows: slice, columns: slice) -> list[Piece]:
+        wanted = []
+        for piece in self.pieces:
+            tensor = self.target[piece.name][rows, columns]
+            offsets = (piece.offsets[0] + (rows.start or 0), piece.offsets[1] + (columns.start or 0))
+            wanted.append(Piece(piece.name, piece.shape, offsets, tensor))
+        return wanted
+
+
+class TorchSave(Method):
+    """torch.save of a state dict per rank."""
+
+    def write(self) -> None:
+        with open(self.file, "wb") as file:
+            torch.save(self.tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self) -> None:
+        for name, tensor in torch.load(self.file, weights_only=True).items():
+            self.target[name].copy_(tensor)
+
+
+class Safetensors(Method):
+    """safetensors' own writer, a file per rank."""
+
+    def write(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self.tensors, self.file)
+        fd = os.open(self.file, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+    def read(self) -> None:
+        from safetensors.torch import load_file
+
+        for name, tensor in load_file(self.file).items():
+            self.target[name].copy_(tensor)
+
+
+class FileSystemWriter(Method):
+    """torch.distributed.checkpoint with a state dict of tensors that each rank has alone."""
+
+    def _state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {f"{self.rank}.{name}": tensor for name, tensor in tensors.items()}
+
+    def write(self) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        save(self._state(self.tensors), storage_writer=FileSystemWriter(self.root))
+
+    def read(self) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        load(self._state(self.target), storage_reader=FileSystemReader(self.root))
+
+
+def measure(format: CheckpointFormat, nbytes: int, directory: Path, rounds: int) -> list[Row]:
+    """Collective over the world. Methods take turns, so that a busy machine hits them alike; caches are emptied before
+    each read as far as the file system lets us (not on tmpfs)."""
+    pieces = make_state(nbytes, dist.get_rank(), dist.get_world_size())
+    methods: list[Method] = [
+        kind(name, pieces, directory / name)
+        for name, kind in (
+            ("plain", Plain), ("torch.save", TorchSave), ("DCP", FileSystemWriter), ("safetensors", Safetensors)
+        )
+    ]  # fmt: skip
+    methods.insert(1, Format(format, pieces, directory / format.name))
+    times: dict[tuple[str, str], list[float]] = {}
+    sizes = {"write": _total(sum(piece.tensor.nbytes for piece in pieces))}
+    sizes["read"] = sizes["write"]
+    for _ in range(rounds + 1):  # the first one fills caches and imports
+        for method in methods:
+            _one_round(method, times, sizes)
+    rows = []
+    for (operation, name), found in times.items():
+        reference = times[operation, "plain"] if operation in ("write", "read") else times["read", name]
+        ratios = [one / other for one, other in zip(reference[1:], found[1:], strict=True)]
+        seconds = statistics.median(found[1:])
+        rows.append(Row(operation, name, sizes[operation], seconds, statistics.median(ratios)))
+    return [*rows, *_measure_behind(format, pieces, directory / "behind", rounds, sizes["write"])]
+
+
+def _measure_behind(format: CheckpointFormat, pieces: list[Piece], root: Path, rounds: int, nbytes: int) -> list[Row]:
+    """Saving in the background: how long training waits, and how much slower its steps are until the save is over."""
+    group = dist.group.WORLD
+    assert group is not None
+    store = CheckpointStore(root, format, [format], 1, group, dist.new_group())
+    state, copies = State(pieces), [torch.empty_like(piece.tensor) for piece in pieces]
+    matrix = torch.randn(512, 512)
+    copied, blocked, alone, during = [list[float]() for _ in range(4)]
+
+    def copy() -> None:
+        for mine, piece in zip(copies, pieces, strict=True):
+            mine.copy_(piece.tensor)
+
+    def step() -> None:
+        for _ in range(STEP_PRODUCTS):
+            matrix.mul_(matrix.mm(matrix).norm().reciprocal())
+        dist.all_reduce(torch.ones(1000))
+
+    for number in range(rounds + 1):
+        copied.append(_timed(copy))
+        steps = [_timed(step) for _ in range(STEPS)]
+        blocked.append(_timed(lambda number=number: store.save_in_background(number, state)))  # type: ignore[misc]
+        behind = []
+        while not store.is_over():
+            behind.append(_timed(step))
+        store.finish()
+        alone.append(statistics.mean(steps))
+        during.append(statistics.mean(behind or steps))
+    rows = [
+        ("copy", "plain", copied, copied),
+        ("training waits", format.name, blocked, copied),
+        ("step", "alone", alone, alone),
+        ("step during a save", format.name, during, alone),
+    ]
+    return [
+        Row(
+            operation, name, nbytes, statistics.median(found[1:]),
+            statistics.median(one / other for one, other in zip(reference[1:], found[1:], strict=True)),
+        )
+        for operation, name, found, reference in rows
+    ]  # fmt: skip
+
+
+def _one_round(method: Method, times: dict[tuple[str, str], list[float]], sizes: dict[str, int]) -> None:
+    def note(operation: str, action: Callable[[], object]) -> None:
+        times.setdefault((operation, method.name), []).append(_timed(action))
+
+    if dist.get_rank() == 0:
+        method.root.mkdir(parents=True)
+    note("write", method.write)
+    for operation in ("read", "half the rows", "half the columns", "half of both"):
+        _forget(method.root)
+        if operation == "read":
+            for tensor in method.target.values():
+                tensor.zero_()
+            note(operation, method.read)
+            assert all(torch.equal(method.target[name], tensor) for name, tensor in method.tensors.items())
+        elif isinstance(method, Format):
+            whole, rows = slice(None), len(method.pieces[0].tensor)
+            half_rows, half_columns = slice(rows // 4, rows // 4 + rows // 2), slice(COLUMNS // 4, COLUMNS * 3 // 4)
+            chosen = {
+                "half the rows": (half_rows, whole),
+                "half the columns": (whole, half_columns),
+                "half of both": (half_rows, half_columns),
+            }[operation]
+            asked: list[int] = []
+            note(operation, lambda chosen=chosen, asked=asked: asked.append(method.read_part(*chosen)))  # type: ignore[misc]
+            sizes[operation] = _total(asked[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(method.root)
+
+
+def _timed(action: Callable[[], object]) -> float:
+    """Seconds from the common start to the end of the last rank."""
+    dist.barrier()
+    begin = time.perf_counter()
+    action()
+    seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def _total(nbytes: int) -> int:
+    total = torch.tensor(nbytes)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _forget(root: Path) -> None:
+    """Drop the files' pages from the cache."""
+    dist.barrier()
+    for path in root.iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,145 @@
+"""The directory of a run's checkpoints on rank 0: names, order, and changes that a crash can't leave half done.
+
+`step-00000010` is complete, `.tmp` is being written, `.old` is being replaced, `.del` is being deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpctrain.checkpoint.retention import Retention
+
+LOG = logging.getLogger("hpctrain")
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's directory; -1 if it isn't one."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+class CheckpointDirectory:
+    """What rank 0 does to the files. Every method may raise OSError."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` lies."""
+        return self.root / f"step-{step:08d}"
+
+    def candidates(self) -> list[Path]:
+        """The checkpoints from the one to take first to the one to take last.
+
+        Newest step first; but steps beyond the last one of a training that began again from an older checkpoint
+        belong to what it left behind, and come after all others.
+        """
+        if not self.root.is_dir():
+            return []
+        abandoned = self._abandoned()
+        found = [path for path in self.root.iterdir() if step_of(path) >= 0 and path.is_dir()]
+        return sorted(found, key=lambda path: (path.name not in abandoned, step_of(path)), reverse=True)
+
+    def clean(self) -> None:
+        """Remove what earlier crashes left, and put back a checkpoint whose replacement didn't come."""
+        self._put_back()
+        for suffix in (".tmp", ".old", ".del"):
+            for left in self.root.glob(f"step-*{suffix}"):
+                shutil.rmtree(left)
+
+    def begin(self, step: int) -> Path:
+        """A new, empty directory to write the checkpoint of `step` into."""
+        temporary = self.path(step).with_suffix(".tmp")
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
+        return temporary
+
+    def commit(self, temporary: Path) -> Path:
+        """Give a complete and synced checkpoint its name, in place of an older one of the same step."""
+        final = temporary.with_suffix("")
+        beyond = [path.name for path in self.candidates() if step_of(path) > step_of(final)]
+        # Before the new one appears: or a crash right after would take the one that was left behind.
+        self._abandon({*self._abandoned(), *beyond})
+        sync_directory(temporary)
+        replaced = final.exists()
+        if replaced:
+            final.rename(final.with_suffix(".old"))
+        temporary.rename(final)
+        sync_directory(self.root)
+        self._abandon(self._abandoned() - {final.name})
+        try:
+            _write_text(self.root / "latest", final.name + "\n")
+        except OSError as error:  # only a hint for people: the checkpoint itself is safe
+            LOG.warning("could not update %s: %s", self.root / "latest", error)
+        if replaced:
+            self._delete(final.with_suffix(".old"))
+        return final
+
+    def discard(self, temporary: Path) -> None:
+        """Remove what a failed save wrote, as far as that goes."""
+        shutil.rmtree(temporary, ignore_errors=True)
+        self._put_back()
+
+    def retain(self, retention: Retention, saved: Path) -> None:
+        """Delete the checkpoints that needn't stay, never the one just saved."""
+        candidates = self.candidates()
+        staying = {saved, *retention.staying(candidates, self._abandoned())}
+        for path in candidates:
+            if path not in staying:
+                self._delete(path)
+        self._abandon({name for name in self._abandoned() if (self.root / name).exists()})
+
+    def _put_back(self) -> None:
+        for old in self.root.glob("step-*.old"):
+            if not old.with_suffix("").exists():
+                old.rename(old.with_suffix(""))
+
+    def _delete(self, path: Path) -> None:
+        """Rename first: a crash in the middle must not leave half a checkpoint under a good name."""
+        doomed = path.with_suffix(".del")
+        try:
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            LOG.warning("could not delete the old checkpoint %s: %s", path, error)
+
+    def _abandoned(self) -> set[str]:
+        try:
+            return set((self.root / "abandoned").read_text().split())
+        except FileNotFoundError:
+            return set()
+
+    def _abandon(self, names: set[str]) -> None:
+        if names == self._abandoned():
+            return
+        if names:
+            _write_text(self.root / "abandoned", "".join(f"{name}\n" for name in sorted(names)))
+        else:
+            (self.root / "abandoned").unlink()
+
+
+def sync_directory(directory: Path) -> None:
+    """fsync a directory, so that the names in it survive a power failure."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Replace a small file in one go."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

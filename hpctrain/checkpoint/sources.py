@@ -1,0 +1,90 @@
+"""Tensors in files that others wrote: safetensors and torch.save, read without running anything of them."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.contracts.checkpoint import StoredTensor
+from hpctrain.contracts.pieces import Piece
+from hpctrain.errors import CheckpointError
+
+SAFETENSORS_DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+    torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+}  # fmt: skip
+"""What safetensors calls each dtype."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """`tensors` by name, and `fill`, which puts their values into pieces named as they are."""
+
+    tensors: Mapping[str, StoredTensor]
+    fill: Callable[[list[Piece]], None]
+
+
+def open_safetensors(path: Path) -> Source:
+    """Raises CheckpointError for a file that isn't whole, or a dtype that nothing here can hold."""
+    from safetensors import SafetensorError, safe_open
+
+    dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+    tensors = {}
+    try:
+        file: Any = safe_open(path, framework="pt")
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            piece = file.get_slice(name)
+            if piece.get_dtype() not in dtypes:
+                raise CheckpointError(
+                    f"{path}: {name} is of the dtype {piece.get_dtype()}, expected {', '.join(dtypes)}"
+                )
+            tensors[name] = StoredTensor(dtypes[piece.get_dtype()], tuple(piece.get_shape()), ())
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} isn't a whole safetensors file: {error}") from error
+
+    def part(piece: Piece) -> Tensor:
+        if not piece.shape:
+            return file.get_tensor(piece.name)  # type: ignore[no-any-return]  # a scalar has no slices
+        return file.get_slice(piece.name)[_slices(piece)]  # type: ignore[no-any-return]  # reads only these rows
+
+    return Source(tensors, lambda pieces: _fill(path, pieces, part))
+
+
+def open_torch(path: Path) -> Source:
+    """Raises CheckpointError for what isn't a state dict: parameter names with their tensors."""
+    try:
+        # Mapped, so that a rank reads what it takes; files of the oldest layout are no zip and can't be.
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError:
+        raise
+    except Exception as error:  # torch raises nearly anything here
+        # Its first lines are advice to switch the safety off; the reason is marked.
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{path} isn't a file of tensors that torch.load accepts: {reason}") from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        found = list(content)[:3] if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(f"{path} holds {found}, expected a state dict: parameter names with their tensors")
+    tensors = {name: StoredTensor(tensor.dtype, tuple(tensor.shape), ()) for name, tensor in content.items()}
+    return Source(tensors, lambda pieces: _fill(path, pieces, lambda piece: content[piece.name][_slices(piece)]))
+
+
+def _slices(piece: Piece) -> tuple[slice, ...]:
+    ends = (offset + length for offset, length in zip(piece.offsets, piece.tensor.shape, strict=True))
+    return tuple(slice(begin, end) for begin, end in zip(piece.offsets, ends, strict=True))
+
+
+def _fill(path: Path, pieces: list[Piece], part: Callable[[Piece], Tensor]) -> None:
+    for piece in pieces:
+        values = part(piece)
+        if not torch.can_cast(values.dtype, piece.tensor.dtype):
+            raise CheckpointError(f"{path}: {piece.name} is {values.dtype}, expected {piece.tensor.dtype}")
+        with torch.no_grad():
+            piece.tensor.copy_(values)

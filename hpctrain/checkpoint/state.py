@@ -1,0 +1,77 @@
+"""The state of a training as pieces: model, buffers and optimizer, named as in the single-process model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.checkpoint.weights import MODEL
+from hpctrain.contracts.pieces import Piece
+from hpctrain.errors import UsageError
+from hpctrain.model.build import named_tensors
+
+OPTIMIZER = "optimizer/"
+
+
+def model_pieces(module: nn.Module, trained: Sequence[Piece]) -> list[Piece]:
+    """What `trained` holds, and this rank's part of whatever else the module has (frozen parameters, buffers)."""
+    others = [(name, tensor) for name, tensor in named_tensors(module) if not (tensor.requires_grad and tensor.numel())]
+    return [*trained, *(Piece.of(name, tensor.detach()) for name, tensor in others)]
+
+
+def state_pieces(module: nn.Module, trained: Sequence[Piece], optimizer: torch.optim.Optimizer) -> list[Piece]:
+    """All of a checkpoint's tensors on this rank. The optimizer's state must exist: see `create_state`."""
+    pieces = [replace(p, name=MODEL + p.name, tensor=p.tensor.detach()) for p in model_pieces(module, trained)]
+    for piece in trained:
+        for key, value in optimizer.state[piece.tensor].items():
+            name = f"{OPTIMIZER}{piece.name}/{key}"
+            if not isinstance(value, Tensor):
+                continue  # see optimizer_numbers
+            same = value.shape == piece.tensor.shape
+            pieces.append(replace(piece, name=name, tensor=value) if same else Piece.whole(name, value))
+    return pieces
+
+
+def optimizer_numbers(trained: Sequence[Piece], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """The optimizer's state that is no tensor (a step count, say), by parameter; UsageError for what is no number."""
+    numbers: dict[str, dict[str, Any]] = {}
+    for piece in trained:
+        for key, value in optimizer.state[piece.tensor].items():
+            if isinstance(value, (int, float, type(None))):
+                numbers.setdefault(piece.name, {})[key] = value
+            elif not isinstance(value, Tensor):
+                raise UsageError(
+                    f"[optimizer] name: its state {key!r} of {piece.name} is of type {type(value).__name__}; a checkpoint "
+                    "holds tensors and numbers: use another optimizer"
+                )
+    return numbers
+
+
+def restore_numbers(
+    trained: Sequence[Piece], optimizer: torch.optim.Optimizer, numbers: dict[str, dict[str, Any]]
+) -> None:
+    """Put back what `optimizer_numbers` gave."""
+    for piece in trained:
+        optimizer.state[piece.tensor].update(numbers.get(piece.name, {}))
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer create its state, as its first step would, without changing a parameter.
+
+    torch's optimizers make their state in the first `step()`; a restore needs the tensors before that, to fill them.
+    Where nothing is restored, a new optimizer must take this one's place.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in parameters]
+    gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    with torch.no_grad():
+        for parameter, value, gradient in zip(parameters, before, gradients, strict=True):
+            parameter.copy_(value)
+            parameter.grad = gradient

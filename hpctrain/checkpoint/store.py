@@ -1,0 +1,229 @@
+"""The checkpoints of a run: saved under a temporary name and renamed when complete, restored from the newest whole one.
+
+Imports no format: those are handed in. Every wait is a collective of a group, so the group's timeout ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.checkpoint.agreement import describe_differences, share, survey, together
+from hpctrain.checkpoint.directory import CheckpointDirectory
+from hpctrain.checkpoint.finding import recognize
+from hpctrain.checkpoint.retention import Retention
+from hpctrain.contracts.checkpoint import CheckpointFormat
+from hpctrain.contracts.pieces import Piece, State
+from hpctrain.errors import CheckpointError, UsageError
+
+LOG = logging.getLogger("hpctrain")
+_NICENESS = 19
+"""Of a thread that writes in the background."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored besides the pieces, which are filled in place."""
+
+    step: int
+    path: Path
+    values: dict[str, Any]
+
+
+@dataclass
+class _Background:
+    """A save on a thread: the thread leaves `path` or `error`."""
+
+    thread: threading.Thread | None = None
+    path: Path | None = None
+    error: Exception | None = None
+
+
+class CheckpointStore:
+    """Saves and restores; every method is collective over the group."""
+
+    def __init__(
+        self,
+        root: Path,
+        format: CheckpointFormat,
+        formats: Sequence[CheckpointFormat],
+        keep: int | None,
+        group: dist.ProcessGroup,
+        background_group: dist.ProcessGroup | None = None,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+    ) -> None:
+        """`root` is the run's directory of checkpoints, equal on all ranks and on a file system that they share.
+
+        format: what `save` writes. formats: what `restore` can read. keep, keep_every, keep_best: how many of the
+        newest stay, which steps' stay besides, and how many with the lowest evaluation loss; see `Retention`.
+        background_group: a second group of the same ranks in the same order, needed by `save_in_background`.
+        """
+        self._directory = CheckpointDirectory(root)
+        self._format = format
+        self._formats = {one.name: one for one in formats}
+        self._retention = Retention(keep, keep_every, keep_best, self._read_values)
+        self._group = group
+        self._background_group = background_group
+        self._background: _Background | None = None
+        self._is_clean = False
+
+    def save(self, step: int, state: State) -> Path:
+        """Save now; the path of the complete checkpoint. `state.values` gets the key `step`.
+
+        Raises OSError or CheckpointError on all ranks when it fails on one; earlier checkpoints stay as they were.
+        """
+        self.finish()
+        return self._save(step, state, self._group)
+
+    def save_in_background(self, step: int, state: State) -> None:
+        """Copy the state now and write the copy on a thread; first waits for the save before, raising its error."""
+        if self._background_group is None:
+            raise ValueError("save_in_background needs the store's background_group")
+        self.finish()
+        group, running = self._background_group, _Background()
+        snapshot = together(self._group, lambda: self._format.snapshot(state))
+
+        def run() -> None:
+            try:
+                _give_way()
+                running.path = self._save(step, snapshot, group)
+            except Exception as error:
+                running.error = error
+
+        running.thread = threading.Thread(target=run, name=f"checkpoint-{step}", daemon=True)
+        self._background = running
+        running.thread.start()
+
+    def is_over(self) -> bool:
+        """Whether there is a save in the background and it has ended on every rank, well or not; doesn't wait for it."""
+        running = self._background
+        if running is None or running.thread is None:
+            return False
+        writing = torch.tensor(int(running.thread.is_alive()))
+        dist.all_reduce(writing, op=dist.ReduceOp.MAX, group=self._group)
+        return not writing.item()
+
+    def finish(self) -> Path | None:
+        """Wait for the save in the background: its path, or None if there is none; raises its error."""
+        running, self._background = self._background, None
+        if running is None or running.thread is None:
+            return None
+        running.thread.join()
+        if running.error is not None:
+            raise running.error
+        return running.path
+
+    def restore(self, pieces: list[Piece], path: Path | None = None) -> Restored | None:
+        """Fill `pieces` from exactly `path`, or from the newest whole checkpoint; None when there is none at all.
+
+        `pieces` are all of this rank; together the ranks must ask for every tensor of the checkpoint. One that is
+        damaged is passed over with a warning. UsageError: `path` doesn't exist. CheckpointError: `path` or
+        all there are can't be used, or it is of another model, which is never passed over.
+        """
+        self.finish()
+        candidates = share(self._group, lambda: self._candidates(path))
+        reasons: list[str] = []
+        for directory, format_name in candidates:
+            outcome = self._restore_one(directory, format_name, pieces)
+            if isinstance(outcome, Restored):
+                return outcome
+            reasons.append(outcome)
+            if path is None and self._group.rank() == 0:
+                LOG.warning("checkpoint %s can't be used and is passed over: %s", directory.name, outcome)
+        if path is not None:
+            raise CheckpointError(f"checkpoint {path} can't be used: {reasons[0]}")
+        if reasons:
+            listed = "".join(f"\n  {reason}" for reason in reasons)
+            raise CheckpointError(f"none of the checkpoints in {self._directory.root} can be used:{listed}")
+        return None
+
+    def _save(self, step: int, state: State, group: dist.ProcessGroup) -> Path:
+        """Write under a temporary name, then rename. Nothing changes a live state meanwhile, so it isn't copied."""
+        state = State(state.pieces, {**state.values, "step": step})
+        temporary = share(group, lambda: self._begin(step))
+        try:
+            self._format.write(state, temporary, group)
+            final = share(group, lambda: self._directory.commit(temporary))
+        except Exception:
+            if group.rank() == 0:
+                self._directory.discard(temporary)
+            raise
+        if group.rank() == 0:
+            self._retention.saved(final, state.values)
+            try:
+                self._directory.retain(self._retention, final)
+            except OSError as error:  # what is too many does no harm
+                LOG.warning("could not delete old checkpoints in %s: %s", self._directory.root, error)
+        return final
+
+    def _begin(self, step: int) -> Path:
+        self._clean()
+        return self._directory.begin(step)
+
+    def _clean(self) -> None:
+        """Remove what earlier crashes left, once."""
+        if not self._is_clean:
+            self._directory.clean()
+            self._is_clean = True
+
+    def _candidates(self, path: Path | None) -> list[tuple[Path, str | None]]:
+        """The directories to try, each with the name of the format that recognizes it; on rank 0."""
+        if path is not None and not path.exists():
+            raise UsageError(f"there is no checkpoint {path}")
+        if path is None:
+            try:
+                self._clean()
+            except OSError as error:  # reading needs no tidy directory, and it may be read-only
+                LOG.warning("could not remove what a crash left in %s: %s", self._directory.root, error)
+        paths = self._directory.candidates() if path is None else [path]
+        return [(one, self._recognize(one)) for one in paths]
+
+    def _read_values(self, directory: Path) -> dict[str, Any]:
+        format = recognize(directory, self._formats.values())
+        return {} if format is None else format.read_values(directory)
+
+    def _recognize(self, directory: Path) -> str | None:
+        format = recognize(directory, self._formats.values())
+        return None if format is None else format.name
+
+    def _restore_one(self, directory: Path, format_name: str | None, pieces: list[Piece]) -> Restored | str:
+        """Fill the pieces from `directory`, or say why it can't be used; equal on all ranks."""
+        if format_name is None:
+            return f"{directory} isn't of a known format ({', '.join(self._formats)})"
+        format = self._formats[format_name]
+        try:
+            # Read once and told to all: the ranks must decide from the same values and names.
+            values, shapes = share(self._group, lambda: (format.read_values(directory), format.names(directory)))
+        except (CheckpointError, OSError) as error:
+            return str(error)
+        differences = describe_differences(self._group, {piece.name: piece.shape for piece in pieces}, shapes)
+        if differences is not None:
+            raise CheckpointError(f"checkpoint {directory} is of another model or optimizer: {differences}")
+        fault = survey(self._group, lambda: format.load(directory, pieces))
+        if isinstance(fault, CheckpointError | OSError):
+            return str(fault)
+        if isinstance(fault, Exception):
+            raise fault
+        step = values.get("step")
+        if type(step) is not int:
+            return f"{directory}: its values have no step"
+        return Restored(step, directory, values)
+
+
+def _give_way() -> None:
+    """Let this thread have 1 or 2% of a processor that training needs as well, and all of one that is idle.
+
+    It isn't starved: when training waits for the save, its processor is idle.
+    """
+    if sys.platform == "linux":  # where each thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

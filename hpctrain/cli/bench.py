@@ -1,0 +1,143 @@
+"""hpctrain bench: what this machine's communication and checkpoints cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpctrain.errors import UsageError
+
+_TIME_LIMIT = 900
+_KNOWN = ("mpi", "gloo", "mpi4py")
+
+
+@click.group("bench")
+def command() -> None:
+    """Benchmarks of this machine."""
+
+
+@command.command("collectives")
+@click.option("-n", "ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
+@click.option(
+    "--backends", default="mpi,gloo", show_default=True, help="Which to measure: mpi, gloo, mpi4py (plain numpy)."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
+def collectives(ranks: int, backends: str, as_json: bool) -> None:
+    """Median seconds of all_reduce, all_gather and reduce_scatter at 4 KB, 1 MB and 64 MB.
+
+    Under mpiexec or srun every process is a rank; alone, the ranks are started here.
+    """
+    names = backends.split(",")
+    unknown = [name for name in names if name not in _KNOWN]
+    if unknown:
+        raise UsageError(f"--backends: unknown {', '.join(unknown)}; expected some of {', '.join(_KNOWN)}, with commas")
+    from hpctrain.world.detection import launched
+
+    if not launched():
+        sys.exit(_start(ranks, ["collectives", "--backends", backends], as_json))
+    import torch.distributed as dist
+
+    from hpctrain.mpi.benchmark import measure
+
+    _meet()
+    rows = measure(names)
+    if dist.get_rank() == 0:
+        lines = (
+            f"{row.operation:24} {row.nbytes:>10,} B  {row.backend:8} {row.seconds * 1e6:12,.1f} us" for row in rows
+        )
+        _tell(rows, lines, as_json)
+
+
+@command.command("checkpoint")
+@click.option("-n", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
+@click.option("--size", default="1GB", show_default=True, help="Bytes of the state over all ranks.")
+@click.option("--format", "name", default="hdf5", show_default=True, help="The checkpoint format to measure.")
+@click.option(
+    "--directory", default=".", type=click.Path(path_type=Path, file_okay=False), help="Where to write (default: here)."
+)
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="How often; medians are told.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
+def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, as_json: bool) -> None:
+    """Writing and reading a state, against plain files, torch.save, DCP and safetensors, and saving behind training.
+
+    Under mpiexec or srun every process is a rank; alone, the ranks are started here.
+    """
+    from hpctrain.contracts.plugin import parse_bytes
+    from hpctrain.plugins.registry import build_registry
+
+    try:
+        nbytes = parse_bytes(size if not size.isdigit() else int(size))
+    except ValueError as error:
+        raise UsageError(f"--size {size}: {error}") from None
+    assert isinstance(nbytes, int)
+    if not directory.is_dir():
+        raise UsageError(f"--directory {directory}: there is no such directory")
+    format = next((one for one in build_registry().made("checkpoint") if one.name == name), None)
+    if format is None:
+        raise UsageError(f"--format {name}: no installed checkpoint format has this name")
+    from hpctrain.world.detection import launched
+
+    if not launched():
+        words = ["checkpoint", "--size", size, "--format", name, "--directory", str(directory), "--rounds", str(rounds)]
+        sys.exit(_start(ranks, words, as_json))
+    import torch.distributed as dist
+
+    from hpctrain.checkpoint.benchmark import measure
+
+    _meet()
+    scratch = [tempfile.mkdtemp(prefix="hpctrain-bench-", dir=directory) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(scratch)
+    try:
+        rows = measure(format, nbytes, Path(scratch[0]), rounds)
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(scratch[0], ignore_errors=True)
+    if dist.get_rank() == 0:
+        lines = (
+            f"{row.operation:18} {row.method:12} {row.seconds:8.3f} s "
+            f"{row.nbytes / row.seconds / 1e6:9,.0f} MB/s  x{row.ratio:.2f}"
+            for row in rows
+        )
+        _tell(rows, lines, as_json)
+
+
+def _meet() -> None:
+    """This rank joins the others over MPI, with one thread."""
+    import torch
+    import torch.distributed as dist
+
+    import hpctrain.mpi  # registers mpi4py and mpi://
+
+    torch.set_num_threads(1)
+    dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://")
+
+
+def _tell(rows: Sequence[Any], lines: Iterable[str], as_json: bool) -> None:
+    """Rows (dataclasses) as JSON, or the lines that stand for them."""
+    if as_json:
+        click.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    for line in lines:
+        click.echo(line)
+
+
+def _start(ranks: int, words: list[str], as_json: bool) -> int:
+    """This command again, on ranks under mpiexec."""
+    from hpctrain.starter.mpiexec import find_mpiexec
+
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        raise UsageError(f"hpctrain bench {words[0]} needs an MPI to start its ranks: pip install 'hpctrain[mpich]'")
+    words = [sys.executable, "-m", "hpctrain", "bench", *words, *(["--json"] if as_json else [])]
+    environment = {**os.environ, **mpiexec.environment(ranks)}
+    return subprocess.run([*mpiexec.command(ranks), *words], env=environment, timeout=_TIME_LIMIT).returncode

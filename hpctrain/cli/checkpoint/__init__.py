@@ -1,0 +1,27 @@
+"""hpctrain checkpoint: looking at checkpoints, proving that they are whole, and taking weights out and in."""
+
+from __future__ import annotations
+
+import click
+
+from hpctrain.cli.checkpoint.common import Formats
+from hpctrain.cli.checkpoint.diff import diff
+from hpctrain.cli.checkpoint.export import export
+from hpctrain.cli.checkpoint.import_ import import_weights
+from hpctrain.cli.checkpoint.list import list_checkpoints
+from hpctrain.cli.checkpoint.show import show
+from hpctrain.cli.checkpoint.verify import verify
+
+
+@click.group("checkpoint")
+@click.option(
+    "--load", multiple=True, metavar="MODULE", help="Load this module's formats, too, as [plugins] load does."
+)
+@click.pass_context
+def command(ctx: click.Context, load: tuple[str, ...]) -> None:
+    """Look at checkpoints, verify and compare them, export and import weights. Works with every installed format."""
+    ctx.obj = Formats(load)
+
+
+for one in (list_checkpoints, show, verify, diff, export, import_weights):
+    command.add_command(one)

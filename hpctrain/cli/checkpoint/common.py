@@ -1,0 +1,80 @@
+"""What the subcommands of `hpctrain checkpoint` share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hpctrain.checkpoint.finding import Checkpoint
+    from hpctrain.contracts.checkpoint import CheckpointFormat
+    from hpctrain.plugins.registry import Registry
+
+PATH = click.Path(path_type=Path)
+
+
+class Formats:
+    """The installed checkpoint formats, loaded when they are asked for: `--help` does without torch."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._modules = modules
+
+    @cached_property
+    def registry(self) -> Registry:
+        """All plugins."""
+        from hpctrain.plugins.registry import build_registry
+
+        return build_registry(self._modules)
+
+    @cached_property
+    def all(self) -> list[CheckpointFormat]:
+        """Every format that needs no options."""
+        return self.registry.made("checkpoint")
+
+    def make(self, name: str) -> CheckpointFormat:
+        """The format `name`, with its defaults."""
+        from hpctrain.contracts.checkpoint import CheckpointFormat
+
+        cls = self.registry.find("checkpoint", name).cls
+        made = cls(cls.Options())
+        assert isinstance(made, CheckpointFormat)  # what the registry let in
+        return made
+
+    def find(self, path: Path) -> Checkpoint:
+        """The checkpoint at `path`; UsageError when there is none."""
+        from hpctrain.checkpoint.finding import find_checkpoint
+
+        return find_checkpoint(path, self.all)
+
+
+@contextmanager
+def files_of(path: Path) -> Iterator[None]:
+    """What the operating system says of `path` becomes a sentence and exit 5."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from error
+
+
+def size_text(nbytes: int) -> str:
+    """ "1.2 GB": decimal units, as in job files."""
+    value = float(nbytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest entry; never cut, so that it can be searched."""
+    cells = [header, *rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)

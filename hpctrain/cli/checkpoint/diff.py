@@ -1,0 +1,42 @@
+"""hpctrain checkpoint diff: which tensors of two checkpoints differ, and by how much."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, table
+from hpctrain.cli.progress import bytes_progress
+
+EXIT_DIFFERENT = 1
+"""As diff and h5diff have it."""
+
+
+@click.command("diff")
+@click.argument("a", metavar="A", type=PATH)
+@click.argument("b", metavar="B", type=PATH)
+@click.pass_obj
+def diff(formats: Formats, a: Path, b: Path) -> int:
+    """Compare the checkpoints A and B by value; exit 0 when all tensors are equal and 1 when some differ.
+
+    The formats and the layouts that wrote them may differ.
+    """
+    from hpctrain.checkpoint.comparison import compare, compare_values
+
+    with files_of(a):
+        one, other = formats.find(a), formats.find(b)
+        with bytes_progress("comparing") as progress:
+            differences = compare(one, other, progress)
+        values = compare_values(one.format.read_values(a), other.format.read_values(b))
+    for sentence in values:
+        click.echo(f"value {sentence}")
+    if not differences:
+        click.echo("all tensors are equal")
+        return 0
+    rows = [
+        (d.name, f"{d.elements} of {d.total}", f"{d.largest:.3g}", f"{d.relative:.3g}", d.forms) for d in differences
+    ]
+    click.echo(table(("TENSOR", "VALUES THAT DIFFER", "LARGEST |A-B|", "|A-B|/|A|", "FORM"), rows))
+    click.echo(f"{len(differences)} tensors differ")
+    return EXIT_DIFFERENT

@@ -1,0 +1,35 @@
+"""hpctrain checkpoint import: weights made elsewhere as a checkpoint that a job can start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hpctrain.cli.checkpoint.common import PATH, Formats, files_of
+from hpctrain.cli.progress import bytes_progress
+from hpctrain.errors import UsageError
+
+
+@click.command("import")
+@click.argument("path", metavar="FILE", type=PATH)
+@click.argument("out", metavar="OUT", type=PATH)
+@click.option(
+    "--prefix", default="", help="Take only the tensors whose names begin with this, and leave it out of the names."
+)
+@click.option("--format", "name", default="hdf5", show_default=True, help="The checkpoint format of OUT.")
+@click.pass_obj
+def import_weights(formats: Formats, path: Path, out: Path, prefix: str, name: str) -> None:
+    """Write the weights in FILE to the new checkpoint OUT, to start from with [model] weights = "OUT".
+
+    FILE is a .safetensors file, a file of torch.save that holds a state dict (nothing in it is run), or a checkpoint's
+    directory of any installed format.
+    """
+    from hpctrain.checkpoint.conversion import import_weights
+
+    format = formats.make(name)
+    if not path.exists():
+        raise UsageError(f"there are no weights at {path}")
+    with files_of(path), bytes_progress("importing") as progress:
+        count = import_weights(path, formats.all, prefix, format, out, progress)
+    click.echo(f'wrote {out}: {count} tensors; start from them with [model] weights = "{out}"')

@@ -1,0 +1,48 @@
+"""hpctrain checkpoint list: the checkpoints of a run."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import click
+
+from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, size_text, table
+from hpctrain.errors import CheckpointError, UsageError
+
+
+@click.command("list")
+@click.argument("run", metavar="RUN", type=PATH)
+@click.pass_obj
+def list_checkpoints(formats: Formats, run: Path) -> None:
+    """List the checkpoints of RUN (its output_dir), the one that a resume tries first at the top.
+
+    What they hold is not read: `verify` does that.
+    """
+    from hpctrain.checkpoint.finding import root_of
+
+    if not run.exists():
+        raise UsageError(f"there is no run {run}; expected its output_dir, such as runs/NAME")
+    with files_of(run):
+        directory = root_of(run)
+        if directory is None:
+            raise UsageError(f"{run} has no checkpoints; expected a run's output_dir, such as runs/NAME")
+        rows = [_row(formats, path) for path in directory.candidates()]
+    click.echo(table(("CHECKPOINT", "FORMAT", "SIZE", "FILES", "SAVED", "EVALUATION LOSS", "NOTE"), rows))
+
+
+def _row(formats: Formats, path: Path) -> tuple[str, ...]:
+    from hpctrain.checkpoint.finding import Checkpoint, recognize
+
+    saved = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
+    format = recognize(path, formats.all)
+    if format is None:
+        return str(path), "-", "-", "-", saved, "-", "of no known format"
+    files = Checkpoint(path, format).files()
+    loss, note = "-", ""
+    try:
+        found = format.read_values(path).get("evaluation_loss")
+        loss = f"{found:.4f}" if isinstance(found, float) else "-"
+    except (CheckpointError, OSError) as error:
+        note = f"damaged: {error}"
+    return str(path), format.name, size_text(sum(files.values())), str(len(files)), saved, loss, note

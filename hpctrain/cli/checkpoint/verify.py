@@ -1,0 +1,28 @@
+"""hpctrain checkpoint verify: whether every byte is the one that was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, size_text
+from hpctrain.cli.progress import bytes_progress
+from hpctrain.errors import CheckpointError
+
+
+@click.command("verify")
+@click.argument("checkpoint", metavar="CKPT", type=PATH)
+@click.pass_obj
+def verify(formats: Formats, checkpoint: Path) -> None:
+    """Read all of CKPT and check it. Exit 5 when it is not whole, with the file, tensor and part of each fault."""
+    with files_of(checkpoint):
+        found = formats.find(checkpoint)
+        with bytes_progress("verifying") as progress:
+            faults = found.format.verify(checkpoint, progress)
+        if faults:
+            listed = "".join(f"\n  {fault}" for fault in faults)
+            raise CheckpointError(f"checkpoint {checkpoint} isn't whole: {len(faults)} faults{listed}")
+        tensors, files = found.format.tensors(checkpoint), found.files()
+    nbytes = sum(files.values())
+    click.echo(f"{checkpoint}: whole, {len(tensors)} tensors, {size_text(nbytes)} in {len(files)} files")

@@ -1,0 +1,57 @@
+"""hpctrain plugins: what is installed, and what a plugin's table may hold."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.plugins.listing import Listed, describe_options, list_plugins
+from hpctrain.plugins.registry import build_registry
+
+
+@click.group("plugins", invoke_without_command=True)
+@click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
+@click.option("--load", multiple=True, metavar="MODULE", help="Load this module, too, as [plugins] load does.")
+@click.pass_context
+def command(ctx: click.Context, as_json: bool, load: tuple[str, ...]) -> None:
+    """List every plugin by slot, with its distribution, entry point and state."""
+    ctx.obj = registry = build_registry(load)
+    if ctx.invoked_subcommand is not None:
+        return
+    rows = list_plugins(registry)
+    if as_json:
+        click.echo(json.dumps([row.as_dict() for row in rows], indent=2))
+        return
+    click.echo(_table(rows))
+
+
+@command.command("show")
+@click.argument("slot")
+@click.argument("name")
+@click.pass_obj
+def show(registry: object, slot: str, name: str) -> None:
+    """Print what the plugin NAME of SLOT does, and its options with types, defaults, units and help."""
+    from hpctrain.errors import UsageError
+    from hpctrain.plugins.registry import Registry
+    from hpctrain.plugins.slots import SLOTS
+
+    assert isinstance(registry, Registry)
+    if slot not in SLOTS:
+        raise UsageError(f"there is no slot {slot!r}; expected one of {', '.join(SLOTS)}")
+    entry = registry.find(slot, name)
+    cls: type[Plugin] = entry.cls
+    click.echo(f"{slot} {name}: {(cls.__doc__ or '').strip()}\nfrom {entry.source}\n")
+    for option in describe_options(cls):
+        click.echo(f"{option.key} ({option.type}; {option.default})\n    {option.help}")
+
+
+def _table(rows: list[Listed]) -> str:
+    """Columns as wide as their widest entry; never cut, so that it can be searched."""
+    header = ("SLOT", "NAME", "STATE", "DISTRIBUTION", "ENTRY POINT")
+    cells = [header, *((r.slot, r.name, r.state, f"{r.distribution} {r.version}".strip(), r.entry_point) for r in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    reasons = [f"{r.slot or r.entry_point} {r.name}: {r.why}".replace("  ", " ") for r in rows if r.why]
+    return "\n".join(lines + (["", *reasons] if reasons else []))

@@ -1,0 +1,71 @@
+"""hpctrain run: a rank under a launcher, the starter of its own ranks with -n, else the only rank."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+
+from hpctrain.cli.options import job_arguments
+from hpctrain.errors import EXIT_STOPPED, UsageError
+
+
+@click.command("run")
+@job_arguments
+@click.option("--resume", default="auto", metavar="auto|never|PATH", help="Continue from the newest checkpoint (auto), "
+              "from step 0 (never), or from one checkpoint (PATH).")  # fmt: skip
+@click.option(
+    "--started-by", type=click.Path(path_type=Path), hidden=True, help="Set by `hpctrain run -n` for its ranks."
+)
+def command(job: Path, ranks: int | None, overrides: tuple[str, ...], resume: str, started_by: Path | None) -> int:
+    """Train JOB.toml.
+
+    Under mpiexec, mpirun, srun or torchrun this process is one rank, and -n, where given, must equal their number.
+    Alone, -n starts that many ranks on this machine; without -n there is one.
+    """
+    if resume not in ("auto", "never") and not Path(resume).exists():
+        raise UsageError(
+            f"--resume {resume}: there is no such checkpoint; expected auto, never or a checkpoint's directory"
+        )
+    from hpctrain.world.detection import detect, launched, started_by_srun
+
+    if not launched() and ranks is not None and ranks > 1:
+        from hpctrain.starter.start import start_ranks
+
+        code = start_ranks(job, ranks, overrides, resume)
+        _say_how_to_continue(code, job, ranks, overrides)
+        return code
+    from hpctrain.job.reading import RawJob, read_job
+    from hpctrain.rank import run_rank
+    from hpctrain.starter.link import attach
+    from hpctrain.world.failure import delay_terminate, ignore_terminate
+    from hpctrain.world.front import Front
+
+    if started_by_srun():
+        delay_terminate()
+    identity = detect()
+
+    def read() -> RawJob:
+        """What rank 0 does for all: so a wrong -n is told once."""
+        if ranks is not None and ranks != identity.size:
+            raise UsageError(
+                f"-n {ranks}: the launcher started {identity.size} ranks; expected the same number (or leave -n out)"
+            )
+        return read_job(job, overrides)
+
+    front = attach(started_by, identity) if started_by else Front()
+    code = int(run_rank(identity, read, resume, front)["exit_code"])
+    if started_by_srun():
+        ignore_terminate()
+    if identity.rank == 0 and started_by is None:
+        _say_how_to_continue(code, job, ranks, overrides, " (under the same launcher)" if launched() else "")
+    return code
+
+
+def _say_how_to_continue(code: int, job: Path, ranks: int | None, overrides: tuple[str, ...], where: str = "") -> None:
+    """After a signal: the same command, without --resume, which would go back to an older checkpoint."""
+    if code == EXIT_STOPPED:
+        words = ["hpctrain", "run", str(job), *(["-n", str(ranks)] if ranks else [])]
+        words += [word for override in overrides for word in ("--set", override)]
+        click.echo(f"continue with{where}: {shlex.join(words)}")

@@ -1,0 +1,16 @@
+"""hpctrain schema: the job file for editors."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+
+@click.command("schema")
+def command() -> None:
+    """Print a JSON Schema of the job file, with the options of every installed plugin."""
+    from hpctrain.job.schema import job_schema
+    from hpctrain.plugins.registry import build_registry
+
+    click.echo(json.dumps(job_schema(build_registry()), indent=2))

@@ -1,0 +1,98 @@
+"""The slot `checkpoint`: how a state becomes files. The core owns tmp, rename, keep, and which one is newest."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.contracts.pieces import Piece, State
+from hpctrain.contracts.plugin import Plugin
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A rectangle of a tensor in a file; `file` is its path relative to the checkpoint's directory."""
+
+    file: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint: `shape` is the whole one, which `chunks` cover."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class CheckpointFormat(Plugin):
+    """Writes and reads one checkpoint directory. Every method but `recognizes` may raise CheckpointError or OSError.
+
+    `write` is collective over `group`; everything else is local (each rank reads what it needs), so that a checkpoint
+    can be read at any world size. The commands `hpctrain checkpoint ...` use these methods and nothing else: a
+    format that has them has the commands.
+    """
+
+    @abstractmethod
+    def snapshot(self, state: State) -> State:
+        """A copy of `state` in host memory that later training steps do not change, good until the next call.
+
+        Training waits for it. It is asked for when the save before has ended, so its memory may be used again.
+        """
+
+    @abstractmethod
+    def write(self, snapshot: State, directory: Path, group: dist.ProcessGroup) -> None:
+        """Write all ranks' pieces into the existing, empty `directory` and fsync them; collective over `group`.
+
+        `snapshot` is what `snapshot` returned, or the live state itself, on any device, while nothing changes it:
+        a save that the training waits for needs no second copy in memory. Several ranks may offer the same
+        rectangle of a name (replicas): one of them is written. Together the rectangles of a name must tile its
+        shape, or CheckpointError. `snapshot.values` is taken from rank 0. An error on any rank is raised on all.
+        """
+
+    @abstractmethod
+    def read_values(self, directory: Path) -> dict[str, Any]:
+        """The small values, read and checked against their checksum."""
+
+    @abstractmethod
+    def tensors(self, directory: Path) -> dict[str, StoredTensor]:
+        """Every tensor in the checkpoint by its name, without its values."""
+
+    def names(self, directory: Path) -> dict[str, tuple[int, ...]]:
+        """Every tensor in the checkpoint with its whole shape; override it where that costs less than `tensors`."""
+        return {name: tensor.shape for name, tensor in self.tensors(directory).items()}
+
+    @abstractmethod
+    def load(self, directory: Path, pieces: list[Piece]) -> None:
+        """Fill each piece's tensor from the checkpoint, whatever layout wrote it, and check what was read.
+
+        Raises CheckpointError that names the file and the tensor for a missing name, another shape, a hole,
+        or a chunk whose checksum is wrong. Values are converted to the piece's dtype.
+        """
+
+    @abstractmethod
+    def verify(self, directory: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
+        """Read everything; one sentence per fault, so an empty list means that it is whole.
+
+        A sentence names the file, and the tensor and its part where the fault lies in one. A file that
+        doesn't belong to the checkpoint is a fault, too.
+        `progress(done, total)` is called with bytes as the reading goes on.
+        """
+
+    @abstractmethod
+    def recognizes(self, directory: Path) -> bool:
+        """Whether `directory` looks like one of this format's checkpoints (a quick look, no verification)."""

@@ -1,0 +1,34 @@
+"""The slot `communicator`: what moves the bytes between ranks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.world.identity import Identity
+
+
+class Communicator(Plugin):
+    """Names the torch.distributed backend of a job."""
+
+    preference: ClassVar[int | None] = None
+    """`auto` takes the available one with the highest; None is never taken by itself."""
+
+    def choose(self, identity: Identity, installed: list[Communicator]) -> Communicator:
+        """The communicator to use instead of this one; `installed` holds all. Must not communicate."""
+        return self
+
+    @abstractmethod
+    def unavailable(self, identity: Identity) -> str | None:
+        """Why it cannot serve this world, as the end of a sentence; None when it can. Must not communicate."""
+
+    @abstractmethod
+    def backend(self) -> str:
+        """The backend for torch.distributed.init_process_group; registers it first where it is not torch's own."""
+
+    @abstractmethod
+    def device(self, identity: Identity) -> torch.device:
+        """The device that this rank computes on."""

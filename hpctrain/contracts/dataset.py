@@ -1,0 +1,50 @@
+"""The slot `dataset`: samples by index, and a fingerprint that says which samples they are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hpctrain.contracts.plugin import Plugin
+
+Split = Literal["train", "validation"]
+
+
+class Samples(ABC):
+    """A finite list of samples; the trainer decides on order, batches and ranks."""
+
+    vocab_size: int | None = None
+    """Ids are smaller than this; None where samples hold no ids."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Any:
+        """Sample `index`: a dict of tensors (`input_ids`, `labels`: each (seq,)) or a tuple whose last is the target."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A text that differs when any sample would: compared across ranks and on resume. Cheap to make."""
+
+
+@dataclass(frozen=True)
+class DatasetContext:
+    """What the rest of the job says to a dataset."""
+
+    seq_length: int | None
+    """Tokens per sample: `[dataset] seq_length`, else the model's max_seq_length."""
+
+    vocab_size: int | None
+    """The model's vocabulary."""
+
+    seed: int
+
+
+class Dataset(Plugin):
+    """Opens the samples of a split. A dataset without a validation split returns None for it."""
+
+    @abstractmethod
+    def open(self, split: Split, context: DatasetContext) -> Samples | None:
+        """The samples of `split`; raises UsageError for a missing file or an impossible option."""

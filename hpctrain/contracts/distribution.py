@@ -1,0 +1,160 @@
+"""The slots `parallelism`, `sharding`, `activation_checkpointing` and `compression`: how a model lies on the ranks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpctrain.contracts.model import Batch, ModelSpec
+from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.contracts.runner import Runner, RunnerParts
+
+
+class Parallelism(Plugin):
+    """One axis of the mesh besides the data axes. `[parallelism] NAME = size`, or a table with `size` and options."""
+
+    axis: ClassVar[str]
+    """The mesh axis, in the field's short form: "tp", "pp", "cp"."""
+
+    order: ClassVar[int]
+    """Its place in the mesh, outermost first. pp is 10, dp_replicate 20, dp_shard 30, cp 40, tp 50."""
+
+    repeats_loss: ClassVar[bool] = False
+    """Whether every rank of the axis computes the same loss (tp), rather than a part of it or none."""
+
+    cuts_samples: ClassVar[bool] = False
+    """Whether the ranks of the axis have parts of the same samples (cp). To the sharding stage they are data-parallel
+    ranks then: gradients are summed over them, and what it shards is sharded over them, too."""
+
+    splits_module: ClassVar[bool] = False
+    """Whether the ranks of the axis have different parameters (pp), so that each name lies on one of them only."""
+
+    def refuse(self, spec: ModelSpec, size: int) -> str | None:
+        """Why this model cannot be spread over `size` ranks of this axis, in a sentence; None when it can."""
+        return None
+
+    @abstractmethod
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
+        """Change the module (on the meta device) for this rank's place on the axis; `mesh` is one-dimensional."""
+
+    def context(self) -> AbstractContextManager[object]:
+        """Entered around forward, loss and backward of each micro batch."""
+        return nullcontext()
+
+    def split_batch(self, batch: Batch) -> Batch:
+        """What this rank of the axis gets of a micro batch; called ahead of the step, in a thread of its own."""
+        return batch
+
+    def runner(self, parts: RunnerParts) -> Runner | None:
+        """What runs the micro batches in place of one after the other; None where that is right."""
+        return None
+
+
+class ActivationCheckpointing(Plugin):
+    """Trades activation memory for a second forward pass."""
+
+    @abstractmethod
+    def apply(self, module: nn.Module, spec: ModelSpec) -> None:
+        """Change the blocks of `module` in place without renaming any parameter."""
+
+
+class Compression(Plugin):
+    """How the gradients of the data-parallel axis travel."""
+
+    @abstractmethod
+    def all_reduce(self, bucket: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+        """Begin to sum the flat `bucket` over `group`; the returned function waits and leaves the sum in `bucket`."""
+
+    def reduce_scatter(self, output: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+        """Begin to sum the flat `bucket`, and leave this rank's equal slice of the sum in `output`.
+
+        `output` may be that slice of `bucket` itself. `bucket` holds nothing of use afterwards.
+        """
+        finish_all = self.all_reduce(bucket, group)
+
+        def finish() -> None:
+            finish_all()
+            mine = bucket.view(group.size(), -1)[group.rank()]
+            if mine.data_ptr() != output.data_ptr():
+                output.copy_(mine)
+
+        return finish
+
+
+class Sharding(Plugin):
+    """One ZeRO stage: who holds parameters, gradients and optimizer state, and when gradients are summed.
+
+    Its name is the stage as text. The trainer calls `apply` on the module before it has values and `materialized`
+    once it has them; for each step `begin(last)` before each micro batch's forward, `synchronize()` once after
+    the last backward, and `refresh()` after the optimizer's step.
+
+    What the optimizer updates are the tensors of `pieces()`, plain tensors of this rank: an optimizer whose update
+    of an element depends on that element's gradient and state alone gives the same numbers under every stage.
+    """
+
+    @abstractmethod
+    def axes(self, ranks: int, replicate: int) -> dict[str, int]:
+        """How `ranks` data-parallel ranks are cut into the axes dp_replicate and dp_shard; the product is `ranks`.
+
+        `replicate` is the job's `[parallelism] replicate` (1 by default) and divides `ranks`.
+        """
+
+    def refuse(self, spec: ModelSpec, axes: Mapping[str, int]) -> str | None:
+        """Why this stage can't train the model on a mesh of `axes` (all of them), in a sentence; None when it can."""
+        return None
+
+    @abstractmethod
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, compression: Compression) -> nn.Module:
+        """Prepare the module: on the meta device, or with values on the CPU where the model says `meta = False`.
+
+        Parallelism, activation checkpointing and compile have been applied; parameters may be DTensors. `mesh` has
+        the axes dp_replicate and dp_shard. Parameters that are left as DTensors get only the rows that this rank holds.
+        """
+
+    def home(self, device: torch.device) -> torch.device:
+        """Where the parameters of a rank that computes on `device` are kept."""
+        return device
+
+    @abstractmethod
+    def materialized(self, module: nn.Module) -> None:
+        """Every parameter has its first value and its device: lay out what `pieces` gives."""
+
+    @abstractmethod
+    def begin(self, last: bool, interleaved: bool = False) -> None:
+        """A micro batch begins; `last` is true for the last one of the step.
+
+        interleaved: what follows are the forwards and backwards of all the step's micro batches, in any order.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until this rank's gradients are summed over the data-parallel ranks.
+
+        Afterwards every piece has a gradient: a parameter that no rank used has zeros.
+        """
+
+    def refresh(self) -> None:
+        """The values of the pieces have changed, by a step or a restore: bring the module up to date; collective."""
+        return
+
+    @abstractmethod
+    def pieces(self) -> list[Piece]:
+        """What this rank's optimizer updates, without empty pieces; a piece's gradient is `piece.tensor.grad`.
+
+        Each `piece.tensor` is a leaf that is given to the optimizer as it is. It may be a part of a parameter, and
+        several pieces may be of one parameter.
+        """
+
+    @abstractmethod
+    def optimizer(
+        self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """The optimizer over `groups` (parameter groups over the tensors of `pieces`), made with `build`."""

@@ -1,0 +1,26 @@
+"""The slot `logger`: where the metrics go besides metrics.jsonl."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpctrain.contracts.plugin import Plugin
+
+
+class Logger(Plugin):
+    """Lives on rank 0 only."""
+
+    @abstractmethod
+    def open(self, output_dir: Path, resumed_step: int) -> None:
+        """The run begins after step `resumed_step` (0 for a new one)."""
+
+    @abstractmethod
+    def log(self, row: Mapping[str, Any]) -> None:
+        """One row of metrics.jsonl, as it is written there."""
+
+    def close(self) -> None:
+        """The run has ended."""
+        return

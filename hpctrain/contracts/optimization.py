@@ -1,0 +1,35 @@
+"""The slots `optimizer` and `schedule`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from hpctrain.contracts.plugin import Options, Plugin
+
+
+class OptimizerOptions(Options):
+    """What every optimizer has: a learning rate, which schedule and scaling multiply."""
+
+    lr: float = Field(gt=0, description="peak learning rate, before lr_scaling")
+
+
+class Optimizer(Plugin):
+    """Builds a torch optimizer over parameter groups."""
+
+    Options: ClassVar[type[Options]] = OptimizerOptions
+
+    @abstractmethod
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """`groups` as torch optimizers take them: `params` and, for each option of this plugin, its value."""
+
+
+class Schedule(Plugin):
+    """A factor on the learning rate: a pure function of the step, so that a resume has nothing to restore."""
+
+    @abstractmethod
+    def factor(self, step: int, steps: int) -> float:
+        """The factor for optimizer step `step` (0-based) of a job of `steps` steps."""

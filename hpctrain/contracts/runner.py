@@ -1,0 +1,73 @@
+"""How the micro batches of a step are run. One rank runs them one after the other, unless an axis brings a runner."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.contracts.model import Batch, ModelSpec
+from hpctrain.contracts.precision import Precision
+from hpctrain.model.seeded import derive_seed
+
+if TYPE_CHECKING:
+    from hpctrain.contracts.distribution import Sharding
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Collated samples, the place of the first one in the global batch, and whether their loss counts."""
+
+    batch: Batch
+    place: int
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    """What a runner works with; the module is ready to be trained.
+
+    context: entered around forward, loss and backward; once per micro batch, or around all of them.
+    """
+
+    module: nn.Module
+    spec: ModelSpec
+    precision: Precision
+    sharding: Sharding
+    device: torch.device
+    seed: int
+    context: Callable[[], AbstractContextManager[None]]
+
+    def seed_draws(self, step: int, micro: MicroBatch) -> None:
+        """Random numbers from the place in the global batch, not from this rank: no random state needs saving."""
+        torch.manual_seed(derive_seed(self.seed, step, micro.place))
+
+    def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """The sum of the losses, a plain scalar; call it under `precision.forward`."""
+        loss: Any = self.spec.loss(outputs, micro.batch)
+        return loss.full_tensor() if hasattr(loss, "full_tensor") else loss  # type: ignore[no-any-return]
+
+
+class Runner(ABC):
+    """The loop never forwards a model itself: it asks the runner."""
+
+    @abstractmethod
+    def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
+        """Forward and backward of every micro batch; the sum of this rank's losses, a float64 scalar on the device.
+
+        Gradients are of (sum of losses) / `divisor`, summed over the micro batches. Calls `sharding.begin` before the
+        forward of each micro batch, or once before all of them where their forwards and backwards interleave.
+        """
+
+    @abstractmethod
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, int]:
+        """The sum of this rank's losses, and what it is a sum over (0 where another rank of the axis has them)."""
+
+    def describe(self, micro_batches: int) -> str | None:
+        """A line about how `micro_batches` micro batches are run, for the screen."""
+        return None

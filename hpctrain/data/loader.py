@@ -1,0 +1,121 @@
+"""Loads micro batches ahead of the step, on a thread or in worker processes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hpctrain.contracts.dataset import Samples
+from hpctrain.contracts.model import Batch
+from hpctrain.contracts.runner import MicroBatch
+from hpctrain.data.plan import Planned
+from hpctrain.errors import HpctrainError, TrainingError
+
+
+class _Listed:
+    """Samples as torch's DataLoader takes them."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index]
+
+
+class Loader:
+    """Iterates over the batches of `plan`; up to `prefetch` of them are loaded and moved before they are asked for."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        plan: Iterator[Planned],
+        split: Callable[[Batch], Batch],
+        workers: int,
+        prefetch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """`split`: what this rank gets of a micro batch. `dtype`: of floating point inputs."""
+        self._split = split
+        self._device, self._dtype = device, dtype
+        self._ready: queue.Queue[MicroBatch | BaseException | None] = queue.Queue(maxsize=prefetch)
+        self._closed = threading.Event()
+        self._planned: queue.SimpleQueue[Planned] = queue.SimpleQueue()
+        # spawned, not forked: a fork of a process that has MPI and threads is undefined
+        context: dict[str, Any] = {"multiprocessing_context": "spawn", "prefetch_factor": prefetch} if workers else {}
+        self._loader: DataLoader[Any] = DataLoader(
+            _Listed(samples),  # type: ignore[arg-type]
+            batch_sampler=self._indices(plan),
+            num_workers=workers,
+            **context,
+        )
+        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        item = self._ready.get()
+        if item is None:
+            raise StopIteration
+        if isinstance(item, HpctrainError):
+            raise item
+        if isinstance(item, BaseException):
+            raise TrainingError(f"loading a sample failed: {type(item).__name__}: {item}") from item
+        return item
+
+    def close(self) -> None:
+        """Stop loading; what was loaded ahead is dropped."""
+        self._closed.set()
+        while self._thread.is_alive():
+            try:
+                self._ready.get(timeout=0.05)
+            except queue.Empty:
+                continue
+
+    def _indices(self, plan: Iterator[Planned]) -> Iterator[list[int]]:
+        for planned in plan:
+            self._planned.put(planned)
+            yield [int(i) for i in planned.indices]
+
+    def _run(self) -> None:
+        try:
+            for batch in self._loader:
+                planned = self._planned.get()
+                self._put(MicroBatch(self._move(self._split(batch)), planned.place, planned.counts))
+                if self._closed.is_set():
+                    return
+            self._put(None)
+        except BaseException as error:  # raised where the batch is asked for
+            self._put(error)
+
+    def _put(self, item: MicroBatch | BaseException | None) -> None:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return
+
+    def _move(self, value: Any) -> Any:
+        """Tensors to the device, through pinned memory on GPUs; floating point ones to the parameters' dtype."""
+        if isinstance(value, Tensor):
+            dtype = self._dtype if value.is_floating_point() else value.dtype
+            if self._device.type == "cuda":
+                return value.to(dtype).pin_memory().to(self._device, non_blocking=True)
+            return value.to(dtype)
+        if isinstance(value, dict):
+            return {key: self._move(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._move(inner) for inner in value]
+        return value

@@ -1,0 +1,62 @@
+"""The order of the samples: a pure function of (seed, fingerprint, position), whatever the number of ranks.
+
+Position p belongs to epoch p // n, whose permutation of the n samples says which sample it is. So the remainder that
+does not fill a global batch moves into the next epoch, and a resume needs nothing but the position.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hpctrain.model.seeded import derive_seed
+
+_ROUNDS = 6
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class SampleOrder:
+    """Maps positions in the endless row of samples to sample indices.
+
+    The permutation is a Feistel network over the smallest even number of bits that holds n, walked until it falls
+    below n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): any of it costs no memory.
+    """
+
+    def __init__(self, samples: int, seed: int, fingerprint: str) -> None:
+        self._samples = samples
+        self._seed = (seed, fingerprint)
+        self._half = max(1, ((samples - 1).bit_length() + 1) // 2)
+
+    def at(self, begin: int, end: int) -> Indices:
+        """The sample indices of positions `begin` to `end`."""
+        positions = np.arange(begin, end, dtype=np.int64)
+        indices = np.empty_like(positions)
+        for epoch in range(begin // self._samples, (end - 1) // self._samples + 1 if end > begin else 0):
+            inside = positions // self._samples == epoch
+            indices[inside] = self._permute(positions[inside] - epoch * self._samples, epoch)
+        return indices
+
+    def _permute(self, values: Indices, epoch: int) -> Indices:
+        keys = [np.uint64(derive_seed(*self._seed, epoch, r)) for r in range(_ROUNDS)]
+        result = self._feistel(values.astype(np.uint64), keys)
+        while (outside := result >= self._samples).any():
+            result[outside] = self._feistel(result[outside], keys)
+        permuted: Indices = result.astype(np.int64)
+        return permuted
+
+    def _feistel(self, values: np.ndarray[Any, np.dtype[np.uint64]], keys: list[np.uint64]) -> Any:
+        mask = np.uint64((1 << self._half) - 1)
+        left, right = values >> np.uint64(self._half), values & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right, key) & mask)
+        return (left << np.uint64(self._half)) | right
+
+
+def _mix(values: Any, key: np.uint64) -> Any:
+    """A keyed 64-bit mixer: splitmix64's finalizer (Steele, Lea and Flood, 2014)."""
+    with np.errstate(over="ignore"):
+        z = values * np.uint64(0x9E3779B97F4A7C15) + key
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))

@@ -1,0 +1,48 @@
+"""The errors that a user can cause or meet, each with the exit code that the command returns for it.
+
+A message says what was found, what was expected and what to do. Imports nothing of hpctrain.
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_USAGE = 2
+EXIT_ENVIRONMENT = 3
+EXIT_TRAINING = 4
+EXIT_CHECKPOINT = 5
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start me again
+
+
+class HpctrainError(Exception):
+    """Base of every error that the command reports as a sentence instead of a traceback."""
+
+    exit_code = EXIT_TRAINING
+
+    def __init__(self, message: str, everywhere: bool = False) -> None:
+        """`everywhere`: every rank raises it, so that all can leave in order and rank 0 speaks for them."""
+        super().__init__(message)
+        self.everywhere = everywhere
+
+
+class UsageError(HpctrainError):
+    """Bad usage or a bad job file: exit 2."""
+
+    exit_code = EXIT_USAGE
+
+
+class EnvironmentUnfitError(HpctrainError):
+    """MPI, a GPU, a plugin or the agreement between ranks is not fit for the job: exit 3."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+
+class TrainingError(HpctrainError):
+    """Training itself failed: exit 4."""
+
+    exit_code = EXIT_TRAINING
+
+
+class CheckpointError(HpctrainError):
+    """No checkpoint can be used, or it is of another model: exit 5."""
+
+    exit_code = EXIT_CHECKPOINT

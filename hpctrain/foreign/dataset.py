@@ -1,0 +1,65 @@
+"""Any map-style dataset: something with __len__ and __getitem__."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hpctrain.contracts.dataset import Dataset, DatasetContext, Samples, Split
+from hpctrain.errors import UsageError
+from hpctrain.foreign.reference import refuse_arguments, resolve
+
+_PROBES = 16
+"""Samples that go into the fingerprint of a dataset that has none of its own."""
+
+
+class ForeignDataset(Dataset):
+    """Calls callable(split="train" | "validation", **options); None means that there is no such split."""
+
+    name = "package.module:callable"
+
+    def __init__(self, reference: str, factory: Callable[..., Any], options: dict[str, Any]) -> None:
+        super().__init__(options)
+        self.reference, self._factory = reference, factory
+
+    @classmethod
+    def from_table(cls, reference: str, options: dict[str, Any]) -> ForeignDataset:
+        """Raises UsageError for a callable that is not there or does not take the options."""
+        factory = resolve(reference)
+        refuse_arguments(reference, factory, {"split": "train", **options})
+        return cls(reference, factory, options)
+
+    def open(self, split: Split, context: DatasetContext) -> Samples | None:
+        source = self._factory(split=split, **self.options)
+        if source is None:
+            return None
+        if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+            raise UsageError(f"{self.reference} returned {type(source).__name__}, expected __len__ and __getitem__")
+        return _ForeignSamples(self.reference, source)
+
+
+class _ForeignSamples(Samples):
+    def __init__(self, reference: str, source: Any) -> None:
+        self._reference, self._source = reference, source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._source[index]
+
+    def fingerprint(self) -> str:
+        """The dataset's own `fingerprint()` where it has one, else its length and a few samples' bytes."""
+        if hasattr(self._source, "fingerprint"):
+            return str(self._source.fingerprint())
+        digest = hashlib.blake2b(f"{self._reference} {len(self)}".encode(), digest_size=16)
+        step = max(1, len(self) // _PROBES)
+        for index in range(0, len(self), step):
+            buffer = io.BytesIO()
+            torch.save(self[index], buffer)
+            digest.update(buffer.getvalue())
+        return digest.hexdigest()

@@ -1,0 +1,73 @@
+"""Any torch.nn.Module as a model: built under the seed, with a loss of the user's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.contracts.model import Batch, ModelSpec
+from hpctrain.errors import TrainingError, UsageError
+from hpctrain.foreign.reference import refuse_arguments, resolve
+
+
+class ForeignModel(ModelSpec):
+    """The last entry of a list batch, or `labels` of a dict batch, is the target; the rest goes into the module."""
+
+    name = "package.module:callable"
+    meta: ClassVar[bool] = False
+
+    def __init__(
+        self, reference: str, factory: Callable[..., nn.Module], loss: Callable[..., Any], options: dict[str, Any]
+    ):
+        super().__init__(options)
+        self.reference, self._factory, self._loss = reference, factory, loss
+
+    @classmethod
+    def from_table(cls, reference: str, loss: object, options: dict[str, Any]) -> ForeignModel:
+        """Raises UsageError for a callable that is not there or does not take the options."""
+        factory = resolve(reference)
+        refuse_arguments(reference, factory, options)
+        if not isinstance(loss, str):
+            raise UsageError(
+                f'{reference} needs [model] loss = "package.module:callable", such as "torch.nn.functional:cross_entropy"'
+            )
+        return cls(reference, factory, resolve(loss), options)
+
+    def build(self) -> nn.Module:
+        module = self._factory(**self.options)
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"{self.reference} returned {type(module).__name__}, expected a torch.nn.Module")
+        return module
+
+    def forward(self, module: nn.Module, batch: Batch) -> Any:
+        if isinstance(batch, Mapping):
+            return module(**{key: value for key, value in batch.items() if key != "labels"})
+        return module(*batch[:-1])
+
+    def count(self, batch: Batch) -> int:
+        """Samples: the rows of the target."""
+        return len(self._target(batch))
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """A scalar is taken as the mean over the rows of the micro batch, a tensor as one loss per row."""
+        target = self._target(batch)
+        value = self._loss(outputs, target)
+        if not isinstance(value, Tensor):
+            raise TrainingError(f"the loss of {self.reference} returned {type(value).__name__}, expected a tensor")
+        if value.dim() == 0:
+            return value * len(target)
+        if value.shape[0] != len(target):
+            raise TrainingError(
+                f"the loss of {self.reference} has shape {tuple(value.shape)}, expected a scalar or ({len(target)},)"
+            )
+        return value.sum()
+
+    @staticmethod
+    def _target(batch: Batch) -> Tensor:
+        target = batch["labels"] if isinstance(batch, Mapping) else batch[-1]
+        if not isinstance(target, torch.Tensor):
+            raise TrainingError(f"expected a batch whose target is a tensor, found {type(target).__name__}")
+        return target

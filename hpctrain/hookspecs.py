@@ -1,0 +1,107 @@
+# mypy: disable-error-code="empty-body"
+"""The pluggy hooks: one registration hook per slot, and the life-cycle hooks. docs/plugins.md explains each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from hpctrain.contracts.checkpoint import CheckpointFormat
+    from hpctrain.contracts.communicator import Communicator
+    from hpctrain.contracts.dataset import Dataset
+    from hpctrain.contracts.distribution import ActivationCheckpointing, Compression, Parallelism, Sharding
+    from hpctrain.contracts.logger import Logger
+    from hpctrain.contracts.model import ModelSpec
+    from hpctrain.contracts.optimization import Optimizer, Schedule
+    from hpctrain.contracts.precision import Precision
+    from hpctrain.job.tables import Job
+    from hpctrain.world.identity import Identity
+
+PROJECT = "hpctrain"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+class RegistrationHooks:
+    """Called once when the plugins are loaded; each returns the plugin classes of its slot."""
+
+    @hookspec
+    def hpctrain_parallelism(self) -> list[type[Parallelism]]:
+        """Mesh axes besides the data axes."""
+
+    @hookspec
+    def hpctrain_sharding(self) -> list[type[Sharding]]:
+        """ZeRO stages."""
+
+    @hookspec
+    def hpctrain_precision(self) -> list[type[Precision]]:
+        """Precision modes."""
+
+    @hookspec
+    def hpctrain_activation_checkpointing(self) -> list[type[ActivationCheckpointing]]:
+        """Activation checkpointing modes."""
+
+    @hookspec
+    def hpctrain_checkpoint(self) -> list[type[CheckpointFormat]]:
+        """Checkpoint formats."""
+
+    @hookspec
+    def hpctrain_communicator(self) -> list[type[Communicator]]:
+        """Communicators."""
+
+    @hookspec
+    def hpctrain_model(self) -> list[type[ModelSpec]]:
+        """Models."""
+
+    @hookspec
+    def hpctrain_dataset(self) -> list[type[Dataset]]:
+        """Datasets."""
+
+    @hookspec
+    def hpctrain_optimizer(self) -> list[type[Optimizer]]:
+        """Optimizers."""
+
+    @hookspec
+    def hpctrain_schedule(self) -> list[type[Schedule]]:
+        """Learning-rate schedules."""
+
+    @hookspec
+    def hpctrain_compression(self) -> list[type[Compression]]:
+        """Gradient compressions."""
+
+    @hookspec
+    def hpctrain_logger(self) -> list[type[Logger]]:
+        """Metric loggers."""
+
+
+class LifeCycleHooks:
+    """Called on every rank, in the same order on all; an implementation may use torch.distributed collectives
+    (except in `hpctrain_exception`, where some ranks may be gone)."""
+
+    @hookspec
+    def hpctrain_job_start(self, job: Job, identity: Identity) -> None:
+        """The ranks have met and the model is built; training begins."""
+
+    @hookspec
+    def hpctrain_step_end(self, step: int, metrics: dict[str, Any]) -> None:
+        """Optimizer step `step` (1-based) is done. Keys added to `metrics` go into metrics.jsonl."""
+
+    @hookspec
+    def hpctrain_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+        """The model was evaluated after `step`; `metrics` has `evaluation_loss`."""
+
+    @hookspec
+    def hpctrain_checkpoint_saved(self, step: int, path: Path) -> None:
+        """The checkpoint of `step` is complete on disk."""
+
+    @hookspec
+    def hpctrain_exception(self, exception: BaseException, identity: Identity) -> None:
+        """Training failed on this rank; must not communicate."""
+
+    @hookspec
+    def hpctrain_job_end(self, result: Mapping[str, Any]) -> None:
+        """Training is over without an exception; `result` has step, loss and exit_code."""

@@ -1,0 +1,1 @@
+"""The job file: read with positions, checked all at once, kept as a typed Job."""

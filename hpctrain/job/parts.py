@@ -1,0 +1,39 @@
+"""The plugins that a job chose, made with their options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.contracts.checkpoint import CheckpointFormat
+from hpctrain.contracts.communicator import Communicator
+from hpctrain.contracts.dataset import Dataset
+from hpctrain.contracts.distribution import ActivationCheckpointing, Compression, Parallelism, Sharding
+from hpctrain.contracts.logger import Logger
+from hpctrain.contracts.model import ModelSpec
+from hpctrain.contracts.optimization import Optimizer, Schedule
+from hpctrain.contracts.precision import Precision
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One plugin per slot; `parallelism` by the name of its axis in the job, `loggers` in the job's order."""
+
+    model: ModelSpec
+    dataset: Dataset
+    optimizer: Optimizer
+    optimizer_groups: list[dict[str, Any]]
+    """For each [[optimizer.groups]]: `pattern` (a list) and the complete options of the group."""
+    schedule: Schedule
+    parallelism: dict[str, Parallelism]
+    sharding: Sharding
+    precision: Precision
+    activation_checkpointing: ActivationCheckpointing
+    compression: Compression
+    checkpoint: CheckpointFormat
+    communicator: Communicator
+    loggers: list[Logger]
+    formats: list[CheckpointFormat]
+    """Every installed checkpoint format: a run can continue from one that another format wrote."""
+    communicators: list[Communicator]
+    """Every installed communicator: what `auto` chooses from."""

@@ -1,0 +1,111 @@
+"""What is wrong with a job: every problem with its place, reported together."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from hpctrain.errors import EXIT_ENVIRONMENT, EXIT_USAGE, HpctrainError
+from hpctrain.job.reading import Key, RawJob
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong at `key`."""
+
+    key: Key
+    message: str
+    exit_code: int = EXIT_USAGE
+
+
+class JobError(HpctrainError):
+    """All problems of a job, a line each: `file:line: message`."""
+
+    def __init__(self, raw: RawJob, problems: Sequence[Problem]) -> None:
+        self.problems = list(problems)
+        self.exit_code = EXIT_USAGE if any(p.exit_code == EXIT_USAGE for p in problems) else EXIT_ENVIRONMENT
+        super().__init__("\n".join(dict.fromkeys(f"{raw.place(p.key)}: {p.message}" for p in problems)))
+
+
+def sentence(error: HpctrainError) -> str:
+    """A job's problems begin with file:line, as editors like it; everything else with the program's name."""
+    return str(error) if isinstance(error, JobError) else f"hpctrain: {error}"
+
+
+def dotted(key: Key) -> str:
+    """ "[optimizer] lr", as a person would say it."""
+    if not key:
+        return "the job"
+    if len(key) == 1:
+        return f"[{key[0]}]"
+    inner = ".".join(str(part) for part in key[1:] if not isinstance(part, int))
+    return f"[{key[0]}] {inner}" if inner else f"[[{key[0]}]]"
+
+
+def validate(model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
+    """`values` as TOML types, strictly: "1" is no number, 1 is no text."""
+    return model.model_validate_json(json.dumps(values, default=str), strict=True)
+
+
+def problems_of(
+    error: ValidationError,
+    prefix: Key,
+    tables: Any,
+    known: Callable[[Key], Sequence[str]],
+    owners: Callable[[str], str | None] = lambda _: None,
+) -> list[Problem]:
+    """pydantic's errors as sentences. `known` gives the keys of a table, by its place below `prefix`.
+
+    `owners` says who takes a key that this table does not, as "an option of ...".
+    """
+    return [_problem(item, prefix, tables, known, owners) for item in error.errors(include_url=False)]
+
+
+def _problem(
+    item: Any, prefix: Key, tables: Any, known: Callable[[Key], Sequence[str]], owners: Callable[[str], str | None]
+) -> Problem:
+    place = _existing((*prefix, *item["loc"]), tables)
+    if item["type"] == "missing":
+        name = str(item["loc"][-1])
+        what = f"lacks the key {name!r}" if place else f"lacks the table [{name}]"
+        return Problem(place, f"{dotted(place)} {what}; add it")
+    if item["type"] == "extra_forbidden":
+        name = str(item["loc"][-1])
+        table = (*prefix, *item["loc"][:-1])
+        return Problem((*table, name), unknown_key(name, table, known(item["loc"][:-1]), owners(name)))
+    message = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    if message.startswith(("expected either", "expected lr_reference_batch")):
+        return Problem(place, f"{dotted(place)}: {message}")
+    found = json.dumps(item["input"], default=str)
+    return Problem(place, f"{dotted(place)}: {message}, found {found if len(found) < 80 else found[:77] + '...'}")
+
+
+def unknown_key(name: str, table: Key, known: Sequence[str], owners: str | None = None) -> str:
+    """The sentence for a key that nobody reads, with who else does, or with the nearest known one."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = owners or (
+        f"did you mean {near[0]!r}?"
+        if near
+        else f"known are {', '.join(sorted(known))}"
+        if known
+        else "it takes no keys"
+    )
+    where = f" in {dotted(table)}" if table else ""
+    return f"unknown key {name!r}{where}; {hint}"
+
+
+def _existing(key: Key, tables: Any) -> Key:
+    """`key` cut to what the file really holds (pydantic adds the names of union members)."""
+    found: list[str | int] = []
+    for part in key:
+        try:
+            tables = tables[part]
+        except (KeyError, IndexError, TypeError):
+            break
+        found.append(part)
+    return tuple(found)

@@ -1,0 +1,83 @@
+"""job.resolved.toml: the job with every default written out, and what makes two jobs different ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import tomli
+import tomli_w
+from pydantic import BaseModel
+
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.errors import UsageError
+from hpctrain.job.check import CheckedJob
+
+FILE_NAME = "job.resolved.toml"
+_IDENTITY = ("job.name", "job.seed", "model", "dataset")
+"""What decides whether a directory's checkpoints are this job's."""
+_FREE = ("model.weights", "dataset.workers", "dataset.prefetch")
+"""What may differ all the same."""
+
+
+def resolved_tables(checked: CheckedJob) -> dict[str, Any]:
+    """Every table with its defaults; a job file made of it runs the same."""
+    job, parts = checked.job, checked.parts
+    tables: dict[str, Any] = job.model_dump(mode="json", exclude_none=True)
+    tables["job"]["output_dir"] = str(job.output_dir)
+    for slot in ("model", "dataset", "optimizer", "schedule", "sharding", "precision", "activation_checkpointing"):
+        tables[slot].update(_options(getattr(parts, slot)))
+    for slot in ("compression", "checkpoint", "communicator"):
+        tables[slot].update(_options(getattr(parts, slot)))
+    for table, logger in zip(tables["logger"], parts.loggers, strict=True):
+        table.update(_options(logger))
+    for name, plugin in parts.parallelism.items():
+        tables["parallelism"][name].update(_options(plugin))
+    return tables
+
+
+def _options(plugin: Plugin) -> dict[str, Any]:
+    options = plugin.options
+    return options.model_dump(mode="json", exclude_none=True) if isinstance(options, BaseModel) else dict(options)
+
+
+def write_resolved(checked: CheckedJob, ranks: int) -> None:
+    """Write the file into the output directory; UsageError when that holds another job's files."""
+    directory, tables = checked.job.output_dir, resolved_tables(checked)
+    path = directory / FILE_NAME
+    refuse_other_job(path, tables)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(
+            f"# Every key of the job as it ran, on {ranks} ranks.\n{tomli_w.dumps(tables)}", encoding="utf-8"
+        )
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UsageError(f"[job] output_dir: {directory} cannot be written to: {error.strerror or error}") from None
+
+
+def refuse_other_job(path: Path, tables: dict[str, Any]) -> None:
+    """UsageError when `path` is the resolved file of another job."""
+    try:
+        before = tomli.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        raise UsageError(f"[job] output_dir: {path} cannot be read ({error}); use another output_dir") from None
+    old, new = (dict(_flat(t)) for t in (before, tables))
+    keys = [key for key in sorted(old.keys() | new.keys()) if key.startswith(_IDENTITY) and key not in _FREE]
+    different = [f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
+    if different:
+        raise UsageError(
+            f"[job] output_dir: {path.parent} holds another job ({'; '.join(different[:3])}); "
+            "use another output_dir, or delete that one"
+        )
+
+
+def _flat(tables: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    items: list[tuple[str, Any]] = []
+    for key, value in tables.items():
+        items += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+    return items

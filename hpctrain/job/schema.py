@@ -1,0 +1,73 @@
+"""A JSON Schema (draft 2020-12) of the whole job file, the installed plugins' options included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpctrain.job.check import table_class
+from hpctrain.job.tables import Job
+from hpctrain.plugins.registry import Registry
+from hpctrain.plugins.slots import SLOTS, Slot
+
+
+def job_schema(registry: Registry) -> dict[str, Any]:
+    """Core tables as pydantic describes them; in a slot's table each plugin allows its own keys and no others."""
+    schema = Job.model_json_schema()
+    definitions = schema["$defs"]
+    properties = schema["properties"]
+    properties["extends"] = {"type": "string", "description": "A job file that this one is merged over."}
+    for slot in SLOTS.values():
+        tables = [_table(slot, entry.cls.name, registry, definitions) for entry in _entries(registry, slot)]
+        if slot.key is None:
+            axes = {entry.cls.name: _axis(table) for entry, table in zip(_entries(registry, slot), tables, strict=True)}
+            axes["replicate"] = {"type": "integer", "minimum": 1, "description": "Replicas of a sharded model."}
+            properties[slot.name] = {"type": "object", "properties": axes}
+            continue
+        if slot.foreign:
+            tables.append(_foreign(slot, definitions))
+        described = {"description": properties[slot.name].get("description", ""), "anyOf": tables}
+        properties[slot.name] = {"type": "array", "items": described} if slot.name == "logger" else described
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "hpctrain job"
+    return schema
+
+
+def _entries(registry: Registry, slot: Slot) -> list[Any]:
+    return [entry for (name, _), entry in sorted(registry.entries.items()) if name == slot.name]
+
+
+def _table(slot: Slot, name: str, registry: Registry, definitions: dict[str, Any]) -> dict[str, Any]:
+    """The table that chooses plugin `name`."""
+    core = table_class(slot).model_json_schema(ref_template="#/$defs/{model}")
+    own = registry.entries[slot.name, name].cls.Options.model_json_schema(ref_template="#/$defs/{model}")
+    definitions.update(core.pop("$defs", {}))
+    definitions.update(own.pop("$defs", {}))
+    properties = {**own.get("properties", {}), **core["properties"]}
+    required = {*core.get("required", ()), *own.get("required", ())}
+    if slot.key is not None:
+        default = properties[slot.key].get("default")
+        value = int(name) if slot.key == "stage" and name.isdigit() else name
+        properties[slot.key] = {**properties[slot.key], "const": value}
+        if default != value:
+            required.add(slot.key)  # without the key the default plugin is meant
+    cls = registry.entries[slot.name, name].cls
+    return {
+        "type": "object",
+        "title": f"{slot.name} {name}",
+        "description": (cls.__doc__ or "").strip(),
+        "properties": properties,
+        "required": sorted(required),
+        "additionalProperties": False,
+    }
+
+
+def _axis(table: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [{"type": "integer", "minimum": 1}, table]}
+
+
+def _foreign(slot: Slot, definitions: dict[str, Any]) -> dict[str, Any]:
+    """ "package.module:callable": its arguments are anybody's."""
+    core = table_class(slot).model_json_schema(ref_template="#/$defs/{model}")
+    definitions.update(core.pop("$defs", {}))
+    core["properties"]["name"]["pattern"] = r"^[\w.]+:[\w.]+$"
+    return {**core, "title": f"{slot.name} package.module:callable", "additionalProperties": True}

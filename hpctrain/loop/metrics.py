@@ -1,0 +1,104 @@
+"""One row per step: gathered over the ranks, written to metrics.jsonl, and what loggers get."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class StepTimes:
+    """Seconds of the current step that went into data and into waiting for communication."""
+
+    data: float = 0.0
+    communication: float = 0.0
+    begin: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Time the loop waits for samples."""
+        begin = time.perf_counter()
+        yield
+        self.data += time.perf_counter() - begin
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Time the loop waits for other ranks (communication behind backward is not in it)."""
+        begin = time.perf_counter()
+        yield
+        self.communication += time.perf_counter() - begin
+
+    @property
+    def seconds(self) -> float:
+        """Since the step began."""
+        return time.perf_counter() - self.begin
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most memory that this rank has held: on the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def gather_row(values: list[float]) -> torch.Tensor:
+    """Every rank's `values`: (ranks, values) in float64 on the CPU, equal on all ranks."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    everyone = torch.empty(dist.get_world_size(), len(values), dtype=torch.float64)
+    dist.all_gather_single(everyone, mine[None])
+    return everyone
+
+
+class MetricsFile:
+    """metrics.jsonl on rank 0: a JSON object per line; what is not finite is null."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        """Rows after `resumed_step` belong to steps that are done again: they are dropped."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _lines(path) if _step(line) <= resumed_step] if resumed_step else []
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, path)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (open for the whole run)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append `row` at once, so that whoever follows the file sees it."""
+        self._file.write(json.dumps(finite(row)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for each number that JSON has not."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _lines(path: Path) -> list[str]:
+    """Whole lines: one that a crash cut short is left out."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _step(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return sys.maxsize

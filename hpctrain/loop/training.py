@@ -1,0 +1,158 @@
+"""The loop, readable top to bottom: what every rank does from the first step to the last."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hpctrain.data.loader import Loader
+from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, CheckpointError, TrainingError
+from hpctrain.loop.metrics import StepTimes, gather_row, memory_bytes
+from hpctrain.loop.session import Session
+from hpctrain.loop.signals import StopRequest
+
+
+def train(session: Session, stop: StopRequest) -> dict[str, Any]:
+    """Train from the session's step to its last one, or until a signal. The result has step, loss and exit_code."""
+    hooks, last_loss, code = session.hooks, math.nan, EXIT_DONE
+    hooks.hpctrain_job_start(job=session.job, identity=session.world.identity)
+    loader = session.training_loader()
+    try:
+        while session.step < session.steps and code == EXIT_DONE:
+            row, stop_agreed = train_step(session, loader, stop)
+            last_loss = row["loss"]
+            evaluate_if_due(session)
+            code = save_if_due(session, stop_agreed)
+    finally:
+        loader.close()
+    result = {"step": session.step, "loss": last_loss, "exit_code": code}
+    hooks.hpctrain_job_end(result=result)
+    return result
+
+
+def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dict[str, Any], bool]:
+    """One optimizer step; its row, and whether any rank was asked to stop."""
+    parts, times, step = session.parts, StepTimes(), session.step
+    with times.waiting_for_data():
+        micro_batches = [next(loader) for _ in range(session.plan.micro_batches)]
+    with times.communicating():
+        count = session.sum_over_batch(sum(parts.model.count(micro.batch) for micro in micro_batches))
+    if count == 0:
+        raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label", everywhere=True)
+    loss_sum = session.runner.train(micro_batches, count, step)
+    with times.communicating():
+        parts.sharding.synchronize()
+
+    # unscale -> finite? -> norm -> clip -> step -> update: the norm is finite only if every gradient is
+    gradients = session.gradients()
+    parts.precision.unscale(gradients)
+    norm = session.gradient_norm()
+    lr = session.set_learning_rate()
+    apply = math.isfinite(norm)
+    if apply:
+        clip(gradients, norm, session.job.optimizer.clip_norm)
+        session.optimizer.step()
+        parts.sharding.refresh()
+    excused = not apply and parts.precision.skips_nonfinite
+    parts.precision.update(apply)
+    session.step += 1
+    session.samples_seen += session.job.batch.global_size
+
+    loss_part = loss_sum.item() * session.loss_share
+    local = [loss_part, times.data, times.communication, memory_bytes(session.device), float(stop.requested)]
+    losses, data, communication, memory, stops = gather_row(local).T
+    loss = losses.sum().item() / count
+    row = {
+        "step": session.step,
+        "loss": loss,
+        "lr": lr,
+        "grad_norm": norm,
+        "tokens": count,
+        "step_seconds": times.seconds,
+        "tokens_per_second": count / times.seconds,
+        "data_seconds": data.max().item(),
+        "communication_seconds": communication.max().item(),
+        "memory_bytes": {"rank_max": int(memory.max()), "rank_mean": int(memory.mean())},
+        **({} if apply else {"skipped": True}),
+    }
+    session.hooks.hpctrain_step_end(step=session.step, metrics=row)
+    session.report(row)
+    if not excused and not (math.isfinite(loss) and apply):
+        refuse_nonfinite(session, row)
+    return row, bool(stops.any())
+
+
+def clip(gradients: list[torch.Tensor], norm: float, limit: float | None) -> None:
+    """Scale all gradients so that their global norm is at most `limit` (Pascanu et al., 2013)."""
+    if gradients and limit is not None and norm > limit:
+        torch._foreach_mul_(gradients, limit / norm)
+
+
+def refuse_nonfinite(session: Session, row: Mapping[str, Any]) -> None:
+    """NaN or infinity: stop with the step's number, unless the job says to go on."""
+    if session.job.job.on_nonfinite == "stop":
+        finish_saving(session, excused=True)
+        newest = session.newest_checkpoint or "none"
+        raise TrainingError(
+            f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, expected finite numbers; "
+            f"try a smaller lr, [optimizer] clip_norm or another precision (newest checkpoint: {newest}; "
+            'job.on_nonfinite = "continue" leaves such steps out)',
+            everywhere=True,
+        )
+
+
+def evaluate_if_due(session: Session) -> None:
+    """Every `every_steps` steps and at the end."""
+    every = session.job.evaluation.every_steps
+    if not every or session.validation is None or (session.step % every and session.step < session.steps):
+        return
+    loader = session.validation_loader()
+    try:
+        loss_sum, count = session.runner.evaluate(loader)
+    finally:
+        loader.close()
+    share = session.loss_share
+    sums = gather_row([loss_sum.item() * share, count * share]).sum(0)
+    row = {"step": session.step, "evaluation_loss": (sums[0] / sums[1]).item(), "evaluation_tokens": int(sums[1])}
+    session.evaluation = (session.step, float(row["evaluation_loss"]))
+    session.hooks.hpctrain_evaluation(step=session.step, metrics=row)
+    session.report(row)
+
+
+def save_if_due(session: Session, stop_agreed: bool) -> int:
+    """Save when the job says so, at the end and when asked to stop; the exit code that training should end with so far.
+
+    What became of a save in the background is told at the first step after it has ended.
+    """
+    last = session.step >= session.steps
+    final = stop_agreed or last
+    due = final or session.is_save_due()
+    excused = session.job.checkpoint.on_error == "continue"
+    if due or session.is_saving_over():
+        finish_saving(session, excused or final)  # a failure of the one before doesn't keep the final one away
+    if due:
+        try:
+            session.save(final)
+        except (OSError, CheckpointError) as error:
+            save_failed(session, session.step, error, excused and not final)
+    return EXIT_STOPPED if stop_agreed and not last else EXIT_DONE
+
+
+def finish_saving(session: Session, excused: bool) -> None:
+    """Wait for a save in the background; its failure is said if `excused`, else it ends the training."""
+    try:
+        session.finish_saving()
+    except (OSError, CheckpointError) as error:
+        save_failed(session, session.saving, error, excused)
+
+
+def save_failed(session: Session, step: int, error: Exception, excused: bool) -> None:
+    """Say it and go on, or stop with exit 4; the older checkpoints are as they were."""
+    if not excused:
+        newest = session.newest_checkpoint or "there is none"
+        message = f"step {step} could not be saved: {error} (newest checkpoint: {newest})"
+        raise TrainingError(message, everywhere=True) from error
+    session.say(f"step {step} could not be saved, training goes on: {error}")

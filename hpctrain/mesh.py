@@ -1,0 +1,105 @@
+"""How the world's ranks are laid out: the mesh axes and the DeviceMesh made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from hpctrain.contracts.distribution import Parallelism
+    from hpctrain.job.parts import Parts
+    from hpctrain.job.tables import Job
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+_DATA_ORDER = {"dp_replicate": 20, "dp_shard": 30}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks are shared out.
+
+    axes: the size of each axis, outermost first; the two data axes are always there. model_axes: those over which the
+    model is spread. Axes that cut samples (context parallelism) are missing there: to the sharding stage their ranks are
+    data-parallel, so they are part of a data axis.
+    """
+
+    axes: dict[str, int]
+    model_axes: dict[str, int]
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return self.axes["dp_replicate"] * self.axes["dp_shard"]
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1) or "one rank"
+
+
+def layout_of(job: Job, parts: Parts, world_size: int) -> Layout:
+    """Raises UsageError when the axes' sizes do not multiply to the world size."""
+    sizes = {name: axis.size for name, axis in job.parallelism.items()}
+    replicate = sizes.pop("replicate", 1)
+    others = prod(sizes.values())
+    if world_size % (others * replicate):
+        asked = " x ".join(f"{name} {axis.size}" for name, axis in job.parallelism.items())
+        raise UsageError(
+            f"[parallelism]: {asked} needs a multiple of {others * replicate} ranks, and there are {world_size}; "
+            "start another number of ranks or change the sizes"
+        )
+    cut = prod(sizes[name] for name, plugin in parts.parallelism.items() if plugin.cuts_samples)
+    data_ranks = world_size // others
+    spreading = {name: plugin for name, plugin in parts.parallelism.items() if not plugin.cuts_samples}
+    return Layout(
+        _in_order(parts.sharding.axes(data_ranks, replicate), parts.parallelism, sizes),
+        _in_order(parts.sharding.axes(data_ranks * cut, replicate), spreading, sizes),
+    )
+
+
+def _in_order(data: dict[str, int], plugins: dict[str, Parallelism], sizes: dict[str, int]) -> dict[str, int]:
+    """The size of each axis, outermost first."""
+    placed = [(_DATA_ORDER[axis], axis, size) for axis, size in data.items()]
+    placed += [(plugin.order, plugin.axis, sizes[name]) for name, plugin in plugins.items()]
+    return {axis: size for _, axis, size in sorted(placed)}
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """model: over which parameters are spread (Layout.model_axes). ranks: with every axis of the layout."""
+
+    model: DeviceMesh
+    ranks: DeviceMesh
+
+    def axis(self, axis: str) -> DeviceMesh:
+        """The one-dimensional mesh of an axis."""
+        return self.model[axis] if axis in (self.model.mesh_dim_names or ()) else self.ranks[axis]
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among those that see different samples."""
+        shard = self.ranks["dp_shard"]
+        return self.ranks["dp_replicate"].get_local_rank() * shard.size() + shard.get_local_rank()
+
+    def batch_group(self) -> dist.ProcessGroup:
+        """The ranks that hold different parts of one global batch."""
+        if self.model["dp_replicate"].size() * self.model["dp_shard"].size() == dist.get_world_size():
+            group = dist.group.WORLD
+            assert group is not None
+            return group
+        return self.model[DATA_AXES]._flatten("batch").get_group()
+
+
+def build_meshes(layout: Layout, device: torch.device) -> Meshes:
+    """The meshes over all ranks; collective."""
+    model = _mesh(layout.model_axes, device)
+    return Meshes(model, model if layout.axes == layout.model_axes else _mesh(layout.axes, device))
+
+
+def _mesh(axes: dict[str, int], device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -1,0 +1,126 @@
+"""Builds the model on this rank, in the order that docs/architecture.md explains."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.contracts.model import ModelSpec
+from hpctrain.contracts.pieces import Piece
+from hpctrain.errors import UsageError
+from hpctrain.mesh import DATA_AXES, Meshes
+from hpctrain.model.seeded import derive_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpctrain.job.parts import Parts
+    from hpctrain.job.tables import Job
+
+
+@dataclass(frozen=True)
+class Built:
+    """The model on this rank."""
+
+    module: nn.Module
+    trained: dict[str, tuple[int, ...]]
+    """Name and shape of each trained parameter of the whole model, as it was before anything was cut."""
+    elements: int
+    """Of all parameters and buffers of the whole model."""
+
+
+def build_model(job: Job, parts: Parts, meshes: Meshes, device: torch.device) -> Built:
+    """Build -> precision -> parallelism -> activation checkpointing -> compile -> sharding -> materialize and initialize."""
+    spec, dtype = parts.model, parts.precision.parameter_dtype
+    with _default_dtype(dtype):
+        module = _on_meta(spec) if spec.meta else _under_seed(spec, job.job.seed)
+    freeze(module, job.model.freeze)
+    parts.precision.convert(module)
+    trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+    elements = sum(tensor.numel() for _, tensor in named_tensors(module))
+    for plugin in sorted(parts.parallelism.values(), key=lambda p: -p.order):  # the pipeline last: plans name all
+        module = plugin.apply(module, spec, meshes.axis(plugin.axis))
+    parts.activation_checkpointing.apply(module, spec)
+    if job.compile.enabled:
+        for block in spec.blocks(module) or [module]:
+            block.compile()  # in place: a wrapper would rename the parameters
+    module = parts.sharding.apply(module, spec, meshes.model[DATA_AXES], parts.compression)
+    home = parts.sharding.home(device)
+    if spec.meta:
+        module.to_empty(device=home)
+        initialize(module, spec, job.job.seed)
+    module.to(device=home)
+    for inner in module.modules():
+        inner._buffers.update({k: b.to(device) for k, b in inner._buffers.items() if b is not None})
+    parts.sharding.materialized(module)
+    return Built(module, trained, elements)
+
+
+def initialize(module: nn.Module, spec: ModelSpec, seed: int) -> None:
+    """Give what this rank holds of every parameter and buffer its first values; tied ones under their first name."""
+    with torch.no_grad():
+        for name, tensor in named_tensors(module):
+            _fill(Piece.of(name, tensor), spec, seed)
+
+
+def _fill(piece: Piece, spec: ModelSpec, seed: int) -> None:
+    """Values are drawn by whole rows; a piece that is cut along another dim keeps its part of them."""
+    mine = piece.tensor
+    rows = (piece.offsets[0], piece.offsets[0] + len(mine)) if mine.dim() else (0, 1)
+    if mine.shape[1:] == piece.shape[1:]:
+        if mine.numel():
+            spec.initialize(piece.name, mine, rows, seed)
+        return
+    whole = mine.new_empty((len(mine), *piece.shape[1:]))
+    spec.initialize(piece.name, whole, rows, seed)
+    for dim in range(1, mine.dim()):
+        whole = whole.narrow(dim, piece.offsets[dim], mine.shape[dim])
+    mine.copy_(whole)
+
+
+def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Every parameter and every buffer that belongs to the model's state, each once."""
+    persistent = module.state_dict(keep_vars=True).keys()
+    yield from module.named_parameters()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+
+
+def freeze(module: nn.Module, patterns: list[str]) -> None:
+    """Parameters whose name matches are not trained; a pattern that matches none is UsageError."""
+    for pattern in patterns:
+        matched = [p for name, p in module.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            names = ", ".join(name for name, _ in list(module.named_parameters())[:5])
+            raise UsageError(f"[model] freeze: no parameter matches {pattern!r}; the names are like {names}, ...")
+        for parameter in matched:
+            parameter.requires_grad_(False)
+    if patterns and not any(p.requires_grad for p in module.parameters()):
+        raise UsageError("[model] freeze: every parameter is frozen, expected at least one to train")
+
+
+def _on_meta(spec: ModelSpec) -> nn.Module:
+    with torch.device("meta"):
+        return spec.build()
+
+
+def _under_seed(spec: ModelSpec, seed: int) -> nn.Module:
+    """A module that cannot be built without values draws the same ones on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "model"))
+        return spec.build().to(dtype=torch.get_default_dtype())
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,44 @@
+"""Parameter groups for the optimizer, from name patterns."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+from hpctrain.contracts.pieces import Piece
+from hpctrain.errors import UsageError
+
+
+def parameter_groups(
+    pieces: Sequence[Piece], trained: Sequence[str], patterns: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Torch's parameter groups: one for each entry of `patterns`, and one for what none of them takes.
+
+    The first entry that matches takes a parameter. `trained` are the names of the whole model: a pattern that matches
+    none of them is UsageError, and a group that gets one of them is there on every rank, empty or not.
+    """
+    rest: dict[str, Any] = {"params": []}
+    groups: list[dict[str, Any]] = [
+        {"params": [], **{key: value for key, value in entry.items() if key != "pattern"}} for entry in patterns
+    ]
+    for piece in pieces:
+        _group_of(piece.name, patterns, groups, rest)["params"].append(piece.tensor)
+    for entry in patterns:
+        for pattern in entry["pattern"]:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in trained):
+                names = ", ".join(trained[:5])
+                raise UsageError(
+                    f"[[optimizer.groups]] pattern: no trained parameter matches {pattern!r}; the names are like {names}, ..."
+                )
+    used = {id(_group_of(name, patterns, groups, rest)) for name in trained}
+    return [group for group in [*groups, rest] if id(group) in used]
+
+
+def _group_of(
+    name: str, patterns: Sequence[dict[str, Any]], groups: list[dict[str, Any]], rest: dict[str, Any]
+) -> dict[str, Any]:
+    for entry, group in zip(patterns, groups, strict=True):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in entry["pattern"]):
+            return group
+    return rest

@@ -1,0 +1,69 @@
+"""torch.distributed over MPI, with stock PyTorch: `import hpctrain.mpi` registers the backend and the rendezvous.
+
+    import torch
+import torch.distributed as dist
+    import hpctrain.mpi
+
+    dist.init_process_group("mpi4py", init_method="mpi://")  # CPU tensors over MPI
+    dist.init_process_group("nccl", init_method="mpi://")    # any backend; MPI only tells who is who
+
+under mpiexec or srun. Importing this package does not start MPI. It needs nothing of hpctrain but hpctrain.errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from hpctrain.mpi.accounting import OperationStatistics, Statistics, statistics
+from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError, OperationMismatchError
+from hpctrain.mpi.settings import configure
+
+__all__ = [
+    "BACKEND",
+    "CommunicationError",
+    "CommunicationTimeoutError",
+    "OperationMismatchError",
+    "OperationStatistics",
+    "Statistics",
+    "configure",
+    "shared_zeros",
+    "statistics",
+]
+
+BACKEND = "mpi4py"  # torch keeps the name "mpi" for a build of its own
+
+
+def shared_zeros(elements: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Zeros, (elements,), in memory that the ranks of `group` on this node share; as many on each rank. Collective.
+
+    Collectives of that group on such a tensor, or on the same part of it on all ranks, read it where it lies instead of
+    copying it. The memory lives as long as the group. For a group of another backend it is ordinary memory.
+    """
+    allocate = getattr(group or dist.group.WORLD, "allocate", None)
+    if allocate is None:
+        return torch.zeros(elements, dtype=dtype)
+    memory: torch.Tensor = allocate(elements * dtype.itemsize)
+    return memory.view(dtype)
+
+
+def _create(options: Any, _: Any) -> dist.ProcessGroup:
+    from hpctrain.mpi.creation import create_group
+
+    return create_group(options)
+
+
+def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    from hpctrain.mpi.rendezvous import rendezvous
+
+    return rendezvous(url, timeout)
+
+
+dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+register_rendezvous_handler("mpi", _rendezvous)  # type: ignore[no-untyped-call]

@@ -1,0 +1,107 @@
+"""How long collectives take on the ranks of this job: this backend, gloo, and plain mpi4py on numpy buffers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hpctrain.mpi import BACKEND
+from hpctrain.mpi.library import MPI
+
+BACKENDS = ("mpi", "gloo", "mpi4py")
+OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+SIZES = (4 * 1024, 2**20, 64 * 2**20)  # bytes
+_WARMUP = 3  # repetitions at the beginning of each turn: the one before has left its threads and caches behind
+_TURN = 10  # repetitions
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    nbytes: size of the reduced tensor, of the gathered output, or of the input that is scattered.
+    seconds: the median over the repetitions, of the slowest rank.
+    """
+
+    operation: str
+    backend: str
+    nbytes: int
+    seconds: float
+
+
+def measure(
+    backends: Sequence[str] = BACKENDS,
+    sizes: Sequence[int] = SIZES,
+    operations: Sequence[str] = OPERATIONS,
+    repetitions: int = 50,
+) -> list[Row]:
+    """Time synchronous float32 collectives over the whole world. Collective; needs an initialised torch.distributed.
+
+    backends: of BACKENDS: "mpi" is this package, "mpi4py" MPI itself. sizes: bytes, multiples of 4 * world size. The
+    backends take turns of some repetitions, so that a busy machine hits them alike.
+    """
+    unknown = [name for name in (*backends, *operations) if name not in (*BACKENDS, *OPERATIONS)]
+    if unknown:
+        raise ValueError(f"found {', '.join(unknown)}; backends are {BACKENDS}, operations {OPERATIONS}")
+    unit = 4 * dist.get_world_size()
+    uneven = [size for size in sizes if size <= 0 or size % unit]
+    if uneven:
+        raise ValueError(f"found sizes {uneven}, expected positive multiples of {unit} bytes: float32 for each rank")
+    rows = []
+    with ExitStack() as groups:
+        members = {name: groups.enter_context(_group(name)) for name in backends}
+        for operation in operations:
+            for nbytes in sizes:
+                calls = {name: _call(operation, group, nbytes) for name, group in members.items()}
+                rows += [Row(operation, name, nbytes, t) for name, t in _medians(calls, repetitions).items()]
+    return rows
+
+
+@contextmanager
+def _group(backend: str) -> Iterator[dist.ProcessGroup | MPI.Intracomm]:
+    if backend == "mpi4py":
+        comm = MPI.COMM_WORLD.Dup()
+        yield comm
+        comm.Free()
+    else:
+        group = dist.new_group(backend=BACKEND if backend == "mpi" else backend)
+        yield group
+        dist.destroy_process_group(group)
+
+
+def _call(operation: str, group: dist.ProcessGroup | MPI.Intracomm, nbytes: int) -> Callable[[], object]:
+    elements = nbytes // 4
+    piece = elements // dist.get_world_size()
+    if isinstance(group, MPI.Intracomm):
+        whole, part = np.zeros(elements, np.float32), np.zeros(piece, np.float32)
+        return {
+            "all_reduce": lambda: group.Allreduce(MPI.IN_PLACE, whole),
+            "all_gather_into_tensor": lambda: group.Allgather(part, whole),
+            "reduce_scatter_tensor": lambda: group.Reduce_scatter_block(whole, part),
+        }[operation]
+    full, share = torch.zeros(elements), torch.zeros(piece)
+    return {
+        "all_reduce": lambda: dist.all_reduce(full, group=group),
+        "all_gather_into_tensor": lambda: dist.all_gather_single(full, share, group=group),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_single(share, full, group=group),
+    }[operation]
+
+
+def _medians(calls: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    while any(len(values) < repetitions for values in times.values()):
+        for name, call in calls.items():
+            for repetition in range(_WARMUP + _TURN):
+                MPI.COMM_WORLD.Barrier()
+                start = time.perf_counter()
+                call()
+                if repetition >= _WARMUP:
+                    times[name].append(time.perf_counter() - start)
+    return {name: MPI.COMM_WORLD.allreduce(statistics.median(values), MPI.MAX) for name, values in times.items()}

@@ -1,0 +1,68 @@
+"""Collectives that only move data. All tensors here are plain (see buffers) and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hpctrain.mpi.buffers import same_memory
+from hpctrain.mpi.channel import Channel
+
+# Up to here, over all ranks, a list is gathered in one MPI call and then copied out. Bytes.
+_STAGED = 64 * 1024
+
+
+def all_gather_into(channel: Channel, output: Tensor, tensor: Tensor) -> None:
+    """All ranks' `tensor` one after the other into `output`; it may be this rank's slice of `output`."""
+    piece = tensor.nbytes
+    in_place = tensor.data_ptr() == output.data_ptr() + channel.rank * piece
+    if channel.size == 1:
+        if not in_place:
+            output.view(-1).copy_(tensor.view(-1))
+        return
+    channel.all_gather(output, None if in_place else tensor)
+
+
+def all_gather(channel: Channel, outputs: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
+    """All ranks' `tensor` into one output for each. even: all are of one size."""
+    if even and tensor.nbytes * channel.size <= _STAGED:
+        gathered = channel.scratch(tensor.nbytes * channel.size).view(tensor.dtype)
+        channel.all_gather(gathered, tensor)
+        if tensor.numel():
+            for output, part in zip(outputs, gathered.chunk(channel.size), strict=True):
+                output.view(-1).copy_(part)
+        return
+    others = [rank for rank in range(channel.size) if rank != channel.rank]
+    channel.exchange([(r, tensor) for r in others], [(r, outputs[r]) for r in others])
+    _copy(outputs[channel.rank], tensor)
+
+
+def all_to_all(channel: Channel, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """`inputs[r]` to rank r, whose own comes into `outputs[r]`. Outputs and inputs share no memory."""
+    others = [rank for rank in range(channel.size) if rank != channel.rank]
+    channel.exchange([(r, inputs[r]) for r in others], [(r, outputs[r]) for r in others])
+    _copy(outputs[channel.rank], inputs[channel.rank])
+
+
+def gather(channel: Channel, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+    """All ranks' `tensor` into the root's outputs; others pass none."""
+    if channel.rank != root:
+        channel.exchange([(root, tensor)], [])
+        return
+    channel.exchange([], [(rank, output) for rank, output in enumerate(outputs) if rank != root])
+    _copy(outputs[root], tensor)
+
+
+def scatter(channel: Channel, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
+    """The root's `inputs[r]` to rank r; others pass none."""
+    if channel.rank != root:
+        channel.exchange([], [(root, output)])
+        return
+    channel.exchange([(rank, tensor) for rank, tensor in enumerate(inputs) if rank != root], [])
+    _copy(output, inputs[root])
+
+
+def _copy(output: Tensor, tensor: Tensor) -> None:
+    if not same_memory(output, tensor):
+        output.view(-1).copy_(tensor.view(-1))

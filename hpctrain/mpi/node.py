@@ -1,0 +1,121 @@
+"""The ranks of a group that share a node's memory, and how they pass through it what others are to read.
+
+Work goes in rounds: every rank writes into its outbox, all `sync`, every rank reads the others' outboxes. Each rank has
+two outboxes, used in turn: while a slow rank still reads those of one round, the others already write the next, and
+nobody can be two rounds ahead. Tensors that were allocated here need no outbox: the others read them where they lie.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from hpctrain.mpi import segment
+from hpctrain.mpi.library import MPI
+from hpctrain.mpi.watch import Watch
+
+OUTBOX = 16 * 2**20
+"""Bytes that a rank can pass on in one round. Large, because on a busy machine every round costs a time slice and cores
+that share no cache pass fresh lines more slowly than memory does. Pages that nobody writes to are never allocated."""
+
+_LINE = 128  # bytes: what one rank writes and others poll stands in a cache line of its own, and its neighbour
+# Words of a line: the last round that the rank came to; by the round's parity, what it called and where its tensor lies.
+_ROUND, _DESCRIPTION, _PLACE = 0, 1, 3
+_OFFSET_BITS = 48
+
+
+class Node:
+    """Some ranks' shared memory; used by one thread at a time."""
+
+    def __init__(self, comm: MPI.Comm, parts: list[Tensor], watch: Watch) -> None:
+        """parts: each rank's memory, for its line and its outboxes."""
+        self.rank, self.size, self.comm = comm.rank, comm.size, comm
+        self._watch = watch
+        self._round = 0
+        self._lines = [part[:_LINE].numpy().data.cast("q") for part in parts]
+        self._outboxes: list[tuple[Tensor, ...]] = [part[_LINE:].view(2, OUTBOX).unbind() for part in parts]
+        self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # kept, since small messages notice
+        self._allocated: list[list[Tensor]] = []  # one tensor for each rank
+        self._fence = threading.Lock()
+        self._fence.acquire()
+
+    @staticmethod
+    def create(comm: MPI.Comm, watch: Watch) -> Node | None:
+        """The node of ranks that MPI says can share memory; None where they cannot after all. Collective."""
+        parts = segment.create(comm, _LINE + 2 * OUTBOX)
+        return None if parts is None else Node(comm, parts, watch)
+
+    def allocate(self, nbytes: int) -> Tensor | None:
+        """Zeros that the others can read where they lie, (nbytes,) uint8, as many on each rank. Collective."""
+        parts = segment.create(self.comm, nbytes)
+        if parts is None:
+            return None
+        self._allocated.append(parts)
+        return parts[self.rank]
+
+    def place(self, tensor: Tensor) -> int:
+        """Where a tensor lies in the allocated memory; 0 for one that does not."""
+        for index, parts in enumerate(self._allocated, 1):
+            own = parts[self.rank]
+            offset = tensor.data_ptr() - own.data_ptr()
+            if offset >= 0 and offset + tensor.nbytes <= own.nbytes:
+                return index << _OFFSET_BITS | offset
+        return 0
+
+    def at(self, place: int, like: Tensor) -> list[Tensor]:
+        """Every rank's tensor at that place, flat, of the size and dtype of `like`."""
+        index, offset = place >> _OFFSET_BITS, place & (1 << _OFFSET_BITS) - 1
+        parts = self._allocated[index - 1]
+        return [part[offset : offset + like.nbytes].view(like.dtype) for part in parts]
+
+    @property
+    def outbox(self) -> Tensor:
+        """What this rank writes before the next `sync`, (OUTBOX,) uint8."""
+        return self._outboxes[self.rank][(self._round + 1) % 2]
+
+    def read(self, rank: int) -> Tensor:
+        """What `rank` wrote before the last `sync`, (OUTBOX,) uint8; valid until the next one."""
+        return self._outboxes[rank][self._round % 2]
+
+    def boxes(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """The outbox, and what all ranks will have written when `sync` is over, as tensors of that dtype, flat."""
+        side = (self._round + 1) % 2
+        views = self._views.get((dtype, side))
+        if views is None:
+            views = self._views[dtype, side] = [pair[side].view(dtype) for pair in self._outboxes]
+        return views[self.rank], views
+
+    def sync(self, place: int = 0) -> bool:
+        """Return when every rank is here: whether all gave the same place other than 0.
+
+        The first time in an operation, check that it is the same on all.
+        """
+        self._round += 1
+        number, parity, mine = self._round, self._round % 2, self._lines[self.rank]
+        mine[_DESCRIPTION + parity] = self._watch.operation.description
+        mine[_PLACE + parity] = place
+        self._order_memory()
+        mine[_ROUND] = number
+        awaited = [line for line in self._lines if line[_ROUND] < number]
+
+        def arrived() -> bool:
+            while awaited and awaited[-1][_ROUND] >= number:
+                awaited.pop()
+            return not awaited
+
+        if awaited:
+            self._watch.wait(arrived)
+        self._order_memory()
+        if not self._watch.all_here:
+            self._watch.check([line[_DESCRIPTION + parity] for line in self._lines])
+        return place != 0 and all(line[_PLACE + parity] == place for line in self._lines)
+
+    def _order_memory(self) -> None:
+        """What was written before is seen by others before what is written after; and so for reading.
+
+        x86 orders by itself. On ARM and POWER, giving a lock up and taking it is a fence in both directions.
+        """
+        self._fence.release()
+        self._fence.acquire()

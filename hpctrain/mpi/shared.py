@@ -1,0 +1,220 @@
+"""Collectives through a node's memory. A small message is passed on in one round; a large one is met for first, and read
+where it lies if all ranks allocated it there, else copied through the outboxes, block by block.
+
+All tensors are plain (see buffers) and checked. Sums are made by torch in rank order, like those of reduction.py, and so
+have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.mpi.buffers import same_memory
+from hpctrain.mpi.node import OUTBOX, Node
+from hpctrain.mpi.reduction import SMALL, Reduction
+
+_ALIGNMENT = 64  # elements
+# An outbox holds the pieces of a block that others are to reduce, and behind them the piece that this rank has reduced.
+_RAW = OUTBOX // 2
+_CHUNK = 2**20  # bytes
+
+_Finish = Callable[[Tensor], None]
+
+
+def broadcast(node: Node, tensor: Tensor, root: int) -> None:
+    """The root's bytes to all."""
+    for block in torch.split(_bytes(tensor), OUTBOX):
+        if node.rank == root:
+            node.outbox[: block.numel()].copy_(block)
+        node.sync()
+        if node.rank != root:
+            block.copy_(node.read(root)[: block.numel()])
+
+
+def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    """All ranks' `tensor`, of one size, into one output for each; `tensor` may be this rank's output."""
+    own, targets = _bytes(tensor), [_bytes(output) for output in outputs]
+    others = [rank for rank in range(node.size) if rank != node.rank]
+    if not same_memory(own, targets[node.rank]):
+        targets[node.rank].copy_(own)
+    if own.numel() * node.size > SMALL and node.sync(_place(node, targets)):
+        for rank in others:
+            targets[rank].copy_(node.at(node.place(targets[rank]), targets[rank])[rank])
+        node.sync()  # nobody may write into what others still read
+        return
+    for start in range(0, max(own.numel(), 1), OUTBOX):
+        block = own[start : start + OUTBOX]
+        node.outbox[: block.numel()].copy_(block)
+        node.sync()
+        for rank in others:
+            targets[rank][start : start + OUTBOX].copy_(node.read(rank)[: block.numel()])
+
+
+def all_to_all(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """`inputs[r]` to rank r, whose own comes into `outputs[r]`; all of one size; outputs and inputs share no memory."""
+    sources, targets = [_bytes(tensor) for tensor in inputs], [_bytes(tensor) for tensor in outputs]
+    width = OUTBOX // node.size // _ALIGNMENT * _ALIGNMENT
+    others = [rank for rank in range(node.size) if rank != node.rank]
+    for start in range(0, max(sources[0].numel(), 1), width):
+        end = min(start + width, sources[0].numel())
+        for rank in others:
+            node.outbox[rank * width : rank * width + end - start].copy_(sources[rank][start:end])
+        node.sync()
+        for rank in others:
+            place = node.rank * width
+            targets[rank][start:end].copy_(node.read(rank)[place : place + end - start])
+    targets[node.rank].copy_(sources[node.rank])
+
+
+def all_reduce(node: Node, tensor: Tensor, reduction: Reduction, finish: _Finish | None = None) -> None:
+    """Reduce a plain tensor in place on all ranks.
+
+    finish: makes of the node's sum of a piece the sum over all nodes, in place.
+    """
+    flat = tensor.view(-1)
+    if finish is None and flat.nbytes * node.size <= SMALL:
+        elements = flat.numel()
+        outbox, everyones = node.boxes(flat.dtype)
+        outbox[:elements].copy_(flat)
+        node.sync()
+        if elements:
+            reduction([box[:elements] for box in everyones], flat, spare=flat)
+        return
+    place = node.place(flat)
+    if node.sync(place):
+        _all_reduce_where_it_lies(node, node.at(place, flat), reduction, finish)
+    else:
+        _all_reduce_in_blocks(node, flat, reduction, finish)
+
+
+def _all_reduce_where_it_lies(
+    node: Node, versions: Sequence[Tensor], reduction: Reduction, finish: _Finish | None
+) -> None:
+    """versions: the ranks' tensors. Each rank reads its piece of all of them, and then the others' sums."""
+    pieces = [_pieces(version, 0, _width(version.numel(), node.size), node.size) for version in versions]
+    own = pieces[node.rank][node.rank]
+    if own.numel():
+        _reduce(node, [version[node.rank] for version in pieces], own, reduction)
+        if finish is not None:
+            finish(own)
+    node.sync()
+    for rank, reduced in enumerate(pieces):
+        if rank != node.rank:
+            pieces[node.rank][rank].copy_(reduced[rank])
+    node.sync()  # nobody may write into what others still read
+
+
+def _all_reduce_in_blocks(node: Node, flat: Tensor, reduction: Reduction, finish: _Finish | None) -> None:
+    """While a block's sums are collected, the next one is already on its way."""
+    before: list[Tensor] = []
+    for pieces in _blocks(flat, node.size):
+        width = pieces[0].numel()
+        _put(node, pieces, width)
+        node.sync()
+        _collect(node, before)
+        own = pieces[node.rank]
+        if own.numel():
+            result = _reduced(node.outbox, own)
+            reduction(_arrived(node, pieces, width), result, spare=result)
+            if finish is not None:
+                finish(result)
+            own.copy_(result)
+        before = pieces
+    node.sync()
+    _collect(node, before)
+
+
+def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> None:
+    """Reduce `inputs`, one tensor of the output's size for each rank; `output` gets the own one.
+
+    `output` may be the same memory as the own input, and must not overlap the others.
+    """
+    flat, sources = output.view(-1), [tensor.view(-1) for tensor in inputs]
+    if flat.nbytes * node.size > SMALL and node.sync(_place(node, sources)):
+        own = sources[node.rank]
+        _reduce(node, node.at(node.place(own), own), flat, reduction)
+        node.sync()  # nobody may write into what others still read
+        return
+    widest = _RAW // node.size // _ALIGNMENT * _ALIGNMENT // flat.element_size()
+    for start in range(0, max(flat.numel(), 1), widest):
+        pieces = [source[start : start + widest] for source in sources]
+        width = pieces[0].numel()
+        _put(node, pieces, width)
+        node.sync()
+        spare = _reduced(node.outbox, pieces[node.rank])
+        reduction(_arrived(node, pieces, width), flat[start : start + widest], spare=spare)
+
+
+def _place(node: Node, tensors: Sequence[Tensor]) -> int:
+    """Where tensors that lie one after the other begin in the allocated memory; 0 where they do not."""
+    first, size = tensors[0], tensors[0].nbytes
+    if any(tensor.data_ptr() != first.data_ptr() + rank * size for rank, tensor in enumerate(tensors)):
+        return 0
+    return node.place(first) if node.place(tensors[-1]) else 0
+
+
+def _reduce(node: Node, versions: Sequence[Tensor], output: Tensor, reduction: Reduction) -> None:
+    """Reduce what lies in the ranks' memories, in chunks that stay in cache, without writing to it."""
+    width = _CHUNK // output.element_size()
+    for start in range(0, output.numel(), width):
+        chunk = output[start : start + width]
+        spare = _typed(node.outbox, chunk, chunk.numel())
+        reduction([version[start : start + width] for version in versions], chunk, spare)
+
+
+def _blocks(flat: Tensor, size: int) -> Iterator[list[Tensor]]:
+    """Blocks of about one size that each fit an outbox, as pieces, one for each rank; the last ones may be empty."""
+    most = _RAW // flat.element_size() // _ALIGNMENT // size * _ALIGNMENT * size
+    count = -(-flat.numel() // most)
+    width = _width(-(-flat.numel() // max(count, 1)), size)
+    for start in range(0, flat.numel(), max(width, 1) * size):
+        yield _pieces(flat, start, width, size)
+
+
+def _width(elements: int, size: int) -> int:
+    """The elements of a piece where `size` ranks share `elements`."""
+    return -(-elements // size // _ALIGNMENT) * _ALIGNMENT if elements else 0
+
+
+def _pieces(flat: Tensor, start: int, width: int, size: int) -> list[Tensor]:
+    return [flat[start + rank * width : start + (rank + 1) * width] for rank in range(size)]
+
+
+def _put(node: Node, pieces: Sequence[Tensor], width: int) -> None:
+    """Write the others' pieces of a block into the outbox, `width` elements apart."""
+    for rank, piece in enumerate(pieces):
+        if rank != node.rank and piece.numel():
+            _typed(node.outbox, piece, piece.numel(), rank * width).copy_(piece)
+
+
+def _arrived(node: Node, pieces: Sequence[Tensor], width: int) -> list[Tensor]:
+    """Every rank's version of this rank's piece."""
+    own = pieces[node.rank]
+    return [
+        own if rank == node.rank else _typed(node.read(rank), own, own.numel(), node.rank * width)
+        for rank in range(node.size)
+    ]
+
+
+def _collect(node: Node, pieces: Sequence[Tensor]) -> None:
+    """Copy what the others have reduced."""
+    for rank, piece in enumerate(pieces):
+        if rank != node.rank and piece.numel():
+            piece.copy_(_reduced(node.read(rank), piece))
+
+
+def _reduced(box: Tensor, like: Tensor) -> Tensor:
+    return _typed(box[_RAW:], like, like.numel())
+
+
+def _typed(box: Tensor, like: Tensor, elements: int, offset: int = 0) -> Tensor:
+    """`elements` of the box, from `offset`, in the dtype of `like`."""
+    size = like.element_size()
+    return box[offset * size : (offset + elements) * size].view(like.dtype)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,146 @@
+"""Finds plugin modules (entry points of the group `hpctrain`, `[plugins] load`) and checks them one by one.
+
+A module that cannot be used becomes a `Fault` instead of an exception: the job may not need it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pluggy
+
+from hpctrain.hookspecs import PROJECT, LifeCycleHooks, RegistrationHooks
+
+API_VERSION = 1
+"""A plugin module may state the version that it was written for as `HPCTRAIN_API`; without it, 1 is meant."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a plugin module comes from."""
+
+    module: str
+    distribution: str = ""
+    version: str = ""
+    entry_point: str = ""
+    """The entry point's name; by convention "slot.name", so that a broken one still says what it would have been."""
+
+    @property
+    def key(self) -> str:
+        """What pluggy knows the module by."""
+        return f"{self.distribution}:{self.entry_point}" if self.distribution else self.module
+
+    def __str__(self) -> str:
+        if not self.distribution:
+            return f"{self.module} ([plugins] load)"
+        return f"{self.module} ({self.distribution} {self.version}, entry point {self.entry_point!r})"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A plugin module that is not used, and why."""
+
+    source: Source
+    state: str
+    """"broken" or "blocked"."""
+
+    why: str
+
+
+def new_manager() -> pluggy.PluginManager:
+    """A plugin manager that knows the hooks and no plugin."""
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(RegistrationHooks)
+    manager.add_hookspecs(LifeCycleHooks)
+    return manager
+
+
+def entry_points() -> Iterator[Source]:
+    """Every installed entry point of the group, in a fixed order. One distribution found twice counts once."""
+    seen = set()
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        for point in distribution.entry_points:
+            if point.group == PROJECT and (name, point.name) not in seen:
+                seen.add((name, point.name))
+                yield Source(point.value, name, distribution.version, point.name)
+
+
+def load(
+    manager: pluggy.PluginManager, modules: Sequence[str], block: Sequence[str]
+) -> tuple[list[Source], list[Fault]]:
+    """Register every plugin module on `manager`; what cannot be registered comes back as faults.
+
+    `block` holds entry point names, module names or distribution names.
+    """
+    sources = sorted(entry_points(), key=lambda s: (s.distribution, s.entry_point))
+    known = {source.module for source in sources}
+    sources += [Source(module) for module in modules if module not in known]
+    active: list[Source] = []
+    faults: list[Fault] = []
+    for source in sources:
+        if set(block) & {source.entry_point, source.module, source.distribution}:
+            faults.append(Fault(source, "blocked", "it is listed in [plugins] block"))
+            continue
+        why = _register(manager, source)
+        if why is None:
+            active.append(source)
+        else:
+            faults.append(Fault(source, "broken", why))
+    return active, faults
+
+
+def _register(manager: pluggy.PluginManager, source: Source) -> str | None:
+    """Import and register one module; a sentence when that does not work."""
+    try:
+        module = import_from_here(source.module) if not source.distribution else importlib.import_module(source.module)
+    except ImportError as error:
+        missing = getattr(error, "name", None)
+        if missing and missing != source.module and not source.module.startswith(f"{missing}."):
+            return f"it needs the package {missing!r}, which is not installed ({error})"
+        return f"the module cannot be imported: {error}"
+    except Exception as error:  # whatever a third party's module does at import must not end the command
+        return f"importing it raised {type(error).__name__}: {error}"
+    wanted = getattr(module, "HPCTRAIN_API", 1)
+    if wanted != API_VERSION:
+        return f"it asks for plugin API version {wanted}, and this hpctrain has version {API_VERSION}"
+    return _hook_fault(manager, module) or _register_hooks(manager, module, source)
+
+
+def _register_hooks(manager: pluggy.PluginManager, module: ModuleType, source: Source) -> str | None:
+    try:
+        manager.register(module, name=source.key)
+    except (pluggy.PluginValidationError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _hook_fault(manager: pluggy.PluginManager, module: ModuleType) -> str | None:
+    """Compare the module's hook implementations with the specifications before pluggy sees them."""
+    found = [name for name in dir(module) if manager.parse_hookimpl_opts(module, name) is not None]
+    if not found:
+        return "it implements no hook: expected functions marked with hpctrain.api.hookimpl"
+    for name in found:
+        caller = getattr(manager.hook, name, None)
+        if caller is None or caller.spec is None:
+            return f"it implements the hook {name!r}, which does not exist in plugin API version {API_VERSION}"
+        expected, actual = caller.spec.argnames, list(inspect.signature(getattr(module, name)).parameters)
+        extra = [argument for argument in actual if argument not in expected]
+        if extra:
+            return f"hook {name}: expected arguments among ({', '.join(expected)}), found ({', '.join(actual)})"
+    return None
+
+
+def import_from_here(module: str) -> ModuleType:
+    """Import a module that the job names; the current directory counts, as it does for `python -m`."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return importlib.import_module(module)

@@ -1,0 +1,86 @@
+"""What people see of the registry: a row per plugin, a line per option."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.plugins.registry import Registry
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One plugin, or a module that could have been some."""
+
+    slot: str
+    name: str
+    state: str
+    distribution: str
+    version: str
+    entry_point: str
+    module: str
+    why: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One key of a plugin's table."""
+
+    key: str
+    type: str
+    default: str
+    help: str
+
+
+def list_plugins(registry: Registry) -> list[Listed]:
+    """Active plugins by slot and name, then what is broken or blocked."""
+    rows = [
+        Listed(slot, name, "active", e.source.distribution, e.source.version, e.source.entry_point, e.source.module)
+        for (slot, name), e in sorted(registry.entries.items())
+    ]
+    for (slot, name), sources in sorted(registry.conflicts.items()):
+        why = "the name is claimed by " + " and by ".join(map(str, sources))
+        rows += [Listed(slot, name, "broken", s.distribution, s.version, s.entry_point, s.module, why) for s in sources]
+    for fault in registry.faults:
+        s = fault.source
+        slot, _, name = s.entry_point.partition(".")
+        rows.append(Listed(slot, name, fault.state, s.distribution, s.version, s.entry_point, s.module, fault.why))
+    return rows
+
+
+def describe_options(plugin: type[Plugin]) -> list[Option]:
+    """The options from their JSON schema: what is checked is what is shown."""
+    schema = plugin.Options.model_json_schema()
+    required = schema.get("required", [])
+    return [
+        Option(
+            key,
+            _type(info, schema.get("$defs", {})),
+            "required" if key in required else f"default {_toml(info.get('default'))}",
+            info.get("description", ""),
+        )
+        for key, info in schema.get("properties", {}).items()
+    ]
+
+
+def _type(info: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """ "integer >= 1", "number or null", "one of 'a', 'b'" """
+    if "$ref" in info:
+        return _type(definitions[info["$ref"].rpartition("/")[2]], definitions)
+    if "anyOf" in info:
+        return " or ".join(_type(option, definitions) for option in info["anyOf"] if option.get("type") != "null")
+    if "enum" in info:
+        return "one of " + ", ".join(map(repr, info["enum"]))
+    limits = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {info[name]:g}" for name, sign in limits.items() if name in info]
+    return " ".join([str(info.get("type", "any")), *bounds])
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "unset" if value is None else repr(value).replace("'", '"')

@@ -1,0 +1,122 @@
+"""The registry: every usable plugin class by slot and name, and what is known of the unusable ones."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pluggy
+from pydantic import ValidationError
+
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.errors import EnvironmentUnfitError, UsageError
+from hpctrain.plugins.discovery import Fault, Source, load, new_manager
+from hpctrain.plugins.slots import SLOTS, Slot
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One plugin: its class and where it came from."""
+
+    slot: Slot
+    cls: type[Plugin]
+    source: Source
+
+
+@dataclass
+class Registry:
+    """What is installed. `faults` are modules, `conflicts` are names that two modules claim."""
+
+    manager: pluggy.PluginManager
+    entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+    sources: list[Source] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    conflicts: dict[tuple[str, str], list[Source]] = field(default_factory=dict)
+
+    def names(self, slot: str) -> list[str]:
+        """The names that the job file may use in `slot`."""
+        return sorted(name for kind, name in self.entries if kind == slot)
+
+    def made(self, slot: str) -> list[Any]:
+        """The plugins of `slot` that can be made without options, by name."""
+        plugins = []
+        for (kind, _), entry in sorted(self.entries.items(), key=lambda one: one[0]):
+            if kind == slot:
+                try:
+                    plugins.append(entry.cls(entry.cls.Options()))
+                except ValidationError:
+                    continue  # it has options without defaults: only a job that names it can use it
+        return plugins
+
+    def find(self, slot: str, name: str) -> Entry:
+        """The plugin; UsageError for a name nobody has, EnvironmentUnfitError for one that is there but unusable."""
+        if (slot, name) in self.conflicts:
+            both = " and ".join(map(str, self.conflicts[slot, name]))
+            raise EnvironmentUnfitError(
+                f"{slot} plugin {name!r} is claimed by {both}; expected one: uninstall one, or block it with "
+                f'[plugins] block = ["{self.conflicts[slot, name][-1].module}"]'
+            )
+        entry = self.entries.get((slot, name))
+        if entry is not None:
+            return entry
+        for fault in self.faults:
+            if fault.source.entry_point == f"{slot}.{name}":
+                raise EnvironmentUnfitError(f"{slot} plugin {name!r} is {fault.state}: {fault.source}: {fault.why}")
+        near = difflib.get_close_matches(name, self.names(slot), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(self.names(slot)) or "none"
+        raise UsageError(f"no installed plugin provides the {slot} {name!r}{hint} (installed: {known})")
+
+
+def build_registry(modules: Sequence[str] = (), block: Sequence[str] = ()) -> Registry:
+    """Load every plugin. A module of `modules` (asked for by the job) that is broken is EnvironmentUnfitError."""
+    manager = new_manager()
+    sources, faults = load(manager, modules, block)
+    registry = Registry(manager, sources=sources, faults=faults)
+    for fault in faults:
+        if fault.state == "broken" and fault.source.module in modules:
+            raise EnvironmentUnfitError(f"[plugins] load: {fault.source}: {fault.why}")
+    by_plugin = {source.key: source for source in sources}
+    for slot in SLOTS.values():
+        for hook in getattr(manager.hook, slot.hook).get_hookimpls():
+            _collect(registry, slot, by_plugin[hook.plugin_name], hook.function)
+    return registry
+
+
+def _collect(registry: Registry, slot: Slot, source: Source, function: object) -> None:
+    """Call one registration hook of one module, so that a failure is that module's alone."""
+    try:
+        classes = function()  # type: ignore[operator]
+    except Exception as error:  # a third party's code: its failure becomes a fault, not a traceback
+        registry.faults.append(Fault(source, "broken", f"hook {slot.hook} raised {type(error).__name__}: {error}"))
+        return
+    if not isinstance(classes, (list, tuple)):
+        why = f"hook {slot.hook}: expected a list of {slot.contract.__name__} classes, found {classes!r}"
+        registry.faults.append(Fault(source, "broken", why))
+        return
+    for cls in classes:
+        fault = _class_fault(slot, cls)
+        if fault is not None:
+            registry.faults.append(Fault(source, "broken", fault))
+            continue
+        key = (slot.name, cls.name)
+        if key in registry.entries or key in registry.conflicts:
+            first = registry.entries.pop(key, None)
+            registry.conflicts.setdefault(key, [first.source] if first else []).append(source)
+        else:
+            registry.entries[key] = Entry(slot, cls, source)
+
+
+def _class_fault(slot: Slot, cls: object) -> str | None:
+    """What keeps `cls` from being a plugin of `slot`."""
+    expected = f"hook {slot.hook}: expected subclasses of {slot.contract.__name__}"
+    if not isinstance(cls, type) or not issubclass(cls, slot.contract):
+        return f"{expected}, found {cls!r}"
+    if not isinstance(getattr(cls, "name", None), str) or not cls.name:
+        return f"{expected} with a `name`, and {cls.__qualname__} has none"
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
+        return f"{expected}, and {cls.__qualname__} ({cls.name}) lacks {', '.join(missing)}"
+    return None

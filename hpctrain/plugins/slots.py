@@ -1,0 +1,50 @@
+"""The slots: for each, its table in the job file, the key that chooses a plugin, its contract and its hook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.contracts.checkpoint import CheckpointFormat
+from hpctrain.contracts.communicator import Communicator
+from hpctrain.contracts.dataset import Dataset
+from hpctrain.contracts.distribution import ActivationCheckpointing, Compression, Parallelism, Sharding
+from hpctrain.contracts.logger import Logger
+from hpctrain.contracts.model import ModelSpec
+from hpctrain.contracts.optimization import Optimizer, Schedule
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.contracts.precision import Precision
+
+
+@dataclass(frozen=True)
+class Slot:
+    """`name` is also the table's name; `key` is None where the table's own keys are the plugins' names."""
+
+    name: str
+    key: str | None
+    contract: type[Plugin]
+    foreign: bool = False
+    """Whether "package.module:callable" may stand for a plugin's name."""
+
+    @property
+    def hook(self) -> str:
+        """The registration hook's name."""
+        return f"hpctrain_{self.name}"
+
+
+SLOTS: dict[str, Slot] = {
+    slot.name: slot
+    for slot in (
+        Slot("model", "name", ModelSpec, foreign=True),
+        Slot("dataset", "name", Dataset, foreign=True),
+        Slot("optimizer", "name", Optimizer, foreign=True),
+        Slot("schedule", "name", Schedule),
+        Slot("parallelism", None, Parallelism),
+        Slot("sharding", "stage", Sharding),
+        Slot("precision", "mode", Precision),
+        Slot("activation_checkpointing", "mode", ActivationCheckpointing),
+        Slot("compression", "name", Compression),
+        Slot("checkpoint", "format", CheckpointFormat),
+        Slot("communicator", "name", Communicator),
+        Slot("logger", "name", Logger),
+    )
+}

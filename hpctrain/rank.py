@@ -1,0 +1,122 @@
+"""From a job to a trained model, on this rank: what `hpctrain run` and `hpctrain.run` do."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hpctrain.errors import EXIT_STOPPED, HpctrainError
+from hpctrain.job.check import CheckedJob, check
+from hpctrain.job.reading import RawJob
+from hpctrain.job.resolved import write_resolved
+from hpctrain.job.tables import Job
+from hpctrain.loop.session import Session
+from hpctrain.loop.signals import StopRequest
+from hpctrain.loop.training import train
+from hpctrain.world.detection import detect, fallback_notice
+from hpctrain.world.failure import leave
+from hpctrain.world.front import Front
+from hpctrain.world.identity import Identity
+from hpctrain.world.meeting import World, compare_ranks, meet, start_communication
+
+LOG = logging.getLogger("hpctrain")
+
+
+def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
+    """Train `job` on this process's rank: one of many under mpiexec, srun or torchrun, else the only one.
+
+    The result has `step`, `loss` and `exit_code`: 0, or 75 when a signal stopped training after a save. Errors that a
+    user can mend are HpctrainError. With several ranks an error on one ends the processes of all.
+    """
+    tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else dict(job)
+    return run_rank(detect(), lambda: RawJob(tables, {}, "job"), resume, Front())
+
+
+def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, front: Front) -> dict[str, Any]:
+    """Meet the other ranks, agree on the job that rank 0 reads, and train it."""
+    world = meet(identity, front)
+    try:
+        with StopRequest() as stop:  # from here on: a signal while the model is built must not end one rank alone
+            result = _run_in(world, read, resume, stop)
+        front.report_exit(result["exit_code"])
+        return result
+    except BaseException as error:
+        if identity.size == 1:
+            raise
+        leave(world, error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _run_in(world: World, read: Callable[[], RawJob], resume: str, stop: StopRequest) -> dict[str, Any]:
+    begin, identity = time.monotonic(), world.identity
+    checked = agree_on_job(world, read)
+    notice = fallback_notice(identity)
+    if notice and identity.rank == 0:
+        print(f"hpctrain: {notice}", file=sys.stderr, flush=True)
+    # the directory is written to by rank 0, before anything is built
+    world.share("output", lambda: write_resolved(checked, identity.size))
+    _log_to_file(checked.job.output_dir, identity)
+    communicator = checked.parts.communicator.choose(identity, checked.parts.communicators)
+    device = start_communication(world, communicator, checked.job.communicator.timeout_seconds)
+    try:
+        session = Session(checked, world, device, resume)
+        try:
+            result = train(session, stop)
+        finally:
+            session.close()
+    except Exception as error:
+        checked.registry.manager.hook.hpctrain_exception(exception=error, identity=identity)
+        raise
+    _say_goodbye(session, result, time.monotonic() - begin)
+    return result
+
+
+def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:
+    """Rank 0 reads the job; every rank checks it against its own plugins; a difference ends all."""
+    raw = RawJob.from_json(world.share("job", lambda: read().as_json()))
+    checked, error = None, None
+    try:
+        checked = check(raw, world.identity.size)
+    except HpctrainError as problem:
+        error = problem
+    sources = [] if checked is None else [f"{s.module} {s.version}".strip() for s in checked.registry.sources]
+    compare_ranks(world, sources, error)
+    assert checked is not None  # compare_ranks has raised otherwise
+    if world.identity.rank == 0:
+        for fault in checked.registry.faults:
+            if fault.state == "broken":
+                print(f"hpctrain: warning: plugin {fault.source} is not used: {fault.why}", file=sys.stderr, flush=True)
+    return checked
+
+
+def _log_to_file(output_dir: Path, identity: Identity) -> None:
+    """Every rank's own log; warnings of rank 0 on the screen, too."""
+    directory = output_dir / "log"
+    directory.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(directory / f"rank-{identity.rank:05d}.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    LOG.setLevel(logging.INFO)
+    LOG.addHandler(handler)
+    if identity.rank == 0:
+        screen = logging.StreamHandler()
+        screen.setLevel(logging.WARNING)
+        screen.setFormatter(logging.Formatter("hpctrain: warning: %(message)s"))
+        LOG.addHandler(screen)
+    LOG.info("rank %d of %d on %s (%s)", identity.rank, identity.size, identity.node, identity.source)
+
+
+def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> None:
+    directory = session.job.output_dir
+    if result["exit_code"] == EXIT_STOPPED:
+        session.say(f"stopped at step {result['step']} of {session.steps}, saved in {session.newest_checkpoint}")
+        return
+    session.say(f"done         step {result['step']}, loss {result['loss']:.4f}, {seconds:.0f} s")
+    session.say(f"results      {directory / 'metrics.jsonl'}, {session.newest_checkpoint}")

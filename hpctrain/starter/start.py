@@ -1,0 +1,87 @@
+"""Starts N ranks of `hpctrain run` on this machine: with the installed MPI's mpiexec, or, without MPI, as processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from hpctrain.errors import EXIT_TRAINING
+from hpctrain.job.check import check
+from hpctrain.job.reading import read_job
+from hpctrain.starter.link import Link
+from hpctrain.starter.mpiexec import find_mpiexec
+from hpctrain.starter.processes import Processes
+
+_GRACE = 10.0
+"""Seconds between asking ranks to leave and ending them."""
+
+
+def start_ranks(job: Path, ranks: int, overrides: tuple[str, ...], resume: str) -> int:
+    """Check the job, run it on `ranks` ranks and return the job's exit code. HpctrainError as from `check`."""
+    check(read_job(job, overrides), ranks)
+    directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
+    link = Link(directory)
+    try:
+        code = _run(link, _command(job, overrides, resume, directory), ranks)
+    finally:
+        link.close()
+        shutil.rmtree(directory, ignore_errors=True)
+    return code
+
+
+def _command(job: Path, overrides: tuple[str, ...], resume: str, directory: Path) -> list[str]:
+    sets = [word for override in overrides for word in ("--set", override)]
+    return [
+        *(sys.executable, "-m", "hpctrain", "run", str(job), *sets),
+        *("--resume", resume, "--started-by", str(directory)),
+    ]
+
+
+def _run(link: Link, command: list[str], ranks: int) -> int:
+    """Start, pass signals on, wait. A rank killed from outside ends the others, through mpiexec or `Processes`."""
+    mpiexec = find_mpiexec()
+    process: subprocess.Popen[bytes] | Processes
+    if mpiexec is None:
+        print("hpctrain: no MPI is installed: the ranks talk over gloo", file=sys.stderr, flush=True)
+        process = Processes(command, ranks)
+    else:
+        # in a session of its own: Ctrl-C must reach the ranks from here, not make mpiexec kill them
+        process = subprocess.Popen(
+            [*mpiexec.command(ranks), *command],
+            env={**os.environ, **mpiexec.environment(ranks), "COLUMNS": str(shutil.get_terminal_size().columns)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    before = {n: signal.signal(n, lambda number, _: link.signal_ranks(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _end(process, link)
+    code = link.exit_code
+    if code is not None:
+        return code
+    if status == 0:
+        return 0
+    print(
+        f"hpctrain: a rank ended without a word (the launcher's status is {status}): killed, or out of memory? "
+        "The same command continues from the newest checkpoint",
+        file=sys.stderr,
+    )
+    return EXIT_TRAINING
+
+
+def _end(process: subprocess.Popen[bytes] | Processes, link: Link) -> None:
+    """Leave nothing behind, whatever made this process stop waiting."""
+    if process.poll() is None:
+        link.signal_ranks(signal.SIGKILL)
+        try:
+            process.wait(timeout=_GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()

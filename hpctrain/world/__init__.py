@@ -1,0 +1,1 @@
+"""Who am I among the ranks, and how ranks are started and meet."""

@@ -1,0 +1,147 @@
+"""How a rank that fails ends the job: its error is printed once, with rank and host, and every rank leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from types import FrameType
+from typing import NoReturn
+
+from hpctrain.errors import EXIT_TRAINING, HpctrainError
+from hpctrain.job.problems import sentence
+from hpctrain.world.detection import started_by_srun
+from hpctrain.world.identity import Identity
+from hpctrain.world.meeting import World
+
+_PATIENCE = timedelta(seconds=5)
+"""How long a rank that failed after another waits until that one has printed."""
+_GATHERING_SECONDS = 2.0
+"""How long a rank that leaves waits for the others to leave, too, before it has them ended."""
+_LEAVING_SECONDS = 5
+"""How long a rank that was told to end may take to leave in its own way."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code for an error."""
+    return error.exit_code if isinstance(error, HpctrainError) else EXIT_TRAINING
+
+
+def describe(error: BaseException, identity: Identity) -> str:
+    """A sentence for what the user can mend, a traceback with rank and host for the rest."""
+    if isinstance(error, HpctrainError):
+        return sentence(error)
+    trace = "".join(traceback.format_exception(error))
+    return f"hpctrain: rank {identity.rank} on {identity.node} failed:\n{trace}"
+
+
+def leave(world: World, error: BaseException) -> NoReturn:
+    """End this process, and the others with it, with the exit code of the first error of all ranks."""
+    ignore_terminate()
+    code, in_order = exit_code_of(error), False
+    if isinstance(error, HpctrainError) and error.everywhere:
+        in_order = True
+        if world.identity.rank == 0:
+            print(describe(error, world.identity), file=sys.stderr, flush=True)
+    else:
+        first = _claim(world, f"{world.identity.rank} {code}")
+        if first is None:
+            code = EXIT_TRAINING  # rank 0, which holds the store, is gone: it has said why
+        elif first.split()[0] != str(world.identity.rank):
+            code = int(first.split()[1])
+            _wait_for_print(world)
+        else:
+            print(describe(error, world.identity), file=sys.stderr, flush=True)
+        _mark_printed(world)
+    world.front.report_exit(code)
+    everybody = _all_leave(world)
+    if in_order and everybody:
+        sys.exit(code)
+    end_now(world.identity, code, everybody)
+
+
+def end_now(identity: Identity, code: int, everybody: bool) -> NoReturn:
+    """Leave without cleaning up. Unless `everybody` does, under MPI the launcher is to end the other ranks."""
+    # srun makes 137 of every code that is given to Abort
+    if identity.source == "mpi" and identity.size > 1 and not (everybody and started_by_srun()):
+        from hpctrain.mpi.library import abort
+
+        abort(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if identity.rank == 0 and identity.size > 1:
+        time.sleep(1)  # the store lies here: let the others read who failed
+    os._exit(code)
+
+
+def delay_terminate() -> None:
+    """From now on SIGTERM, where the loop does not answer it, ends this process in a few seconds instead of at once.
+
+    `srun --kill-on-bad-exit` sends it to the ranks that are a moment slower than the first that left. They are to leave
+    with the code that all agreed on: dying of the signal makes 143 of 75, and no batch script would go on.
+    """
+    signal.signal(signal.SIGTERM, _end_soon)
+
+
+def ignore_terminate() -> None:
+    """Leave with this rank's own exit code, whatever `srun --kill-on-bad-exit` sends meanwhile.
+
+    Unlike a handler, this outlasts the end of the interpreter.
+    """
+    if threading.current_thread() is threading.main_thread():  # Python sets handlers nowhere else
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _end_soon(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + number))
+    signal.alarm(_LEAVING_SECONDS)
+
+
+def _claim(world: World, mine: str) -> str | None:
+    """The first rank's "rank code"; None when the store is out of reach."""
+    try:
+        return world.store.compare_set("failed", "", mine).decode()
+    except RuntimeError:
+        return None
+
+
+def _all_leave(world: World) -> bool:
+    """Whether every rank has an error to leave with; waits a little for those that are about to find out."""
+    try:
+        world.store.add("leaving", 1)
+        everybody = _counted(world, "leaving")
+        world.store.add("leaving/heard", 1)
+        if everybody and world.identity.rank == 0:
+            _counted(world, "leaving/heard")  # the store lies here: it must not go before the others have asked it
+    except RuntimeError:
+        return False
+    return everybody
+
+
+def _counted(world: World, key: str) -> bool:
+    """Whether `key` reaches the number of ranks in time."""
+    give_up = time.monotonic() + _GATHERING_SECONDS
+    while world.store.add(key, 0) < world.identity.size:
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _mark_printed(world: World) -> None:
+    try:
+        world.store.set("failed/printed", "1")
+    except RuntimeError:
+        return
+
+
+def _wait_for_print(world: World) -> None:
+    try:
+        world.store.wait(["failed/printed"], _PATIENCE)
+    except RuntimeError:
+        return

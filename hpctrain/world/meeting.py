@@ -1,0 +1,177 @@
+"""The ranks meet in a store, agree on the job and on their plugins, and set up torch.distributed."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from hpctrain.contracts.communicator import Communicator
+from hpctrain.errors import EnvironmentUnfitError, HpctrainError
+from hpctrain.version import __version__
+from hpctrain.world.front import Front
+from hpctrain.world.identity import Identity
+
+MEETING_TIMEOUT = timedelta(minutes=5)
+"""How long the ranks wait for each other before the job's own timeout is known."""
+
+
+class PeerError(HpctrainError):
+    """Another rank has said what is wrong; this one leaves with the same code and says nothing."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("another rank reports the error", everywhere=True)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that have met, and the store that they met in."""
+
+    identity: Identity
+    store: Store
+    front: Front
+
+    def share(self, key: str, make: Callable[[], Any]) -> Any:
+        """The JSON value that rank 0 makes, on every rank. An error of rank 0 is raised there, and PeerError elsewhere."""
+        if self.identity.rank == 0:
+            try:
+                value = make()
+            except HpctrainError as error:
+                self.store.set(key, json.dumps({"exit_code": error.exit_code}))
+                error.everywhere = True
+                raise
+            self.store.set(key, json.dumps({"value": value}, default=str))
+            return value
+        answer = self._answer(key)
+        if "exit_code" in answer:
+            raise PeerError(answer["exit_code"])
+        return answer["value"]
+
+    def tell(self, key: str, value: Any) -> None:
+        """Lay down this rank's JSON `value` for rank 0 to collect."""
+        self.store.set(f"{key}/{self.identity.rank}", json.dumps(value))
+
+    def collect(self, key: str) -> list[Any]:
+        """Every rank's `value`; EnvironmentUnfitError names the ranks that have not told theirs in time."""
+        keys = [f"{key}/{rank}" for rank in range(self.identity.size)]
+        try:
+            self.store.wait(keys, MEETING_TIMEOUT)
+        except RuntimeError:
+            missing = [str(rank) for rank, of_rank in enumerate(keys) if not self.store.check([of_rank])]
+            raise self._not_met(missing, MEETING_TIMEOUT) from None
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def _answer(self, key: str) -> Any:
+        """What rank 0 says, which may itself have waited for a rank: so twice the time."""
+        try:
+            self.store.wait([key], 2 * MEETING_TIMEOUT)
+        except RuntimeError:
+            raise self._not_met(["0"], 2 * MEETING_TIMEOUT) from None
+        return json.loads(self.store.get(key))
+
+    def _not_met(self, missing: list[str], waited: timedelta) -> EnvironmentUnfitError:
+        return EnvironmentUnfitError(
+            f"rank {self.identity.rank} on {self.identity.node} waited {waited.total_seconds():.0f} s for rank "
+            f"{', '.join(missing)} of {self.identity.size} to join; look for that rank's own message, or for a node on "
+            "which it could not start"
+        )
+
+
+def meet(identity: Identity, front: Front) -> World:
+    """Find the other ranks."""
+    if identity.source == "mpi":
+        import hpctrain.mpi  # noqa: F401  (registers mpi://)
+
+        store, _, _ = next(rendezvous("mpi://", timeout=MEETING_TIMEOUT))
+    elif identity.source == "slurm":
+        from hpctrain.world import slurm
+
+        store = slurm.meet(identity, MEETING_TIMEOUT)
+    elif identity.source == "torchrun":
+        store, _, _ = next(rendezvous("env://", timeout=MEETING_TIMEOUT))
+    else:
+        store = HashStore()
+    return World(identity, PrefixStore("hpctrain", store), front)
+
+
+def compare_ranks(world: World, plugins: list[str], error: HpctrainError | None) -> None:
+    """Raise the same verdict on all ranks: rank 0's own error, or a difference between ranks by rank and node."""
+    mine = {
+        "node": world.identity.node,
+        "error": None if error is None else str(error),
+        "software": [f"hpctrain {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"],
+        "plugins": plugins,
+    }
+    world.tell("report", mine)
+
+    def verdict() -> None:
+        if error is not None:
+            raise error
+        reports = world.collect("report")
+        differences = _differences(reports)
+        if differences:
+            raise EnvironmentUnfitError("the ranks do not agree; make all nodes alike:\n  " + "\n  ".join(differences))
+
+    world.share("verdict", verdict)
+
+
+def _differences(reports: list[dict[str, Any]]) -> list[str]:
+    """A line for each rank that differs from rank 0, by node and by what differs."""
+    first, lines = reports[0], []
+    for rank, report in enumerate(reports[1:], start=1):
+        where = f"rank {rank} on {report['node']}"
+        if report["error"] is not None:
+            lines.append(f"{where}: {report['error']}")
+        # a rank that could not check the job cannot say which plugins it would have
+        for kind in ("software", "plugins") if report["error"] is None else ("software",):
+            extra = [item for item in report[kind] if item not in first[kind]]
+            missing = [item for item in first[kind] if item not in report[kind]]
+            if extra or missing:
+                found, expected = ", ".join(extra) or "nothing", ", ".join(missing) or "nothing"
+                lines.append(f"{where}: {kind}: found {found}; rank 0 on {first['node']} has {expected}")
+    return lines
+
+
+def start_communication(world: World, communicator: Communicator, seconds: float) -> torch.device:
+    """Set up torch.distributed over `communicator`, and this rank's device and threads."""
+    why = communicator.unavailable(world.identity)
+    if why is not None:
+        raise EnvironmentUnfitError(f"[communicator] name = {communicator.name!r}: {why}")
+    device = communicator.device(world.identity)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(threads_per_rank(world.identity))
+    dist.init_process_group(
+        communicator.backend(),
+        store=PrefixStore("group", world.store),
+        rank=world.identity.rank,
+        world_size=world.identity.size,
+        timeout=timedelta(seconds=seconds),
+    )
+    return device
+
+
+def mpi_backend() -> str:
+    """The name of torch.distributed's backend over MPI, registered; for communicators that use it."""
+    import hpctrain.mpi
+
+    return hpctrain.mpi.BACKEND
+
+
+def threads_per_rank(identity: Identity) -> int:
+    """OMP_NUM_THREADS where it is set, else an equal share of the cores that this rank may run on."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // identity.local_size)

@@ -1,0 +1,60 @@
+"""`selective` keeps the outputs of dear operators (matrix products, attention) and computes the cheap ones again
+(Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, UsageError, hookimpl
+from hpctrain_plugins.activation_checkpointing.blocks import blocks_of
+
+_DEAR = [
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+]
+
+
+class SelectiveOptions(Options):
+    keep: list[str] = Field(default=_DEAR, description="operators (torch.ops.aten names) whose outputs are kept")
+
+
+class Selective(ActivationCheckpointing):
+    """Recompute blocks in backward, but for some operators."""
+
+    name = "selective"
+    Options = SelectiveOptions
+    options: SelectiveOptions
+
+    def apply(self, module: nn.Module, spec: ModelSpec) -> None:
+        blocks = blocks_of(module, spec, self.name)
+        unknown = [name for name in self.options.keep if not hasattr(torch.ops.aten, name)]
+        if unknown:
+            raise UsageError(
+                f"[activation_checkpointing] keep: torch has no operator {', '.join(unknown)}; expected names such as mm "
+                "or addmm"
+            )
+        kept = {getattr(torch.ops.aten, name) for name in self.options.keep}
+
+        def policy(_: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
+            dear = operator.overloadpacket in kept
+            return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        for block in blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+
+
+@hookimpl
+def hpctrain_activation_checkpointing() -> list[type[ActivationCheckpointing]]:
+    return [Selective]

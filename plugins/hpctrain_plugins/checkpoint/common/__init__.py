@@ -1,0 +1,1 @@
+"""What the formats of this folder share."""

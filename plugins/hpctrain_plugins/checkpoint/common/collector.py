@@ -1,0 +1,19 @@
+"""The garbage collector looks at every new container again and again; where millions are made and none is garbage, it waits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collector_waits() -> Iterator[None]:
+    """No collection within the block."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,121 @@
+"""Files of a checkpoint: opened without following links, read and written at positions, synced."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpctrain.api import CheckpointError
+
+
+@contextmanager
+def opened(path: Path, size: int | None = None) -> Iterator[int]:
+    """The descriptor of a regular file, never one that a link leads to, of `size` bytes if given."""
+    try:
+        # O_NONBLOCK: opening a pipe that someone planted must not wait for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise CheckpointError("the file is missing") from error
+    except OSError as error:
+        if path.is_symlink():
+            raise CheckpointError("it is a symbolic link, expected the file itself") from error
+        raise
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError("it is no regular file")
+        if size is not None and found.st_size != size:
+            raise CheckpointError(f"it has {found.st_size} bytes, expected {size}: it was cut off or changed")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_at(fd: int, nbytes: int, at: int) -> Tensor:
+    """`nbytes` bytes from byte `at` on as a uint8 tensor."""
+    data = empty(nbytes)
+    read_into(fd, data.numpy().data, at)
+    return data
+
+
+def read_into(fd: int, view: memoryview, at: int) -> None:
+    """Fill `view` from byte `at` on; one call of the system reads 2 GiB at most."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], at + done)
+        if count == 0:
+            raise CheckpointError(f"it ends at byte {at + done}, expected {len(view) - done} bytes more")
+        done += count
+
+
+def empty(nbytes: int) -> Tensor:
+    """Memory for a file's bytes; a crafted file can ask for any number of them."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    except RuntimeError as error:  # torch's way to say that there is no memory
+        raise CheckpointError(f"its {nbytes} bytes don't fit into memory") from error
+
+
+@contextmanager
+def created(path: Path, rank: int) -> Iterator[int]:
+    """The descriptor of a new file, on disk when the block ends; an OSError names the file, the rank and the node."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            yield fd
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        where = f"while writing {path} (rank {rank}, node {socket.gethostname()})"
+        if isinstance(error, FileNotFoundError):
+            where += "; is the directory on a file system that all nodes share?"
+        raise OSError(error.errno, f"{reason} {where}") from error
+
+
+class Output:
+    """Writes a file from its begin to its end, many small buffers with one call of the system."""
+
+    MOST_BUFFERS = 1024  # IOV_MAX of Linux
+    MOST_BYTES = 4 * 2**20
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._at = fd, 0
+        self._buffers: list[memoryview] = []
+        self._waiting = 0
+
+    def add(self, content: memoryview) -> None:
+        """`content` comes next; it must stay as it is until it is written."""
+        if not len(content):
+            return
+        self._buffers.append(content)
+        self._waiting += len(content)
+        if self._waiting >= self.MOST_BYTES or len(self._buffers) == self.MOST_BUFFERS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits; one call writes 2 GiB at most."""
+        while self._buffers:
+            written = os.pwritev(self._fd, self._buffers, self._at)
+            self._at += written
+            while self._buffers and written >= len(self._buffers[0]):
+                written -= len(self._buffers.pop(0))
+            if written:
+                self._buffers[0] = self._buffers[0][written:]
+        self._waiting = 0
+
+
+def write_file(path: Path, content: bytes, rank: int) -> None:
+    """A new file with this content, on disk."""
+    with created(path, rank) as fd:
+        output = Output(fd)
+        output.add(memoryview(content))
+        output.flush()

@@ -1,0 +1,19 @@
+"""Whether a piece can be filled from what a checkpoint holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hpctrain.api import CheckpointError, Piece
+
+
+def check_fits(where: Path, piece: Piece, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises CheckpointError unless the saved tensor of this shape and dtype, found in `where`, is the piece's."""
+    if shape != tuple(piece.shape):
+        raise CheckpointError(f"{where}: tensor {piece.name} has the shape {list(shape)}, expected {list(piece.shape)}")
+    if not torch.can_cast(dtype, piece.tensor.dtype):
+        raise CheckpointError(
+            f"{where}: tensor {piece.name} is {dtype}, which can't be converted to {piece.tensor.dtype}"
+        )

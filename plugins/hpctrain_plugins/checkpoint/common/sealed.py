@@ -1,0 +1,34 @@
+"""JSON that carries its own checksum over raw bytes.
+
+The first line is `{"checksum":"<xxh3 of all bytes after this line>",` so that the whole is JSON and yet any changed bit
+shows, in the checksum as well as after it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import xxhash
+
+from hpctrain.api import CheckpointError
+
+_HEAD = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
+
+
+def seal(content: dict[str, Any]) -> bytes:
+    """`content`, which must not be empty, as the bytes of a file."""
+    rest = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[1:]
+    return b'{"checksum":"%s",\n' % xxhash.xxh3_64_hexdigest(rest).encode() + rest
+
+
+def unseal(raw: bytes) -> Any:
+    """What `seal` was given; CheckpointError when a bit is another one, or it is no JSON."""
+    head = _HEAD.match(raw)
+    if head is None or xxhash.xxh3_64_hexdigest(raw[head.end() :]) != head[1].decode():
+        raise CheckpointError("its checksum doesn't fit its content: the file is damaged or cut off")
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"malformed content: {type(error).__name__}: {error}") from error

@@ -1,0 +1,115 @@
+"""The checkpoint format `dcp`: what torch.distributed.checkpoint writes and reads, for exchange with other programs.
+
+torch.distributed.checkpoint takes most of a second to import, so that is done where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+import xxhash
+
+from hpctrain.api import CheckpointError, CheckpointFormat, Piece, State, StoredChunk, StoredTensor, hookimpl
+
+from ..common import values
+from ..common.files import opened, read_at
+from ..common.sealed import unseal
+from ..common.snapshot import Snapshots
+
+if TYPE_CHECKING:
+    from .metadata import Contents
+
+__all__ = ["Dcp", "hpctrain_checkpoint"]
+
+
+METADATA_FILE = ".metadata"
+VALUES_FILE = "hpctrain.json"
+
+
+class Dcp(CheckpointFormat):
+    """Files that torch.distributed.checkpoint.load reads; those it wrote itself are read, too, without unpickling."""
+
+    name = "dcp"
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self._snapshots = Snapshots()
+
+    def snapshot(self, state: State) -> State:
+        """A copy in host memory. TypeError names a value that a checkpoint can't hold."""
+        return self._snapshots.take(state)
+
+    def write(self, snapshot: State, directory: Path, group: dist.ProcessGroup) -> None:
+        """Collective over `group`; a file per rank, `.metadata`, and the values in hpctrain.json last."""
+        from . import write
+
+        write.write(snapshot, directory, group)
+
+    def read_values(self, directory: Path) -> dict[str, Any]:
+        """The small values; none in a checkpoint that another program wrote."""
+        sealed = self._sealed(directory)
+        plain: dict[str, Any] = {} if sealed is None else values.decode(sealed["values"])
+        return plain
+
+    def tensors(self, directory: Path) -> dict[str, StoredTensor]:
+        """Every tensor with its dtype, its whole shape and where its parts lie."""
+        return {
+            name: StoredTensor(
+                tensor.dtype, tensor.shape, tuple(StoredChunk(item.file, *item.part) for item in tensor.items)
+            )
+            for name, tensor in self._contents(directory).tensors.items()
+        }
+
+    def load(self, directory: Path, pieces: list[Piece]) -> None:
+        """Fill the pieces, reading the items that hold some of them."""
+        from . import read
+
+        read.load(directory, self._contents(directory), pieces)
+
+    def verify(self, directory: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
+        """Read everything; one sentence per fault."""
+        from . import read
+
+        try:
+            contents = self._contents(directory)
+        except (CheckpointError, OSError) as error:
+            return [str(error)]
+        known = {METADATA_FILE, VALUES_FILE, *contents.files}
+        unknown = [path for path in sorted(directory.iterdir()) if path.name not in known]
+        faults = read.verify(directory, contents, progress)
+        return faults + [f"{path}: {METADATA_FILE} doesn't know this file" for path in unknown]
+
+    def recognizes(self, directory: Path) -> bool:
+        """Whether there is a `.metadata`."""
+        return (directory / METADATA_FILE).is_file()
+
+    def _contents(self, directory: Path) -> Contents:
+        """The table of contents, against its checksum where there is one."""
+        from . import metadata
+
+        sealed = self._sealed(directory)
+        if sealed is not None and sealed["metadata_xxh3"] != xxhash.xxh3_64_hexdigest(metadata.read_bytes(directory)):
+            raise CheckpointError(f"{directory / METADATA_FILE}: its checksum is wrong: the file is corrupt")
+        return metadata.read_contents(directory)
+
+    def _sealed(self, directory: Path) -> dict[str, Any] | None:
+        path = directory / VALUES_FILE
+        if not path.exists() and not path.is_symlink():
+            return None
+        try:
+            with opened(path) as fd:
+                content: dict[str, Any] = unseal(read_at(fd, path.stat().st_size, 0).numpy().tobytes())
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        if not {"values", "metadata_xxh3"} <= set(content):
+            raise CheckpointError(f"{path}: it holds {list(content)}, expected values and metadata_xxh3")
+        return content
+
+
+@hookimpl
+def hpctrain_checkpoint() -> list[type[CheckpointFormat]]:
+    """The formats that this module brings."""
+    return [Dcp]

@@ -1,0 +1,75 @@
+"""The checkpoint format `hdf5`: one HDF5 file per rank and a manifest. docs/checkpoint-format.md has the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hpctrain.api import CheckpointFormat, Piece, State, StoredChunk, StoredTensor, hookimpl
+
+from ..common import values
+from ..common.snapshot import Snapshots
+from . import manifest, read, verify, write
+
+__all__ = ["Hdf5", "hpctrain_checkpoint"]
+
+
+class Hdf5(CheckpointFormat):
+    """Shards that any HDF5 tool reads, checksums over every byte, no pickle."""
+
+    name = "hdf5"
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self._writer = write.Writer()
+        self._snapshots = Snapshots()
+        self._reader = read.ManifestReader()
+
+    def snapshot(self, state: State) -> State:
+        """A copy in host memory. TypeError names a value that a checkpoint can't hold."""
+        return self._snapshots.take(state)
+
+    def write(self, snapshot: State, directory: Path, group: dist.ProcessGroup) -> None:
+        """Collective over `group`; makes at most one file per rank, and rank 0's manifest.json last."""
+        self._writer.write(snapshot, directory, group)
+
+    def read_values(self, directory: Path) -> dict[str, Any]:
+        """The small values, checked."""
+        plain: dict[str, Any] = values.decode(self._reader(directory).values)
+        return plain
+
+    def tensors(self, directory: Path) -> dict[str, StoredTensor]:
+        """Every tensor with its dtype, its whole shape and where its chunks lie."""
+        content = self._reader(directory)
+        files = [file.name for file in content.files]
+        return {
+            name: StoredTensor(
+                entry.dtype, entry.shape, tuple(StoredChunk(files[one.file], *one.part) for one in entry.chunks)
+            )
+            for name, entry in content.tensors.items()
+        }
+
+    def names(self, directory: Path) -> dict[str, tuple[int, ...]]:
+        """Every tensor with its whole shape."""
+        return {name: entry.shape for name, entry in self._reader(directory).tensors.items()}
+
+    def load(self, directory: Path, pieces: list[Piece]) -> None:
+        """Fill the pieces, reading and checking only the blocks that hold some of them."""
+        read.load(directory, self._reader(directory), pieces)
+
+    def verify(self, directory: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
+        """Read everything; one sentence per fault."""
+        return verify.verify(directory, progress)
+
+    def recognizes(self, directory: Path) -> bool:
+        """Whether a manifest or a shard is there; either alone is ours, though damaged."""
+        return (directory / manifest.FILE_NAME).is_file() or any(directory.glob("shard-*.h5"))
+
+
+@hookimpl
+def hpctrain_checkpoint() -> list[type[CheckpointFormat]]:
+    """The formats that this module brings."""
+    return [Hdf5]

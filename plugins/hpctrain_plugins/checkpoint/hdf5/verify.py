@@ -1,0 +1,104 @@
+"""Reading everything and saying what is wrong, one sentence per fault."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from hpctrain.api import CheckpointError
+
+from ..common.files import opened
+from . import dtypes, index, manifest, structure
+from .manifest import Chunk, Entry, Manifest
+from .plan import Offer
+from .read import Scratch, check_frame, read_block, read_manifest
+
+STRUCTURE_SECONDS = 300
+"""How long HDF5 may take over one shard's structure; 10,000 datasets take about a second."""
+
+Progress = Callable[[int, int], None]
+
+
+def verify(directory: Path, progress: Progress | None = None) -> list[str]:
+    """The faults of a checkpoint; an empty list means that it is whole. `progress` gets bytes done and in total."""
+    try:
+        content = read_manifest(directory)
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    done, total = 0, sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in content.tensors.values())
+    found: list[str] = []
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    for number, file in enumerate(content.files):
+        path = directory / file.name
+        found += [f"{path}: {fault}" for fault in _file_faults(path, content, number, advance)]
+    return found + _unknown_files(directory, content)
+
+
+def _unknown_files(directory: Path, content: Manifest) -> list[str]:
+    """index.h5 is known, whatever it holds: loading never opens it."""
+    known = {manifest.FILE_NAME, index.FILE_NAME, *(file.name for file in content.files)}
+    return [
+        f"{path}: the manifest doesn't know this file" for path in sorted(directory.iterdir()) if path.name not in known
+    ]
+
+
+def _file_faults(path: Path, content: Manifest, index: int, advance: Callable[[int], None]) -> list[str]:
+    found = []
+    chunks = [
+        (name, entry, chunk) for name, entry in content.tensors.items() for chunk in entry.chunks if chunk.file == index
+    ]
+    try:
+        with opened(path, content.files[index].size) as fd:
+            for name, entry, chunk in sorted(chunks, key=lambda one: one[2].at):
+                found += _chunk_faults(fd, name, entry, chunk, advance)
+            check_frame(fd, content, index)
+    except (CheckpointError, OSError) as error:
+        found.append(str(error))
+    expected = {}
+    for name, entry, chunk in chunks:
+        offer = Offer(name, dtypes.name_of(entry.dtype), entry.shape, chunk.part)
+        expected[offer.dataset] = (chunk.at, offer.nbytes, dtypes.hdf5_type(entry.dtype).encode().hex())
+    return found + _structure_faults(path, expected)
+
+
+def _chunk_faults(fd: int, name: str, entry: Entry, chunk: Chunk, advance: Callable[[int], None]) -> list[str]:
+    found, scratch = [], Scratch()
+    for number, block in enumerate(manifest.blocks(chunk.part, chunk.at, entry.dtype.itemsize)):
+        try:
+            read_block(fd, block, chunk.checksums[number], name, scratch.take(block.nbytes))
+        except CheckpointError as error:
+            found.append(str(error))
+        advance(block.nbytes)
+    return found
+
+
+def _structure_faults(path: Path, expected: structure.Expected) -> list[str]:
+    """What HDF5 itself finds in the shard; in a child process with a time limit, see structure.py."""
+    if path.is_symlink() or not path.is_file():
+        return []  # said already
+    try:
+        child = subprocess.run(
+            [sys.executable, structure.__file__, str(path)],
+            input=json.dumps(expected),
+            capture_output=True,
+            text=True,
+            timeout=STRUCTURE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [f"HDF5 wasn't through with its structure after {STRUCTURE_SECONDS} s: the file is damaged or crafted"]
+    if child.returncode != 0:
+        why = (child.stderr.strip().splitlines() or ["no message"])[-1]
+        return [f"looking at its HDF5 structure ended with status {child.returncode}: {why}"]
+    sentences: list[str] = json.loads(child.stdout)
+    return sentences

@@ -1,0 +1,197 @@
+"""Writing a checkpoint: agree on a plan, write the shards side by side, then rank 0 writes the manifest."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from hpctrain.api import Piece, State, sync_directory
+
+from ..common import values
+from ..common.collector import collector_waits
+from ..common.files import Output, created, write_file
+from . import dtypes, index, manifest
+from .exchange import Outcome, agree, attempt, gather, scatter
+from .manifest import Chunk, Entry, Manifest, ShardFile
+from .plan import Offer, Plan, describe, make_plan, pack
+from .template import Template, make_template
+
+LOG = logging.getLogger("hpctrain")
+
+
+class ShardReport(NamedTuple):
+    """What rank 0 needs for the manifest: `chunks` are (position, checksums) in the order of the plan."""
+
+    file: ShardFile | None
+    chunks: list[tuple[int, tuple[str, ...]]]
+
+
+@dataclass
+class Agreement:
+    """The plan as one rank knows it, kept while no rank's pieces change their shape; only rank 0 has
+    `plan`."""
+
+    group: dist.ProcessGroup
+    offers: list[Offer]
+    mine: list[int]
+    plan: Plan | None
+    template: Template | None = None
+    views: Views = field(default_factory=lambda: Views())
+
+    @cached_property
+    def index(self) -> bytes | None:
+        """The bytes of index.h5, if it has one."""
+        shards = [shard_name(rank) for rank in range(self.group.size())]
+        return None if self.plan is None else index.make_index(self.plan, shards)
+
+
+class Views:
+    """The bytes of pieces. Those of a snapshot, which come again with other values, are looked up once."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._known: dict[int, memoryview] = {}
+
+    def of(self, pieces: list[Piece], index: int) -> memoryview:
+        """The bytes of one of `pieces`, now."""
+        if pieces is not self._pieces:
+            self._pieces, self._known = pieces, {}
+        known = self._known.get(index)
+        if known is not None:
+            return known
+        plain = host_tensor(pieces[index].tensor)
+        view = plain.reshape(-1).view(torch.uint8).numpy().data
+        if plain.data_ptr() == pieces[index].tensor.data_ptr():
+            self._known[index] = view
+        return view
+
+
+class Writer:
+    """Writes checkpoints, and remembers the plan and the layout of this rank's file from one to the next."""
+
+    def __init__(self) -> None:
+        self._agreement: Agreement | None = None
+        self._described: tuple[list[Piece], list[Offer]] = ([], [])
+
+    def write(self, state: State, directory: Path, group: dist.ProcessGroup) -> None:
+        """Collective over `group`; an error on any rank is raised on all."""
+        agreement = self._agree(state, group)
+        reports = gather(attempt(lambda: _write_shard(agreement, state.pieces, directory)), group)
+        if isinstance(reports, Exception):
+            agree(reports, group)
+        elif agreement.plan is None:
+            agree(None, group)
+        else:
+            plan = agreement.plan
+            agree(attempt(lambda: _finish(plan, agreement, reports, state, directory)), group)
+
+    def _agree(self, state: State, group: dist.ProcessGroup) -> Agreement:
+        """The plan of the last time, or a new one if on any rank something other than the values changed."""
+        kept = self._agreement
+        offers = attempt(lambda: self._describe(state.pieces))
+        changed = torch.tensor(int(kept is None or kept.group is not group or kept.offers != offers))
+        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=group)
+        if kept is not None and not changed.item():
+            return kept
+        packed = gather(attempt(lambda: pack(self._describe(state.pieces))), group)
+        plan: Outcome[Plan] | None = None
+        if group.rank() == 0:
+            plan = packed if isinstance(packed, Exception) else attempt(lambda: make_plan(packed))
+        mine = scatter(plan.indices if isinstance(plan, Plan) else plan or [], group)
+        agreed = Agreement(group, self._describe(state.pieces), mine, plan if isinstance(plan, Plan) else None)
+        self._agreement = agreed
+        return agreed
+
+    def _describe(self, pieces: list[Piece]) -> list[Offer]:
+        """The offers of `pieces`; of a snapshot's, which come again, as they were."""
+        if pieces is not self._described[0]:
+            self._described = (pieces, describe(pieces))
+        return self._described[1]
+
+
+def shard_name(rank: int) -> str:
+    """The file that `rank` writes."""
+    return f"shard-{rank:05d}.h5"
+
+
+def _write_shard(agreement: Agreement, pieces: list[Piece], directory: Path) -> ShardReport:
+    """Write and fsync this rank's file; a rank with nothing to write makes none."""
+    if not agreement.mine:
+        return ShardReport(None, [])
+    offers = [agreement.offers[index] for index in agreement.mine]
+    if agreement.template is None:
+        agreement.template = make_template(offers)
+    template, rank = agreement.template, agreement.group.rank()
+    path = directory / shard_name(rank)
+    checksums: list[tuple[str, ...]] = [()] * len(offers)
+    with created(path, rank) as fd:
+        output = Output(fd)
+        for what in template.sequence:
+            if isinstance(what, bytes):
+                output.add(memoryview(what))
+            else:
+                content = agreement.views.of(pieces, agreement.mine[what])
+                checksums[what] = _write_chunk(output, content, offers[what])
+        output.flush()
+    file = ShardFile(path.name, template.size, template.checksum)
+    return ShardReport(file, list(zip(template.positions, checksums, strict=True)))
+
+
+def _write_chunk(output: Output, content: memoryview, offer: Offer) -> tuple[str, ...]:
+    """Write a tensor's bytes block by block; returns the blocks' checksums."""
+    if len(content) <= manifest.BLOCK_BYTES:
+        output.add(content)
+        return (xxhash.xxh3_64_hexdigest(content),)
+    checksums = []
+    for block in manifest.blocks(offer.part, 0, offer.nbytes // offer.part.volume):
+        part = content[block.at : block.at + block.nbytes]
+        checksums.append(xxhash.xxh3_64_hexdigest(part))
+        output.add(part)
+    return tuple(checksums)
+
+
+def host_tensor(tensor: Tensor) -> Tensor:
+    """The values in C order in host memory; without a copy when they lie there like that already."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _finish(plan: Plan, agreement: Agreement, reports: list[ShardReport], state: State, directory: Path) -> None:
+    """The manifest from the ranks' reports, and the index; rank 0 only."""
+    with collector_waits():
+        content = _manifest(plan, reports, state)
+    write_file(directory / manifest.FILE_NAME, content, rank=0)
+    if agreement.index is not None:
+        _write_index(directory / index.FILE_NAME, agreement.index)
+    sync_directory(directory)
+
+
+def _manifest(plan: Plan, reports: list[ShardReport], state: State) -> bytes:
+    """The bytes of manifest.json."""
+    files = [report.file for report in reports if report.file is not None]
+    chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
+    number = 0
+    for offers, report in zip(plan.offers, reports, strict=True):
+        for offer, (at, checksums) in zip(offers, report.chunks, strict=True):
+            chunks[offer.name].append(Chunk(number, at, offer.part, checksums))
+        number += report.file is not None
+    tensors = {
+        name: Entry(dtypes.by_name(dtype), shape, tuple(chunks[name])) for name, (dtype, shape) in plan.tensors.items()
+    }
+    return manifest.dump(Manifest(files, tensors, values.encode(state.values)))
+
+
+def _write_index(path: Path, content: bytes) -> None:
+    """The checkpoint is whole without it: a disk that is just full costs the view only."""
+    try:
+        write_file(path, content, rank=0)
+    except OSError as error:
+        LOG.warning("the checkpoint has no index.h5, which nothing needs: %s", error)
+        path.unlink(missing_ok=True)

@@ -1,0 +1,98 @@
+"""The communicators mpi, gloo, nccl, and auto, which takes the best that is available."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.api import Communicator, EnvironmentUnfitError, Identity, hookimpl, mpi_backend
+
+
+class MPI(Communicator):
+    """MPI through mpi4py, for ranks that compute on CPUs."""
+
+    name = "mpi"
+    preference: ClassVar[int | None] = 20
+
+    def unavailable(self, identity: Identity) -> str | None:
+        if identity.source == "mpi":
+            return None
+        if identity.source == "alone":
+            return "this process was not started by an MPI launcher: use mpiexec, or hpctrain run -n"
+        return f"the ranks were started by {identity.source} without MPI"
+
+    def backend(self) -> str:
+        return f"cpu:{mpi_backend()}"
+
+    def device(self, identity: Identity) -> torch.device:
+        return torch.device("cpu")
+
+
+class Gloo(Communicator):
+    """torch's own TCP communicator, for ranks that compute on CPUs."""
+
+    name = "gloo"
+    preference: ClassVar[int | None] = 10
+
+    def unavailable(self, identity: Identity) -> str | None:
+        return None if dist.is_gloo_available() else "this torch was built without gloo"
+
+    def backend(self) -> str:
+        return "gloo"
+
+    def device(self, identity: Identity) -> torch.device:
+        return torch.device("cpu")
+
+
+class NCCL(Communicator):
+    """NVIDIA's communicator, for ranks that compute on GPUs; one GPU per rank of a node."""
+
+    name = "nccl"
+    preference: ClassVar[int | None] = 30
+
+    def unavailable(self, identity: Identity) -> str | None:
+        if not torch.cuda.is_available():
+            return "there is no GPU that torch can use"
+        if not dist.is_nccl_available():
+            return "this torch was built without NCCL"
+        visible = torch.cuda.device_count()
+        # one visible GPU per task is what srun --gpus-per-task gives
+        if visible < identity.local_size and visible != 1:
+            return f"node {identity.node} has {identity.local_size} ranks and {visible} GPUs"
+        return None
+
+    def backend(self) -> str:
+        return "cpu:gloo,cuda:nccl"
+
+    def device(self, identity: Identity) -> torch.device:
+        return torch.device("cuda", identity.local_rank % torch.cuda.device_count())
+
+
+class Auto(Communicator):
+    """The available communicator with the highest preference."""
+
+    name = "auto"
+
+    def choose(self, identity: Identity, installed: list[Communicator]) -> Communicator:
+        candidates = [c for c in installed if c.preference is not None]
+        for candidate in sorted(candidates, key=lambda c: -(c.preference or 0)):
+            if candidate.unavailable(identity) is None:
+                return candidate
+        reasons = "; ".join(f"{c.name}: {c.unavailable(identity)}" for c in candidates)
+        raise EnvironmentUnfitError(f"no communicator is available ({reasons})")
+
+    def unavailable(self, identity: Identity) -> str | None:
+        return None
+
+    def backend(self) -> str:
+        raise EnvironmentUnfitError("auto is no backend itself: it chooses one")
+
+    def device(self, identity: Identity) -> torch.device:
+        raise EnvironmentUnfitError("auto has no device itself: it chooses a communicator")
+
+
+@hookimpl
+def hpctrain_communicator() -> list[type[Communicator]]:
+    return [MPI, Gloo, NCCL, Auto]

@@ -1,0 +1,114 @@
+"""`stdlib-text`, real text that every machine with Python has, and `text`, the user's own files."""
+
+from __future__ import annotations
+
+import glob
+import sysconfig
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.api import (
+    Dataset,
+    DatasetContext,
+    EnvironmentUnfitError,
+    Field,
+    Options,
+    Samples,
+    Split,
+    UsageError,
+    hookimpl,
+)
+from hpctrain_plugins.dataset.windows import largest, open_split
+
+_BYTES = 256
+
+
+class StdlibTextOptions(Options):
+    max_bytes: int = Field(default=8_000_000, ge=1, description="how much of the library's sources to read")
+    validation_fraction: float = Field(default=0.05, ge=0, lt=1, description="share of the text kept for validation")
+
+
+class StdlibText(Dataset):
+    """The bytes of the Python standard library's sources."""
+
+    name = "stdlib-text"
+    Options = StdlibTextOptions
+    options: StdlibTextOptions
+
+    def open(self, split: Split, context: DatasetContext) -> Samples | None:
+        fraction = self.options.validation_fraction
+        return open_split(self._tokens, split, fraction, context, _BYTES, "stdlib-text")
+
+    @cached_property
+    def _tokens(self) -> np.ndarray[Any, Any]:
+        library = Path(sysconfig.get_paths()["stdlib"])
+        files = sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py"))
+        text, size = [], 0
+        for file in files:
+            if size >= self.options.max_bytes:
+                break
+            if "site-packages" not in file.parts and "test" not in file.parts:
+                text.append(file.read_bytes())
+                size += len(text[-1])
+        return np.frombuffer(b"".join(text)[: self.options.max_bytes], dtype=np.uint8)
+
+
+class TextOptions(Options):
+    files: list[str] = Field(min_length=1, description="files or glob patterns (** too), read in sorted order")
+    tokenizer: Path | None = Field(default=None, description="a tokenizers file (tokenizer.json); without it, bytes")
+    validation_fraction: float = Field(default=0.05, ge=0, lt=1, description="share of the tokens kept for validation")
+
+
+class Text(Dataset):
+    """Text files, as bytes or through a tokenizer; the tokens are held in memory."""
+
+    name = "text"
+    Options = TextOptions
+    options: TextOptions
+
+    def open(self, split: Split, context: DatasetContext) -> Samples | None:
+        tokens, vocab_size = self._tokens
+        return open_split(tokens, split, self.options.validation_fraction, context, vocab_size, "text")
+
+    @cached_property
+    def _tokens(self) -> tuple[np.ndarray[Any, Any], int]:
+        texts = [path.read_bytes() for path in self._paths()]
+        if self.options.tokenizer is None:
+            return np.frombuffer(b"\n".join(texts), dtype=np.uint8), _BYTES
+        tokenizer = _tokenizer(self.options.tokenizer)
+        encoded = tokenizer.encode_batch([text.decode("utf-8", "replace") for text in texts])
+        ids = np.concatenate([np.asarray(e.ids, dtype=np.int64) for e in encoded]) if encoded else np.zeros(0, np.int64)
+        return ids, max(int(tokenizer.get_vocab_size()), largest(ids) + 1)
+
+    def _paths(self) -> list[Path]:
+        """Every file once, in a fixed order; a pattern that matches nothing is an error."""
+        paths: dict[Path, None] = {}
+        for pattern in self.options.files:
+            found = sorted(p for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
+            if not found:
+                raise UsageError(f"[dataset] files: nothing matches {pattern!r} (relative to {Path.cwd()})")
+            paths.update(dict.fromkeys(map(Path, found)))
+        return list(paths)
+
+
+def _tokenizer(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer  # optional: only jobs with a tokenizer file need it
+    except ImportError:
+        raise EnvironmentUnfitError(
+            "[dataset] tokenizer needs the package tokenizers, which is not installed: pip install 'hpctrain[tokenizers]'"
+        ) from None
+    if not path.is_file():
+        raise UsageError(f"[dataset] tokenizer: there is no file {path}")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UsageError(f"[dataset] tokenizer: {path} is no tokenizers file: {error}") from None
+
+
+@hookimpl
+def hpctrain_dataset() -> list[type[Dataset]]:
+    return [StdlibText, Text]

@@ -1,0 +1,67 @@
+"""Samples cut from one long row of tokens, shared by the text and token datasets of this folder."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpctrain.api import DatasetContext, Samples, Split, UsageError
+
+_PROBES = 64
+_PROBE_TOKENS = 4096
+_CHUNK = 1 << 24
+
+
+class TokenWindows(Samples):
+    """Sample i is tokens i*seq to (i+1)*seq, its labels the tokens one further; windows do not overlap."""
+
+    def __init__(self, tokens: Any, seq_length: int, vocab_size: int, source: str) -> None:
+        """`tokens`: one-dimensional integers, sliceable (numpy, memory map or HDF5)."""
+        self._tokens, self._seq, self._source = tokens, seq_length, source
+        self.vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return max(0, (len(self._tokens) - 1) // self._seq)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        begin = index * self._seq
+        window = torch.from_numpy(np.asarray(self._tokens[begin : begin + self._seq + 1]).astype(np.int64))
+        return {"input_ids": window[:-1], "labels": window[1:]}
+
+    def fingerprint(self) -> str:
+        """Length, window and up to 64 probes of 4096 tokens: cheap for terabytes, and sees any shift."""
+        digest = hashlib.blake2b(f"{len(self._tokens)} {self._seq} {self._source}".encode(), digest_size=16)
+        for begin in np.unique(np.linspace(0, max(0, len(self._tokens) - _PROBE_TOKENS), _PROBES).astype(np.int64)):
+            digest.update(np.asarray(self._tokens[begin : begin + _PROBE_TOKENS]).astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+def open_split(
+    tokens: Any, split: Split, validation_fraction: float, context: DatasetContext, vocab_size: int, source: str
+) -> TokenWindows | None:
+    """The first tokens are for training, the last `validation_fraction` of them for validation.
+
+    Raises UsageError without a sequence length, or where a split holds no whole sample.
+    """
+    if context.seq_length is None:
+        raise UsageError(f"{source} needs [dataset] seq_length: this model names no max_seq_length")
+    cut = len(tokens) - round(len(tokens) * validation_fraction)
+    if split == "validation" and validation_fraction == 0:
+        return None
+    part = tokens[:cut] if split == "train" else tokens[cut:]
+    windows = TokenWindows(part, context.seq_length, vocab_size, f"{source} {split}")
+    if len(windows) == 0:
+        raise UsageError(
+            f"{source}: its {split} split has {len(part)} tokens, expected at least {context.seq_length + 1} (one sample); "
+            "give more data, a smaller seq_length or another validation_fraction"
+        )
+    return windows
+
+
+def largest(tokens: Any) -> int:
+    """The largest id, read in chunks."""
+    chunks = (np.asarray(tokens[i : i + _CHUNK]) for i in range(0, len(tokens), _CHUNK))
+    return max((int(chunk.max()) for chunk in chunks), default=-1)

@@ -1,0 +1,64 @@
+"""Attention of some queries on some keys, with what is needed to put the parts of a row together.
+
+Shapes: query `(batch, heads, queries, head_size)`, key and value `(batch, heads, keys, head_size)`, log-sum-exp
+`(batch, heads, queries)` in float32 or wider.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CPU_FLASH = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """softmax(query key^T / sqrt(head_size)) value, and the log-sum-exp of each row."""
+    if query.device.type == "cpu" and query.dtype in _CPU_FLASH:
+        output, rows = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+        return output, rows
+    scores = _scores(query, key, causal)
+    rows = torch.logsumexp(scores, -1)
+    weights: Tensor = (scores - rows.unsqueeze(-1)).exp().to(value.dtype)
+    return weights @ value, rows
+
+
+def backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The part of these keys in the gradients of query, key and value.
+
+    output, rows: those of the whole rows, over all keys (Dao et al., "FlashAttention", 2022, algorithm 4).
+    """
+    if query.device.type == "cpu" and query.dtype in _CPU_FLASH:
+        made: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, key, value, output, rows, 0.0, causal
+        )
+        return made
+    weights = (_scores(query, key, causal) - rows.unsqueeze(-1)).exp()
+    wide = gradient.to(weights.dtype)
+    of_weights = wide @ value.to(weights.dtype).transpose(-1, -2)
+    of_scores = weights * (of_weights - (wide * output.to(weights.dtype)).sum(-1, keepdim=True))
+    of_scores *= query.shape[-1] ** -0.5
+    return (
+        (of_scores @ key.to(weights.dtype)).to(query.dtype),
+        (of_scores.transpose(-1, -2) @ query.to(weights.dtype)).to(key.dtype),
+        (weights.transpose(-1, -2) @ wide).to(value.dtype),
+    )
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores: Tensor = query.to(wide) @ key.to(wide).transpose(-1, -2) * query.shape[-1] ** -0.5
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(later, float("-inf"))
+    return scores
+
+
+def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps over two sets of keys -> those over both (the online softmax)."""
+    (output, rows), (more, more_rows) = one, other
+    both = torch.logaddexp(rows, more_rows)
+    output = output * (rows - both).exp().unsqueeze(-1) + more * (more_rows - both).exp().unsqueeze(-1)
+    return output, both

@@ -1,0 +1,112 @@
+"""Ring attention: keys and values travel round the ranks while each rank attends to those it has.
+
+Causal attention would leave the ranks with the first tokens idle, so the sequence is cut in 2 n chunks and rank r holds
+chunk r and chunk 2n - 1 - r: every rank then has the same work with every other rank's keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpctrain_plugins.parallelism.context.attention import backward, forward, merge
+
+
+def positions(seq: int, size: int, rank: int) -> Tensor:
+    """Which tokens of a sequence of `seq` lie on `rank`; `seq` is a multiple of 2 x size."""
+    chunks = torch.arange(seq).chunk(2 * size)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Causal attention over the whole sequence; the tensors hold this rank's tokens, (batch, heads, seq, head_size)."""
+    return _Ring.apply(query, key, value, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Pass:
+    """A tensor on its way to the next rank, while another comes from the one before."""
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        rank, size = group.rank(), group.size()
+        ahead, behind = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+        self._arriving = torch.empty_like(tensor)
+        self._works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, tensor, ahead, group), dist.P2POp(dist.irecv, self._arriving, behind, group)]
+        )
+
+    def wait(self) -> Tensor:
+        """What has come."""
+        for work in self._works:
+            work.wait()
+        return self._arriving
+
+
+def _visible(rank: int, owner: int, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor, slice, slice, bool]:
+    """The part of `query` and of `both` (keys and values of `owner`) that meet, where each lies, and whether causally."""
+    half, everything = query.shape[2] // 2, slice(None)
+    if owner == rank:
+        queries, keys = everything, everything
+    elif owner < rank:  # its first chunk is before both of mine, its second after both
+        queries, keys = everything, slice(0, half)
+    else:  # both of its chunks lie between mine
+        queries, keys = slice(half, None), everything
+    return query[:, :, queries].contiguous(), both[:, :, :, keys].contiguous(), queries, keys, owner == rank
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        rank, size = group.rank(), group.size()
+        both = torch.stack([key, value])
+        home = both
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output = rows = torch.empty(0)
+        for step in range(size):
+            passing = _Pass(both, group) if step + 1 < size else None
+            mine, theirs, queries, _, causal = _visible(rank, (rank - step) % size, query, both)
+            part, part_rows = forward(mine, theirs[0], theirs[1], causal)
+            if step == 0:
+                output, rows = part.to(wide), part_rows
+            else:
+                before = output[:, :, queries], rows[:, :, queries]
+                output[:, :, queries], rows[:, :, queries] = merge(before, (part.to(wide), part_rows))
+            if passing is not None:
+                both = passing.wait()
+        output = output.to(query.dtype)
+        ctx.group = group
+        ctx.save_for_backward(query, home, output, rows)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, both, output, rows = ctx.saved_tensors
+        group: dist.ProcessGroup = ctx.group
+        rank, size = group.rank(), group.size()
+        of_query = torch.zeros_like(query)
+        of_both = torch.zeros_like(both)  # travels with the keys and values that it is of
+        arriving: _Pass | None = None
+        for step in range(size):
+            passing = _Pass(both, group) if step + 1 < size else None
+            mine, theirs, queries, keys, causal = _visible(rank, (rank - step) % size, query, both)
+            made = backward(
+                gradient[:, :, queries].contiguous(),
+                mine,
+                theirs[0],
+                theirs[1],
+                output[:, :, queries].contiguous(),
+                rows[:, :, queries].contiguous(),
+                causal,
+            )
+            of_query[:, :, queries] += made[0]
+            if arriving is not None:
+                of_both = arriving.wait()
+            of_both[:, :, :, keys] += torch.stack([made[1], made[2]])
+            arriving = _Pass(of_both, group)  # the last pass brings it home
+            if passing is not None:
+                both = passing.wait()
+        assert arriving is not None
+        home = arriving.wait()
+        return of_query, home[0], home[1], None

@@ -1,0 +1,47 @@
+"""Ulysses: between two all-to-alls each rank has all tokens of some heads, and attends as if alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  (the field's name for it)
+from torch import Tensor
+
+from hpctrain.api import UsageError
+
+
+def positions(seq: int, size: int, rank: int) -> Tensor:
+    """Which tokens of a sequence of `seq` lie on `rank`; `seq` is a multiple of size."""
+    return torch.arange(seq).chunk(size)[rank]
+
+
+def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Causal attention over the whole sequence; the tensors hold this rank's tokens, (batch, heads, seq, head_size)."""
+    size, heads = group.size(), query.shape[1]
+    if heads % size or key.shape[1] % size:
+        raise UsageError(
+            f'[parallelism.context] method = "ulysses": each rank has {heads} attention heads ({key.shape[1]} of keys), '
+            f'which {size} ranks do not divide; use method = "ring"',
+            everywhere=True,
+        )
+    query, key, value = (_Exchange.apply(t, 1, 2, group) for t in (query, key, value))  # type: ignore[no-untyped-call]
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return _Exchange.apply(attended, 2, 1, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    """Cut dim `cut` over the ranks and put dim `join` together, of (batch, heads, seq, head_size)."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.cut, ctx.join, ctx.group = cut, join, group
+        parts = torch.stack(tensor.chunk(group.size(), dim=cut))  # (ranks, ...)
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return torch.cat(received.unbind(), dim=join)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Exchange.apply(gradient, ctx.join, ctx.cut, ctx.group), None, None, None  # type: ignore[no-untyped-call]

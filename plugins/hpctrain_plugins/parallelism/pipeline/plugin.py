@@ -1,0 +1,90 @@
+"""The plugin `pipeline`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import model_validator
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpctrain.api import Field, ModelSpec, Options, Parallelism, Runner, RunnerParts, UsageError, hookimpl
+from hpctrain_plugins.parallelism.pipeline.runner import PipelineRunner
+from hpctrain_plugins.parallelism.pipeline.stages import drop, split
+
+
+class PipelineOptions(Options):
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"] = Field(
+        default="1f1b", description="in which order forwards and backwards of the micro batches take turns"
+    )
+    stages_per_rank: int = Field(
+        default=1, ge=1, description="pipeline stages on each rank; more than 1 with interleaved-1f1b and zero-bubble"
+    )
+    split: list[int] = Field(default=[], description="blocks of each pipeline stage, such as [3, 5]; default: evenly")
+
+    @model_validator(mode="after")
+    def _stages_fit_schedule(self) -> PipelineOptions:
+        if self.stages_per_rank > 1 and self.schedule in ("gpipe", "1f1b"):
+            raise ValueError(f'schedule = "{self.schedule}" has 1 stage per rank; use "interleaved-1f1b"')
+        if self.stages_per_rank == 1 and self.schedule == "interleaved-1f1b":
+            raise ValueError('schedule = "interleaved-1f1b" expects stages_per_rank of at least 2')
+        return self
+
+
+class Pipeline(Parallelism):
+    """Spreads the blocks over the ranks of the axis pp."""
+
+    name = "pipeline"
+    axis = "pp"
+    order = 10
+    splits_module = True
+    Options = PipelineOptions
+    options: PipelineOptions
+
+    def refuse(self, spec: ModelSpec, size: int) -> str | None:
+        if not spec.meta:
+            return None  # apply() tells
+        with torch.device("meta"):
+            module = spec.build()
+        blocks, stages = spec.blocks(module), size * self.options.stages_per_rank
+        if not blocks or not any(spec.ends(module)):
+            return f"the model {spec.name!r} does not say where it can be cut (blocks, ends, embed and head)"
+        if len(blocks) < stages:
+            return f"the model has {len(blocks)} blocks, fewer than {stages} pipeline stages; use fewer"
+        return None
+
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
+        blocks, (before, after) = spec.blocks(module), spec.ends(module)
+        stages = mesh.size() * self.options.stages_per_rank
+        parts = split(len(blocks), stages, self.options.split)
+        mine = range(mesh.get_local_rank(), stages, mesh.size())
+        self._refuse_tied(module, before, after)
+        self._group: dist.ProcessGroup = mesh.get_group()
+        self._stages = {stage: [blocks[i] for i in parts[stage]] for stage in mine}
+        kept = [block for stage in mine for block in self._stages[stage]]
+        kept += before if 0 in mine else []
+        kept += after if stages - 1 in mine else []
+        everything = [*before, *blocks, *after]
+        drop(module, [one for one in everything if not any(one is other for other in kept)])
+        return module
+
+    def runner(self, parts: RunnerParts) -> Runner:
+        return PipelineRunner(parts, self._group, self.options.schedule, self._stages)
+
+    @staticmethod
+    def _refuse_tied(module: nn.Module, before: list[nn.Module], after: list[nn.Module]) -> None:
+        first = {id(p) for one in before for p in one.parameters()}
+        tied = [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in first]
+        last = {id(p) for one in after for p in one.parameters()}
+        if first & last:
+            raise UsageError(
+                f"[parallelism] pipeline: {tied[0]} is tied between the first and the last pipeline stage, which is not "
+                "supported; untie the embeddings or use tensor parallelism"
+            )
+
+
+@hookimpl
+def hpctrain_parallelism() -> list[type[Parallelism]]:
+    return [Pipeline]

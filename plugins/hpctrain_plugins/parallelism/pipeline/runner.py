@@ -1,0 +1,124 @@
+"""Runs a step's micro batches through the pipeline, with torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from hpctrain.api import MicroBatch, Runner, RunnerParts
+from hpctrain_plugins.parallelism.pipeline.passing import receive, send
+from hpctrain_plugins.parallelism.pipeline.stages import Stage
+
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
+_OF_ONE_STAGE = ("gpipe", "1f1b")
+
+
+class PipelineRunner(Runner):
+    """This rank's pipeline stages. Losses exist on the rank of the last one only."""
+
+    def __init__(
+        self, parts: RunnerParts, group: dist.ProcessGroup, schedule: str, stages: dict[int, list[nn.Module]]
+    ) -> None:
+        """stages: the blocks of each of this rank's pipeline stages, by number."""
+        self._parts, self._group, self._name = parts, group, schedule
+        self._count = len(stages) * group.size()
+        self._stages = {
+            number: Stage(parts.module, parts.spec, parts.precision, blocks, number == 0, number == self._count - 1)
+            for number, blocks in stages.items()
+        }
+        self._schedule: Any = None
+        self._micro_batches = 0
+        self._divisor = 1
+        self._total = torch.zeros((), dtype=torch.float64, device=parts.device)
+
+    def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
+        parts = self._parts
+        parts.module.train()
+        self._divisor = divisor
+        self._give(micro_batches)
+        if self._micro_batches != len(micro_batches):
+            self._micro_batches, self._schedule = len(micro_batches), self._make_schedule(len(micro_batches))
+        parts.sharding.begin(last=True, interleaved=True)
+        parts.seed_draws(step, micro_batches[0])
+        index = torch.arange(len(micro_batches), device=parts.device)
+        first = [index] if 0 in self._stages else []
+        target = index if self._count - 1 in self._stages else None
+        losses: list[Tensor] = []
+        with parts.context():
+            self._schedule.step(*first, target=target, losses=losses, return_outputs=False, index=index)
+        self._give([])
+        scale = parts.precision.scale(torch.ones_like(self._total)) / divisor
+        return sum((loss.detach().double() / scale for loss in losses), torch.zeros_like(self._total))
+
+    def _make_schedule(self, micro_batches: int) -> Any:
+        stages = [
+            PipelineStage(stage, number, self._count, self._parts.device, group=self._group)
+            for number, stage in self._stages.items()
+        ]
+        of = stages[0] if self._name in _OF_ONE_STAGE else stages
+        return _SCHEDULES[self._name](of, micro_batches, loss_fn=self._loss, scale_grads=False)
+
+    def _loss(self, outputs: Any, index: Tensor) -> Tensor:
+        parts = self._parts
+        with parts.precision.forward(parts.device):
+            loss = parts.loss(outputs, self._given[int(index)])
+        return parts.precision.scale(loss / self._divisor)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, int]:
+        parts = self._parts
+        parts.module.eval()
+        total, count = torch.zeros_like(self._total), 0
+        for micro in micro_batches:
+            self._give([micro])
+            with parts.context():
+                outputs = self._forward()
+                if self._count - 1 in self._stages and micro.counts:
+                    with parts.precision.forward(parts.device):
+                        total += parts.loss(outputs, micro)
+                    count += parts.spec.count(micro.batch)
+        self._give([])
+        return total, count
+
+    def _forward(self) -> Any:
+        """One micro batch through all stages; the model's outputs on the rank of the last one."""
+        index = torch.zeros(1, dtype=torch.int64, device=self._parts.device)
+        value: Any = index
+        for number, stage in self._stages.items():
+            if number > 0 and self._group.size() > 1:
+                value = receive((number - 1) % self._group.size(), self._group, self._parts.device)
+            value = stage(value, index)
+            if number < self._count - 1:
+                send(value, (number + 1) % self._group.size(), self._group)
+        return value
+
+    def _give(self, micro_batches: list[MicroBatch]) -> None:
+        self._given = micro_batches
+        for stage in self._stages.values():
+            stage.micro_batches = micro_batches
+
+    def describe(self, micro_batches: int) -> str:
+        """The bubble: of the time that a rank has, the part in which it waits for the first and after the last micro
+        batch (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2)."""
+        ranks, per_rank = self._group.size(), len(self._stages)
+        bubble = (ranks - 1) / (per_rank * micro_batches + ranks - 1)
+        at_most = "at most " if self._name == "zero-bubble" else ""
+        return (
+            f"{self._name}, {self._count} stages, {micro_batches} micro batches, bubble {at_most}{bubble:.0%} of a step"
+        )

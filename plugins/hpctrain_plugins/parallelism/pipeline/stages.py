@@ -1,0 +1,71 @@
+"""Cuts a model into pipeline stages without renaming what is left of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.api import MicroBatch, ModelSpec, Precision, UsageError
+
+
+def split(blocks: int, stages: int, given: Sequence[int]) -> list[range]:
+    """Which blocks each pipeline stage has: as given, else evenly, the first ones with one more.
+
+    Raises UsageError where that is not possible.
+    """
+    if given and (len(given) != stages or sum(given) != blocks or min(given) < 1):
+        raise UsageError(
+            f"[parallelism.pipeline] split: found {list(given)}, expected {stages} numbers of at least 1 that add up to "
+            f"the model's {blocks} blocks"
+        )
+    if blocks < stages:
+        raise UsageError(
+            f"[parallelism] pipeline: the model has {blocks} blocks, fewer than {stages} pipeline stages; use fewer"
+        )
+    counts = given or [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def drop(module: nn.Module, unwanted: Sequence[nn.Module]) -> None:
+    """Take modules out; their places keep their names and hold nothing."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if any(child is one for one in unwanted):
+                setattr(parent, name, None)
+
+
+class Stage(nn.Module):
+    """What one pipeline stage computes of a micro batch; the micro batches themselves are given by number.
+
+    The first stage begins with the batch, the others with (batch, seq, hidden); the last ends with the model's outputs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: ModelSpec,
+        precision: Precision,
+        blocks: Sequence[nn.Module],
+        first: bool,
+        last: bool,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self._whole = [module]  # in a list: its parameters are not all this stage's
+        before, after = spec.ends(module)
+        self.before = nn.ModuleList(before if first else [])
+        self.after = nn.ModuleList(after if last else [])
+        self._spec, self._precision, self._first, self._last = spec, precision, first, last
+        self.micro_batches: list[MicroBatch] = []
+
+    def forward(self, value: Tensor, index: Tensor) -> Tensor:
+        """value: from the stage before; of the first stage `index` again. index: (1,), number of the micro batch."""
+        whole = self._whole[0]
+        with self._precision.forward(index.device):
+            hidden = self._spec.embed(whole, self.micro_batches[int(index)].batch) if self._first else value
+            for block in self.blocks:
+                hidden = block(hidden)
+            return self._spec.head(whole, hidden) if self._last else hidden

@@ -1,0 +1,66 @@
+"""fp64, fp32, bf16 and `auto`: modes without loss scaling."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from hpctrain.api import Precision, hookimpl
+
+
+class FP64(Precision):
+    """Everything in float64: slow, for proofs."""
+
+    name = "fp64"
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return torch.float64
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class FP32(Precision):
+    """Everything in float32."""
+
+    name = "fp32"
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class BF16(FP32):
+    """Matrix products in bfloat16 (autocast); parameters, gradients and optimizer state in float32."""
+
+    name = "bf16"
+
+    def unfit(self, device: torch.device) -> str | None:
+        if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            return f"{torch.cuda.get_device_name(device)} has no bfloat16; use fp16 or fp32"
+        return None
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, torch.bfloat16)
+
+
+class Auto(FP32):
+    """bf16 on a GPU that has it, fp32 elsewhere."""
+
+    name = "auto"
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        if device.type == "cuda" and torch.cuda.is_bf16_supported():
+            return torch.autocast(device.type, torch.bfloat16)
+        return nullcontext()
+
+
+@hookimpl
+def hpctrain_precision() -> list[type[Precision]]:
+    return [FP64, FP32, BF16, Auto]

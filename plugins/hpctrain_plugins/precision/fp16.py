@@ -1,0 +1,82 @@
+"""fp16 with a dynamic or a static loss scale (Micikevicius et al., "Mixed Precision Training", 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.api import Field, Options, Precision, hookimpl
+
+
+class FP16Options(Options):
+    static_scale: float | None = Field(default=None, gt=0, description="a fixed loss scale instead of the dynamic one")
+    initial_scale: float = Field(default=65536.0, gt=0, description="the dynamic scale at the first step")
+    window: int = Field(default=1000, ge=1, description="steps without overflow after which the scale doubles")
+    hysteresis: int = Field(default=2, ge=1, description="overflows that are borne before the scale halves")
+    minimum_scale: float = Field(default=1.0, gt=0, description="the scale never goes below")
+
+
+class FP16(Precision):
+    """Matrix products in float16 (autocast), loss scaling; parameters, gradients and state in float32."""
+
+    name = "fp16"
+    Options = FP16Options
+    options: FP16Options
+
+    def __init__(self, options: FP16Options) -> None:
+        super().__init__(options)
+        self._scale = options.static_scale or options.initial_scale
+        self._good_steps = 0
+        self._patience = options.hysteresis
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, torch.float16)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self._scale
+
+    def unscale(self, gradients: Iterable[Tensor]) -> None:
+        mine = list(gradients)
+        if mine:  # a rank may hold nothing
+            torch._foreach_mul_(mine, 1.0 / self._scale)
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """While the scale can still fall: an overflow at the smallest one comes from elsewhere."""
+        return self.options.static_scale is None and self._scale > self.options.minimum_scale
+
+    def update(self, finite: bool) -> None:
+        """A static scale stays; the dynamic one doubles after `window` good steps, and halves after `hysteresis` bad."""
+        if self.options.static_scale is not None:
+            return
+        if finite:
+            self._good_steps += 1
+            if self._good_steps == self.options.window:
+                self._scale *= 2.0
+                self._good_steps, self._patience = 0, self.options.hysteresis
+            return
+        self._good_steps = 0
+        self._patience -= 1
+        if self._patience <= 0:
+            self._scale = max(self._scale / 2.0, self.options.minimum_scale)
+            # patience comes back with the next window only: a scale far too high falls step by step
+
+    def state(self) -> dict[str, Any]:
+        return {"scale": self._scale, "good_steps": self._good_steps, "patience": self._patience}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._scale = float(state["scale"])
+        self._good_steps, self._patience = int(state["good_steps"]), int(state["patience"])
+
+
+@hookimpl
+def hpctrain_precision() -> list[type[Precision]]:
+    return [FP16]

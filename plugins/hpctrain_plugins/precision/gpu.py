@@ -1,0 +1,73 @@
+"""Modes that need an NVIDIA GPU: tf32 and fp8."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.api import Precision, hookimpl
+
+_TF32_CAPABILITY, _FP8_CAPABILITY = (8, 0), (8, 9)
+
+
+def _lacks(device: torch.device, capability: tuple[int, int], what: str) -> str | None:
+    if device.type != "cuda":
+        return f"{what} needs an NVIDIA GPU, and this rank computes on {device.type}; use fp32 or bf16"
+    if torch.cuda.get_device_capability(device) < capability:
+        return f"{torch.cuda.get_device_name(device)} has no {what}; use bf16 or fp32"
+    return None
+
+
+class TF32(Precision):
+    """float32 with matrix products in TensorFloat-32 (10 bits of precision)."""
+
+    name = "tf32"
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def unfit(self, device: torch.device) -> str | None:
+        return _lacks(device, _TF32_CAPABILITY, "TensorFloat-32")
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        torch.backends.cuda.matmul.allow_tf32 = True  # for good: backward runs outside of this context
+        return nullcontext()
+
+
+class FP8(Precision):
+    """Linear layers in float8 (torchao), everything else as bf16 does."""
+
+    name = "fp8"
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def unfit(self, device: torch.device) -> str | None:
+        why = _lacks(device, _FP8_CAPABILITY, "float8")
+        if why is None and find_spec("torchao") is None:
+            return "torchao is not installed; pip install 'hpctrain[fp8]'"
+        return why
+
+    def convert(self, module: nn.Module) -> None:
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(module, module_filter_fn=_divides)
+
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, torch.bfloat16)
+
+
+def _divides(module: nn.Module, name: str) -> bool:
+    """float8 products need both dims to be multiples of 16."""
+    return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+
+@hookimpl
+def hpctrain_precision() -> list[type[Precision]]:
+    return [TF32, FP8]

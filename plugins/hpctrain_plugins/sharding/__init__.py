@@ -1,0 +1,1 @@
+"""Sharding plugins: one per ZeRO stage."""

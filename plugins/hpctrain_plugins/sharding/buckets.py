@@ -1,0 +1,168 @@
+"""Flat buckets of gradients, filled by autograd, as stages 0, 1 and 2 use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hpctrain.api import Piece, shared_zeros
+
+_ALIGNMENT = 64
+"""Bytes: a rank's slice of a bucket begins at a multiple of it."""
+
+
+@dataclass
+class Entry:
+    """A trained parameter in a bucket; `piece` is what of it lies on this rank."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int = 0
+    """Of its first element in the flat buffer."""
+    filled: bool = False
+    """Whether its gradient lies in the bucket's buffer."""
+    piece: Piece = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.piece = Piece.of(self.name, self.parameter)
+
+    @property
+    def local(self) -> Tensor:
+        """The plain tensor that holds this rank's values."""
+        return self.piece.tensor
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Its place in a flat buffer."""
+        return flat[self.offset : self.offset + self.local.numel()].view(self.local.shape)
+
+    def move_to(self, view: Tensor) -> None:
+        """The values lie in `view` from now on."""
+        self.local.data = view
+        if isinstance(self.parameter, DTensor):
+            self.parameter._local_tensor.data = view  # to_local() gives a tensor of its own
+
+    def gradient(self) -> Tensor | None:
+        """This rank's part of the gradient, whatever placement autograd gave it."""
+        gradient = self.parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(self.parameter, DTensor):
+            return gradient.redistribute(placements=self.parameter.placements).to_local()
+        return gradient
+
+    def point_gradient(self, view: Tensor) -> None:
+        """Backward adds to `view` from now on."""
+        whole = self.parameter
+        if isinstance(whole, DTensor):
+            mesh, placements = whole.device_mesh, whole.placements
+            whole.grad = DTensor.from_local(
+                view, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+        else:
+            whole.grad = view
+
+
+@dataclass
+class Bucket:
+    """Parameters of one dtype, one after the other in a flat buffer that `ranks` ranks share equally."""
+
+    entries: list[Entry]
+    ranks: int
+    gradients: Tensor | None = None
+    """(numel,): the buffer, while the gradients have one."""
+    waiting: int = 0
+    """Gradients that this backward has not made yet."""
+    finish: Callable[[], None] | None = None
+    """Waits for the reduction under way."""
+
+    def __post_init__(self) -> None:
+        end = 0
+        for entry in self.entries:
+            entry.offset, end = end, end + entry.local.numel()
+        share = -(-end // self.ranks)
+        if self.ranks > 1:
+            unit = max(1, _ALIGNMENT // self.dtype.itemsize)
+            share = -(-share // unit) * unit
+        self.share, self.numel = share, share * self.ranks
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.entries[0].local.dtype
+
+    def buffer(self, group: dist.ProcessGroup) -> Tensor:
+        """A new flat buffer for collectives of `group`."""
+        return flat_zeros(self.numel, self.entries[0].local, group)
+
+    def zero_padding(self, flat: Tensor) -> Tensor:
+        """`flat`, with zeros in what no parameter fills."""
+        last = self.entries[-1]
+        flat[last.offset + last.local.numel() :].zero_()
+        return flat
+
+    def slice_of(self, flat: Tensor, rank: int) -> Tensor:
+        """The equal part of `flat` that belongs to `rank`."""
+        return flat[rank * self.share : (rank + 1) * self.share]
+
+    @torch.no_grad()
+    def fill(self, entry: Entry) -> None:
+        """Bring an entry's gradient into the buffer, zeros where there is none."""
+        if entry.filled:
+            return
+        assert self.gradients is not None
+        view, gradient = entry.view(self.gradients), entry.gradient()
+        if gradient is None:
+            view.zero_()
+        else:
+            view.copy_(gradient)
+        entry.point_gradient(view)
+        entry.filled = True
+
+    def fill_all(self) -> Tensor:
+        """The buffer, with every entry's gradient in it."""
+        for entry in self.entries:
+            self.fill(entry)
+        assert self.gradients is not None
+        return self.gradients
+
+    def forget(self) -> None:
+        """The next gradient of each entry is its first."""
+        for entry in self.entries:
+            entry.parameter.grad = None
+            entry.filled = False
+
+
+def flat_zeros(elements: int, like: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Memory for collectives of `group`, in the dtype and on the device of `like`; collective.
+
+    CPU ranks of one node read each other's where it lies.
+    """
+    if like.device.type == "cpu" and group.size() > 1:
+        return shared_zeros(elements, like.dtype, group)
+    return like.new_zeros(elements)
+
+
+def trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that get a gradient; one without elements has nothing to train."""
+    return ((name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel())
+
+
+def make_buckets(parameters: Iterable[tuple[str, nn.Parameter]], nbytes: int, ranks: int) -> list[Bucket]:
+    """Buckets of at most `nbytes` (or one parameter) and one dtype each.
+
+    Backward reaches the last parameters first, so buckets are filled from the end.
+    """
+    groups: list[list[Entry]] = []
+    size = 0
+    for entry in reversed([Entry(name, parameter) for name, parameter in parameters]):
+        if entry.local.numel() == 0:
+            continue  # a DTensor of which nothing lies on this rank
+        full = size + entry.local.nbytes > nbytes
+        if not groups or full or groups[-1][0].local.dtype != entry.local.dtype:
+            groups.append([])
+            size = 0
+        groups[-1].append(entry)
+        size += entry.local.nbytes
+    return [Bucket(group, ranks) for group in groups]

@@ -1,0 +1,195 @@
+"""ZeRO stage 3: parameters are sharded, too, and gathered unit by unit in forward and backward.
+
+torch's own fully_shard does it. Its divisions, its sum over replicas and its accumulation over micro batches are not
+used: the loop divides the loss, and the rest must not wait for communication.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from pydantic import field_validator, model_validator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hpctrain.api import Compression, Field, ModelSpec, Options, Piece, Sharding, UsageError, hookimpl
+from hpctrain_plugins.sharding.buckets import trained
+from hpctrain_plugins.sharding.communication import AsynchronousAllGather, Buffers, Pending, SummingReduceScatter
+from hpctrain_plugins.sharding.offload import host_copy, is_needed
+from hpctrain_plugins.sharding.wrapping import units_of
+
+
+class FullyShardedOptions(Options):
+    wrap: str = Field(
+        default="block",
+        description='what is gathered at once: "block", "size" (see min_parameters) or "class:NAME" of a module',
+    )
+    min_parameters: int = Field(default=100_000_000, ge=1, description='parameters of a unit with wrap = "size"')
+    reshard_after_forward: bool = Field(
+        default=True, description="free a unit's parameters after forward and gather them again in backward"
+    )
+    prefetch: int = Field(default=1, ge=0, description="units that are gathered ahead of the one that computes")
+    offload_optimizer: bool = Field(default=False, description="keep optimizer state and its parameters in host memory")
+    offload_parameters: bool = Field(default=False, description="keep parameters, gradients and optimizer state there")
+    pin_memory: bool = Field(default=True, description="pin that host memory, for faster copies")
+
+    @field_validator("wrap")
+    @classmethod
+    def _known(cls, wrap: str) -> str:
+        if not re.fullmatch(r"block|size|class:\w+", wrap):
+            raise ValueError('expected wrap = "block", "size" or "class:NAME"')
+        return wrap
+
+    @model_validator(mode="after")
+    def _only_size_has_a_minimum(self) -> FullyShardedOptions:
+        if "min_parameters" in self.model_fields_set and self.wrap != "size":
+            raise ValueError(f'min_parameters goes with wrap = "size"; with wrap = "{self.wrap}" it does nothing')
+        return self
+
+
+class FullySharded(Sharding):
+    """ZeRO stage 3: everything is sharded."""
+
+    name = "3"
+    Options = FullyShardedOptions
+    options: FullyShardedOptions
+
+    def axes(self, ranks: int, replicate: int) -> dict[str, int]:
+        return {"dp_replicate": replicate, "dp_shard": ranks // replicate}
+
+    def refuse(self, spec: ModelSpec, axes: Mapping[str, int]) -> str | None:
+        if axes.get("pp", 1) > 1:
+            return (
+                "a pipeline interleaves the forwards and backwards of micro batches, and stage 3 would gather every "
+                "parameter for each; use stage = 2 or less with pipeline"
+            )
+        return None
+
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, compression: Compression) -> nn.Module:
+        options = self.options
+        scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+        if scalars:
+            raise UsageError(
+                f"[sharding] stage = 3: {', '.join(scalars)} of the model {spec.name!r} is a scalar, and has no rows to share; "
+                "give it the shape (1,), or use stage = 2",
+                everywhere=True,
+            )
+        self._replicate, self._compression = mesh["dp_replicate"].get_group(), compression
+        device = torch.device(mesh.device_type)
+        self._offloads_parameters = is_needed(options.offload_parameters, device)
+        self._offloads = is_needed(options.offload_optimizer, device) and not self._offloads_parameters
+        policy = CPUOffloadPolicy(options.pin_memory) if self._offloads_parameters else OffloadPolicy()
+        units = units_of(module, spec, options.wrap, options.min_parameters)
+        for unit in reversed(units):  # inner ones first
+            fully_shard(
+                unit,
+                mesh=mesh["dp_shard"],
+                reshard_after_forward=options.reshard_after_forward,
+                offload_policy=policy,
+            )
+        # what belongs to no unit is needed again when backward begins
+        fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=False, offload_policy=policy)
+        self._set_up([cast(FSDPModule, one) for one in (module, *units)], mesh.device_type)
+        return module
+
+    def _set_up(self, units: list[FSDPModule], device_type: str) -> None:
+        """Sums instead of means, communication that does not wait, and what is gathered ahead of what."""
+        pending: Pending = deque()
+        buffers = Buffers()
+        self._reduce_scatters = [SummingReduceScatter(self._compression, pending, buffers) for _ in units]
+        ahead = self.options.prefetch
+        for number, unit in enumerate(units):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+            unit.set_custom_reduce_scatter(cast(Any, self._reduce_scatters[number]))
+            if device_type == "cpu":
+                unit.set_custom_all_gather(cast(Any, AsynchronousAllGather(buffers)))
+            following = units[number + 1 : number + 1 + ahead]
+            if following:
+                unit.set_modules_to_forward_prefetch(following)
+            before = units[max(1, number - ahead) : number]
+            if before and ahead > 1:  # one is gathered ahead anyway
+                unit.set_modules_to_backward_prefetch(before[::-1])
+
+    def home(self, device: torch.device) -> torch.device:
+        return torch.device("cpu") if self._offloads_parameters else device
+
+    def materialized(self, module: nn.Module) -> None:
+        self._held: list[tuple[DTensor, Tensor, Piece]] = []
+        for name, parameter in trained(module):
+            assert isinstance(parameter, DTensor)
+            local = Piece.of(name, parameter)
+            if not local.tensor.numel():
+                continue  # fewer rows than ranks
+            values = host_copy(local.tensor, self.options.pin_memory) if self._offloads else local.tensor
+            self._held.append((parameter, local.tensor, replace(local, tensor=nn.Parameter(values))))
+        self._parameters = [parameter for _, parameter in trained(module)]
+        self._fresh = True
+
+    def begin(self, last: bool, interleaved: bool = False) -> None:
+        if self._fresh:
+            for _, _, piece in self._held:
+                piece.tensor.grad = None
+        else:
+            self._collect()
+        self._fresh = False
+
+    @torch.no_grad()
+    def _collect(self) -> None:
+        """Take over what the last backward made: fully_shard is to find no gradient that it would add to."""
+        for one in self._reduce_scatters:
+            one.finish()
+        for parameter, local, piece in self._held:
+            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else torch.zeros_like(local)
+            if piece.tensor.grad is None:
+                piece.tensor.grad = gradient.to(piece.tensor.device)
+            else:
+                piece.tensor.grad += gradient.to(piece.tensor.device)
+        for made in self._parameters:
+            made.grad = None
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        self._collect()
+        self._fresh = True
+        if self._replicate.size() > 1:
+            self._sum_over_replicas()
+
+    def _sum_over_replicas(self) -> None:
+        """Hybrid sharding: ranks with the same place in dp_shard hold the same pieces."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for _, _, piece in self._held:
+            assert piece.tensor.grad is not None
+            by_dtype.setdefault(piece.tensor.dtype, []).append(piece.tensor.grad)
+        for gradients in by_dtype.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            self._compression.all_reduce(flat, self._replicate)()
+            for gradient, summed in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if self._offloads:
+            for _, local, piece in self._held:
+                local.copy_(piece.tensor)
+
+    def pieces(self) -> list[Piece]:
+        return [piece for _, _, piece in self._held]
+
+    def optimizer(
+        self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        return build(groups)
+
+
+@hookimpl
+def hpctrain_sharding() -> list[type[Sharding]]:
+    return [FullySharded]

@@ -1,0 +1,23 @@
+"""What the optimizer needs, kept in host memory while a GPU computes."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+LOG = logging.getLogger("hpctrain")
+
+
+def host_copy(tensor: Tensor, pin_memory: bool) -> Tensor:
+    """The values of `tensor` in host memory; `pin_memory`: copied faster, and never swapped out."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin_memory)
+    return copy.copy_(tensor)
+
+
+def is_needed(asked: bool, device: torch.device) -> bool:
+    """Whether there is anything to offload from `device`; says so once where a CPU rank was asked to."""
+    if asked and device.type == "cpu":
+        LOG.warning("[sharding] offload: the ranks compute on CPUs, where it saves no memory")
+    return asked and device.type != "cpu"

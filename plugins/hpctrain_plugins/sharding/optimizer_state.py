@@ -1,0 +1,49 @@
+"""ZeRO stage 1: every rank has all parameters and gradients, and updates its slice of the parameters."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hpctrain.api import Field, Sharding, hookimpl
+from hpctrain_plugins.sharding.buckets import Bucket, Entry
+from hpctrain_plugins.sharding.partitioned import Partitioned, PartitionedOptions
+
+
+class OptimizerStateOptions(PartitionedOptions):
+    overlap_communication: bool = Field(
+        default=False, description="sum a bucket in the step's last backward as soon as it is full, not after backward"
+    )
+
+
+class OptimizerState(Partitioned):
+    """ZeRO stage 1: the optimizer's state is sharded. Communicates after backward, or behind the last one."""
+
+    name = "1"
+    Options = OptimizerStateOptions
+    options: OptimizerStateOptions
+
+    def _gradients_of(self, bucket: Bucket, rank: int) -> Tensor:
+        bucket.gradients = bucket.buffer(self._shard)
+        return bucket.slice_of(bucket.gradients, rank)
+
+    def _gradient_made(self, bucket: Bucket, entry: Entry) -> None:
+        if self.options.contiguous_gradients:
+            bucket.fill(entry)
+        if self._last and self.options.overlap_communication:
+            self._launch_ready()
+
+    def _reduce(self, bucket: Bucket) -> None:
+        gradients = bucket.fill_all()
+        if self._shard.size() > 1:
+            mine = bucket.slice_of(gradients, self._shard.rank())
+            bucket.finish = self._compression.reduce_scatter(mine, gradients, self._shard)
+
+    def synchronize(self) -> None:
+        self._finish_sums()
+        self._sum_over_replicas()
+        self._hand_over()
+
+
+@hookimpl
+def hpctrain_sharding() -> list[type[Sharding]]:
+    return [OptimizerState]

@@ -1,0 +1,69 @@
+"""ZeRO stage 0: every data-parallel rank holds everything, gradients are summed (data parallelism)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from hpctrain.api import ByteSize, Field, Options, Piece, Sharding, hookimpl
+from hpctrain_plugins.sharding.bucketed import Bucketed
+from hpctrain_plugins.sharding.buckets import Bucket, Entry
+
+
+class ReplicatedOptions(Options):
+    reduce_bucket_size: ByteSize = Field(
+        default=25_000_000, gt=0, description="gradients are summed in buckets of this size, while backward goes on"
+    )
+    overlap_communication: bool = Field(default=True, description="sum a bucket as soon as its gradients are there")
+
+
+class Replicated(Bucketed):
+    """ZeRO stage 0: nothing is sharded."""
+
+    name = "0"
+    Options = ReplicatedOptions
+    options: ReplicatedOptions
+
+    def axes(self, ranks: int, replicate: int) -> dict[str, int]:
+        return {"dp_replicate": ranks, "dp_shard": 1}
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.options.reduce_bucket_size
+
+    def materialized(self, module: nn.Module) -> None:
+        super().materialized(module)
+        self._pieces: dict[str, Piece] = {}
+        for bucket in self._buckets:
+            bucket.gradients = bucket.buffer(self._replicate)
+            for entry in bucket.entries:
+                piece = entry.piece
+                whole = piece.tensor is entry.parameter
+                self._pieces[entry.name] = piece if whole else replace(piece, tensor=nn.Parameter(piece.tensor))
+
+    def _gradient_made(self, bucket: Bucket, entry: Entry) -> None:
+        bucket.fill(entry)
+        if self._last and self.options.overlap_communication:
+            self._launch_ready()
+
+    def _reduce(self, bucket: Bucket) -> None:
+        gradients = bucket.fill_all()
+        if self._replicate.size() > 1:
+            bucket.finish = self._compression.all_reduce(gradients, self._replicate)
+
+    def synchronize(self) -> None:
+        self._finish_sums()
+        for bucket in self._buckets:
+            assert bucket.gradients is not None
+            for entry in bucket.entries:
+                self._pieces[entry.name].tensor.grad = entry.view(bucket.gradients)
+        self._fresh = True
+
+    def pieces(self) -> list[Piece]:
+        return list(reversed(self._pieces.values()))
+
+
+@hookimpl
+def hpctrain_sharding() -> list[type[Sharding]]:
+    return [Replicated]

@@ -1,0 +1,208 @@
+"""Each mistake as typed: a clear sentence, the right exit code, no traceback, nothing lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import JobFile
+from launching import Finished, hpctrain, run
+
+
+def refused(done: Finished, code: int, *parts: str) -> None:
+    assert done.code == code, done
+    assert "Traceback" not in done.err, done
+    for part in parts:
+        assert part in done.err, (part, str(done))
+
+
+def line_of(job: JobFile, text: str) -> int:
+    return 1 + next(i for i, line in enumerate(job.path.read_text().splitlines()) if line.startswith(text))
+
+
+def test_every_mistake_of_a_file_is_told_at_once_with_its_line(job: JobFile) -> None:
+    job.set(optimizer={"lrr": 1, "lr": "fast"}, model={"hiden_size": 3}, job={"stepz": 4}, batch={"micro_size": 0})
+    job.tables["optimzer"] = {}
+    job.write()
+    done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
+    refused(
+        done, 2,
+        f"job.toml:{line_of(job, 'lrr')}: unknown key 'lrr' in [optimizer]; did you mean 'lr'?",
+        f'job.toml:{line_of(job, "lr =")}: [optimizer] lr: expected a valid number, found "fast"',
+        f"job.toml:{line_of(job, 'hiden')}: unknown key 'hiden_size' in [model]; did you mean 'hidden_size'?",
+        f"job.toml:{line_of(job, 'stepz')}: unknown key 'stepz' in [job]; did you mean 'steps'?",
+        f"job.toml:{line_of(job, 'micro_size')}: [batch] micro_size: expected greater than or equal to 1, found 0",
+        f"job.toml:{line_of(job, '[optimzer]')}: unknown key 'optimzer'; did you mean 'optimizer'?",
+    )  # fmt: skip
+    assert not job.output.exists()
+
+
+def test_names_that_nobody_has(job: JobFile) -> None:
+    job.set(model={"name": "gtp"}, precision={"mode": "fp23"}, parallelism={"tensr": 2})
+    refused(run(hpctrain("check", "job.toml"), job.directory), 2, "'gtp'; did you mean 'gpt'?", "'fp23'", "'tensr'")
+
+
+def test_missing_files_and_bad_toml(job: JobFile) -> None:
+    refused(run(hpctrain("run", "no.toml"), job.directory), 2, "no.toml: there is no such file")
+    (job.directory / "bad.toml").write_text("[job]\nname = \n")
+    refused(run(hpctrain("run", "bad.toml"), job.directory), 2, "bad.toml:2: not valid TOML")
+    refused(run(hpctrain("run", "job.toml", "--resume", "gone"), job.directory), 2, "--resume gone")
+    job.set(dataset={"name": "text", "files": ["*.nothing"]}).tables["dataset"].pop("samples")
+    job.write()
+    refused(run(hpctrain("run", "job.toml"), job.directory), 2, "nothing matches '*.nothing'")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["-n", "0"], "-n"),
+        (
+            ["-n", "5"],
+            "12 does not divide over 5 data-parallel ranks x micro_size 1; expected a multiple of 5, such as 10",
+        ),
+        (["--set", "batch.micro_size=5"], "12 does not divide over 1 data-parallel ranks x micro_size 5"),
+        (["-n", "2", "--set", "parallelism.replicate=3"], "replicate 3 needs a multiple of 3 ranks, and there are 2"),
+        (["--set", "optimizer"], "--set optimizer: expected table.key=value"),
+        (["--set", "optimizer.lr=-1"], "--set optimizer.lr=-1: [optimizer] lr: expected greater than 0, found -1"),
+        (["--set", "job.epochs=1"], "expected either steps or epochs, found both"),
+        (["--set", "model.vocab_size=8", "--set", "dataset.name='stdlib-text'"], "unknown key 'samples'"),
+        (["--set", "dataset.seq_length=9"], "longer than the model's max_seq_length 8"),
+        (["--set", "model.freeze=['nothing.*']"], "no parameter matches 'nothing.*'"),
+        (["--set", "communicator.name='mpi'"], "not started by an MPI launcher"),
+        (["--set", "model.weights='none.safetensors'"], "there are no weights at none.safetensors"),
+    ],
+)
+def test_impossible_values(job: JobFile, words: list[str], sentence: str) -> None:
+    done = run(hpctrain("run", "job.toml", *words), job.directory)
+    refused(done, 3 if "MPI launcher" in sentence else 2, sentence)
+
+
+def test_ids_that_the_model_does_not_have(job: JobFile) -> None:
+    np.save(job.directory / "tokens.npy", np.arange(1000, dtype=np.int32) % 70)
+    job.tables["dataset"] = {"name": "tokens", "path": "tokens.npy"}
+    job.write()
+    refused(run(hpctrain("run", "job.toml"), job.directory), 2, "ids up to 69", "vocab_size is 64")
+
+
+def test_extends_is_relative_and_has_no_circles(job: JobFile) -> None:
+    (job.directory / "sub").mkdir()
+    (job.directory / "sub" / "child.toml").write_text(
+        'extends = "../job.toml"\n[job]\nsteps = 1\n[optimizer]\nlr = 0.5\n'
+    )
+    done = run(hpctrain("run", "sub/child.toml"), job.directory)
+    assert done.code == 0 and [row["lr"] for row in job.rows()] == [0.5], done
+    job.path.write_text('extends = "sub/child.toml"\n' + job.path.read_text())
+    refused(run(hpctrain("run", "job.toml"), job.directory), 2, "job.toml:1: extends goes in a circle")
+
+
+def test_a_directory_that_holds_another_job(job: JobFile) -> None:
+    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    before = (job.output / "metrics.jsonl").read_bytes()
+    done = run(hpctrain("run", "job.toml", "-n", "2", "--set", "model.hidden_size=32"), job.directory)
+    refused(done, 2, "holds another job", "model.hidden_size was 16, is 32")
+    assert (job.output / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_optimizer(job: JobFile) -> None:
+    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    done = run(hpctrain("run", "job.toml", "--set", "job.steps=9", "--set", "optimizer.name='sgd'"), job.directory)
+    refused(done, 5, "another model or optimizer")
+    assert len(job.losses()) == 4
+
+
+def test_a_corrupt_checkpoint_is_passed_over(job: JobFile) -> None:
+    job.set(checkpoint={"every_steps": 2})
+    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    first = job.losses()
+    shard = job.output / "checkpoints" / "step-00000004" / "shard-00000.h5"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    done = run(hpctrain("run", "job.toml"), job.directory)
+    assert done.code == 0 and "from step 2" in done.out and "shard-00000.h5" in done.err, done
+    assert job.losses() == first
+
+
+def test_all_checkpoints_corrupt(job: JobFile) -> None:
+    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    (job.output / "checkpoints" / "step-00000004" / "manifest.json").write_text("{}")
+    refused(run(hpctrain("run", "job.toml"), job.directory), 5, "none of the checkpoints", "manifest.json")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)], timeout=20)
+    assert mounted.returncode == 0, "mounting a tmpfs needs root"
+    yield path
+    subprocess.run(["umount", str(path)], check=True, timeout=20)
+
+
+def test_a_full_disk_keeps_the_older_checkpoint(job: JobFile, small_disk: Path) -> None:
+    job.set(
+        job={"output_dir": str(small_disk / "out")}, model={"hidden_size": 64}, checkpoint={"every_steps": 2},
+        optimizer={"name": "adamw"},
+    )  # fmt: skip
+    assert run(hpctrain("run", "job.toml", "--set", "job.steps=2"), job.directory).code == 0
+    filler = os.open(small_disk / "filler", os.O_CREAT | os.O_WRONLY)
+    stat = os.statvfs(small_disk)
+    os.write(filler, bytes(stat.f_bavail * stat.f_frsize - 200_000))
+    os.close(filler)
+    done = run(hpctrain("run", "job.toml", "-n", "2", "--set", "job.steps=6"), job.directory)
+    refused(done, 4, "no space left on device", "step-00000002")
+    (small_disk / "filler").unlink()
+    done = run(hpctrain("run", "job.toml", "-n", "2", "--set", "job.steps=6"), job.directory)
+    assert done.code == 0 and "from step 2" in done.out, done
+
+
+def test_an_output_directory_that_cannot_be_written(job: JobFile) -> None:
+    (job.directory / "file").write_text("")
+    refused(
+        run(hpctrain("run", "job.toml", "--set", "job.output_dir='file/out'"), job.directory), 2, "cannot be written"
+    )
+
+
+def test_plugin_modules_that_do_not_work(job: JobFile) -> None:
+    broken = {
+        "raises": "raise ValueError('broken on purpose')",
+        "newer": "HPCTRAIN_API = 99\nfrom hpctrain.api import hookimpl\n@hookimpl\ndef hpctrain_model(): return []",
+        "signature": "from hpctrain.api import hookimpl\n@hookimpl\ndef hpctrain_step_end(step, losses): pass",
+        "unknown": "from hpctrain.api import hookimpl\n@hookimpl\ndef hpctrain_modell(): return []",
+        "needs": "import a_package_that_is_not_there",
+    }
+    sentences = {
+        "raises": "raised ValueError: broken on purpose",
+        "newer": "asks for plugin API version 99, and this hpctrain has version 1",
+        "signature": "hook hpctrain_step_end: expected arguments among (step, metrics), found (step, losses)",
+        "unknown": "the hook 'hpctrain_modell', which does not exist",
+        "needs": "needs the package 'a_package_that_is_not_there'",
+    }
+    for name, source in broken.items():
+        (job.directory / f"{name}.py").write_text(source)
+        done = run(hpctrain("check", "job.toml", "--set", f"plugins.load=['{name}']"), job.directory)
+        refused(done, 3, f"[plugins] load: {name}", sentences[name])
+
+
+def test_a_blocked_plugin_that_the_job_needs(job: JobFile) -> None:
+    job.set(plugins={"block": ["model.gpt"]})
+    refused(run(hpctrain("check", "job.toml"), job.directory), 3, "model plugin 'gpt' is blocked")
+
+
+def test_python_without_a_job_file_has_the_same_errors(job: JobFile) -> None:
+    (job.directory / "script.py").write_text(
+        "import hpctrain\n"
+        "try:\n"
+        "    hpctrain.run({'job': {'name': 'x', 'steps': 0}})\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error.exit_code, error)\n"
+    )
+    done = run([sys.executable, "script.py"], job.directory)
+    assert done.out.startswith("JobError 2 job: [job] steps: expected greater than or equal to 1, found 0"), done
+    assert "lacks the table [model]" in done.out

@@ -1,0 +1,104 @@
+"""The other commands, and the examples, as typed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import jsonschema
+import pytest
+import tomli
+from conftest import JobFile
+from launching import hpctrain, run
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize("template", ["gpt", "module", "finetune"])
+def test_new_writes_a_file_that_the_schema_takes(tmp_path: Path, template: str) -> None:
+    done = run(hpctrain("new", "--template", template), tmp_path)
+    assert done.code == 0 and "wrote job.toml" in done.out, done
+    text = (tmp_path / "job.toml").read_text()
+    again = run(hpctrain("new", "--template", template), tmp_path)
+    assert again.code == 2 and "exists already" in again.err and (tmp_path / "job.toml").read_text() == text
+    schema = run(hpctrain("schema"), tmp_path)
+    assert schema.code == 0
+    jsonschema.validate(tomli.loads(text), json.loads(schema.out))
+
+
+def test_a_new_gpt_checks_and_trains(tmp_path: Path) -> None:
+    assert run(hpctrain("new", "my.toml"), tmp_path).code == 0
+    check = run(hpctrain("check", "my.toml", "-n", "4"), tmp_path)
+    assert check.code == 0 and "my.toml: ok, 1000 steps" in check.out and "on 4 ranks" in check.out, check
+    assert not (tmp_path / "runs").exists()
+    small = ["--set", "job.steps=1", "--set", "model.hidden_size=16", "--set", "evaluation.every_steps=0"]
+    done = run(hpctrain("run", "my.toml", *small), tmp_path)
+    assert done.code == 0 and (tmp_path / "runs" / "gpt" / "checkpoints" / "step-00000001").is_dir(), done
+
+
+def test_the_digits_example_learns(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples" / "digits", tmp_path / "digits")
+    done = run(hpctrain("run", "digits.toml", "-n", "2", "--set", "dataset.workers=1"), tmp_path / "digits")
+    assert done.code == 0, done
+    rows = (tmp_path / "digits" / "runs" / "digits" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["evaluation_loss"] < 0.6
+    assert json.loads(rows[-1])["step"] == 2 * 4000 // 64
+
+
+def test_plugins_are_listed_and_shown(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("1 / 0")
+    table = run(hpctrain("plugins"), tmp_path)
+    assert table.code == 0 and "optimizer" in table.out and "adamw" in table.out and "model.gpt" in table.out
+    listed = json.loads(run(hpctrain("plugins", "--json"), tmp_path).out)
+    gpt = next(row for row in listed if (row["slot"], row["name"]) == ("model", "gpt"))
+    assert gpt["state"] == "active" and gpt["distribution"] == "hpctrain" and gpt["entry_point"] == "model.gpt"
+    shown = run(hpctrain("plugins", "show", "optimizer", "adamw"), tmp_path)
+    assert shown.code == 0 and "weight_decay (number >= 0; default 0.01)" in shown.out, shown
+    assert run(hpctrain("plugins", "show", "optimizer", "adamv"), tmp_path).code == 2
+    assert "no slot" in run(hpctrain("plugins", "show", "optimiser", "adamw"), tmp_path).err
+    assert run(hpctrain("plugins", "--load", "bad"), tmp_path).code == 3
+
+
+def test_collectives_are_measured(tmp_path: Path) -> None:
+    done = run(hpctrain("bench", "collectives", "-n", "2", "--backends", "mpi,gloo,mpi4py", "--json"), tmp_path)
+    assert done.code == 0, done
+    rows = json.loads(done.out)
+    assert {row["backend"] for row in rows} == {"mpi", "gloo", "mpi4py"}
+    assert {row["nbytes"] for row in rows} == {4096, 2**20, 2**26}
+    assert len(rows) == 27 and all(0 < row["seconds"] < 10 for row in rows)
+    assert run(hpctrain("bench", "collectives", "--backends", "nccl"), tmp_path).code == 2
+
+
+def test_checkpoints_are_measured(tmp_path: Path) -> None:
+    words = ("bench", "checkpoint", "--size", "4MB", "--ranks", "2", "--rounds", "1")
+    done = run(hpctrain(*words, "--json"), tmp_path)
+    assert done.code == 0, done
+    rows = {(row["operation"], row["method"]): row for row in json.loads(done.out)}
+    methods = {method for operation, method in rows if operation == "write"}
+    assert methods == {"plain", "hdf5", "torch.save", "DCP", "safetensors"}
+    assert rows["write", "hdf5"]["nbytes"] == rows["read", "hdf5"]["nbytes"] == pytest.approx(4e6, rel=0.01)
+    assert rows["half of both", "hdf5"]["nbytes"] == pytest.approx(1e6, rel=0.01)
+    assert all(0 < row["seconds"] < 60 and row["ratio"] > 0 for row in rows.values())
+    assert list(tmp_path.iterdir()) == []
+    assert run(hpctrain("bench", "checkpoint", "--size", "much"), tmp_path).code == 2
+    assert run(hpctrain("bench", "checkpoint", "--format", "zarr"), tmp_path).code == 2
+
+
+def test_help_and_usage(tmp_path: Path) -> None:
+    text = run(hpctrain("--help"), tmp_path)
+    assert text.code == 0 and all(name in text.out for name in ("run", "check", "new", "plugins", "schema", "bench"))
+    assert run(hpctrain("--version"), tmp_path).out.startswith("hpctrain, version ")
+    for words in (["fly"], ["run"], ["run", "a.toml", "--fast"], ["new", "--template", "x"]):
+        done = run(hpctrain(*words), tmp_path)
+        assert done.code == 2 and "Traceback" not in done.err and done.err, done
+
+
+def test_a_compiled_model_has_the_same_curve(job: JobFile) -> None:
+    """torch.compile needs a C++ compiler, which CI installs."""
+    job.set(job={"steps": 3}, model={"layers": 1})
+    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    words = ["--set", "compile.enabled=true", "--set", "job.output_dir='compiled'"]
+    done = run(hpctrain("run", "job.toml", *words), job.directory, timeout=250)
+    assert done.code == 0, done
+    assert job.losses("compiled") == pytest.approx(job.losses(), rel=1e-5)

@@ -1,0 +1,228 @@
+"""`hpctrain run` as a user types it: ranks, resume, signals, failures."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+import tomli
+from conftest import JobFile
+from launching import INTERRUPT, KILL, TERMINATE, hpctrain, run, started, wait_until
+
+KEYS = {
+    "step", "loss", "lr", "grad_norm", "tokens", "step_seconds", "tokens_per_second", "data_seconds",
+    "communication_seconds", "memory_bytes",
+}  # fmt: skip
+
+
+def test_one_rank_writes_the_files_of_a_run(job: JobFile) -> None:
+    done = run(hpctrain("run", "job.toml"), job.directory)
+    assert done.code == 0, done
+    rows = job.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[0].keys() == KEYS and rows[0]["memory_bytes"].keys() == {"rank_max", "rank_mean"}
+    assert rows[0]["tokens"] == 12 * 8
+    assert abs(rows[0]["loss"] - 4.16) < 0.1  # ln 64: an untrained model
+    assert (job.output / "log" / "rank-00000.log").exists()
+    assert "step 4/4" in done.out and "12 samples" in done.out and "metrics.jsonl" in done.out
+
+
+def test_two_ranks_with_evaluation_and_tensorboard(job: JobFile) -> None:
+    job.set(evaluation={"every_steps": 2}).tables["logger"] = [{"name": "tensorboard"}]
+    job.write()
+    done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
+    assert done.code == 0, done
+    assert done.err == "", done
+    rows = [json.loads(line) for line in (job.output / "metrics.jsonl").read_text().splitlines()]
+    evaluations = {row["step"]: row["evaluation_loss"] for row in rows if "evaluation_loss" in row}
+    assert set(evaluations) == {2, 4}
+    assert any((job.output / "events").iterdir())
+    assert (job.output / "log" / "rank-00001.log").exists()
+
+    run(hpctrain("run", "job.toml", "--set", "job.output_dir='alone'"), job.directory)
+    rows = [json.loads(line) for line in (job.directory / "alone" / "metrics.jsonl").read_text().splitlines()]
+    alone = {row["step"]: row["evaluation_loss"] for row in rows if "evaluation_loss" in row}
+    assert alone == pytest.approx(evaluations, rel=2e-6)
+
+
+def test_resolved_job_reproduces_the_run(job: JobFile) -> None:
+    job.set(schedule={"name": "cosine", "warmup_steps": 2})
+    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    resolved = job.output / "job.resolved.toml"
+    assert tomli.loads(resolved.read_text())["optimizer"]["betas"] == [0.9, 0.999]
+    again = run(hpctrain("run", str(resolved), "--set", "job.output_dir='again'"), job.directory)
+    assert again.code == 0, again
+    assert job.losses("again") == job.losses()
+
+
+def test_more_steps_continue_from_the_checkpoint(job: JobFile) -> None:
+    straight = run(
+        hpctrain("run", "job.toml", "--set", "job.steps=8", "--set", "job.output_dir='straight'"), job.directory
+    )
+    assert straight.code == 0, straight
+    assert run(hpctrain("run", "job.toml", "-n", "2"), job.directory).code == 0
+    done = run(hpctrain("run", "job.toml", "-n", "2", "--set", "job.steps=8"), job.directory)
+    assert done.code == 0 and "from step 4" in done.out, done
+    assert job.losses() == pytest.approx(job.losses("straight"), rel=2e-6)
+    nothing = run(hpctrain("run", "job.toml", "--set", "job.steps=8"), job.directory)
+    assert nothing.code == 0 and len(job.losses()) == 8, nothing
+
+
+def test_resume_never_and_from_a_path(job: JobFile) -> None:
+    job.set(checkpoint={"every_steps": 2})
+    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    first = job.losses()
+    anew = run(hpctrain("run", "job.toml", "--resume", "never"), job.directory)
+    assert anew.code == 0 and "resuming" not in anew.out and job.losses() == first, anew
+    older = run(hpctrain("run", "job.toml", "--resume", "out/checkpoints/step-00000002"), job.directory)
+    assert older.code == 0 and "from step 2" in older.out and job.losses() == first, older
+
+
+@pytest.mark.parametrize("number", [INTERRUPT, TERMINATE])
+def test_a_signal_saves_and_says_how_to_continue(job: JobFile, number: int) -> None:
+    """The run that was stopped and continued has the losses of the one that was not."""
+    job.set(job={"steps": 3000})
+    words = hpctrain("run", "job.toml", "-n", "2")
+    with started(words, job.directory) as command:
+        wait_until(lambda: (job.output / "metrics.jsonl").exists() and len(job.losses()) > 20, 60, "20 steps")
+        command.process.send_signal(number)
+        done = command.finish(60)
+    assert done.code == 75, done
+    assert "continue with: hpctrain run job.toml -n 2" in done.out
+    step = len(job.losses())
+    steps = str(step + 5)
+    assert run([*words, "--set", f"job.steps={steps}"], job.directory).code == 0
+    assert run([*words, "--set", f"job.steps={steps}", "--set", "job.output_dir='straight'"], job.directory).code == 0
+    assert job.losses() == job.losses("straight")
+
+
+def test_a_signal_before_the_first_step_saves_after_it(job: JobFile) -> None:
+    """The ranks have met and still build: nothing may end one of them alone."""
+    (job.directory / "slow.py").write_text(
+        "import time\nfrom hpctrain.api import hookimpl\n"
+        "@hookimpl\ndef hpctrain_job_start(job, identity): time.sleep(3)\n"
+    )
+    job.set(job={"steps": 1000}, plugins={"load": ["slow"]})
+    with started(hpctrain("run", "job.toml", "-n", "2"), job.directory) as command:
+        wait_until(lambda: (job.output / "metrics.jsonl").exists(), 60, "the files are open")
+        command.process.send_signal(TERMINATE)
+        done = command.finish(60)
+    assert done.code == 75 and len(job.losses()) == 1, done
+
+
+def test_a_signal_twice_leaves_at_once(job: JobFile) -> None:
+    job.set(job={"steps": 10**6}).set(checkpoint={"every_steps": 0})
+    with started(hpctrain("run", "job.toml"), job.directory) as command:
+        wait_until(lambda: (job.output / "metrics.jsonl").exists() and len(job.losses()) > 5, 60, "5 steps")
+        command.process.send_signal(INTERRUPT)
+        command.process.send_signal(INTERRUPT)
+        assert command.finish(20).code in (75, 130)
+
+
+def test_an_exception_on_one_rank_ends_the_job_with_one_traceback(job: JobFile) -> None:
+    (job.directory / "faulty.py").write_text(
+        "from hpctrain.api import hookimpl\n"
+        "import torch.distributed as dist\n"
+        "@hookimpl\n"
+        "def hpctrain_step_end(step, metrics):\n"
+        "    if step == 2 and dist.get_rank() == 1:\n"
+        "        raise ZeroDivisionError('on purpose')\n"
+    )
+    job.set(plugins={"load": ["faulty"]}, job={"steps": 10**6})
+    begin = time.monotonic()
+    done = run(hpctrain("run", "job.toml", "-n", "4"), job.directory)
+    assert done.code == 4, done
+    assert time.monotonic() - begin < 45
+    assert done.err.count("Traceback") == 1 and done.err.count("ZeroDivisionError: on purpose") == 1, done
+    assert "rank 1 on " in done.err
+
+
+def test_a_nonfinite_loss_stops_with_a_sentence(job: JobFile) -> None:
+    job.set(optimizer={"name": "sgd", "lr": 1e30}, job={"steps": 50})
+    done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
+    assert done.code == 4 and "Traceback" not in done.err, done
+    assert done.err.count("expected finite numbers") == 1
+    assert job.rows()[-1]["loss"] is None or job.rows()[-1]["grad_norm"] is None
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_killed_runs_have_the_losses_of_one_that_was_not(job: JobFile, ranks: int) -> None:
+    killed_and_continued(job, ranks, hpctrain("run", "job.toml", "-n", str(ranks)))
+
+
+def test_killed_runs_on_open_mpi(job: JobFile, openmpi_python: str) -> None:
+    killed_and_continued(job, 4, hpctrain("run", "job.toml", "-n", "4", python=openmpi_python))
+
+
+def killed_and_continued(job: JobFile, ranks: int, words: list[str]) -> None:
+    """SIGKILL to a rank, to the starter, to a rank again, at random steps; each time the same command goes on."""
+    job.set(job={"steps": 60}, checkpoint={"every_steps": 7})
+    straight = run([*words, "--set", "job.output_dir='straight'"], job.directory)
+    assert straight.code == 0, straight
+    slow = job.directory / "slow.py"
+    slow.write_text(
+        "import time\nfrom hpctrain.api import hookimpl\n"
+        "@hookimpl\ndef hpctrain_step_end(step, metrics): time.sleep(0.05)\n"
+    )
+    job.set(plugins={"load": ["slow"]})
+    draw = random.Random(seed := time.time_ns())
+    print("random steps from seed", seed)
+    for victim, at in zip(("rank", "starter", "rank"), sorted(draw.sample(range(2, 58), 3)), strict=True):
+        with started(words, job.directory) as command:
+            wait_until(lambda at=at: job.output.exists() and _rows(job) >= at, 90, f"{at} steps")
+            if victim == "rank":
+                draw.choice(command.ranks()).send_signal(KILL)
+            else:
+                command.process.send_signal(KILL)
+            assert command.finish(60).code != 0
+    done = run(words, job.directory)
+    assert done.code == 0, done
+    assert [row["step"] for row in job.rows()] == list(range(1, 61))
+    assert loss_texts(job.output) == loss_texts(job.directory / "straight")
+
+
+def _rows(job: JobFile) -> int:
+    path = job.output / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def loss_texts(output: Path) -> list[str]:
+    """The `loss` values byte for byte."""
+    return [line.split('"loss": ')[1].split(",")[0] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_without_mpi_the_ranks_talk_over_gloo(job: JobFile) -> None:
+    """As on a machine without any MPI library: mpi4py finds none."""
+    mpich = run(hpctrain("run", "job.toml", "-n", "2", "--set", "job.output_dir='mpi'"), job.directory)
+    assert mpich.code == 0, mpich
+    hidden = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
+    done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory, env=hidden)
+    assert done.code == 0, done
+    assert "over gloo" in done.err and "2 (torchrun)" in done.out
+    assert job.losses() == pytest.approx(job.losses("mpi"), rel=2e-6)
+
+
+def test_python_can_run_a_job(job: JobFile) -> None:
+    (job.directory / "script.py").write_text(
+        "import hpctrain\n"
+        "job = hpctrain.load_job('job.toml', ['job.steps=2'])\n"
+        "result = hpctrain.run(job)\n"
+        "print('RESULT', result['step'], result['exit_code'])\n"
+    )
+    import sys
+
+    done = run([sys.executable, "script.py"], job.directory)
+    assert done.code == 0 and "RESULT 2 0" in done.out, done
+
+
+def test_under_mpiexec_it_is_a_rank_and_n_must_fit(job: JobFile) -> None:
+    import sys
+
+    mpiexec = str(Path(sys.executable).parent / "mpiexec")
+    done = run([mpiexec, "-n", "2", *hpctrain("run", "job.toml", "-n", "2")], job.directory)
+    assert done.code == 0 and "2 (mpi)" in done.out, done
+    wrong = run([mpiexec, "-n", "2", *hpctrain("run", "job.toml", "-n", "3")], job.directory)
+    assert wrong.code == 2 and "the launcher started 2 ranks" in wrong.err, wrong

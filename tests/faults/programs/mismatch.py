@@ -1,0 +1,28 @@
+"""The ranks call different operations. Usage: mismatch.py ELEMENTS memory|mpi
+
+In a node's memory they are told at once; over MPI large operations are, small ones time out saying where everybody is.
+"""
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import hpctrain.mpi
+
+hpctrain.mpi.configure(shared_memory=sys.argv[2] == "memory")
+dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=4))
+tensor = torch.ones(int(sys.argv[1]))
+try:
+    if dist.get_rank() == 0:
+        dist.all_reduce(tensor)
+    else:
+        dist.broadcast(tensor, 0)
+        dist.barrier()
+except hpctrain.mpi.OperationMismatchError as error:
+    print(f"mismatch on rank {dist.get_rank()}: {error}", flush=True)
+    dist.all_reduce(tensor)  # nothing was moved, so the group still works
+    print(f"afterwards {tensor[0].item()}", flush=True)
+except hpctrain.mpi.CommunicationTimeoutError as error:
+    print(f"timeout on rank {dist.get_rank()}: {error}", flush=True)

@@ -1,0 +1,130 @@
+"""Runs commands as a user types them, with a time limit, and proves that nothing is left running afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_MARK = "HPCTRAIN_TEST_MARK"
+_LEAVING = 10.0
+"""Seconds that ranks have to be gone after their launcher."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def __str__(self) -> str:
+        return f"exit {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+class Started:
+    """A command that runs; `finish` waits for it."""
+
+    def __init__(self, words: Sequence[str], cwd: Path, env: dict[str, str]) -> None:
+        self.mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            words,
+            cwd=cwd,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **env, _MARK: self.mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, timeout: float) -> Finished:
+        """Its exit code and output. Fails when it takes too long, or leaves a process behind."""
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            out, err = self.process.communicate()
+            raise AssertionError(f"not done after {timeout} s\n{out}\n{err}") from None
+        left = self._wait_for_none(_LEAVING)
+        self.kill_all()
+        assert not left, f"left running: {left}\n{out}\n{err}"
+        return Finished(self.process.returncode, out, err)
+
+    def members(self) -> list[psutil.Process]:
+        """Every live process that this command started, however deep, by the mark in its environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes that train, without launchers."""
+        return [p for p in self.members() if "--started-by" in p.cmdline() and "python" in p.name()]
+
+    def kill_all(self) -> None:
+        for process in self.members():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+    def _wait_for_none(self, seconds: float) -> list[str]:
+        give_up = time.monotonic() + seconds
+        while (members := self.members()) and time.monotonic() < give_up:
+            time.sleep(0.1)
+        return [" ".join(_command_line(p)) for p in members]
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+@contextmanager
+def started(words: Sequence[str], cwd: Path, env: dict[str, str] | None = None) -> Iterator[Started]:
+    """A running command; whatever is left of it at the end of the `with` is killed."""
+    command = Started(words, cwd, env or {})
+    try:
+        yield command
+    finally:
+        command.kill_all()
+        command.process.wait(timeout=30)
+
+
+def run(words: Sequence[str], cwd: Path, timeout: float = 120, env: dict[str, str] | None = None) -> Finished:
+    """Run a command to its end."""
+    with started(words, cwd, env) as command:
+        return command.finish(timeout)
+
+
+def hpctrain(*words: str, python: str = sys.executable) -> list[str]:
+    """The command line of `hpctrain WORDS`."""
+    return [python, "-m", "hpctrain", *words]
+
+
+def wait_until(condition: object, seconds: float, what: str) -> None:
+    """Poll `condition()` until it is true."""
+    give_up = time.monotonic() + seconds
+    assert callable(condition)
+    while not condition():
+        assert time.monotonic() < give_up, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+INTERRUPT, TERMINATE, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL

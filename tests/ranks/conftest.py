@@ -1,0 +1,147 @@
+"""Runs these tests on every rank: `mpiexec -n 4 python -m pytest tests/ranks`.
+
+All ranks run the same tests in the same order. After each one they meet; when a rank failed and the others do not come
+(they wait for it inside the test), or when a test takes longer than LIMIT, the stacks are shown and the world is ended.
+Rank 0 reports progress; failures are printed by the rank they happen on.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import json
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hpctrain.mpi
+from hpctrain.mpi.library import MPI
+
+LIMIT = 60.0  # seconds for one test
+PATIENCE = 20.0  # seconds that a rank which failed waits for the others
+
+_failed = pytest.StashKey[bool]()
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is, and a gloo group over the same ranks to compare with."""
+
+    rank: int
+    size: int
+    gloo: dist.ProcessGroup
+
+
+@pytest.hookimpl(trylast=True)  # the terminal reporter is made by then
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(n): needs at least n ranks")
+    if MPI.COMM_WORLD.rank:
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        reporter._tw._file = io.StringIO()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    size = MPI.COMM_WORLD.size
+    for item in items:
+        needed = item.get_closest_marker("ranks")
+        if needed and size < needed.args[0]:
+            item.add_marker(pytest.mark.skip(f"needs {needed.args[0]} ranks"))
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    torch.set_num_threads(1)
+    dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://", timeout=timedelta(seconds=LIMIT))
+    yield World(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def root(world: World) -> Iterator[Path]:
+    """One empty directory for all ranks."""
+    name = [tempfile.mkdtemp(prefix="hpctrain-") if world.rank == 0 else ""]
+    dist.broadcast_object_list(name, src=0)
+    yield Path(name[0])
+    dist.barrier()
+    if world.rank == 0:
+        shutil.rmtree(name[0])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--equivalence", type=Path, help="append what the equivalence tests found to this file (JSON lines)"
+    )
+
+
+@pytest.fixture
+def record(world: World, pytestconfig: pytest.Config) -> Callable[..., None]:
+    """Notes how far a run was from one process, for docs/equivalence.md (see tests/equivalence_table.py)."""
+
+    def note(
+        precision: str, layout: str, found: dict[str, float], optimizer: str, accumulated: bool, checkpointing: str
+    ) -> None:
+        path = pytestconfig.getoption("--equivalence")
+        if path is not None and world.rank == 0:
+            row = {"ranks": world.size, "precision": precision, "layout": layout, **found, "optimizer": optimizer}
+            row |= {"accumulated": accumulated, "checkpointing": checkpointing}
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    return note
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed and MPI.COMM_WORLD.rank:
+        print(
+            f"\n[rank {MPI.COMM_WORLD.rank}] FAILED {report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    report = yield
+    if report.failed:
+        item.stash[_failed] = True
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None):
+    watch = threading.Timer(LIMIT, _end, [f"{item.nodeid} took longer than {LIMIT:g} s"])
+    watch.daemon = True
+    watch.start()
+    try:
+        result = yield
+        if MPI.COMM_WORLD.size > 1:
+            _meet(item)
+        return result
+    finally:
+        watch.cancel()
+
+
+def _meet(item: pytest.Item) -> None:
+    """Go on to the next test together, or not at all."""
+    failed = item.stash.get(_failed, False)
+    patience = time.monotonic() + (PATIENCE if failed else 2 * LIMIT)
+    request = MPI.COMM_WORLD.Ibarrier()
+    while not request.Test():
+        if time.monotonic() > patience:
+            _end(f"{item.nodeid} failed here and the other ranks still wait inside it")
+        time.sleep(0.001)
+
+
+def _end(reason: str) -> None:
+    stream = sys.__stderr__
+    print(f"\n[rank {MPI.COMM_WORLD.rank}] {reason}: ending all ranks", file=stream, flush=True)
+    faulthandler.dump_traceback(stream, all_threads=True)
+    MPI.COMM_WORLD.Abort(1)

@@ -1,0 +1,140 @@
+"""Modules of the user's own that are hard to shard, their data, and what they come to in a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from plain import Step, train_plainly
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from hpctrain.data.order import SampleOrder
+from hpctrain.foreign.dataset import ForeignDataset
+from hpctrain.model.seeded import derive_seed
+
+
+class Half(nn.Module):
+    """A unit for `wrap`, with a bias of one element: no two ranks can share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(5, 1), nn.Linear(1, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.wide(torch.tanh(self.narrow(x)))
+
+
+class Odd(nn.Module):
+    """An embedding that is also the head, parameters that nobody uses or that only some samples do, and a frozen one."""
+
+    def __init__(self, scalar: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.halves = nn.Sequential(Half(), Half())
+        self.sometimes, self.never = nn.Linear(5, 5), nn.Linear(3, 3)
+        self.frozen = nn.Parameter(torch.full((5,), 0.5))
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        if scalar:
+            self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: (1, 3) -> (1, 7)"""
+        h = self.embedding(ids).mean(1) * self.frozen
+        if ids[0, 0] % 2:
+            h = h + self.sometimes(h)
+        return self.head(self.halves(h)) * getattr(self, "scale", 1.0)
+
+
+class Counting(torch.optim.Optimizer):
+    """Has a number in its state that is no tensor, for each parameter."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                p.sub_(p.grad, alpha=group["lr"] / count)
+
+
+def samples(split: str) -> list[tuple[Tensor, Tensor]] | None:
+    """ids (3,) and a label."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(7, (100, 3), generator=generator)
+    return [(row, row.sum() % 7) for row in ids] if split == "train" else None
+
+
+class Attention(nn.Module):
+    """Attention that knows its heads by number, with the names that a plan is guessed from."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, width // heads
+        self.q_proj, self.k_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.v_proj, self.o_proj = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, seq, _ = x.shape
+        q, k, v = (
+            linear(x).view(rows, seq, self.num_heads, self.head_dim).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(attended.transpose(1, 2).reshape(rows, seq, -1))
+
+
+class Transformer(nn.Module):
+    """One block and a tied head, as somebody else would write it."""
+
+    def __init__(self, vocabulary: int = 12, width: int = 8, heads: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.attention = Attention(width, heads)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: (batch, seq) -> (batch, vocabulary): what follows the last token."""
+        h = self.embedding(ids)
+        h = h + self.attention(h)
+        return self.head((h + self.mlp(h))[:, -1])
+
+
+def foreign_steps(
+    module: nn.Module, tables: dict[str, Any], optimizer_class: type[torch.optim.Optimizer], **options: Any
+) -> list[Step]:
+    """The job of `tables` with a module of the user's own, sample by sample."""
+    seed, size = tables["job"]["seed"], tables["batch"]["global_size"]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    dataset = ForeignDataset.from_table("modules:samples", {})
+    opened = dataset.open("train", None)  # type: ignore[arg-type]
+    assert opened is not None
+    order = SampleOrder(len(opened), seed, opened.fingerprint())
+
+    def losses() -> Iterator[Any]:
+        for step in range(tables["job"]["steps"]):
+            chosen = [opened[int(i)] for i in order.at(step * size, (step + 1) * size)]
+            yield lambda chosen=chosen: torch.stack(
+                [cross_entropy(module(ids[None]), label[None]) for ids, label in chosen]
+            ).mean()
+
+    return train_plainly(module, optimizer_class(trained, **options), losses())
+
+
+def built(tables: dict[str, Any], make: Any) -> nn.Module:
+    """A module with the values that the trainer's seed gives."""
+    torch.manual_seed(derive_seed(tables["job"]["seed"], "model"))
+    return make()
+
+
+def odd_steps(tables: dict[str, Any], optimizer_class: type[torch.optim.Optimizer], **options: Any) -> list[Step]:
+    """A job with Odd."""
+    module = built(tables, lambda: Odd(tables["model"].get("scalar", False)))
+    module.frozen.requires_grad_(False)  # type: ignore[operator, union-attr]
+    return foreign_steps(module, tables, optimizer_class, **options)

@@ -1,0 +1,137 @@
+"""Layouts of several axes: the losses and gradient norms are those of a plain loop in one process."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_stages import OPTIMIZERS, compare, reference
+from training import job, train_here
+
+pytestmark = pytest.mark.usefixtures("world")
+
+TENSOR, SEQUENCE = {"size": 2}, {"size": 2, "sequence_parallel": True}
+ULYSSES = {"size": 2, "method": "ulysses"}
+INTERLEAVED = {"size": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 2}
+ZERO_BUBBLE = {"size": 2, "schedule": "zero-bubble", "stages_per_rank": 2}
+GPIPE = {"size": 2, "schedule": "gpipe"}
+
+# parallelism, stage, optimizer, micro batches per step, activation checkpointing
+ONE_AXIS: list[tuple[dict[str, Any], int, str, int, str]] = [
+    ({"tensor": TENSOR}, 0, "adamw", 1, "none"),
+    ({"tensor": TENSOR}, 1, "sgd", 2, "none"),
+    ({"tensor": TENSOR}, 2, "sgd", 2, "full"),
+    ({"tensor": TENSOR}, 3, "sgd", 1, "none"),
+    ({"tensor": SEQUENCE}, 0, "sgd", 2, "full"),
+    ({"tensor": SEQUENCE}, 3, "adamw", 2, "none"),
+    ({"context": 2}, 0, "sgd", 2, "none"),
+    ({"context": 2}, 3, "sgd", 1, "full"),
+    ({"context": ULYSSES}, 0, "adamw", 1, "none"),
+    ({"context": ULYSSES}, 3, "sgd", 2, "none"),
+    ({"pipeline": 2}, 0, "sgd", 2, "full"),
+    ({"pipeline": 2}, 1, "sgd", 4, "none"),
+    ({"pipeline": 2}, 2, "adamw", 4, "none"),
+    ({"pipeline": GPIPE}, 0, "sgd", 4, "none"),
+    ({"pipeline": INTERLEAVED}, 2, "sgd", 2, "none"),
+    ({"pipeline": ZERO_BUBBLE}, 1, "sgd", 2, "none"),
+]
+MORE_AXES = [
+    ({"context": 4}, 0, "sgd", 1, "none"),
+    ({"context": 2, "tensor": SEQUENCE}, 3, "sgd", 1, "none"),
+    ({"pipeline": 2, "tensor": SEQUENCE}, 1, "sgd", 2, "full"),
+    ({"pipeline": 2, "context": 2}, 2, "sgd", 2, "none"),
+    ({"context": 2, "replicate": 2}, 2, "sgd", 1, "none"),
+]
+EIGHT = [  # with a data axis of 2
+    ({"pipeline": 2, "tensor": TENSOR}, 0, "sgd", 2, "none"),
+    ({"pipeline": ZERO_BUBBLE, "tensor": SEQUENCE}, 2, "adamw", 2, "none"),
+    ({"context": 2, "tensor": SEQUENCE}, 3, "sgd", 2, "full"),
+]
+SIXTEEN = [({"pipeline": 2, "context": 2, "tensor": SEQUENCE}, 2, "sgd", 2, "none")]
+
+
+def size(axis: Any) -> int:
+    return axis if isinstance(axis, int) else int(axis["size"])
+
+
+def run(root, record, case: tuple[dict[str, Any], int, str, int, str], mode: str = "fp32") -> None:
+    parallelism, stage, optimizer, micro_batches, checkpointing = case
+    used = prod(size(axis) for name, axis in parallelism.items() if name != "replicate")
+    if dist.get_world_size() % used:
+        pytest.skip(f"needs a multiple of {used} ranks")
+    pipeline = parallelism.get("pipeline", 1)
+    tables = job(
+        job={"output_dir": str(root)}, optimizer=OPTIMIZERS[optimizer], sharding={"stage": stage},
+        model={"layers": 4 if isinstance(pipeline, dict) and "stages_per_rank" in pipeline else 2},
+        batch={"micro_size": 24 * used // dist.get_world_size() // micro_batches}, parallelism=parallelism,
+        activation_checkpointing={"mode": checkpointing}, precision={"mode": mode},
+    )  # fmt: skip
+    rows = train_here(tables).rows
+    losses, norms, dtype = (2e-6, 1e-5, torch.float32) if mode == "fp32" else (1e-10, 1e-10, torch.float64)
+    found = compare(rows, reference(tables, dtype)[1], losses, norms)
+    record(mode, f"stage {stage}, {_words(parallelism)}", found, optimizer, micro_batches > 1, checkpointing)
+
+
+def _words(parallelism: dict[str, Any]) -> str:
+    def word(name: str, axis: Any) -> str:
+        options = (
+            [] if isinstance(axis, int) else [str(v) if v is not True else k for k, v in axis.items() if k != "size"]
+        )
+        return f"{name} {size(axis)}" + (f" ({', '.join(options)})" if options else "")
+
+    return " x ".join(word(name, axis) for name, axis in parallelism.items()) + f" on {dist.get_world_size()} ranks"
+
+
+def label(case: Any) -> str:
+    return "-".join(case[0]) + f"-stage{case[1]}-{case[2]}" if isinstance(case, tuple) else str(case)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", ONE_AXIS, ids=label)
+def test_one_axis(root, record, case) -> None:
+    run(root, record, case)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", [ONE_AXIS[3], ONE_AXIS[6], ONE_AXIS[12]], ids=label)
+def test_fp64(root, record, case) -> None:
+    run(root, record, case, "fp64")
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("case", MORE_AXES, ids=label)
+def test_more_axes(root, record, case) -> None:
+    run(root, record, case)
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("case", EIGHT, ids=label)
+def test_eight_ranks(root, record, case) -> None:
+    run(root, record, case)
+
+
+@pytest.mark.ranks(16)
+@pytest.mark.parametrize("case", SIXTEEN, ids=label)
+def test_four_dimensions(root, record, case) -> None:
+    run(root, record, case)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("parallelism", [{"tensor": 2}, {"context": 2}, {"pipeline": 2}], ids=str)
+def test_evaluation_counts_each_sample_once(root, parallelism) -> None:
+    """A validation split that no number of ranks divides."""
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    tables = job(
+        job={"output_dir": str(root), "steps": 2}, parallelism=parallelism, evaluation={"every_steps": 2},
+        dataset={"name": "synthetic", "samples": 500, "validation_samples": 45}, batch={"micro_size": 2},
+    )  # fmt: skip
+    (row,) = train_here(tables).evaluations
+    assert row["evaluation_tokens"] == 45 * 8
+    alone = job(**{k: v for k, v in tables.items() if k != "parallelism"}, parallelism={})
+    alone["job"]["output_dir"] = str(root / "data")
+    (other,) = train_here(alone).evaluations
+    assert row["evaluation_loss"] == pytest.approx(other["evaluation_loss"], rel=2e-6)

@@ -1,0 +1,163 @@
+"""The ways that bytes take: a node's memory, its own buffers, two levels over nodes, and MPI alone give the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+import hpctrain.mpi
+from hpctrain.mpi import BACKEND
+
+WAYS = {
+    "memory": {},
+    "mpi": {"shared_memory": False},
+    "two levels": {"ranks_per_node": 2},
+    "flat over nodes": {"ranks_per_node": 2, "hierarchical": False},
+}
+SIZES = [0, 1, 1000, 300_001]  # elements
+BLOCKS = 2_200_003  # more float32 than pass in one round, and no multiple of anything
+
+
+@pytest.fixture(scope="module", params=list(WAYS))
+def way(world, request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
+    hpctrain.mpi.configure(**WAYS[request.param])
+    try:
+        group = dist.new_group(backend=BACKEND)
+    finally:
+        hpctrain.mpi.configure()
+    yield group
+    dist.destroy_process_group(group)
+
+
+def values(rank: int, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small whole numbers, exact in every dtype and order of summation."""
+    return (torch.arange(elements) * (rank + 3) % 13 - 4).to(dtype)
+
+
+@pytest.mark.parametrize("elements", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX])
+def test_all_reduce(world, way, elements: int, dtype: torch.dtype, op) -> None:
+    everyone = torch.stack([values(rank, elements, torch.int64) for rank in range(world.size)])
+    expected = everyone.sum(0) if op is ReduceOp.SUM else everyone.amax(0)
+    for _ in range(3):  # both outboxes, and the first again
+        tensor = values(world.rank, elements, dtype)
+        dist.all_reduce(tensor, op, group=way)
+        assert torch.equal(tensor, expected.to(dtype))
+
+
+def test_all_reduce_in_blocks(world, way) -> None:
+    tensor = values(world.rank, BLOCKS)
+    dist.all_reduce(tensor, group=way)
+    assert torch.equal(tensor, sum(values(rank, BLOCKS) for rank in range(world.size)))
+
+
+@pytest.mark.parametrize("elements", [*SIZES, BLOCKS])
+@pytest.mark.parametrize("aliased", [False, True])
+def test_reduce_scatter(world, way, elements: int, aliased: bool) -> None:
+    sources = torch.cat([values(world.rank + r, elements) for r in range(world.size)])
+    before = sources.clone()
+    own = slice(world.rank * elements, (world.rank + 1) * elements)
+    output = sources[own] if aliased else torch.empty(elements)
+    dist.reduce_scatter_single(output, sources, ReduceOp.AVG, group=way)
+    expected = torch.stack([values(rank + world.rank, elements) for rank in range(world.size)]).mean(0)
+    torch.testing.assert_close(output, expected)
+    before[own] = sources[own]
+    assert torch.equal(sources, before)  # what others are to get is left alone
+
+
+@pytest.mark.parametrize("elements", SIZES)
+def test_all_gather_broadcast_and_all_to_all(world, way, elements: int) -> None:
+    gathered = torch.empty(world.size * elements)
+    dist.all_gather_single(gathered, values(world.rank, elements), group=way)
+    assert torch.equal(gathered, torch.cat([values(rank, elements) for rank in range(world.size)]))
+
+    listed = [torch.empty(elements) for _ in range(world.size)]
+    dist.all_gather(listed, values(world.rank, elements), group=way)
+    assert torch.equal(torch.cat(listed), gathered)
+
+    root = world.size - 1
+    tensor = values(world.rank, elements)
+    dist.broadcast(tensor, root, group=way)
+    assert torch.equal(tensor, values(root, elements))
+
+    received = torch.empty(world.size * elements)
+    dist.all_to_all_single(
+        received, torch.cat([values(10 * world.rank + r, elements) for r in range(world.size)]), group=way
+    )
+    assert torch.equal(received, torch.cat([values(10 * r + world.rank, elements) for r in range(world.size)]))
+
+
+@pytest.mark.parametrize("piece", [1, 1000, 300_001])
+def test_shared_buffers_are_read_where_they_lie(world, way, piece: int) -> None:
+    flat = hpctrain.mpi.shared_zeros(piece * world.size + 64, torch.float32, way)
+    assert not flat.any()
+    whole = flat[64:]  # any part of the memory will do
+    mine = whole[world.rank * piece : (world.rank + 1) * piece]
+    everyone = [values(rank, whole.numel()) for rank in range(world.size)]
+    total = torch.stack(everyone).sum(0)
+
+    whole.copy_(everyone[world.rank])
+    dist.all_reduce(whole, group=way)
+    assert torch.equal(whole, total)
+
+    whole.copy_(everyone[world.rank])
+    output = torch.empty(piece)
+    dist.reduce_scatter_single(output, whole, group=way)
+    assert torch.equal(output, total[world.rank * piece : (world.rank + 1) * piece])
+    assert torch.equal(whole, everyone[world.rank])
+
+    whole.zero_()
+    mine.copy_(output)
+    dist.all_gather_single(whole, mine, group=way)
+    assert torch.equal(whole, total)
+
+
+def test_gathering_in_blocks(world) -> None:
+    mine = values(world.rank, 18_000_001, torch.uint8)
+    gathered = torch.empty(world.size * len(mine), dtype=torch.uint8)
+    dist.all_gather_single(gathered, mine)
+    assert all(
+        torch.equal(part, values(rank, len(mine), torch.uint8)) for rank, part in enumerate(gathered.chunk(world.size))
+    )
+    dist.broadcast(mine, world.size - 1)
+    assert torch.equal(mine, gathered.chunk(world.size)[-1])
+    dist.all_to_all_single(gathered, gathered.clone())
+    assert torch.equal(gathered.chunk(world.size)[-1], gathered.chunk(world.size)[0])
+
+
+def test_a_shared_buffer_on_one_rank_only(world, way) -> None:
+    shared = hpctrain.mpi.shared_zeros(200_000, torch.float32, way)
+    tensor = (shared if world.rank == 0 else torch.zeros(200_000)).fill_(world.rank + 1)
+    dist.all_reduce(tensor, group=way)
+    assert torch.equal(tensor, torch.full((200_000,), float(sum(range(1, world.size + 1)))))
+
+
+def test_different_parts_of_a_shared_buffer(world, way) -> None:
+    shared = hpctrain.mpi.shared_zeros(400_000, torch.float32, way)
+    tensor = shared[100_000 * (world.rank % 2) :][:200_000].fill_(world.rank + 1)
+    dist.all_reduce(tensor, group=way)
+    assert torch.equal(tensor, torch.full((200_000,), float(sum(range(1, world.size + 1)))))
+
+
+def test_the_order_of_summation_is_the_rank_order(world, way) -> None:
+    """The same bits from a small message and as part of a large one, and on every rank."""
+    torch.manual_seed(world.rank)
+    large = torch.randn(400_000)
+    small = large[1000:1010].clone()
+    dist.all_reduce(large, group=way)
+    everyone = [torch.empty_like(large) for _ in range(world.size)]
+    dist.all_gather(everyone, large, group=way)
+    assert all(torch.equal(other, large) for other in everyone)
+    dist.all_reduce(small, group=way)
+    # over nodes, small messages take one level, large ones two: equal but for the order
+    torch.testing.assert_close(small, large[1000:1010], rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_per_node_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="found ranks_per_node = 0, expected at least 1"):
+        hpctrain.mpi.configure(ranks_per_node=0)

@@ -1,0 +1,199 @@
+"""What a sharding stage costs and saves: bytes held per rank, and bytes sent per step. See docs/sharding.md."""
+
+from __future__ import annotations
+
+import gc
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hpctrain_plugins.sharding.communication import Buffers
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from training import Rows, job, session_of
+
+import hpctrain.mpi
+from hpctrain.api import Sharding
+from hpctrain.loop.session import Session
+from hpctrain.loop.signals import StopRequest
+from hpctrain.loop.training import train
+
+pytestmark = pytest.mark.usefixtures("world")
+
+MODEL = {"hidden_size": 64, "vocab_size": 256, "max_seq_length": 16, "layers": 2}
+BLOCK = 12 * 64**2 + 13 * 64
+PARAMETERS = 2 * 256 * 64 + 16 * 64 + 2 * BLOCK + 2 * 64
+FLOAT = 4  # bytes
+
+
+_ELSEWHERE = (type, ModuleType, FunctionType, dist.ProcessGroup, DeviceMesh, Sharding, Buffers)
+"""Where the search ends: parameters, gradients and optimizer state are reached without it."""
+
+
+def held_bytes(*roots: object) -> int:
+    """Of every storage that a tensor reachable from `roots` lies in, each once."""
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+    waiting: list[object] = list(roots)
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, _ELSEWHERE):
+            continue
+        seen.add(id(one))
+        if isinstance(one, DTensor):
+            waiting += [one._local_tensor, one.grad]
+        elif isinstance(one, Tensor):
+            storage = one.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            waiting.append(one.grad)
+        waiting += gc.get_referents(one)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    ("sharding", "replicate"),
+    [
+        *(({"stage": stage}, 1) for stage in range(4)),
+        *(pytest.param({"stage": stage}, 2, marks=pytest.mark.ranks(4)) for stage in (1, 2, 3)),
+    ],
+    ids=str,
+)
+def test_bytes_per_rank(root, sharding: dict[str, Any], replicate: int) -> None:
+    """float32 AdamW: 4 bytes each of parameter and gradient, 8 of optimizer state; after the step, nothing is freed yet."""
+    tables = job(
+        job={"output_dir": str(root), "steps": 3}, model=MODEL, sharding=sharding, batch={"micro_size": 1},
+        parallelism={"replicate": replicate},
+    )  # fmt: skip
+    measured: list[int] = []
+    with session_of(
+        tables,
+        Rows(lambda: measured.append(held_bytes(session.module, session.pieces, session.optimizer))),
+    ) as session:
+        train(session, StopRequest())
+    ranks = dist.get_world_size() // replicate
+    per_parameter = {
+        0: 4 + 4 + 8,
+        1: 4 + 4 + 8 / ranks,
+        2: 4 + (4 + 8) / ranks,
+        3: (4 + 4 + 8) / ranks,
+    }[sharding["stage"]]
+    assert measured == pytest.approx([PARAMETERS * per_parameter] * 3, rel=0.05)
+
+
+@pytest.mark.ranks(2)
+def test_stage_2_has_three_buckets_of_whole_gradients_at_most(root) -> None:
+    tables = job(
+        job={"output_dir": str(root), "steps": 3}, model=MODEL, batch={"micro_size": 1},
+        sharding={"stage": 2, "reduce_bucket_size": 20_000},
+    )  # fmt: skip
+    with session_of(tables) as session:
+        train(session, StopRequest())
+        sharding = session.parts.sharding
+        everything = held_bytes(session.module, session.pieces, session.optimizer, *vars(sharding).values())
+        buffers = everything - held_bytes(session.module, session.pieces, session.optimizer)
+    assert 0 < buffers <= 3 * 256 * 64 * FLOAT * 1.02  # the largest parameter is a bucket of its own
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_stage_3_has_buffers_for_some_units_only(root, prefetch: int) -> None:
+    layers = 8
+    tables = job(
+        job={"output_dir": str(root), "steps": 3}, model={**MODEL, "layers": layers}, batch={"micro_size": 1},
+        sharding={"stage": 3, "prefetch": prefetch},
+    )  # fmt: skip
+    with session_of(tables) as session:
+        train(session, StopRequest())
+        found = [one for one in gc.get_objects() if isinstance(one, Buffers)]
+        held = max(sum(buffer.nbytes for buffer in one._free) for one in found)
+    assert held <= (4 + prefetch) * BLOCK * FLOAT * 1.1 < layers * BLOCK * FLOAT  # 3 ranks pad 64 rows to 66
+
+
+class Traffic:
+    """What this rank sends from now on, until `so_far` is asked for."""
+
+    def __init__(self) -> None:
+        self._before = hpctrain.mpi.statistics().operations
+
+    def so_far(self) -> Traffic:
+        self._after = hpctrain.mpi.statistics().operations
+        return self
+
+    def calls(self, name: str) -> int:
+        return self._difference(name).calls
+
+    def volume(self, ranks: int) -> dict[str, float]:
+        """Bytes by kind of operation, as the best algorithms send them: to each other rank its slice, once or twice."""
+        whole = {
+            "all_reduce": 2 * self._difference("all_reduce").bytes,
+            "reduce_scatter": self._difference("reduce_scatter_tensor").bytes,
+            "all_gather": ranks * self._difference("all_gather_into_tensor").bytes,
+        }
+        return {name: nbytes * (ranks - 1) / ranks for name, nbytes in whole.items() if nbytes}
+
+    def _difference(self, name: str) -> hpctrain.mpi.OperationStatistics:
+        nothing = hpctrain.mpi.OperationStatistics()
+        after, before = self._after.get(name, nothing), self._before.get(name, nothing)
+        return hpctrain.mpi.OperationStatistics(after.calls - before.calls, after.bytes - before.bytes)
+
+
+def step(session: Session) -> list[Traffic]:
+    """One optimizer step: what forward and backward, the synchronization, and the update sent."""
+    loader = session.training_loader()
+    micro_batches = [next(loader) for _ in range(session.plan.micro_batches)]
+    loader.close()
+    traffic = Traffic()
+    session.runner.train(micro_batches, 1000, 0)
+    compute = traffic.so_far()
+    traffic = Traffic()
+    session.parts.sharding.synchronize()
+    synchronize = traffic.so_far()
+    traffic = Traffic()
+    session.optimizer.step()
+    session.parts.sharding.refresh()
+    return [compute, synchronize, traffic.so_far()]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_bytes_per_step(root, accumulate: int) -> None:
+    ranks = dist.get_world_size()
+    whole = PARAMETERS * FLOAT * (ranks - 1) / ranks
+    volumes: dict[int, dict[str, float]] = {}
+    for stage in range(4):
+        tables = job(
+            job={"output_dir": str(root), "steps": 1}, model=MODEL, sharding={"stage": stage},
+            batch={"global_size": accumulate * ranks, "micro_size": 1},
+        )  # fmt: skip
+        with session_of(tables) as session:
+            step(session)  # the first one sets up
+            traffic = step(session)
+        phases = [one.volume(ranks) for one in traffic]
+        volumes[stage] = {k: sum(p.get(k, 0) for p in phases) for k in ("all_reduce", "reduce_scatter", "all_gather")}
+        if stage == 1:
+            assert phases[0] == {}, "nothing is sent in forward and backward"
+            assert [one.calls("reduce_scatter_tensor") for one in traffic] == [0, 1, 0]
+            assert [one.calls("all_gather_into_tensor") for one in traffic] == [0, 0, 1]
+        if stage == 2:
+            calls = [one.calls("reduce_scatter_tensor") for one in traffic]
+            assert sum(calls) == accumulate and not calls[2], "one in each backward"
+            assert phases[2].keys() == {"all_gather"}
+        if stage == 3:
+            assert phases[2] == {}, "parameters are gathered when they are used"
+    near = {"rel": 0.03}  # padding
+    assert volumes[0] == pytest.approx({"all_reduce": 2 * whole, "reduce_scatter": 0, "all_gather": 0}, **near)
+    assert volumes[1] == pytest.approx({"all_reduce": 0, "reduce_scatter": whole, "all_gather": whole}, **near)
+    assert volumes[2] == pytest.approx(
+        {"all_reduce": 0, "reduce_scatter": accumulate * whole, "all_gather": whole}, **near
+    )
+    blocks = 2 * BLOCK * FLOAT * (ranks - 1) / ranks
+    gathered = accumulate * (whole + blocks)  # the root's parameters stay from forward to backward
+    assert volumes[3] == pytest.approx(
+        {"all_reduce": 0, "reduce_scatter": accumulate * whole, "all_gather": gathered}, **near
+    )
+    if accumulate == 1:
+        assert sum(volumes[1].values()) == pytest.approx(sum(volumes[0].values()), **near)
+        assert sum(volumes[2].values()) == pytest.approx(sum(volumes[0].values()), **near)
+        assert sum(volumes[3].values()) <= 1.5 * sum(volumes[0].values()) * 1.02

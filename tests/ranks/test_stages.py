@@ -1,0 +1,265 @@
+"""Sharding stages on 1 to 8 ranks: the losses and gradient norms are those of a plain loop in one process."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from modules import odd_steps
+from plain import Step, gpt_loss, samples_of, stacked, train_gpt
+from training import SGD, TINY, job, train_here
+
+pytestmark = pytest.mark.usefixtures("world")
+
+STAGES = [0, 1, 2, 3]
+SHARDED = [1, 2, 3]
+VARIANTS = [
+    # optimizer, accumulated, activation checkpointing
+    ("adamw", False, "none"),
+    ("sgd", True, "none"),
+    ("sgd", False, "full"),
+    ("adamw", True, "full"),
+]
+OPTIMIZERS = {"adamw": TINY["optimizer"], "sgd": SGD}
+
+
+@functools.lru_cache
+def _trained(text: str, dtype: torch.dtype) -> tuple[torch.nn.Module, list[Step]]:
+    return train_gpt(json.loads(text), dtype)
+
+
+def reference(tables: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, list[Step]]:
+    """What the job comes to in one process; layout, sharding and precision have no part in it."""
+    kept = {key: tables[key] for key in ("job", "model", "dataset", "optimizer", "batch")}
+    kept["job"] = {key: value for key, value in kept["job"].items() if key != "output_dir"}
+    kept["batch"] = {**kept["batch"], "micro_size": 1}
+    return _trained(json.dumps(kept), dtype)
+
+
+def micro_size(accumulated: bool) -> int:
+    """Of 24 samples per step: all at once, or in two micro batches (three where the ranks' share is odd)."""
+    share = 24 // dist.get_world_size()
+    return (share // 2 if share % 2 == 0 else 1) if accumulated else share
+
+
+def compare(rows: Sequence[dict[str, Any]], steps: Sequence[Step], losses: float, norms: float) -> dict[str, float]:
+    """Relative bounds on losses and gradient norms; the largest deviations."""
+    expected_losses, expected_norms = zip(*steps, strict=True)
+    got_losses, got_norms = [row["loss"] for row in rows], [row["grad_norm"] for row in rows]
+    assert got_losses == pytest.approx(expected_losses, rel=losses)
+    assert got_norms == pytest.approx(expected_norms, rel=norms)
+    return {"loss": deviation(got_losses, expected_losses), "norm": deviation(got_norms, expected_norms)}
+
+
+def deviation(found: Sequence[float], expected: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def layout(stage: int, replicate: int = 1) -> str:
+    shard = dist.get_world_size() // replicate
+    return f"stage {stage}, " + (
+        "replicated" if stage == 0 else f"{replicate} x {shard}" if replicate > 1 else f"{shard}"
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("stage", "replicate"),
+    [
+        *((stage, 1) for stage in STAGES),
+        *(pytest.param(stage, 2, marks=pytest.mark.ranks(4)) for stage in SHARDED),
+    ],
+)
+def test_fp32(root, record, stage: int, replicate: int, variant: tuple[str, bool, str]) -> None:
+    if dist.get_world_size() % replicate:
+        pytest.skip("the replicas need an even number of ranks")
+    optimizer, accumulated, checkpointing = variant
+    tables = job(
+        job={"output_dir": str(root)}, optimizer=OPTIMIZERS[optimizer], sharding={"stage": stage},
+        batch={"micro_size": micro_size(accumulated)}, activation_checkpointing={"mode": checkpointing},
+        parallelism={"replicate": replicate},
+    )  # fmt: skip
+    rows = train_here(tables).rows
+    _, steps = reference(tables)
+    found = compare(rows, steps, losses=2e-6, norms=1e-5)
+    if optimizer == "sgd":
+        assert sum(norm > SGD["clip_norm"] for _, norm in steps) >= 3, "the clip must bind"
+    record("fp32", layout(stage, replicate), found, optimizer, accumulated, checkpointing)
+
+
+@pytest.mark.parametrize(
+    ("stage", "replicate"),
+    [(0, 1), (1, 1), (2, 1), (3, 1), *(pytest.param(stage, 2, marks=pytest.mark.ranks(4)) for stage in SHARDED)],
+)
+def test_fp64(root, record, stage: int, replicate: int) -> None:
+    tables = job(
+        job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage}, precision={"mode": "fp64"},
+        batch={"micro_size": micro_size(True)}, parallelism={"replicate": replicate},
+    )  # fmt: skip
+    rows = train_here(tables).rows
+    found = compare(rows, reference(tables, torch.float64)[1], losses=1e-10, norms=1e-10)
+    record("fp64", layout(stage, replicate), found, "sgd", True, "none")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("mode", "bound"), [("bf16", 2e-3), ("fp16", 5e-4)])
+def test_16_bits_stay_near_the_fp32_curve(root, record, mode: str, bound: float, stage: int) -> None:
+    tables = job(
+        job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage}, precision={"mode": mode},
+        batch={"micro_size": micro_size(True)},
+    )  # fmt: skip
+    rows = train_here(tables).rows
+    found = compare(rows, reference(tables)[1], losses=bound, norms=50 * bound)
+    assert found["loss"] > 1e-7, "16 bits cannot give the same numbers"
+    record(mode, layout(stage), found, "sgd", True, "none")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp16_leaves_out_an_overflow_on_all_ranks(root, stage: int) -> None:
+    """The scale is too high at first; from the step on that is taken, the curve is the reference's."""
+    precision = {"mode": "fp16", "initial_scale": 2.0**24, "hysteresis": 1}
+    tables = job(
+        job={"output_dir": str(root)},
+        optimizer={"name": "sgd", "lr": 1e-9},
+        sharding={"stage": stage},
+        precision=precision,
+    )
+    rows = train_here(tables).rows
+    skipped = [row.get("skipped", False) for row in rows]
+    assert skipped[0] and not skipped[-1] and skipped == sorted(skipped, reverse=True)
+    steps = reference(tables)[1]  # with such a rate a step changes nothing, left out or not
+    taken = skipped.index(False)
+    compare(rows[taken:], steps[taken:], losses=5e-4, norms=5e-3)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, skipped)
+    assert all(one == skipped for one in everyone)
+
+
+OPTIONS: list[tuple[int, dict[str, Any]]] = [
+    (0, {"reduce_bucket_size": 1000}),
+    (0, {"reduce_bucket_size": "1KB", "overlap_communication": False}),
+    (1, {"reduce_bucket_size": 1000, "overlap_communication": True}),
+    (1, {"allgather_bucket_size": 4000, "contiguous_gradients": False}),
+    (2, {"reduce_bucket_size": 1000}),
+    (2, {"reduce_bucket_size": 3000, "contiguous_gradients": False, "overlap_communication": False}),
+    (2, {"offload_optimizer": True, "pin_memory": False}),
+    (3, {"prefetch": 0, "reshard_after_forward": False}),
+    (3, {"prefetch": 2, "wrap": "class:Attention", "offload_parameters": True}),
+    (3, {"wrap": "size", "min_parameters": 1000, "offload_optimizer": True}),
+]
+
+
+@pytest.mark.parametrize(("stage", "options"), OPTIONS, ids=str)
+def test_options_change_no_number(root, stage: int, options: dict[str, Any]) -> None:
+    tables = job(
+        job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage, **options},
+        batch={"micro_size": micro_size(True)},
+    )  # fmt: skip
+    compare(train_here(tables).rows, reference(tables)[1], losses=2e-6, norms=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_gradients_travel_in_16_bits(root, name: str, stage: int) -> None:
+    tables = job(
+        job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage}, compression={"name": name},
+        batch={"micro_size": micro_size(True)},
+    )  # fmt: skip
+    rows = train_here(tables).rows
+    found = compare(rows, reference(tables)[1], losses=2e-3, norms=5e-2)
+    assert found["norm"] > 1e-7 or dist.get_world_size() == 1
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize(
+    "sharding", [{"stage": stage} for stage in STAGES] + [{"stage": 3, "wrap": "class:Half"}], ids=str
+)
+def test_tied_unused_frozen_and_tiny_parameters(root, sharding: dict[str, Any], optimizer: Any) -> None:
+    """What a rank did not use, or holds nothing of, must stop nobody. A scalar has no rows: not with stage 3."""
+    options = {"lr": 0.1}
+    tables: dict[str, Any] = {
+        "job": {"name": "odd", "steps": 6, "seed": 4, "output_dir": str(root)},
+        "model": {
+            "name": "modules:Odd", "loss": "torch.nn.functional:cross_entropy", "freeze": ["frozen"],
+            **({"scalar": True} if sharding["stage"] < 3 else {}),
+        },
+        "dataset": {"name": "modules:samples"}, "optimizer": {"name": f"torch.optim:{optimizer.__name__}", **options},
+        "batch": {"global_size": 24, "micro_size": 1}, "precision": {"mode": "fp64"}, "sharding": sharding,
+    }  # fmt: skip
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = odd_steps(tables, optimizer, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    compare(train_here(tables).rows, expected, losses=1e-10, norms=1e-10)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_where_the_ranks_get_different_numbers_of_samples(root, stage: int) -> None:
+    tables = job(
+        job={"output_dir": str(root), "steps": 4}, dataset={"validation_samples": 7}, sharding={"stage": stage},
+        evaluation={"every_steps": 2},
+    )  # fmt: skip
+    rows = train_here(tables)
+    module, steps = reference(tables)
+    compare(rows.rows, steps, losses=2e-6, norms=1e-5)
+    samples = samples_of(tables, "validation")
+    with torch.no_grad():
+        expected = gpt_loss(module, *stacked([samples[i] for i in range(7)])).item()
+    assert [row["step"] for row in rows.evaluations] == [2, 4]
+    assert rows.evaluations[-1]["evaluation_loss"] == pytest.approx(expected, rel=2e-6)
+    assert rows.evaluations[-1]["evaluation_tokens"] == 7 * 8
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_resume_from_every_stage_in_another(root, optimizer: str) -> None:
+    """Each stage goes on from the one before it, and the curve is that of a run without interruption."""
+    stages, every = [1, 3, 2, 1, 2, 0, 3, 1, 0, 2, 2, 3, 3, 0], 1
+    rows = []
+    for number, stage in enumerate(stages, 1):
+        tables = job(
+            job={"output_dir": str(root), "steps": number * every}, optimizer=OPTIMIZERS[optimizer],
+            sharding={"stage": stage}, batch={"micro_size": micro_size(True)},
+        )  # fmt: skip
+        rows += train_here(tables).rows
+    assert [row["step"] for row in rows] == list(range(1, len(stages) + 1))
+    compare(rows, reference(tables)[1], losses=4e-6, norms=2e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_numbers_in_an_optimizer_s_state_come_back(root, stage: int) -> None:
+    """Each rank knows those of its own pieces only."""
+
+    def with_counting(output: str, steps: int) -> dict[str, Any]:
+        return job(
+            job={"output_dir": str(root / output), "steps": steps}, sharding={"stage": stage},
+            optimizer={"name": "modules:Counting", "lr": 0.1},
+        )  # fmt: skip
+
+    straight = train_here(with_counting("straight", 6)).rows
+    train_here(with_counting("halves", 3))
+    resumed = train_here(with_counting("halves", 6)).rows
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in straight[3:]]
+
+
+def test_parameter_groups_by_pattern(root) -> None:
+    """A rank that holds nothing of a group has it all the same; all report the first group's rate."""
+    groups = [{"pattern": "position_embedding.*", "lr": 0.5}, {"pattern": ["*.bias", "*norm*"], "weight_decay": 0.0}]
+    curves = []
+    for stage in STAGES:
+        tables = job(
+            job={"output_dir": str(root / str(stage)), "steps": 4},
+            sharding={"stage": stage},
+            optimizer={"groups": groups},
+        )
+        rows = train_here(tables).rows
+        assert {row["lr"] for row in rows} == {0.5}
+        curves.append([row["loss"] for row in rows])
+    assert curves[0][0] != curves[0][-1]
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=2e-6)

@@ -1,0 +1,111 @@
+"""Tensor parallelism of modules that hpctrain knows nothing of: guessed and given plans, tied weights, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from modules import Transformer, built, foreign_steps
+from test_stages import compare
+from training import session_of, train_here
+
+from hpctrain.errors import UsageError
+from hpctrain.job.problems import JobError
+
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
+
+GIVEN = {
+    "embedding": "rowwise", "attention.*_proj": "colwise", "attention.o_proj": "rowwise",
+    "mlp.0": "colwise", "mlp.2": "rowwise", "head": "vocabulary",
+}  # fmt: skip
+
+
+def tables_of(root, stage: int = 0, tensor: Any = 2, **model: Any) -> dict[str, Any]:
+    return {
+        "job": {"name": "foreign", "steps": 5, "seed": 4, "output_dir": str(root)},
+        "model": {"name": "modules:Transformer", "loss": "torch.nn.functional:cross_entropy", **model},
+        "dataset": {"name": "modules:samples"}, "optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.9},
+        "batch": {"global_size": 24, "micro_size": 3}, "precision": {"mode": "fp64"},
+        "sharding": {"stage": stage}, "parallelism": {"tensor": tensor},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("plan", [{}, GIVEN], ids=["guessed", "given"])
+def test_a_foreign_transformer(root, plan: dict[str, str], stage: int) -> None:
+    """The head is tied to the embedding: cut alike by the given plan, and by the guessed one not at all."""
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    tables = tables_of(root, stage, {"size": 2, **({"plan": plan} if plan else {})})
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = foreign_steps(built(tables, Transformer), tables, torch.optim.SGD, lr=0.5, momentum=0.9)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    compare(train_here(tables).rows, expected, losses=1e-10, norms=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        ({"mlp.9": "colwise"}, "no module matches 'mlp.9'; the names are like embedding, attention"),
+        ({"mlp.0": "colwize"}, "found the style 'colwize' for 'mlp.0', expected one of colwise, rowwise"),
+        (
+            {"head": "colwise_rep"},
+            "embedding.weight and head.weight are one tensor, and the plan cuts them differently",
+        ),
+    ],
+)
+def test_a_wrong_plan_is_a_sentence(root, plan: dict[str, str], sentence: str) -> None:
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    with pytest.raises(UsageError) as error, session_of(tables_of(root, 0, {"size": 2, "plan": plan})):
+        pass
+    assert sentence in str(error.value)
+
+
+def test_heads_that_do_not_divide(root) -> None:
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    with (
+        pytest.raises(UsageError, match="num_heads is 1, which 2 ranks do not divide"),
+        session_of(tables_of(root, heads=1)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "sharding", "sentence"),
+    [
+        ({"tensor": 2}, {}, "the model has 3 attention heads, which 2 ranks do not divide"),
+        (
+            {"context": {"size": 2, "method": "ulysses"}},
+            {},
+            "3 attention heads, which 2 ranks do not divide; use method",
+        ),
+        (
+            {"pipeline": {"size": 2, "schedule": "zero-bubble", "stages_per_rank": 2}},
+            {},
+            "2 blocks, fewer than 4 pipeline",
+        ),
+        ({"pipeline": {"size": 2, "schedule": "interleaved-1f1b"}}, {}, "expects stages_per_rank of at least 2"),
+        ({"pipeline": {"size": 2, "stages_per_rank": 2}}, {}, 'schedule = "1f1b" has 1 stage per rank'),
+        ({"pipeline": 2}, {"stage": 3}, "use stage = 2 or less with pipeline"),
+        ({"tensor": 7}, {}, "needs a multiple of 7 ranks"),
+    ],
+    ids=str,
+)
+def test_refused_before_anything_is_built(root, parallelism, sharding, sentence: str) -> None:
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    tables = {
+        **tables_of(root), "parallelism": parallelism, "sharding": sharding, "dataset": {"name": "synthetic"},
+        "model": {
+            "name": "gpt", "hidden_size": 12, "layers": 2, "attention_heads": 3, "vocab_size": 16, "max_seq_length": 8,
+        },
+    }  # fmt: skip
+    with pytest.raises(JobError) as error, session_of(tables):
+        pass
+    assert sentence in str(error.value)

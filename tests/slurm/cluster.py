@@ -1,0 +1,223 @@
+"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, and nothing of it outside one directory.
+
+Everything runs in a PID, network, mount, UTS and IPC namespace of its own, the "login node"; each node has a network,
+mount, UTS and IPC namespace inside it. So the nodes have their own hostname, address and /dev/shm, ranks on two nodes
+talk TCP, /tmp is their shared file system, and the machine's own network, /etc and munge are never touched. The login
+node's first process is the cluster: when it ends, the kernel ends every daemon, step and rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launching import Finished, Started, wait_until
+
+NODES = ("node1", "node2")
+_PACKAGES = ("slurm-wlm", "munge", "libpmix-dev", "iproute2")
+_COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "ip", "unshare", "nsenter", "bash")
+_START = 60.0  # seconds until both nodes are idle; one or two on a quiet machine
+
+_HOSTS = """127.0.0.1 localhost
+10.77.0.254 login
+10.77.0.1 node1
+10.77.0.2 node2
+::ffff:127.0.0.1 localhost
+::ffff:10.77.0.1 node1
+::ffff:10.77.0.2 node2
+"""
+"""The last three because torch looks up IPv4 addresses in their IPv6 form, and there is no DNS to ask."""
+
+# Bash, because process 1 must reap orphans, which its `read` does. It lives as long as its standard input, which
+# the tests hold open: even a killed test run leaves no cluster behind.
+_LOGIN = """
+set -e
+hostname login
+mount --bind hosts /etc/hosts
+mount -t tmpfs -o mode=1777 shm /dev/shm
+ip link set lo up
+ip link add bridge type bridge
+ip address add 10.77.0.254/24 dev bridge
+ip link set bridge up
+munged --force --socket=$PWD/munge.sock --pid-file=$PWD/munged.pid --key-file=$PWD/munge.key \
+    --seed-file=$PWD/munge.seed --log-file=$PWD/munged.log
+slurmctld -i -f slurm.conf
+for number in 1 2; do
+    unshare --net --mount --uts --ipc bash -c "$NODE" node $number </dev/null >node$number.out 2>&1 &
+done
+while read -r _; do :; done
+"""
+
+_NODE = """
+set -e
+hostname node$1
+mount -t tmpfs -o mode=1777 shm /dev/shm
+mount -t tmpfs disk local
+ip link set lo up
+ip link add eth0 type veth peer name to_node$1 netns 1
+nsenter --target 1 --net ip link set to_node$1 master bridge up
+ip address add 10.77.0.$1/24 dev eth0
+ip link set eth0 up
+exec slurmd -D -f $PWD/slurm.conf
+"""
+
+_CONF = """
+ClusterName=hpctrain
+SlurmctldHost=login(10.77.0.254)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+# a requeued job may start again cred_expire seconds after it ended: 120 unless said
+AuthInfo=socket={directory}/munge.sock,cred_expire=5
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool.%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd.%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd.%n.log
+# the PMIx plugin writes below TmpFS, and the nodes share /tmp
+TmpFS={directory}/tmp.%n
+MailProg=/bin/true
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+# nodes may claim more CPUs than this machine has
+SlurmdParameters=config_overrides
+MpiDefault=none
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
+JobRequeue=1
+KillWait=5
+MessageTimeout=30
+TCPTimeout=10
+NodeName=node1 NodeAddr=10.77.0.1 CPUs=4 RealMemory=1000 State=UNKNOWN
+NodeName=node2 NodeAddr=10.77.0.2 CPUs=4 RealMemory=1000 State=UNKNOWN
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_not() -> str | None:
+    """Why this machine cannot run a Slurm of its own; None when it can. Installs what is missing on Debian as root."""
+    if os.geteuid() != 0:
+        return "a Slurm with two nodes needs root (namespaces, munged)"
+    missing = [name for name in _COMMANDS if shutil.which(name) is None]
+    if missing and shutil.which("apt-get"):
+        for words in (["update"], ["install", "--yes", "--no-install-recommends", *_PACKAGES]):
+            done = subprocess.run(
+                ["apt-get", "--quiet", *words], capture_output=True, text=True, timeout=300,
+                env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+            )  # fmt: skip
+            if done.returncode:
+                return f"apt-get {words[0]} failed: {done.stderr.strip()[-500:]}"
+        missing = [name for name in _COMMANDS if shutil.which(name) is None]
+    if missing:
+        return f"found no {', '.join(missing)}; expected the packages {', '.join(_PACKAGES)}"
+    probe = ["unshare", "--fork", "--pid", "--mount-proc", "--net", "--uts", "--ipc", "true"]
+    if subprocess.run(probe, capture_output=True, timeout=30).returncode:
+        return "this machine does not let root make namespaces (a container without CAP_SYS_ADMIN?)"
+    return None
+
+
+class Cluster:
+    """A running Slurm; commands are run on its login node."""
+
+    def __init__(self, directory: Path) -> None:
+        """Starts it below `directory`, an empty one; its path must be short, for unix sockets (munge's)."""
+        self._directory = directory
+        self.local = directory / "local"
+        for name in ("state", "tmp.node1", "tmp.node2", "local"):
+            (directory / name).mkdir()
+        (directory / "hosts").write_text(_HOSTS)
+        (directory / "slurm.conf").write_text(_CONF.format(directory=directory))
+        # slurmd loads a cgroup plugin even if no other does, and guesses wrong without a mounted cgroup tree
+        (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        key = directory / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(1024))
+        self._conf = {"SLURM_CONF": str(directory / "slurm.conf")}
+        with (directory / "login.out").open("w") as out:
+            self._outside = subprocess.Popen(
+                ["unshare", "--fork", "--kill-child", "--pid", "--mount-proc", "--net", "--uts", "--ipc",
+                 "bash", "-c", _LOGIN],
+                cwd=directory, env={**os.environ, **self._conf, "NODE": _NODE},
+                stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        try:
+            self._wait_until_idle()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End it, and everything that runs in it."""
+        assert self._outside.stdin is not None
+        self._outside.stdin.close()
+        try:
+            self._outside.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._outside.kill()  # and with it, by --kill-child, the first process
+            self._outside.wait(timeout=10)
+
+    def start(self, words: Sequence[str], cwd: Path, env: dict[str, str] | None = None) -> Started:
+        """Start a command on the login node; the caller ends it (`finish`, `kill_all`)."""
+        return Started([*self._enter(cwd), *words], cwd, {**self._conf, **(env or {})})
+
+    def run(self, words: Sequence[str], cwd: Path, timeout: float = 90, env: dict[str, str] | None = None) -> Finished:
+        """Run a command on the login node to its end."""
+        command = self.start(words, cwd, env)
+        try:
+            return command.finish(timeout)
+        finally:
+            command.kill_all()
+
+    def ask(self, *words: str) -> str:
+        """What one of Slurm's own commands says; empty while the controller does not answer."""
+        return self._short(words, self._directory, {}).stdout.strip()
+
+    def submit(self, words: Sequence[str], cwd: Path, env: dict[str, str]) -> str:
+        """Hand a batch script to sbatch; the job's number."""
+        done = self._short(["sbatch", "--parsable", *words], cwd, env)
+        assert done.returncode == 0, done
+        return done.stdout.strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """What scontrol says of a job: JobState, ExitCode, Restarts..."""
+        pairs = self.ask("scontrol", "show", "job", "--oneliner", number).split()
+        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+    def empty(self) -> None:
+        """Cancel every job, and wait until none is left."""
+        for number in self.ask("squeue", "-h", "-o", "%A").split():
+            self.ask("scancel", number)
+        wait_until(lambda: not self.ask("squeue", "-h"), 60, "an empty queue")
+
+    def _enter(self, cwd: Path) -> list[str]:
+        first = Path(f"/proc/{self._outside.pid}/task/{self._outside.pid}/children").read_text().split()[0]
+        return ["nsenter", "--target", first, "--pid", "--mount", "--net", "--uts", "--ipc", f"--wd={cwd}"]
+
+    def _short(self, words: Sequence[str], cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self._enter(cwd), *words], env={**os.environ, **self._conf, **env},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    def _wait_until_idle(self) -> None:
+        give_up = time.monotonic() + _START
+        while self._outside.poll() is None and time.monotonic() < give_up:
+            if (self._directory / "slurmctld.pid").exists() and self.ask("sinfo", "-h", "-o", "%T %D") == "idle 2":
+                return
+            time.sleep(0.1)
+        said = "\n".join(
+            f"--- {path.name}\n{path.read_text()[-2000:]}"
+            for path in sorted(self._directory.glob("*"))
+            if path.suffix in (".out", ".log")
+        )
+        raise RuntimeError(f"the nodes are not idle after {_START:.0f} s\n{said}")

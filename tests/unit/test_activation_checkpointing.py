@@ -1,0 +1,103 @@
+"""Activation checkpointing: the same gradients, and less memory between forward and backward."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hpctrain.job.check import check
+from hpctrain.job.problems import JobError
+from hpctrain.job.reading import RawJob
+
+LAYERS = 12
+TABLES: dict[str, Any] = {
+    "job": {"name": "deep", "steps": 1},
+    "model": {"name": "gpt", "hidden_size": 64, "layers": LAYERS, "vocab_size": 32, "max_seq_length": 64},
+    "dataset": {"name": "synthetic"}, "optimizer": {"name": "adamw", "lr": 0.1}, "batch": {"global_size": 4, "micro_size": 4},
+}  # fmt: skip
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of all storages that operators have made since and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self._seen:
+                storage = tensor.untyped_storage()
+                self._seen.add(storage)
+                self.bytes += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage.nbytes())
+        return out
+
+    def _gone(self, nbytes: int) -> None:
+        self.bytes -= nbytes
+
+
+def run(table: dict[str, Any]) -> tuple[int, list[torch.Tensor]]:
+    """Bytes kept from forward to backward, and the gradients."""
+    parts = check(RawJob({**TABLES, "activation_checkpointing": table}, {}, "j"), None).parts
+    torch.manual_seed(0)
+    module = parts.model.build()
+    parts.activation_checkpointing.apply(module, parts.model)
+    ids = torch.randint(32, (4, 64), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    with Alive() as alive:
+        loss = parts.model.loss(parts.model.forward(module, batch), batch)
+        kept = alive.bytes
+    loss.backward()
+    return kept, [p.grad for p in module.parameters()]
+
+
+@pytest.fixture(scope="module")
+def everything() -> tuple[int, list[torch.Tensor]]:
+    return run({"mode": "none"})
+
+
+@pytest.mark.parametrize(
+    ("table", "most"),
+    [
+        ({"mode": "full"}, 0.25),
+        ({"mode": "full", "every": 2}, 0.65),
+        ({"mode": "full", "offload": True}, 0.25),
+        ({"mode": "selective"}, 0.8),
+        ({"mode": "selective", "keep": []}, 0.25),
+    ],
+    ids=str,
+)
+def test_same_gradients_from_less_memory(everything, table: dict[str, Any], most: float) -> None:
+    kept, gradients = run(table)
+    assert kept < most * everything[0]
+    for one, other in zip(gradients, everything[1], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_every_other_block_keeps_more_than_every_block() -> None:
+    assert run({"mode": "full"})[0] < run({"mode": "full", "every": 2})[0] < run({"mode": "none"})[0]
+
+
+def test_an_operator_that_does_not_exist(everything) -> None:
+    with pytest.raises(Exception, match="torch has no operator mmm"):
+        run({"mode": "selective", "keep": ["mmm"]})
+
+
+def test_options_of_another_mode_are_refused() -> None:
+    with pytest.raises(JobError, match="unknown key 'every'"):
+        check(RawJob({**TABLES, "activation_checkpointing": {"mode": "selective", "every": 2}}, {}, "j"), None)
+
+
+@pytest.mark.parametrize("mode", ["tf32", "fp8"])
+def test_gpu_modes_are_unfit_for_a_cpu(mode: str) -> None:
+    parts = check(RawJob({**TABLES, "precision": {"mode": mode}}, {}, "j"), None).parts
+    why = parts.precision.unfit(torch.device("cpu"))
+    assert why is not None and "needs an NVIDIA GPU" in why and "use fp32 or bf16" in why

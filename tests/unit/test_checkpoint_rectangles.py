@@ -1,0 +1,88 @@
+"""Tilings and who writes what, without files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hpctrain_plugins.checkpoint.common.rectangles import Rectangle, tiling_fault
+from hpctrain_plugins.checkpoint.hdf5.plan import describe, make_plan, pack
+
+from hpctrain.api import CheckpointError, Piece
+
+
+def test_overlap_is_what_both_cover() -> None:
+    one, other = Rectangle((0, 2), (4, 4)), Rectangle((3, 0), (4, 3))
+    assert one.overlap(other) == Rectangle((3, 2), (1, 1))
+    assert one.slices(Rectangle((3, 2), (1, 1))) == (slice(3, 4), slice(0, 1))
+    assert one.overlap(Rectangle((4, 0), (1, 9))) is None
+    assert Rectangle((), ()).overlap(Rectangle((), ())) == Rectangle((), ())
+
+
+@pytest.mark.parametrize(
+    ("rectangles", "fault"),
+    [
+        ([((0, 0), (4, 6))], None),
+        ([((0, 0), (4, 2)), ((0, 2), (4, 4))], None),
+        ([((0, 0), (1, 6)), ((1, 0), (3, 2)), ((1, 2), (3, 4))], None),
+        ([((0, 0), (4, 2))], "hole"),
+        ([], "hole"),
+        ([((0, 0), (4, 4)), ((0, 3), (4, 3))], "overlap"),
+        ([((0, 0), (4, 5)), ((2, 4), (2, 2))], "overlap"),  # the volume alone would not show it
+        ([((1, 0), (4, 6))], "outside"),
+        ([((0,), (4,))], "dims"),
+    ],
+)
+def test_tilings(rectangles: list[tuple[tuple[int, ...], tuple[int, ...]]], fault: str | None) -> None:
+    found = tiling_fault((4, 6), [Rectangle(*one) for one in rectangles])
+    assert found is None if fault is None else found is not None and fault in found
+
+
+def offers(*pieces: Piece) -> bytes:
+    return pack(describe(list(pieces)))
+
+
+def test_replicas_are_spread_over_their_holders() -> None:
+    pieces = [Piece.whole(f"w{index}", torch.empty(100)) for index in range(8)]
+    plan = make_plan([offers(*pieces)] * 4)
+    assert [len(mine) for mine in plan.offers] == [2, 2, 2, 2]
+    assert sorted(offer.name for mine in plan.offers for offer in mine) == [piece.name for piece in pieces]
+
+
+def test_replicas_fill_up_the_rank_that_has_less_of_its_own() -> None:
+    own = [Piece("w", (100,), (0,), torch.empty(80)), Piece("w", (100,), (80,), torch.empty(20))]
+    both = Piece.whole("b", torch.empty(30))
+    plan = make_plan([offers(own[0], both), offers(own[1], both)])
+    assert [[offer.name for offer in mine] for mine in plan.offers] == [["w"], ["w", "b"]]
+    assert plan.indices == [[0], [0, 1]]
+
+
+def test_pieces_without_elements_are_left_out_but_empty_tensors_are_kept() -> None:
+    plan = make_plan(
+        [
+            offers(Piece("w", (2, 3), (0, 0), torch.empty(2, 3)), Piece.whole("empty", torch.empty(0, 3))),
+            offers(Piece("w", (2, 3), (2, 0), torch.empty(0, 3)), Piece.whole("empty", torch.empty(0, 3))),
+        ]
+    )
+    assert sorted(offer.name for mine in plan.offers for offer in mine) == ["empty", "w"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        (Piece("w", (4,), (0,), torch.empty(2)), Piece("w", (4,), (3,), torch.empty(1)), "hole"),
+        (Piece("w", (4,), (0,), torch.empty(3)), Piece("w", (4,), (2,), torch.empty(2)), "overlap"),
+        (Piece("w", (4,), (0,), torch.empty(4)), Piece("w", (5,), (0,), torch.empty(5)), "one whole shape"),
+        (Piece.whole("w", torch.empty(4)), Piece.whole("w", torch.empty(4).double()), "one dtype"),
+        (Piece.whole("w", torch.empty(4)), Piece.whole("w/x", torch.empty(4)), "lies in the other"),
+        (Piece.whole("w", torch.empty(4)), Piece.whole("a@0", torch.empty(4)), "'a@0'"),
+        (Piece.whole("w", torch.empty(4)), Piece.whole("a//b", torch.empty(4)), "'a//b'"),
+    ],
+)
+def test_contradictions_are_refused(one: Piece, other: Piece, says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        make_plan([offers(one), offers(other)])
+
+
+def test_a_dtype_without_a_place_is_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match=r"layer\.w: dtype bits8"):
+        describe([Piece.whole("layer.w", torch.empty(3, dtype=torch.bits8))])

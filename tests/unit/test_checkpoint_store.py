@@ -1,0 +1,388 @@
+"""Which checkpoints there are and which one is taken, on one rank; tests/ranks has the same with several."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hpctrain_plugins.checkpoint.hdf5 import Hdf5
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hpctrain.api import CheckpointError, Piece, State, UsageError
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.weights import load_weights
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    """A world of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def store(root: Path, group: dist.ProcessGroup, keep: int | None = None, **more: Any) -> CheckpointStore:
+    return CheckpointStore(root, Hdf5(None), [Hdf5(None)], keep, group, **more)
+
+
+def state(step: int, rows: int = 4) -> State:
+    return State([Piece.whole("model/w", torch.full((rows, 3), float(step)))], {"samples": step * 10})
+
+
+def save(root: Path, group: dist.ProcessGroup, *steps: int, keep: int | None = None) -> None:
+    one = store(root, group, keep)
+    for step in steps:
+        assert one.save(step, state(step)) == root / f"step-{step:08d}"
+
+
+def restored(root: Path, group: dist.ProcessGroup, path: Path | None = None) -> tuple[int, Tensor] | None:
+    target = torch.zeros(4, 3)
+    result = store(root, group).restore([Piece.whole("model/w", target)], path)
+    if result is None:
+        return None
+    assert target.unique().tolist() == [result.step]
+    assert result.values == {"samples": result.step * 10, "step": result.step}
+    return result.step, target
+
+
+def step_of(root: Path, group: dist.ProcessGroup, path: Path | None = None) -> int | None:
+    result = restored(root, group, path)
+    return None if result is None else result[0]
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def corrupt(directory: Path) -> None:
+    shard = next(directory.glob("shard-*.h5"))
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+
+
+def test_nothing_there_is_none(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    assert step_of(tmp_path / "checkpoints", group) is None
+
+
+def test_the_newest_is_taken_and_latest_names_it(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    save(tmp_path, group, 1, 2, 10)
+    assert names(tmp_path) == ["latest", "step-00000001", "step-00000002", "step-00000010"]
+    assert (tmp_path / "latest").read_text() == "step-00000010\n"
+    assert step_of(tmp_path, group) == 10
+    assert step_of(tmp_path, group, tmp_path / "step-00000002") == 2
+
+
+def test_a_stale_or_wrong_latest_does_not_matter(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    save(tmp_path, group, 1, 2)
+    (tmp_path / "latest").write_text("step-00000001\n")
+    assert step_of(tmp_path, group) == 2
+
+
+def test_only_the_last_ones_are_kept(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    save(tmp_path, group, 1, 2, 3, 4, keep=2)
+    assert names(tmp_path) == ["latest", "step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("name", ["shard-00000.h5", "manifest.json"])
+def test_a_damaged_newest_is_passed_over_with_one_warning(
+    name: str, tmp_path: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, group, 1, 2)
+    file = tmp_path / "step-00000002" / name
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) - 20] ^= 1
+    file.write_bytes(raw)
+    with caplog.at_level(logging.WARNING, "hpctrain"):
+        assert step_of(tmp_path, group) == 1
+    assert len(caplog.messages) == 1
+    assert str(file) in caplog.messages[0]
+
+
+def test_the_warning_names_the_tensor(
+    tmp_path: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, group, 1, 2)
+    shard = tmp_path / "step-00000002" / "shard-00000.h5"
+    shard.write_bytes(shard.read_bytes().replace(torch.full((3,), 2.0).numpy().tobytes(), b"\0" * 12))
+    assert step_of(tmp_path, group) == 1
+    assert "tensor model/w is corrupt" in caplog.text
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "shard-00000.h5", "everything"])
+def test_an_incomplete_newest_is_passed_over(lost: str, tmp_path: Path, group: dist.ProcessGroup) -> None:
+    save(tmp_path, group, 1, 2)
+    for file in (tmp_path / "step-00000002").iterdir():
+        if lost in (file.name, "everything"):
+            file.unlink()
+    assert step_of(tmp_path, group) == 1
+
+
+def test_a_torn_temporary_is_never_taken_and_goes_away(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    save(tmp_path, group, 1)
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000002.tmp")
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000000.del")
+    assert step_of(tmp_path, group) == 1
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
+def test_all_bad_lists_every_reason(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    save(tmp_path, group, 1, 2)
+    corrupt(tmp_path / "step-00000001")
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)none of the.*step-00000002/manifest\.json.*step-00000001/shard"):
+        step_of(tmp_path, group)
+
+
+def test_an_explicit_path_is_taken_or_refused_but_never_replaced(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    save(tmp_path, group, 1, 2)
+    corrupt(tmp_path / "step-00000002")
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        step_of(tmp_path, group, tmp_path / "step-00000002")
+    with pytest.raises(UsageError, match="there is no checkpoint"):
+        step_of(tmp_path, group, tmp_path / "step-00000003")
+    with pytest.raises(CheckpointError, match="known format"):
+        step_of(tmp_path, group, tmp_path)
+    (tmp_path / "step-00000001").rename(tmp_path / "best")
+    assert step_of(tmp_path, group, tmp_path / "best") == 1
+
+
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        ([("model/w", 5)], r"model/w is \[4, 3\], expected \[5, 3\]"),
+        ([("model/w", 4), ("model/v", 4)], "model/v isn't there"),
+        ([], "model/w isn't in the model"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_at_once(
+    pieces: list[tuple[str, int]], says: str, tmp_path: Path, group: dist.ProcessGroup
+) -> None:
+    store(tmp_path, group).save(1, State([Piece.whole(name, torch.ones(rows, 3)) for name, rows in pieces]))
+    save(tmp_path, group, 2)
+    with pytest.raises(CheckpointError, match=f"another model.*{says}"):
+        store(tmp_path, group).restore([Piece.whole(name, torch.ones(rows, 3)) for name, rows in pieces])
+
+
+def test_training_again_from_an_older_one_replaces_and_does_not_jump_ahead(
+    tmp_path: Path, group: dist.ProcessGroup
+) -> None:
+    save(tmp_path, group, 10, 20, 30)
+    again = store(tmp_path, group)
+    target = torch.zeros(4, 3)
+    assert again.restore([Piece.whole("model/w", target)], tmp_path / "step-00000010") is not None
+    again.save(20, State([Piece.whole("model/w", torch.full((4, 3), -1.0))]))
+    result = store(tmp_path, group).restore([Piece.whole("model/w", target)])
+    assert result is not None
+    assert (result.step, target[0, 0].item()) == (20, -1)
+    corrupt(tmp_path / "step-00000020")
+    assert step_of(tmp_path, group) == 10  # and 30, of the training that was left, only after it
+    save(tmp_path, group, 20, 30)
+    assert step_of(tmp_path, group) == 30
+    assert names(tmp_path) == ["latest", "step-00000010", "step-00000020", "step-00000030"]
+
+
+def test_keep_prefers_the_new_training_to_the_one_that_was_left(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    save(tmp_path, group, 10, 20, 30)
+    save(tmp_path, group, 15, keep=2)
+    assert names(tmp_path) == ["latest", "step-00000010", "step-00000015"]
+
+
+def test_a_crash_while_replacing_leaves_the_old_or_the_new_one(
+    tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, group, 1)
+    real = Path.rename
+
+    def crash(path: Path, target: Path) -> Path:
+        if path.suffix == ".tmp":
+            raise KeyboardInterrupt  # no Exception: nothing is tidied up, as after kill -9
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, group, 1)
+    assert names(tmp_path) == ["latest", "step-00000001.old", "step-00000001.tmp"]
+    monkeypatch.undo()
+    assert step_of(tmp_path, group) == 1
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
+def test_a_failed_rename_puts_the_old_one_back(
+    tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, group, 1)
+    real = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.suffix == ".tmp":
+            raise OSError(5, "Input/output error")
+        return real(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            save(tmp_path, group, 1)
+    assert names(tmp_path) == ["latest", "step-00000001"]
+    assert step_of(tmp_path, group) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)], check=False, timeout=30)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    yield where
+    subprocess.run(["umount", str(where)], check=True, timeout=30)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
+def test_a_full_disk_leaves_the_older_one_intact(small_disk: Path, group: dist.ProcessGroup) -> None:
+    root = small_disk / "checkpoints"
+    save(root, group, 1)
+    one = store(root, group)
+    large = State([Piece.whole("model/w", torch.zeros(2**20))])
+    with pytest.raises(OSError, match=r"no space left on device while writing .*step-00000002\.tmp/shard-00000\.h5"):
+        one.save(2, large)
+    assert names(root) == ["latest", "step-00000001"]
+    assert step_of(root, group) == 1
+    one.save(3, state(3))
+    assert step_of(root, group) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
+def test_a_directory_that_becomes_read_only_leaves_the_older_one_intact(
+    small_disk: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(small_disk, group, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=30)
+    with pytest.raises(OSError, match=r"Read-only file system: .*step-00000002\.tmp"):
+        save(small_disk, group, 2)
+    assert step_of(small_disk, group) == 1
+    assert names(small_disk) == ["latest", "step-00000001"]
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True, timeout=30)
+    save(small_disk, group, 2)
+    assert step_of(small_disk, group) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
+def test_a_read_only_directory_with_a_torn_save_can_be_restored_from(
+    small_disk: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(small_disk, group, 1)
+    (small_disk / "step-00000002.tmp").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=30)
+    assert step_of(small_disk, group) == 1
+    assert "step-00000002.tmp" in caplog.text
+
+
+def test_a_background_save_holds_the_state_of_its_moment(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    one = store(tmp_path, group, background_group=dist.new_group())
+    tensor = torch.ones(4, 3)
+    for step in (1, 2):
+        tensor.fill_(step)
+        values = {"samples": step * 10}
+        one.save_in_background(step, State([Piece.whole("model/w", tensor)], values))
+        tensor.zero_()
+        values.clear()
+    assert one.finish() == tmp_path / "step-00000002"
+    assert one.finish() is None
+    assert [step_of(tmp_path, group, tmp_path / f"step-0000000{step}") for step in (1, 2)] == [1, 2]
+
+
+def test_a_background_save_that_failed_is_told_at_the_next_wait(
+    tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = store(tmp_path, group, background_group=dist.new_group())
+    began = threading.Event()
+
+    def fail(*_: object) -> None:
+        began.wait(10)
+        raise OSError(28, "no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Hdf5, "write", fail)
+        one.save_in_background(1, state(1))
+        began.set()
+        with pytest.raises(OSError, match="no space left"):
+            one.save(2, state(2))
+    assert one.save(3, state(3)) == tmp_path / "step-00000003"
+    assert names(tmp_path) == ["latest", "step-00000003"]
+
+
+def weights() -> dict[str, Tensor]:
+    return {"layer.weight": torch.arange(12.0).reshape(4, 3), "layer.scale": torch.tensor(2.0)}
+
+
+@pytest.fixture(params=["safetensors", "torch", "torch legacy", "checkpoint"])
+def weights_path(request: pytest.FixtureRequest, tmp_path: Path, group: dist.ProcessGroup) -> Path:
+    if request.param == "checkpoint":
+        pieces = [Piece.whole(f"model/{name}", tensor) for name, tensor in weights().items()]
+        other = Piece.whole("optimizer/layer.weight/exp_avg", torch.ones(4, 3))
+        return store(tmp_path, group).save(1, State([*pieces, other]))
+    if request.param == "safetensors":
+        save_file(weights(), tmp_path / "model.safetensors")
+        return tmp_path / "model.safetensors"
+    torch.save(weights(), tmp_path / "model.pt", _use_new_zipfile_serialization=request.param == "torch")
+    return tmp_path / "model.pt"
+
+
+def test_weights_fill_any_rectangle_of_any_dtype(weights_path: Path, group: dist.ProcessGroup) -> None:
+    part, scale = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16)), torch.zeros(())
+    pieces = [Piece("layer.weight", (4, 3), (1, 1), part), Piece.whole("layer.scale", scale)]
+    load_weights(weights_path, [Hdf5(None)], pieces, group)
+    assert part.tolist() == [[4, 5], [7, 8]]
+    assert scale.item() == 2
+
+
+def test_weights_of_another_model_are_refused(weights_path: Path, group: dist.ProcessGroup) -> None:
+    scale = Piece.whole("layer.scale", torch.zeros(()))
+    for pieces, says in [
+        ([scale], "layer.weight isn't in the model"),
+        ([scale, Piece.whole("layer.weight", torch.zeros(4, 4))], r"layer.weight is \[4, 3\], expected \[4, 4\]"),
+        ([scale, Piece.whole("layer.weight", torch.zeros(4, 3)), Piece.whole("x", torch.ones(1))], "x isn't there"),
+    ]:
+        with pytest.raises(CheckpointError, match=says):
+            load_weights(weights_path, [Hdf5(None)], pieces, group)
+
+
+def test_what_is_no_weights_is_refused_with_a_sentence(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    for name in ("a.safetensors", "b.pt"):
+        (tmp_path / name).write_bytes(b"these are no weights")
+        with pytest.raises(CheckpointError, match=name):
+            load_weights(tmp_path / name, [Hdf5(None)], [], group)
+    torch.save({"model": weights()}, tmp_path / "nested.pt")
+    with pytest.raises(CheckpointError, match=r"nested\.pt holds \['model'\], expected a state dict"):
+        load_weights(tmp_path / "nested.pt", [Hdf5(None)], [], group)
+    with pytest.raises(UsageError, match="no weights at"):
+        load_weights(tmp_path / "nowhere", [Hdf5(None)], [], group)
+    with pytest.raises(UsageError, match="known format"):
+        load_weights(tmp_path, [Hdf5(None)], [], group)
+
+
+class Exploding:
+    """What a crafted torch file would run if it were unpickled freely."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, ("exploded",))
+
+
+def test_a_torch_file_runs_no_code(tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"layer.weight": Exploding()}, tmp_path / "evil.pt")
+    with pytest.raises(CheckpointError, match=r"evil\.pt"):
+        load_weights(tmp_path / "evil.pt", [Hdf5(None)], [], group)
+    assert not (tmp_path / "exploded").exists()

@@ -1,0 +1,94 @@
+"""The rules of the house: borders between packages, types, style, and that everything is documented."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import tomli
+
+from hpctrain.cli import COMMANDS, cli
+from hpctrain.hookspecs import LifeCycleHooks, RegistrationHooks
+from hpctrain.job.tables import Job
+from hpctrain.plugins.listing import describe_options
+from hpctrain.plugins.registry import build_registry
+from hpctrain.plugins.slots import SLOTS
+
+ROOT = Path(__file__).parent.parent.parent
+BIN = Path(sys.executable).parent
+
+
+@pytest.mark.parametrize(
+    "words", [["lint-imports"], ["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join
+)
+def test_checker(words: list[str]) -> None:
+    done = subprocess.run([BIN / words[0], *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def hooks() -> list[str]:
+    return [name for spec in (RegistrationHooks, LifeCycleHooks) for name in vars(spec) if name.startswith("hpctrain_")]
+
+
+def test_every_hook_is_documented_and_every_slot_has_one() -> None:
+    text = (ROOT / "docs" / "plugins.md").read_text()
+    assert len(hooks()) == len(SLOTS) + 6
+    for name in hooks():
+        assert f"`{name}`" in text, name
+        spec = getattr(RegistrationHooks, name, None) or getattr(LifeCycleHooks, name)
+        assert spec.__doc__, name
+    assert {f"hpctrain_{slot}" for slot in SLOTS} <= set(hooks())
+    named = set(re.findall(r"`(hpctrain_[a-z_]+)`", text)) - {"hpctrain_plugins"}
+    assert named == set(hooks()), "the page names no hook that does not exist"
+
+
+def test_every_command_and_its_options_are_documented() -> None:
+    text = (ROOT / "README.md").read_text()
+    context = click.Context(cli)
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None and command.help
+        found = [(name, command)]
+        if isinstance(command, click.Group):
+            found += [(f"{name} {sub}", inner) for sub, inner in command.commands.items()]
+        for path, inner in found:
+            assert f"hpctrain {path}" in text, path
+            for parameter in inner.params:
+                if isinstance(parameter, click.Option) and not parameter.hidden:
+                    assert parameter.help, (path, parameter.name)
+                    assert any(opt in text for opt in parameter.opts), (path, parameter.opts)
+
+
+def test_every_option_of_every_plugin_and_table_has_help() -> None:
+    for (slot, name), entry in build_registry().entries.items():
+        assert entry.cls.__doc__, (slot, name)
+        for option in describe_options(entry.cls):
+            assert option.help, (slot, name, option.key)
+    definitions = Job.model_json_schema()["$defs"]
+    assert len(definitions) >= 15
+    for table, schema in definitions.items():
+        for key, info in schema.get("properties", {}).items():
+            assert info.get("description"), (table, key)
+
+
+def test_every_first_party_plugin_is_an_entry_point() -> None:
+    points = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["hpctrain"]
+    folder = ROOT / "plugins" / "hpctrain_plugins"
+    with_hook = {
+        str(file.relative_to(ROOT / "plugins").with_suffix("")).replace("/", ".").removesuffix(".__init__")
+        for file in folder.glob("**/*.py")
+        if "@hookimpl" in file.read_text()
+    }
+    assert with_hook == set(points.values())
+    for point, module in points.items():
+        assert point.split(".")[0] == module.split(".")[1], "the entry point's name begins with the slot"
+
+
+def test_files_stay_small() -> None:
+    sizes = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for f in (ROOT / "hpctrain").glob("**/*.py")}
+    sizes |= {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for f in (ROOT / "plugins").glob("**/*.py")}
+    assert not {name: size for name, size in sizes.items() if size > 500}

@@ -1,0 +1,203 @@
+"""The whole check: layouts, batches, optimizer groups, foreign callables, the schema, the resolved job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import tomli
+import tomli_w
+import torch
+from conftest import TINY
+
+from hpctrain.errors import UsageError
+from hpctrain.job.check import CheckedJob, check
+from hpctrain.job.problems import JobError
+from hpctrain.job.reading import RawJob
+from hpctrain.job.resolved import refuse_other_job, resolved_tables
+from hpctrain.job.schema import job_schema
+from hpctrain.plugins.registry import build_registry
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def tables(**changes: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(json.dumps(TINY))
+    for name, table in changes.items():
+        result.setdefault(name, {}).update(table) if isinstance(table, dict) else result.update({name: table})
+    return result
+
+
+def checked(world: int | None = None, **changes: Any) -> CheckedJob:
+    return check(RawJob(tables(**changes), {}, "job.toml"), world)
+
+
+def problems(world: int | None = None, **changes: Any) -> list[str]:
+    with pytest.raises(JobError) as error:
+        checked(world, **changes)
+    return [problem.message for problem in error.value.problems]
+
+
+def test_defaults_make_a_whole_job() -> None:
+    parts = checked().parts
+    names = [
+        parts.schedule.name,
+        parts.sharding.name,
+        parts.precision.name,
+        parts.checkpoint.name,
+        parts.communicator.name,
+    ]
+    assert names == ["constant", "0", "auto", "hdf5", "auto"]
+    assert parts.activation_checkpointing.name == parts.compression.name == "none"
+
+
+@pytest.mark.parametrize(
+    ("table", "keys", "sentence"),
+    [
+        ("job", {"steps": "4"}, 'expected a valid integer, found "4"'),
+        ("job", {"steps": 4.5}, "found 4.5"),
+        ("job", {"seed": True}, "found true"),
+        ("job", {"name": "a/b"}, "without '/'"),
+        ("optimizer", {"betas": [0.9]}, "betas"),
+        ("optimizer", {"lr": float("nan")}, "lr"),
+        ("optimizer", {"lr_scaling": "linear"}, "lr_reference_batch"),
+        ("optimizer", {"lr_scaling": "cubic"}, "'none', 'linear' or 'sqrt'"),
+        ("model", {"attention_heads": 3}, "expected attention_heads that divide hidden_size 16"),
+        ("sharding", {"reduce_bucket_size": "25 parsecs"}, '"500MB" or "64KiB"'),
+        ("parallelism", {"replicate": 0}, "greater than or equal to 1"),
+        ("checkpoint", {"on_error": "ignore"}, "'stop' or 'continue'"),
+    ],
+)  # fmt: skip
+def test_one_wrong_value(table: str, keys: dict[str, Any], sentence: str) -> None:
+    (message,) = problems(**{table: keys})
+    assert sentence in message and message.startswith(f"[{table}]"), message
+
+
+def test_sizes_have_units() -> None:
+    for text, size in (("500MB", 500_000_000), ("64KiB", 65536), (7, 7), ("1.5 GB", 1_500_000_000)):
+        assert checked(sharding={"reduce_bucket_size": text}).parts.sharding.options.reduce_bucket_size == size
+
+
+def test_groups_inherit_what_they_do_not_change() -> None:
+    groups = [{"pattern": "*.bias", "weight_decay": 0.0}, {"pattern": ["a*", "b*"], "lr": 1.0}]
+    first, second = checked(optimizer={"weight_decay": 0.3, "groups": groups}).parts.optimizer_groups
+    assert (first["pattern"], first["weight_decay"], first["lr"]) == (["*.bias"], 0.0, 0.01)
+    assert (second["pattern"], second["weight_decay"], second["lr"]) == (["a*", "b*"], 0.3, 1.0)
+    (message,) = problems(optimizer={"groups": [{"pattern": "x", "weight_decai": 1}]})
+    assert "did you mean 'weight_decay'" in message
+
+
+@pytest.mark.parametrize(("world", "good"), [(1, True), (2, True), (3, True), (4, True), (5, False), (8, False)])
+def test_the_batch_divides_over_the_ranks_or_not(world: int, good: bool) -> None:
+    if good:
+        checked(world)
+    else:
+        (message,) = problems(world)
+        assert f"over {world} data-parallel ranks" in message
+
+
+def test_callables_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def build(width): return torch.nn.Linear(width, 2)\n"
+        "def data(split): return [(torch.zeros(3), torch.tensor(1))] if split == 'train' else None\n"
+        "thing = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    own = {
+        "model": {"name": "mine:build", "width": 3, "loss": "torch.nn.functional:cross_entropy"},
+        "dataset": {"name": "mine:data"}, "optimizer": {"name": "torch.optim:Adagrad", "lr": 0.1, "lr_decay": 0.5},
+    }  # fmt: skip
+    base = {**tables(), **own}
+    parts = check(RawJob(base, {}, "j"), 1).parts
+    module = parts.model.build()
+    optimizer = parts.optimizer.build([{"params": list(module.parameters())}])
+    assert isinstance(optimizer, torch.optim.Adagrad) and optimizer.param_groups[0]["lr_decay"] == 0.5
+    wrong = [
+        ("model", "width", None, "missing a required argument: 'width'"),
+        ("model", "name", "mine:bild", "did you mean 'build'"),
+        ("model", "name", "mine:thing", "expected something callable"),
+        ("model", "name", "minne:build", "No module named 'minne'"),
+        ("model", "loss", None, "needs [model] loss"),
+        ("dataset", "spilt", 1, "takes no argument 'spilt'"),
+        ("optimizer", "lr", None, "needs [optimizer] lr"),
+        ("optimizer", "lr_decai", 1, "did you mean 'lr_decay'"),
+    ]
+    for table, key, value, sentence in wrong:
+        changed = {**base, table: {**base[table], key: value}}
+        if value is None:
+            del changed[table][key]
+        with pytest.raises(JobError) as error:
+            check(RawJob(changed, {}, "j"), 1)
+        assert sentence in str(error.value), (sentence, str(error.value))
+
+
+def test_the_resolved_job_is_the_same_job(tmp_path: Path) -> None:
+    first = checked(
+        optimizer={"groups": [{"pattern": "*.bias", "weight_decay": 0.0}]}, sharding={"reduce_bucket_size": "1MB"},
+        logger=[{"name": "tensorboard"}],
+    )  # fmt: skip
+    text = tomli_w.dumps(resolved_tables(first))
+    again = check(RawJob(tomli.loads(text), {}, "resolved"), 1)
+    assert resolved_tables(again) == resolved_tables(first)
+    assert again.parts.optimizer_groups == first.parts.optimizer_groups
+
+
+def test_another_job_is_told_from_the_same_with_more_steps(tmp_path: Path) -> None:
+    path = tmp_path / "job.resolved.toml"
+    path.write_text(tomli_w.dumps(resolved_tables(checked())))
+    for changes in ({"job": {"steps": 9}}, {"optimizer": {"lr": 1.0}}, {"dataset": {"workers": 2}}):
+        refuse_other_job(path, resolved_tables(checked(**changes)))
+    for changes in (
+        {"job": {"seed": 1}},
+        {"model": {"layers": 3}},
+        {"dataset": {"samples": 9}},
+        {"job": {"name": "b"}},
+    ):
+        with pytest.raises(UsageError, match="holds another job"):
+            refuse_other_job(path, resolved_tables(checked(**changes)))
+
+
+SCHEMA = job_schema(build_registry())
+
+
+def test_the_schema_is_a_schema_and_takes_our_files() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    files = [*(ROOT / "examples").glob("**/*.toml"), *(ROOT / "hpctrain" / "cli" / "templates").glob("*.toml")]
+    assert len(files) >= 4
+    for file in files:
+        jsonschema.validate(tomli.loads(file.read_text()), SCHEMA)
+    jsonschema.validate(json.loads(json.dumps(resolved_tables(checked()))), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("table", "keys"),
+    [
+        ("model", {"hiden_size": 1}), ("model", {"layers": "two"}), ("model", {"name": "gtp"}), ("job", {"stepz": 1}),
+        ("optimizer", {"momentum": 0.9}), ("sharding", {"stage": 7}), ("checkpoint", {"keep": 0}),
+        ("schedule", {"name": "cosine", "warmup": 3}), ("unknown", {}),
+    ],
+)  # fmt: skip
+def test_the_schema_refuses_what_the_check_refuses(table: str, keys: dict[str, Any]) -> None:
+    changed = tables(**{table: keys})
+    assert not jsonschema.Draft202012Validator(SCHEMA).is_valid(changed)
+    with pytest.raises(JobError):
+        check(RawJob(changed, {}, "j"), None)
+
+
+def test_a_schema_takes_callables_of_ones_own() -> None:
+    changed = tables(model={"name": "mine:build", "width": 3})
+    for key in ("hidden_size", "layers", "attention_heads", "vocab_size", "max_seq_length"):
+        del changed["model"][key]
+    jsonschema.validate(changed, SCHEMA)
+
+
+def test_a_plugin_without_its_package_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(JobError, match="the package tensorboard is not installed") as error:
+        checked(logger=[{"name": "tensorboard"}])
+    assert error.value.exit_code == 3
+    checked()

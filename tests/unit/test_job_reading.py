@@ -1,0 +1,123 @@
+"""Positions, extends and --set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tomli
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import UsageError
+from hpctrain.job.reading import key_lines, merge, read_job
+
+KEYS = st.text('abcdefgh-_ .é"', min_size=1, max_size=4)
+VALUES = st.recursive(
+    st.one_of(st.integers(-99, 99), st.booleans(), st.text(max_size=12), st.floats(allow_nan=False)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3)),
+    max_leaves=12,
+)
+
+
+def test_lines_of_every_kind_of_statement() -> None:
+    text = '''# a comment
+[job]
+name = "a" # [no.header]
+
+"quoted key" = 1
+dotted.key = 2
+list = [
+  1,   # one
+  2,
+]
+text = """
+[not.a.header]
+"""
+[[logger]]
+name = "x"
+[[logger]]
+name = "y"
+[logger.below]
+k = 1
+inline = { a = 1, b = [ { c = 2 } ] }
+'''
+    lines = dict(key_lines(text))
+    assert lines["job",] == 2
+    assert lines["job", "name"] == 3
+    assert lines["job", "quoted key"] == 5
+    assert lines["job", "dotted", "key"] == 6
+    assert lines["job", "list"] == 7
+    assert lines["job", "text"] == 11
+    assert lines["logger", 0, "name"] == 15 and lines["logger", 1, "name"] == 17
+    assert lines["logger", 1, "below", "k"] == 19
+    assert lines["logger", 1, "below", "inline", "b", 0, "c"] == 20
+    assert not any("not" in map(str, key) for key in lines)
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=4))
+def test_every_key_of_any_toml_has_a_line_that_shows_it(tables: dict[str, object]) -> None:
+    text = tomli_w.dumps(tables)
+    lines = dict(key_lines(text))
+    for key in _keys(tomli.loads(text)):
+        assert key in lines, key
+        assert 1 <= lines[key] <= len(text.split("\n"))
+
+
+def _keys(value: object, prefix: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found: list[tuple[str | int, ...]] = []
+    for name, inner in items:
+        # an empty table below a header of its own has no statement but that header
+        found += [(*prefix, name), *_keys(inner, (*prefix, name))]
+    return found
+
+
+def test_extends_merges_tables_and_replaces_arrays(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('[a]\nx = 1\nlist = [1, 2]\n[b]\ny = 1\n[[logger]]\nname = "one"\n')
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "job.toml").write_text('extends = "../base.toml"\n[a]\nlist = [3]\n[[logger]]\nname = "two"\n')
+    raw = read_job(tmp_path / "sub" / "job.toml", ["b.y=2", "c.z=text", "a.flag=true"])
+    assert raw.tables == {
+        "a": {"x": 1, "list": [3], "flag": True}, "b": {"y": 2}, "logger": [{"name": "two"}], "c": {"z": "text"},
+    }  # fmt: skip
+    assert raw.place(("a", "x")).endswith("base.toml:2")
+    assert raw.place(("a", "list")).endswith("job.toml:3")
+    assert raw.place(("logger", 0, "name")).endswith("job.toml:5")
+    assert raw.place(("b", "y")) == "--set b.y=2"
+    assert raw.place(("a", "unwritten")).endswith("job.toml:2"), "the table stands for a key that is not there"
+
+
+def test_a_job_survives_the_way_to_another_rank(tmp_path: Path) -> None:
+    import json
+
+    path = tmp_path / "job.toml"
+    path.write_text('[a]\nx = [1, {y = 2}]\n[[logger]]\nname = "n"\n')
+    raw = read_job(path)
+    assert type(raw).from_json(json.loads(json.dumps(raw.as_json()))) == raw
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("extends = 3\n", ":1: extends: expected the path"),
+        ('[job]\nextends = "x"\n', None),
+        ('extends = "gone.toml"\n', ":1: extends: there is no file"),
+        ("a = 1\na = 2\n", ":2: not valid TOML"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, sentence: str | None) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    if sentence is None:
+        assert read_job(path).tables["job"]["extends"] == "x"
+        return
+    with pytest.raises(UsageError, match=f"job.toml{sentence}"):
+        read_job(path)
+
+
+def test_merge_leaves_its_inputs_alone() -> None:
+    below, above = {"a": {"x": 1}}, {"a": {"y": 2}}
+    assert merge(below, above) == {"a": {"x": 1, "y": 2}}
+    assert below == {"a": {"x": 1}} and above == {"a": {"y": 2}}

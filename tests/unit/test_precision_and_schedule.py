@@ -1,0 +1,97 @@
+"""Loss scaling and learning rates, against what the papers say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hpctrain.contracts.optimization import Schedule
+from hpctrain.contracts.precision import Precision
+from hpctrain.plugins.registry import build_registry
+
+REGISTRY = build_registry()
+
+
+def fp16(**options: float) -> Precision:
+    cls = REGISTRY.find("precision", "fp16").cls
+    plugin = cls(cls.Options(**options))
+    assert isinstance(plugin, Precision)
+    return plugin
+
+
+def scale_of(precision: Precision) -> float:
+    return float(precision.scale(torch.ones(())))
+
+
+def schedule(name: str, **options: float) -> Schedule:
+    cls = REGISTRY.find("schedule", name).cls
+    plugin = cls(cls.Options(**options))
+    assert isinstance(plugin, Schedule)
+    return plugin
+
+
+def test_dynamic_scale_halves_after_hysteresis_and_doubles_after_a_window() -> None:
+    precision = fp16(initial_scale=1024, window=3, hysteresis=2, minimum_scale=128)
+    precision.update(finite=False)
+    assert scale_of(precision) == 1024
+    precision.update(finite=False)
+    assert scale_of(precision) == 512
+    precision.update(finite=False)
+    assert scale_of(precision) == 256, "the patience is used up until a good window"
+    for _ in range(3):
+        precision.update(finite=True)
+    assert scale_of(precision) == 512
+    precision.update(finite=False)
+    assert scale_of(precision) == 512, "the window brought the patience back"
+    for _ in range(9):
+        precision.update(finite=False)
+    assert scale_of(precision) == 128
+
+
+def test_overflow_at_the_smallest_scale_is_no_excuse() -> None:
+    precision = fp16(initial_scale=2, hysteresis=1, minimum_scale=1)
+    assert precision.skips_nonfinite
+    precision.update(finite=False)
+    assert not precision.skips_nonfinite
+    assert not fp16(static_scale=8).skips_nonfinite
+
+
+def test_static_scale_stays_and_unscale_undoes_it() -> None:
+    precision = fp16(static_scale=64)
+    for _ in range(5):
+        precision.update(finite=False)
+    assert scale_of(precision) == 64
+    gradient = torch.tensor([64.0, -128.0])
+    precision.unscale([gradient])
+    assert gradient.tolist() == [1.0, -2.0]
+
+
+def test_the_state_of_the_scaler_comes_back() -> None:
+    precision, fresh = fp16(initial_scale=1024, window=3), fp16(initial_scale=8, window=3)
+    for finite in (False, False, True, True):
+        precision.update(finite)
+    fresh.restore(precision.state())
+    for finite in (True, False, True, True, True):
+        precision.update(finite)
+        fresh.update(finite)
+        assert scale_of(fresh) == scale_of(precision)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_warm_up_is_linear_and_never_zero(name: str) -> None:
+    plugin = schedule(name, warmup_steps=4)
+    assert [plugin.factor(step, 20) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_decay_ends_at_the_final_factor() -> None:
+    linear, cosine = schedule("linear", final_factor=0.1), schedule("cosine", final_factor=0.1, warmup_steps=5)
+    assert linear.factor(0, 11) == 1.0 and linear.factor(10, 11) == pytest.approx(0.1)
+    assert linear.factor(5, 11) == pytest.approx(0.55)
+    assert cosine.factor(99, 100) == pytest.approx(0.1)
+    middle = cosine.factor(5 + 47, 100)
+    assert middle == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 47 / 94)) / 2)
+    assert schedule("constant").factor(10**6, 10) == 1.0
+    assert schedule("cosine", warmup_steps=50).factor(30, 10) < 1, "a warm-up longer than the job"
+    assert schedule("cosine").factor(0, 1) == 1.0, "a job of one step"

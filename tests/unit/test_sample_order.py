@@ -1,0 +1,77 @@
+"""The order of the samples, and how ranks share a global batch."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.data.order import SampleOrder
+from hpctrain.data.plan import BatchPlan
+
+
+@settings(deadline=None)
+@given(st.integers(1, 700), st.integers(0, 2**40), st.text(max_size=5))
+def test_an_epoch_is_a_permutation(samples: int, seed: int, fingerprint: str) -> None:
+    order = SampleOrder(samples, seed, fingerprint)
+    for epoch in (0, 1, 5):
+        assert sorted(order.at(epoch * samples, (epoch + 1) * samples).tolist()) == list(range(samples))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.data())
+def test_any_slice_is_the_slice_of_the_whole(samples: int, data: st.DataObject) -> None:
+    order = SampleOrder(samples, 7, "f")
+    whole = order.at(0, 3 * samples).tolist()
+    begin = data.draw(st.integers(0, 3 * samples))
+    end = data.draw(st.integers(begin, 3 * samples))
+    assert order.at(begin, end).tolist() == whole[begin:end]
+
+
+def test_epochs_seeds_and_data_differ() -> None:
+    first = SampleOrder(1000, 1, "f")
+    assert first.at(0, 1000).tolist() != first.at(1000, 2000).tolist()
+    assert first.at(0, 1000).tolist() != SampleOrder(1000, 2, "f").at(0, 1000).tolist()
+    assert first.at(0, 1000).tolist() != SampleOrder(1000, 1, "g").at(0, 1000).tolist()
+
+
+def test_a_permutation_of_a_terabyte_costs_nothing() -> None:
+    order = SampleOrder(10**12, 1, "f")
+    drawn = order.at(10**11, 10**11 + 1000)
+    assert len(set(drawn.tolist())) == 1000 and (drawn >= 0).all() and (drawn < 10**12).all()
+
+
+def test_positions_look_random() -> None:
+    """Neighbours in the order are no neighbours in the data, and halves are mixed."""
+    drawn = SampleOrder(10_000, 3, "f").at(0, 10_000)
+    assert abs((drawn[:5000] < 5000).mean() - 0.5) < 0.03
+    assert (abs(drawn[1:] - drawn[:-1]) < 10).mean() < 0.01
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 50))
+def test_every_layout_takes_the_same_samples(ranks: int, micro: int, accumulation: int, seen: int) -> None:
+    order = SampleOrder(37, 5, "f")
+    size = ranks * micro * accumulation
+    taken: dict[int, int] = {}
+    for rank in range(ranks):
+        plan = BatchPlan(size, micro, rank, ranks)
+        batches = list(plan.training(order, seen, steps=2))
+        assert len(batches) == 2 * plan.micro_batches == 2 * accumulation
+        for number, planned in enumerate(batches):
+            assert len(planned.indices) == micro and planned.counts
+            for i, index in enumerate(planned.indices):
+                position = seen + (number // accumulation) * size + planned.place + i
+                assert position not in taken
+                taken[position] = index
+    assert [taken[p] for p in sorted(taken)] == order.at(seen, seen + 2 * size).tolist()
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 40))
+def test_evaluation_takes_every_sample_once_in_as_many_forwards_on_all_ranks(
+    ranks: int, micro: int, samples: int
+) -> None:
+    plans = [list(BatchPlan(ranks, micro, rank, ranks).evaluation(samples)) for rank in range(ranks)]
+    assert sorted(i for plan in plans for one in plan if one.counts for i in one.indices) == list(range(samples))
+    assert len({len(plan) for plan in plans}) == 1
+    assert all(0 <= i < samples for plan in plans for one in plan for i in one.indices) and all(
+        len(one.indices) for plan in plans for one in plan
+    )

@@ -1,0 +1,148 @@
+"""When a run saves, what it keeps, and what a failed save does to it: whole runs in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY
+
+import hpctrain
+from hpctrain.checkpoint.retention import Retention
+from hpctrain.errors import HpctrainError, TrainingError
+
+BREAKS = """
+import time
+from pathlib import Path
+from hpctrain.api import hookimpl
+
+
+@hookimpl
+def hpctrain_step_end(step):
+    checkpoints, away = Path("out/checkpoints"), Path("out/away")
+    if step == 4:  # from here on nothing can be written
+        while not (checkpoints / "latest").exists():
+            time.sleep(0.01)  # the save of step 2 is complete
+        checkpoints.rename(away)
+        checkpoints.write_text("no directory")
+    if step > 4:
+        time.sleep(0.05)  # the background save has failed by the next step
+    if step == 7:
+        checkpoints.unlink()
+        away.rename(checkpoints)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def train(**changes: dict[str, Any]) -> dict[str, Any]:
+    tables: dict[str, Any] = json.loads(json.dumps(TINY))
+    for name, table in changes.items():
+        tables.setdefault(name, {}).update(table)
+    return hpctrain.run(tables)
+
+
+def steps_saved(directory: str = "out/checkpoints") -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in Path(directory).glob("step-*"))
+
+
+def rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("table", "steps"),
+    [
+        ({"every_epochs": 1}, [4, 7, 8]),  # 40 samples, 12 a step: 48 and 84 seen
+        ({"every_epochs": 0.5}, [2, 4, 5, 7, 8]),
+        ({"every_epochs": 1, "every_steps": 3}, [3, 4, 6, 7, 8]),
+        ({}, [8]),
+    ],
+)
+def test_epochs_and_steps_say_when(table: dict[str, Any], steps: list[int]) -> None:
+    train(job={"steps": 8}, dataset={"samples": 40}, checkpoint=table)
+    assert steps_saved() == steps
+
+
+def test_the_newest_every_nth_and_the_best_stay() -> None:
+    table = {"every_steps": 1, "keep": 1, "keep_every": 5, "keep_best": 2}
+    train(job={"steps": 6}, evaluation={"every_steps": 2}, optimizer={"lr": 0.5}, checkpoint=table)
+    losses = {row["step"]: row["evaluation_loss"] for row in rows() if "evaluation_loss" in row}
+    assert set(losses) == {2, 4, 6}
+    best = sorted(losses, key=lambda step: losses[step])[:2]
+    assert steps_saved() == sorted({6, 5, *best})
+    # and after a resume the older ones' losses are known
+    train(job={"steps": 8}, evaluation={"every_steps": 2}, optimizer={"lr": 0.5}, checkpoint=table)
+    losses = {row["step"]: row["evaluation_loss"] for row in rows() if "evaluation_loss" in row}
+    best = [step for step in sorted(losses, key=lambda step: losses[step]) if step in {8, *best}][:2]
+    assert steps_saved() == sorted({8, 5, *best})
+
+
+def test_the_best_need_an_evaluation() -> None:
+    with pytest.raises(HpctrainError, match=r"\[checkpoint\] keep_best: .*every_steps") as raised:
+        train(checkpoint={"keep_best": 1})
+    assert raised.value.exit_code == 2
+
+
+def paths(*steps: int) -> list[Path]:
+    return [Path(f"step-{step:08d}") for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("newest", "every", "best", "stay"),
+    [
+        (None, None, None, [8, 7, 6, 5, 4, 9]),
+        (2, None, None, [8, 7]),
+        (None, 3, None, [8, 6]),
+        (1, 2, None, [8, 6, 4]),
+        (None, None, 2, [8, 5, 7]),  # 4 is NaN, 6 has none, 9 was left behind
+        (6, None, 1, [8, 7, 6, 5, 4, 9]),
+    ],
+)
+def test_what_stays(newest: int | None, every: int | None, best: int | None, stay: list[int]) -> None:
+    losses = {8: 3.0, 7: 2.0, 5: 1.0, 4: float("nan"), 9: 0.5}
+    known = {path: {"evaluation_loss": losses[step]} for step, path in zip(losses, paths(*losses), strict=True)}
+    retention = Retention(newest, every, best, lambda path: known.get(path, {}))
+    assert retention.staying(paths(8, 7, 6, 5, 4, 9), {"step-00000009"}) == set(paths(*stay))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_fails_is_told_and_training_goes_on(asynchronous: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("breaks.py").write_text(BREAKS)
+    table = {"every_steps": 2, "on_error": "continue", "asynchronous": asynchronous}
+    result = train(job={"steps": 8}, checkpoint=table, plugins={"load": ["breaks"]})
+    out = capsys.readouterr().out
+    assert result["exit_code"] == 0
+    assert steps_saved() == [2, 8]
+    for step in (4, 6):
+        assert f"step {step} could not be saved, training goes on: " in out
+    assert len(rows()) == 8
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_fails_stops_the_training_at_once_or_at_a_next_step(asynchronous: bool) -> None:
+    Path("breaks.py").write_text(BREAKS)
+    table = {"every_steps": 4, "asynchronous": asynchronous}
+    train(job={"steps": 3}, checkpoint={**table, "every_steps": 2})
+    with pytest.raises(TrainingError, match=r"step 4 could not be saved: .*newest checkpoint: .*step-00000003"):
+        train(job={"steps": 500}, checkpoint=table, plugins={"load": ["breaks"]})
+    assert steps_saved("out/away" if Path("out/away").exists() else "out/checkpoints") == [2, 3]
+    assert len(rows()) < 8  # not only when the next save waits for it
+
+
+def test_a_background_save_is_announced_when_it_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("announces.py").write_text(
+        "from pathlib import Path\nfrom hpctrain.api import hookimpl\n\n\n@hookimpl\n"
+        "def hpctrain_checkpoint_saved(step, path):\n"
+        "    with open('saved', 'a') as file:\n"
+        "        print(step, path.is_dir(), file=file)\n"
+    )
+    table = {"every_steps": 2, "asynchronous": True}
+    train(job={"steps": 6}, checkpoint=table, plugins={"load": ["announces"]})
+    assert Path("saved").read_text().splitlines() == ["2 True", "4 True", "6 True"]

@@ -1,0 +1,230 @@
+"""A run in one process against a plain torch loop that knows nothing of hpctrain's loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY
+from plain import batches_of, module_of
+
+import hpctrain
+from hpctrain.errors import TrainingError
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def job(**changes: dict[str, Any]) -> dict[str, Any]:
+    tables: dict[str, Any] = json.loads(json.dumps(TINY))
+    for name, table in changes.items():
+        tables.setdefault(name, {}).update(table)
+    return tables
+
+
+def rows(directory: str = "out") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_clipped_sgd_with_momentum_and_a_schedule_in_fp64() -> None:
+    tables = job(
+        job={"seed": 5, "steps": 8}, precision={"mode": "fp64"}, schedule={"name": "linear", "warmup_steps": 3},
+        optimizer={"name": "sgd", "lr": 0.4, "momentum": 0.9, "clip_norm": 0.3, "lr_scaling": "sqrt", "lr_reference_batch": 3},
+    )  # fmt: skip
+    hpctrain.run(tables)
+    module = module_of(tables, torch.float64)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.9)
+    rates = [0.8 * f for f in (1 / 3, 2 / 3, 1, 1, 0.75, 0.5, 0.25, 0)]  # sqrt(12 / 3) = 2
+    for (ids, labels), rate, row in zip(batches_of(tables), rates, rows(), strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        loss = torch.nn.functional.cross_entropy(module(ids).flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        # by hand: torch's clip_grad_norm_ divides by norm + 1e-6
+        norm = sum(p.grad.square().sum() for p in module.parameters()).sqrt()
+        for parameter in module.parameters():
+            parameter.grad *= min(1.0, 0.3 / norm)
+        optimizer.step()
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-10)
+        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-10)
+        assert row["lr"] == pytest.approx(rate, abs=1e-15)
+
+
+def test_adamw_with_groups_in_fp32() -> None:
+    groups = [{"pattern": ["*.bias", "*norm*"], "weight_decay": 0.0}]
+    tables = job(
+        job={"seed": 9, "steps": 6}, optimizer={"weight_decay": 0.5, "groups": groups}, precision={"mode": "fp32"}
+    )
+    hpctrain.run(tables)
+    module = module_of(tables, torch.float32)
+    named = list(module.named_parameters())
+    plain = [p for n, p in named if n.endswith(".bias") or "norm" in n]
+    decayed = [p for n, p in named if not (n.endswith(".bias") or "norm" in n)]
+    assert len(plain) > 8 and len(decayed) > 8
+    optimizer = torch.optim.AdamW(
+        [{"params": plain, "weight_decay": 0.0}, {"params": decayed}], lr=0.01, weight_decay=0.5
+    )
+    for (ids, labels), row in zip(batches_of(tables), rows(), strict=True):
+        loss = torch.nn.functional.cross_entropy(module(ids).flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert row["loss"] == pytest.approx(loss.item(), rel=2e-6)
+
+
+@pytest.mark.parametrize("changes", [{"activation_checkpointing": {"mode": "full"}}, {"batch": {"micro_size": 4}}])
+def test_what_must_not_change_the_curve(changes: dict[str, Any]) -> None:
+    hpctrain.run(job(job={"output_dir": "plain"}))
+    hpctrain.run(job(**changes))
+    assert [r["loss"] for r in rows()] == pytest.approx([r["loss"] for r in rows("plain")], rel=2e-6)
+
+
+def test_fp16_skips_an_overflow_and_the_row_says_so() -> None:
+    hpctrain.run(job(job={"steps": 12}, precision={"mode": "fp16", "initial_scale": 2.0**24, "hysteresis": 1}))
+    done = rows()
+    assert [row["step"] for row in done] == list(range(1, 13))
+    skipped = [row for row in done if row.get("skipped")]
+    assert skipped and not done[-1].get("skipped")
+    assert done[0]["grad_norm"] is None and done[0]["loss"] is not None, "what is not finite is null"
+
+
+def test_the_scaler_and_the_dropout_come_back_after_a_resume() -> None:
+    precision = {"mode": "fp16", "initial_scale": 2.0**20, "window": 3, "hysteresis": 1}
+    hpctrain.run(job(job={"steps": 12, "output_dir": "straight"}, precision=precision))
+    hpctrain.run(job(job={"steps": 5}, precision=precision))
+    hpctrain.run(job(job={"steps": 12}, precision=precision))
+    assert [r["loss"] for r in rows()] == [r["loss"] for r in rows("straight")]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        {"name": "torch.optim:Adagrad", "lr": 0.1, "initial_accumulator_value": 0.3},
+        {"name": "counting:Counting", "lr": 0.1},
+    ],
+    ids=lambda optimizer: optimizer["name"],
+)
+def test_every_optimizer_resumes_where_it_was(
+    optimizer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with state from the first step on, from the constructor on, and with numbers that are no tensors."""
+    (tmp_path / "counting.py").write_text(
+        "import torch\n"
+        "class Counting(torch.optim.Optimizer):\n"
+        "    def __init__(self, groups, lr): super().__init__(groups, {'lr': lr})\n"
+        "    def step(self):\n"
+        "        for group in self.param_groups:\n"
+        "            for p in group['params']:\n"
+        "                count = self.state[p]['count'] = self.state[p].get('count', 0) + 1\n"
+        "                p.data.sub_(p.grad, alpha=group['lr'] / count)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def with_optimizer(**table: Any) -> dict[str, Any]:
+        return {**job(job=table, checkpoint={"every_steps": 3}), "optimizer": optimizer}
+
+    hpctrain.run(with_optimizer(steps=6, output_dir="straight"))
+    hpctrain.run(with_optimizer(steps=3))
+    hpctrain.run(with_optimizer(steps=6))
+    assert [r["loss"] for r in rows()] == [r["loss"] for r in rows("straight")]
+
+
+DIGITS = """
+import torch
+from torch import nn
+
+def build(width):
+    hidden = [nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2)]
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, 10))
+
+def samples(split):
+    generator = torch.Generator().manual_seed(0 if split == "train" else 1)
+    labels = torch.randint(0, 10, (200,), generator=generator)
+    images = torch.zeros(200, 8, 8)
+    images[torch.arange(200), labels % 8, labels // 8] = 3.0
+    images += 0.3 * torch.randn(images.shape, generator=generator)
+    return list(zip(images, labels))
+"""
+
+
+def digits(**changes: dict[str, Any]) -> dict[str, Any]:
+    tables: dict[str, Any] = {
+        "job": {"name": "digits", "steps": 30, "output_dir": "out"},
+        "model": {"name": "digits_job:build", "width": 32, "loss": "torch.nn.functional:cross_entropy"},
+        "dataset": {"name": "digits_job:samples"}, "optimizer": {"name": "sgd", "lr": 0.2},
+        "batch": {"global_size": 40, "micro_size": 20}, "evaluation": {"every_steps": 30},
+    }  # fmt: skip
+    for name, table in changes.items():
+        tables.setdefault(name, {}).update(table)
+    return tables
+
+
+@pytest.fixture
+def digits_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "digits_job.py").write_text(DIGITS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "digits_job", raising=False)
+
+
+@pytest.mark.usefixtures("digits_module")
+def test_any_module_learns_and_resumes_with_buffers_and_dropout() -> None:
+    hpctrain.run(digits(job={"output_dir": "straight"}))
+    losses = [r["loss"] for r in rows("straight") if "loss" in r]
+    assert losses[0] > 1.8 and losses[-1] < 0.5
+    assert rows("straight")[-1]["evaluation_loss"] < 0.5
+    hpctrain.run(digits(job={"steps": 11}))
+    hpctrain.run(digits())
+    assert [r["loss"] for r in rows() if "loss" in r] == losses
+    assert rows()[-1]["evaluation_loss"] == rows("straight")[-1]["evaluation_loss"], (
+        "BatchNorm's averages were restored"
+    )
+
+
+@pytest.mark.usefixtures("digits_module")
+def test_epochs_freeze_and_given_weights() -> None:
+    result = hpctrain.run(digits(job={"steps": 30}))
+    assert result["exit_code"] == 0
+    tables = digits(job={"output_dir": "tuned", "name": "tuned"}, model={"weights": "out/checkpoints/step-00000030"})
+    del tables["job"]["steps"]
+    tables["job"]["epochs"] = 2.5
+    tables["model"]["freeze"] = ["1.*"]
+    result = hpctrain.run(tables)
+    assert result["step"] == int(2.5 * 200) // 40
+    first = next(r for r in rows("tuned") if "loss" in r)
+    assert first["loss"] < 0.5, "it began where the other one ended"
+
+
+def test_unused_parameters_and_nonfinite_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "odd.py").write_text(
+        "import torch\n"
+        "class Odd(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.used, self.unused = torch.nn.Linear(2, 1), torch.nn.Linear(5, 5)\n"
+        "        self.calls = 0\n"
+        "    def forward(self, x):\n"
+        "        self.calls += 1\n"
+        "        return self.used(x) * (float('nan') if self.calls == 3 else 1.0)\n"
+        "def data(split): return [(torch.randn(2), torch.zeros(1)) for _ in range(8)] if split == 'train' else None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tables: dict[str, Any] = {
+        "job": {"name": "odd", "steps": 5, "output_dir": "odd"},
+        "model": {"name": "odd:Odd", "loss": "torch.nn.functional:mse_loss"}, "dataset": {"name": "odd:data"},
+        "optimizer": {"name": "adamw", "lr": 0.1}, "batch": {"global_size": 4, "micro_size": 4},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    with pytest.raises(TrainingError, match="step 3: loss nan"):
+        hpctrain.run(tables)
+    torch.manual_seed(0)
+    tables["job"].update(output_dir="on", on_nonfinite="continue")
+    assert hpctrain.run(tables)["step"] == 5
+    done = rows("on")
+    assert done[2]["loss"] is None and done[2]["skipped"] and done[3]["loss"] is not None
