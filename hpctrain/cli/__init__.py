@@ -9,6 +9,8 @@ import click
 
 from hpctrain.errors import EXIT_USAGE, HpctrainError
 from hpctrain.version import __version__
+from hpctrain.world.detection import launched
+from hpctrain.world.ending import end_process
 
 COMMANDS = ("run", "check", "new", "checkpoint", "plugins", "schema", "bench")
 
@@ -44,9 +46,14 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         code = EXIT_USAGE
+    except SystemExit as ending:
+        code = ending.code
     except (click.Abort, KeyboardInterrupt):
         code = 130
     except BrokenPipeError:  # `hpctrain plugins | head`
         sys.stderr.close()
         code = 0
-    sys.exit(code if isinstance(code, int) else 0)
+    code = code if isinstance(code, int) else 0
+    if launched():
+        end_process(code)
+    sys.exit(code)
