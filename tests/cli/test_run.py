@@ -158,8 +158,8 @@ def test_killed_runs_on_open_mpi(job: JobFile, openmpi_python: str) -> None:
 
 
 def killed_and_continued(job: JobFile, ranks: int, words: list[str]) -> None:
-    """SIGKILL to a rank, to the starter, to a rank again, at random steps; each time the same command goes on."""
-    job.set(job={"steps": 60}, checkpoint={"every_steps": 7})
+    """SIGKILL to a rank and to the starter, in either order, at random steps; each time the same command goes on."""
+    job.set(job={"steps": 40}, checkpoint={"every_steps": 7})
     straight = run([*words, "--set", "job.output_dir='straight'"], job.directory)
     assert straight.code == 0, straight
     slow = job.directory / "slow.py"
@@ -170,7 +170,7 @@ def killed_and_continued(job: JobFile, ranks: int, words: list[str]) -> None:
     job.set(plugins={"load": ["slow"]})
     draw = random.Random(seed := time.time_ns())
     print("random steps from seed", seed)
-    for victim, at in zip(("rank", "starter", "rank"), sorted(draw.sample(range(2, 58), 3)), strict=True):
+    for victim, at in zip(draw.sample(["rank", "starter"], 2), sorted(draw.sample(range(2, 38), 2)), strict=True):
         with started(words, job.directory) as command:
             wait_until(lambda at=at: job.output.exists() and _rows(job) >= at, 90, f"{at} steps")
             if victim == "rank":
@@ -180,7 +180,7 @@ def killed_and_continued(job: JobFile, ranks: int, words: list[str]) -> None:
             assert command.finish(60).code != 0
     done = run(words, job.directory)
     assert done.code == 0, done
-    assert [row["step"] for row in job.rows()] == list(range(1, 61))
+    assert [row["step"] for row in job.rows()] == list(range(1, 41))
     assert loss_texts(job.output) == loss_texts(job.directory / "straight")
 
 

@@ -1,0 +1,49 @@
+"""A run that goes on in another layout every other step has the curve of one process that was never interrupted."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from test_layouts import INTERLEAVED, SEQUENCE, ULYSSES, ZERO_BUBBLE, size
+from test_stages import OPTIMIZERS, compare, reference
+from training import job, train_here
+
+pytestmark = pytest.mark.usefixtures("world")
+
+# parallelism and stage; each reads what the one before it wrote, so that neighbours differ in as much as they can
+LAYOUTS: list[tuple[dict[str, Any], int]] = [
+    ({"tensor": 2}, 1),
+    ({"pipeline": 2}, 0),
+    ({}, 3),
+    ({"tensor": SEQUENCE}, 3),
+    ({"context": 2, "tensor": 2}, 2),
+    ({"pipeline": ZERO_BUBBLE}, 1),
+    ({"context": ULYSSES}, 0),
+    ({}, 2),
+    ({"pipeline": 2, "tensor": SEQUENCE}, 1),
+    ({"replicate": 2}, 3),
+    ({"pipeline": INTERLEAVED}, 2),
+    ({"context": 2, "replicate": 2}, 3),
+    ({"tensor": 2}, 0),
+]
+
+
+@pytest.mark.ranks(2)
+def test_every_layout_goes_on_from_the_one_before(root) -> None:
+    ranks, rows = dist.get_world_size(), []
+    optimizer = "sgd" if ranks % 4 else "adamw"
+    fitting = [(axes, stage) for axes, stage in LAYOUTS if ranks % prod(size(axis) for axis in axes.values()) == 0]
+    if len(fitting) < 3:
+        pytest.skip("needs an even number of ranks")
+    for number, (parallelism, stage) in enumerate(fitting, 1):
+        used = prod(size(axis) for name, axis in parallelism.items() if name != "replicate")
+        tables = job(
+            job={"output_dir": str(root), "steps": number}, optimizer=OPTIMIZERS[optimizer], model={"layers": 4},
+            sharding={"stage": stage}, parallelism=parallelism, batch={"micro_size": 12 * used // ranks},
+        )  # fmt: skip
+        rows += train_here(tables).rows
+    assert [row["step"] for row in rows] == list(range(1, len(fitting) + 1))
+    compare(rows, reference(tables)[1], losses=2e-6, norms=1e-5)
