@@ -24,6 +24,8 @@ _LINE = 128  # bytes: what one rank writes and others poll stands in a cache lin
 # Words of a line: the last round that the rank came to; by the round's parity, what it called and where its tensor lies.
 _ROUND, _DESCRIPTION, _PLACE = 0, 1, 3
 _OFFSET_BITS = 48
+_MOST_VIEWS = 64
+"""Views of the outboxes that are kept: each costs a microsecond to make, which a small message would notice."""
 
 
 class Node:
@@ -36,7 +38,7 @@ class Node:
         self._round = 0
         self._lines = [part[:_LINE].numpy().data.cast("q") for part in parts]
         self._outboxes: list[tuple[Tensor, ...]] = [part[_LINE:].view(2, OUTBOX).unbind() for part in parts]
-        self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # kept, since small messages notice
+        self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
         self._allocated: list[list[Tensor]] = []  # one tensor for each rank
         self._fence = threading.Lock()
         self._fence.acquire()
@@ -79,12 +81,15 @@ class Node:
         """What `rank` wrote before the last `sync`, (OUTBOX,) uint8; valid until the next one."""
         return self._outboxes[rank][self._round % 2]
 
-    def boxes(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """The outbox, and what all ranks will have written when `sync` is over, as tensors of that dtype, flat."""
+    def boxes(self, dtype: torch.dtype, elements: int) -> tuple[Tensor, list[Tensor]]:
+        """The outbox, and what all ranks will have written when `sync` is over, as `elements` of that dtype, flat."""
         side = (self._round + 1) % 2
-        views = self._views.get((dtype, side))
+        views = self._views.get((dtype, elements, side))
         if views is None:
-            views = self._views[dtype, side] = [pair[side].view(dtype) for pair in self._outboxes]
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            views = [pair[side].view(dtype)[:elements] for pair in self._outboxes]
+            self._views[dtype, elements, side] = views
         return views[self.rank], views
 
     def sync(self, place: int = 0) -> bool:

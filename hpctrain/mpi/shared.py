@@ -76,12 +76,11 @@ def all_reduce(node: Node, tensor: Tensor, reduction: Reduction, finish: _Finish
     """
     flat = tensor.view(-1)
     if finish is None and flat.nbytes * node.size <= SMALL:
-        elements = flat.numel()
-        outbox, everyones = node.boxes(flat.dtype)
-        outbox[:elements].copy_(flat)
+        outbox, everyones = node.boxes(flat.dtype, flat.numel())
+        outbox.copy_(flat)
         node.sync()
-        if elements:
-            reduction([box[:elements] for box in everyones], flat, spare=flat)
+        if flat.numel():
+            reduction(everyones, flat, spare=flat)
         return
     place = node.place(flat)
     if node.sync(place):
