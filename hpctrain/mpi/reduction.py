@@ -42,7 +42,7 @@ _ARITHMETIC: dict[ReduceOp.RedOpType, _Combine] = {
 _TRUTH = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _FRACTIONAL = (ReduceOp.AVG, ReduceOp.PREMUL_SUM)
-_PREMUL_SUM = int(ReduceOp.PREMUL_SUM)  # comparing torch's enums themselves takes a microsecond
+_PREMUL_SUM = ReduceOp.PREMUL_SUM.value  # comparing torch's enums themselves takes a microsecond
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -64,7 +64,7 @@ class Reduction:
         Raises ValueError where the two do not go together.
         """
         kind = kind_of(op)
-        if int(kind) != _PREMUL_SUM:
+        if kind.value != _PREMUL_SUM:
             return _plain_reduction(kind, dtype, size)
         # Python gets at the factor only by way of the pickled form.
         factor = op.__getstate__()[1]  # type: ignore[attr-defined]
