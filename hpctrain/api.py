@@ -10,7 +10,7 @@ from hpctrain.contracts.distribution import ActivationCheckpointing, Compression
 from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.optimization import Optimizer, OptimizerOptions, Schedule
-from hpctrain.contracts.pieces import Piece, State
+from hpctrain.contracts.pieces import Piece, State, pieces_of, set_row_order
 from hpctrain.contracts.plugin import ByteSize, Options, Plugin
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts
@@ -61,6 +61,8 @@ __all__ = [
     "fill_normal",
     "hookimpl",
     "mpi_backend",
+    "pieces_of",
+    "set_row_order",
     "shared_zeros",
     "sync_directory",
 ]

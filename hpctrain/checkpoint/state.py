@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.checkpoint.weights import MODEL
-from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.errors import UsageError
 from hpctrain.model.build import named_tensors
 
@@ -20,7 +20,7 @@ OPTIMIZER = "optimizer/"
 def model_pieces(module: nn.Module, trained: Sequence[Piece]) -> list[Piece]:
     """What `trained` holds, and this rank's part of whatever else the module has (frozen parameters, buffers)."""
     others = [(name, tensor) for name, tensor in named_tensors(module) if not (tensor.requires_grad and tensor.numel())]
-    return [*trained, *(Piece.of(name, tensor.detach()) for name, tensor in others)]
+    return [*trained, *(piece for name, tensor in others for piece in pieces_of(module, name, tensor.detach()))]
 
 
 def state_pieces(module: nn.Module, trained: Sequence[Piece], optimizer: torch.optim.Optimizer) -> list[Piece]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -35,10 +36,11 @@ class ModelSpec(Plugin):
         """Heads that tensor parallelism and Ulysses share out; None where nobody has counted them."""
         return None
 
-    def tensor_plan(self) -> dict[str, str]:
+    def tensor_plan(self) -> Mapping[str, str | Mapping[str, Any]]:
         """How tensor parallelism cuts the model: style by module pattern ("layers.*.mlp.up": "colwise").
 
-        The styles are those of the plugin `tensor`. Empty where the model does not say.
+        What `[parallelism.tensor] plan` takes, so a fused [q; k; v] is {"style": "colwise", "parts": 3}. Empty where
+        the model does not say.
         """
         return {}
 

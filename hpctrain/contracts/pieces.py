@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -47,6 +48,43 @@ class Piece:
         )
         with torch.no_grad():  # else to_local() gives a new tensor with a history
             return Piece(name, tuple(tensor.shape), tuple(offsets), tensor.to_local(), axes)
+
+
+Run = tuple[int, int]
+"""Rows that follow one another: the first one, and how many."""
+
+_ROW_ORDERS = "hpctrain_row_orders"
+
+
+def set_row_order(module: nn.Module, parameter: str, runs: Sequence[Run]) -> None:
+    """Say that `parameter` of `module` holds its rows (dimension 0) in another order than in the single-process model:
+    `runs` of the model's rows, one after the other.
+
+    For a Parallelism that stores together what lies apart in the model, such as a rank's rows of a fused q, k and v:
+    the DTensor then is an ordinary one, and pieces, initial values and checkpoints have the model's rows.
+    """
+    module.__dict__.setdefault(_ROW_ORDERS, {})[parameter] = tuple(runs)
+
+
+def pieces_of(module: nn.Module, name: str, tensor: Tensor) -> list[Piece]:
+    """What of `tensor`, the parameter or buffer `name` of `module`, lies on this rank, in the order of its memory.
+
+    One piece, unless `set_row_order` was called for it; then they are runs of whole local rows, and none is empty.
+    """
+    stored = Piece.of(name, tensor)
+    owner, _, attribute = name.rpartition(".")
+    runs = module.get_submodule(owner).__dict__.get(_ROW_ORDERS, {}).get(attribute)
+    return [stored] if runs is None else list(_of_the_model(stored, runs))
+
+
+def _of_the_model(stored: Piece, runs: Sequence[Run]) -> Iterator[Piece]:
+    begin, end, place = stored.offsets[0], stored.offsets[0] + len(stored.tensor), 0
+    for first, count in runs:
+        low, high = max(begin, place), min(end, place + count)
+        if low < high:
+            offsets = (first + low - place, *stored.offsets[1:])
+            yield replace(stored, offsets=offsets, tensor=stored.tensor[low - begin : high - begin])
+        place += count
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.contracts.model import ModelSpec
-from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.errors import UsageError
 from hpctrain.mesh import DATA_AXES, Meshes
 from hpctrain.model.seeded import derive_seed
@@ -66,7 +66,8 @@ def initialize(module: nn.Module, spec: ModelSpec, seed: int) -> None:
     """Give what this rank holds of every parameter and buffer its first values; tied ones under their first name."""
     with torch.no_grad():
         for name, tensor in named_tensors(module):
-            _fill(Piece.of(name, tensor), spec, seed)
+            for piece in pieces_of(module, name, tensor):
+                _fill(piece, spec, seed)
 
 
 def _fill(piece: Piece, spec: ModelSpec, seed: int) -> None:

@@ -88,13 +88,58 @@ class Attention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).reshape(rows, seq, -1))
 
 
+class FusedAttention(nn.Module):
+    """q, k and v in one matrix, [q; k; v], with fewer heads of k and v if asked."""
+
+    def __init__(self, width: int, heads: int, key_value_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.head_dim = heads, key_value_heads, width // heads
+        self.qkv = nn.Linear(width, (heads + 2 * key_value_heads) * self.head_dim)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, seq, _ = x.shape
+        heads = self.qkv(x).view(rows, seq, -1, self.head_dim).transpose(1, 2)
+        q, k, v = heads.split([self.num_heads, self.num_key_value_heads, self.num_key_value_heads], dim=1)
+        return self.proj(self.attend(q, k, v).transpose(1, 2).reshape(rows, seq, -1))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        groups = self.num_heads // self.num_key_value_heads
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class ByHead(FusedAttention):
+    """The rows of q, k and v of each head lie together, so that [q; k; v] is a wrong guess."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, seq, _ = x.shape
+        heads = self.qkv(x).view(rows, seq, self.num_heads, 3, self.head_dim)
+        q, k, v = heads.transpose(1, 2).unbind(3)
+        return self.proj(self.attend(q, k, v).transpose(1, 2).reshape(rows, seq, -1))
+
+
+class AllHeads(FusedAttention):
+    """Counts on the width of its input, as a share of the heads has not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split(x.shape[-1], dim=2)
+        return self.proj(q + k * v)
+
+
+ATTENTIONS = {"plain": None, "fused": FusedAttention, "by-head": ByHead, "all-heads": AllHeads}
+
+
 class Transformer(nn.Module):
     """One block and a tied head, as somebody else would write it."""
 
-    def __init__(self, vocabulary: int = 12, width: int = 8, heads: int = 4) -> None:
+    def __init__(
+        self, vocabulary: int = 12, width: int = 8, heads: int = 4, attention: str = "plain", key_value_heads: int = 4
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.attention = Attention(width, heads)
+        fused = ATTENTIONS[attention]
+        self.attention = Attention(width, heads) if fused is None else fused(width, heads, key_value_heads)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight

@@ -47,9 +47,104 @@ def test_a_foreign_transformer(root, plan: dict[str, str], stage: int) -> None:
     compare(train_here(tables).rows, expected, losses=1e-10, norms=1e-10)
 
 
+FUSED = {"attention.qkv": {"style": "colwise", "parts": 3}, "attention.proj": "rowwise"}
+
+
+def alone(tables: dict[str, Any]) -> list[Any]:
+    """The losses and norms of one process."""
+    model = {key: value for key, value in tables["model"].items() if key not in ("name", "loss")}
+    options = {key: value for key, value in tables["optimizer"].items() if key != "name"}
+    optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[tables["optimizer"]["name"]]
+    torch.set_default_dtype(torch.float64)
+    try:
+        return foreign_steps(built(tables, lambda: Transformer(**model)), tables, optimizer, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def held_rows(tables: dict[str, Any]) -> list[int]:
+    """Of the fused projection, this rank's, as its pieces say."""
+    with session_of(tables) as session:
+        own = [piece for piece in session.pieces if piece.name == "attention.qkv.weight"]
+        return sorted(row for p in own for row in range(p.offsets[0], p.offsets[0] + len(p.tensor)))
+
+
+GUESSED: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("plan", "groups", "stage"), [(FUSED, 4, 0), (GUESSED, 2, 1), (FUSED, 4, 2), (GUESSED, 2, 3)],
+    ids=["given-0", "guessed, grouped-1", "given-2", "guessed, grouped-3"],
+)  # fmt: skip
+def test_a_fused_projection(root, plan: dict[str, Any], groups: int, stage: int) -> None:
+    """A rank has its heads' rows of each of q, k and v; the checkpoint is one process's, and goes back and forth."""
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    tensor = {"size": 2, **({"plan": plan} if plan else {})}
+    tables = tables_of(root, stage, tensor, attention="fused", key_value_heads=groups)
+    if stage % 2:
+        tables["optimizer"] = {"name": "adamw", "lr": 0.05}
+    expected = alone({**tables, "job": {**tables["job"], "steps": 7}})
+    if stage == 0:
+        rows, half, all_kv = held_rows(tables), dist.get_rank() % 2, 2 * groups
+        parts = [(0, 8), (8, all_kv), (8 + all_kv, all_kv)]
+        assert rows == [b + n // 2 * half + i for b, n in parts for i in range(n // 2)]
+    curve = train_here(tables).rows
+    tables["job"]["steps"] = 6
+    curve += train_here({**tables, "parallelism": {}}).rows  # not cut
+    tables["job"]["steps"] = 7
+    curve += train_here(tables).rows
+    compare(curve, expected, losses=1e-10, norms=1e-10)
+
+
+@pytest.mark.parametrize("attention", ["by-head", "all-heads"])
+def test_an_attention_that_cannot_be_cut_as_guessed_is_left_whole(root, caplog, attention: str) -> None:
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    tables = tables_of(root, attention=attention)
+    assert held_rows(tables) == list(range(24))
+    assert "is left whole on every rank: with qkv cut as [q; k; v]" in caplog.text
+    compare(train_here(tables).rows, alone(tables), losses=1e-10, norms=1e-10)
+
+
+def test_a_fused_projection_by_head_is_cut_by_a_plan(root) -> None:
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    plan = {**FUSED, "attention.qkv": {"style": "colwise", "parts": 1}}
+    tables = tables_of(root, 0, {"size": 2, "plan": plan}, attention="by-head")
+    assert len(held_rows(tables)) == 12
+    compare(train_here(tables).rows, alone(tables), losses=1e-10, norms=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        ("colwise", "attention.qkv is q, k and v in one by its name"),
+        ({"style": "colwise", "parts": [8, 8]}, "has 24 rows, and parts = [8, 8] are 16; expected the rows of each"),
+        ({"style": "colwise", "parts": 5}, "has 24 rows, which parts = 5 do not divide"),
+        ({"style": "colwise", "parts": [8, 9, 7]}, "in parts of 8, 9, 7, which 2 ranks do not divide"),
+        ({"style": "rowwise", "parts": 3}, 'parts go with style = "colwise"'),
+        ({"style": "colwise", "parts": 0}, "expected parts of at least 1"),
+        ({"style": "colwise", "part": 3}, "unknown key 'part'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_fused_entry_is_a_sentence(root, entry: Any, sentence: str) -> None:
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    plan = {**FUSED, "attention.qkv": entry}
+    with (
+        pytest.raises((UsageError, JobError)) as error,
+        session_of(tables_of(root, 0, {"size": 2, "plan": plan}, attention="fused")),
+    ):
+        pass
+    assert sentence in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
+        ({"mlp": "colwise"}, "mlp is a Sequential, and colwise cuts a Linear or an Embedding; leave it out"),
         ({"mlp.9": "colwise"}, "no module matches 'mlp.9'; the names are like embedding, attention"),
         ({"mlp.0": "colwize"}, "found the style 'colwize' for 'mlp.0', expected one of colwise, rowwise"),
         (

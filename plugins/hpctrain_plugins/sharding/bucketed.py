@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.api import Compression, ModelSpec, Sharding
-from hpctrain_plugins.sharding.buckets import Bucket, Entry, make_buckets, trained
+from hpctrain_plugins.sharding.buckets import Bucket, Entry, make_buckets
 
 
 class Bucketed(Sharding):
@@ -28,7 +28,7 @@ class Bucketed(Sharding):
         return module
 
     def materialized(self, module: nn.Module) -> None:
-        self._buckets = make_buckets(trained(module), self.bucket_bytes, self._shard.size())
+        self._buckets = make_buckets(module, self.bucket_bytes, self._shard.size())
         self._launched = 0
         self._fresh = True
         for bucket in self._buckets:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpctrain.api import Piece, shared_zeros
+from hpctrain.api import Piece, pieces_of, shared_zeros
 
 _ALIGNMENT = 64
 """Bytes: a rank's slice of a bucket begins at a multiple of it."""
@@ -18,23 +18,24 @@ _ALIGNMENT = 64
 
 @dataclass
 class Entry:
-    """A trained parameter in a bucket; `piece` is what of it lies on this rank."""
+    """A trained parameter in a bucket; `pieces` are what of it lies on this rank, one after the other in `local`."""
 
     name: str
     parameter: nn.Parameter
+    pieces: list[Piece]
     offset: int = 0
     """Of its first element in the flat buffer."""
     filled: bool = False
     """Whether its gradient lies in the bucket's buffer."""
-    piece: Piece = field(init=False)
+    local: Tensor = field(init=False)
+    """The plain tensor that holds this rank's values."""
 
     def __post_init__(self) -> None:
-        self.piece = Piece.of(self.name, self.parameter)
+        self.local = Piece.of(self.name, self.parameter).tensor
 
-    @property
-    def local(self) -> Tensor:
-        """The plain tensor that holds this rank's values."""
-        return self.piece.tensor
+    def cut(self, tensor: Tensor) -> list[Tensor]:
+        """A tensor of the shape of `local`, cut as the pieces are."""
+        return [tensor] if len(self.pieces) == 1 else list(torch.split(tensor, [len(p.tensor) for p in self.pieces]))
 
     def view(self, flat: Tensor) -> Tensor:
         """Its place in a flat buffer."""
@@ -42,6 +43,8 @@ class Entry:
 
     def move_to(self, view: Tensor) -> None:
         """The values lie in `view` from now on."""
+        for tensor, part in zip([p.tensor for p in self.pieces], self.cut(view), strict=True):
+            tensor.data = part
         self.local.data = view
         if isinstance(self.parameter, DTensor):
             self.parameter._local_tensor.data = view  # to_local() gives a tensor of its own
@@ -149,14 +152,14 @@ def trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel())
 
 
-def make_buckets(parameters: Iterable[tuple[str, nn.Parameter]], nbytes: int, ranks: int) -> list[Bucket]:
+def make_buckets(module: nn.Module, nbytes: int, ranks: int) -> list[Bucket]:
     """Buckets of at most `nbytes` (or one parameter) and one dtype each.
 
     Backward reaches the last parameters first, so buckets are filled from the end.
     """
     groups: list[list[Entry]] = []
     size = 0
-    for entry in reversed([Entry(name, parameter) for name, parameter in parameters]):
+    for entry in reversed([Entry(name, one, pieces_of(module, name, one)) for name, one in trained(module)]):
         if entry.local.numel() == 0:
             continue  # a DTensor of which nothing lies on this rank
         full = size + entry.local.nbytes > nbytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hpctrain.api import Compression, Field, ModelSpec, Options, Piece, Sharding, UsageError, hookimpl
+from hpctrain.api import Compression, Field, ModelSpec, Options, Piece, Sharding, UsageError, hookimpl, pieces_of
 from hpctrain_plugins.sharding.buckets import trained
 from hpctrain_plugins.sharding.communication import AsynchronousAllGather, Buffers, Pending, SummingReduceScatter
 from hpctrain_plugins.sharding.offload import host_copy, is_needed
@@ -52,6 +52,27 @@ class FullyShardedOptions(Options):
         if "min_parameters" in self.model_fields_set and self.wrap != "size":
             raise ValueError(f'min_parameters goes with wrap = "size"; with wrap = "{self.wrap}" it does nothing')
         return self
+
+
+@dataclass
+class Held:
+    """Rows of a parameter's shard on this rank."""
+
+    parameter: DTensor
+    begin: int
+    """The first of them in the shard."""
+    local: Tensor
+    """Their values there."""
+    piece: Piece
+    """With them, or with a copy in host memory."""
+
+    def gradient(self) -> Tensor:
+        """Of the last backward; zeros where it made none."""
+        whole = self.parameter.grad
+        if not isinstance(whole, DTensor):
+            return torch.zeros_like(self.piece.tensor)
+        gradient = whole.to_local()[self.begin : self.begin + len(self.local)]
+        return gradient.to(self.piece.tensor.device)
 
 
 class FullySharded(Sharding):
@@ -123,21 +144,24 @@ class FullySharded(Sharding):
         return torch.device("cpu") if self._offloads_parameters else device
 
     def materialized(self, module: nn.Module) -> None:
-        self._held: list[tuple[DTensor, Tensor, Piece]] = []
+        self._held: list[Held] = []
         for name, parameter in trained(module):
             assert isinstance(parameter, DTensor)
-            local = Piece.of(name, parameter)
-            if not local.tensor.numel():
-                continue  # fewer rows than ranks
-            values = host_copy(local.tensor, self.options.pin_memory) if self._offloads else local.tensor
-            self._held.append((parameter, local.tensor, replace(local, tensor=nn.Parameter(values))))
+            begin = 0
+            for piece in pieces_of(module, name, parameter):
+                local = piece.tensor
+                if not local.numel():
+                    continue  # fewer rows than ranks
+                values = host_copy(local, self.options.pin_memory) if self._offloads else local
+                self._held.append(Held(parameter, begin, local, replace(piece, tensor=nn.Parameter(values))))
+                begin += len(local)
         self._parameters = [parameter for _, parameter in trained(module)]
         self._fresh = True
 
     def begin(self, last: bool, interleaved: bool = False) -> None:
         if self._fresh:
-            for _, _, piece in self._held:
-                piece.tensor.grad = None
+            for held in self._held:
+                held.piece.tensor.grad = None
         else:
             self._collect()
         self._fresh = False
@@ -147,12 +171,11 @@ class FullySharded(Sharding):
         """Take over what the last backward made: fully_shard is to find no gradient that it would add to."""
         for one in self._reduce_scatters:
             one.finish()
-        for parameter, local, piece in self._held:
-            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else torch.zeros_like(local)
-            if piece.tensor.grad is None:
-                piece.tensor.grad = gradient.to(piece.tensor.device)
+        for held in self._held:
+            if held.piece.tensor.grad is None:
+                held.piece.tensor.grad = held.gradient()
             else:
-                piece.tensor.grad += gradient.to(piece.tensor.device)
+                held.piece.tensor.grad += held.gradient()
         for made in self._parameters:
             made.grad = None
 
@@ -166,9 +189,9 @@ class FullySharded(Sharding):
     def _sum_over_replicas(self) -> None:
         """Hybrid sharding: ranks with the same place in dp_shard hold the same pieces."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for _, _, piece in self._held:
-            assert piece.tensor.grad is not None
-            by_dtype.setdefault(piece.tensor.dtype, []).append(piece.tensor.grad)
+        for held in self._held:
+            assert held.piece.tensor.grad is not None
+            by_dtype.setdefault(held.piece.tensor.dtype, []).append(held.piece.tensor.grad)
         for gradients in by_dtype.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             self._compression.all_reduce(flat, self._replicate)()
@@ -178,11 +201,11 @@ class FullySharded(Sharding):
     @torch.no_grad()
     def refresh(self) -> None:
         if self._offloads:
-            for _, local, piece in self._held:
-                local.copy_(piece.tensor)
+            for held in self._held:
+                held.local.copy_(held.piece.tensor)
 
     def pieces(self) -> list[Piece]:
-        return [piece for _, _, piece in self._held]
+        return [held.piece for held in self._held]
 
     def optimizer(
         self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

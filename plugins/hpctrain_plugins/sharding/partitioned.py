@@ -134,14 +134,16 @@ class Partitioned(Bucketed):
 
 def _owned(entry: Entry, begin: int, master: Tensor, gradients: Tensor) -> list[tuple[Piece, Tensor]]:
     """What of `entry` lies in the slice `master` that begins at element `begin` of the bucket, with its gradients."""
-    shape, cut = tuple(entry.local.shape), []
-    low, high = max(begin - entry.offset, 0), min(begin + len(master) - entry.offset, entry.local.numel())
-    place = entry.offset + low - begin
-    for offsets, lengths in rectangles(shape, low, high):
-        end = place + prod(lengths)
-        tensor, gradient = (flat[place:end].view(lengths) for flat in (master, gradients))
-        place = end
-        base = entry.piece
-        absolute = tuple(a + b for a, b in zip(base.offsets, offsets, strict=True))
-        cut.append((Piece(entry.name, base.shape, absolute, nn.Parameter(tensor), (*base.axes, "dp_shard")), gradient))
+    cut, start = [], entry.offset
+    for base in entry.pieces:
+        low, high = max(begin - start, 0), min(begin + len(master) - start, base.tensor.numel())
+        place = start + low - begin
+        for offsets, lengths in rectangles(tuple(base.tensor.shape), low, high):
+            end = place + prod(lengths)
+            tensor, gradient = (flat[place:end].view(lengths) for flat in (master, gradients))
+            place = end
+            absolute = tuple(a + b for a, b in zip(base.offsets, offsets, strict=True))
+            piece = Piece(entry.name, base.shape, absolute, nn.Parameter(tensor), (*base.axes, "dp_shard"))
+            cut.append((piece, gradient))
+        start += base.tensor.numel()
     return cut

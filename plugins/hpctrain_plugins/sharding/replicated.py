@@ -34,13 +34,14 @@ class Replicated(Bucketed):
 
     def materialized(self, module: nn.Module) -> None:
         super().materialized(module)
-        self._pieces: dict[str, Piece] = {}
+        self._pieces: dict[str, list[Piece]] = {}
         for bucket in self._buckets:
             bucket.gradients = bucket.buffer(self._replicate)
             for entry in bucket.entries:
-                piece = entry.piece
-                whole = piece.tensor is entry.parameter
-                self._pieces[entry.name] = piece if whole else replace(piece, tensor=nn.Parameter(piece.tensor))
+                whole = entry.local is entry.parameter
+                self._pieces[entry.name] = [
+                    piece if whole else replace(piece, tensor=nn.Parameter(piece.tensor)) for piece in entry.pieces
+                ]
 
     def _gradient_made(self, bucket: Bucket, entry: Entry) -> None:
         bucket.fill(entry)
@@ -57,11 +58,14 @@ class Replicated(Bucketed):
         for bucket in self._buckets:
             assert bucket.gradients is not None
             for entry in bucket.entries:
-                self._pieces[entry.name].tensor.grad = entry.view(bucket.gradients)
+                for piece, gradient in zip(
+                    self._pieces[entry.name], entry.cut(entry.view(bucket.gradients)), strict=True
+                ):
+                    piece.tensor.grad = gradient
         self._fresh = True
 
     def pieces(self) -> list[Piece]:
-        return list(reversed(self._pieces.values()))
+        return [piece for pieces in reversed(self._pieces.values()) for piece in pieces]
 
 
 @hookimpl

@@ -3,49 +3,94 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from hpctrain.api import ModelSpec
+from hpctrain_plugins.parallelism.tensor.cut import Cut, linear_of
+from hpctrain_plugins.parallelism.tensor.trial import adds_up
 
 _INTO = re.compile(r"^(q|k|v|query|key|value|gate|up|fc1|fc_in|w1|w3|c_fc|dense_h_to_4h|linear1|wq|wk|wv)(_?proj)?$")
+_FUSED = re.compile(r"^(qkv(_?proj)?|c_attn|[wW]qkv)$")
 _OUT = re.compile(r"^(o|out|output|down|fc2|fc_out|w2|c_proj|dense_4h_to_h|linear2|wo)(_?proj)?$")
-HEADS = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads", "num_key_value_heads", "n_kv_heads")
+_HEADS = (
+    "num_heads", "n_heads", "n_head", "heads", "num_attention_heads",
+    "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head",
+)  # fmt: skip
 """Attributes that count the heads of an attention; a rank has its share of them."""
+_WIDTHS = ("split_size", "q_size", "kv_size")
+"""Attributes that say where a fused projection's output is cut; a rank has its share of that, too."""
 
 
-def plan_of_blocks(module: nn.Module, spec: ModelSpec) -> dict[str, str]:
-    """colwise and rowwise for every module that has Linear children going in and one coming out."""
-    plan: dict[str, str] = {}
+def plan_of_blocks(module: nn.Module, size: int) -> dict[str, Cut]:
+    """colwise and rowwise for every module that has Linear children going in and one coming out.
+
+    An attention whose projection is fused is cut only if the parts of `size` ranks then add up to the whole: its rows
+    may be in another order than [q; k; v], or its forward may count on all heads.
+    """
+    plan: dict[str, Cut] = {}
+    tried: dict[object, bool] = {}
     for name, inner in module.named_modules():
         linears = {key: child for key, child in inner.named_children() if isinstance(child, nn.Linear)}
         into = [key for key in linears if _INTO.match(key)]
-        out = [key for key in linears if _OUT.match(key)]
+        fused = [key for key in linears if is_fused(key)]
+        out = [key for key in linears if _OUT.match(key) or (fused and key == "proj")]
+        path = f"{name}." if name else ""
         if into and len(out) == 1 and len({linears[key].out_features for key in into}) <= 2:
-            path = f"{name}." if name else ""
-            plan |= {path + key: "colwise" for key in into} | {path + out[0]: "rowwise"}
+            plan |= {path + key: Cut(style="colwise") for key in into} | {path + out[0]: Cut(style="rowwise")}
+        elif len(fused) == len(out) == 1 and not into:
+            plan |= {path + key: cut for key, cut in _fused(inner, fused[0], out[0], size, tried).items()}
         elif not into and not out:
             plan |= dict(_sequence(name, inner))
     return plan
 
 
-def _sequence(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
+def is_fused(name: str) -> bool:
+    """Whether a module of this name holds q, k and v in one matrix, part after part in all models that we know."""
+    return _FUSED.match(name.rpartition(".")[2]) is not None
+
+
+def _fused(attention: nn.Module, into: str, out: str, size: int, tried: dict[object, bool]) -> dict[str, Cut]:
+    """q has as many rows as the projection out takes, k and v share the rest; empty where it can't be so.
+
+    tried: what became of attentions that are alike.
+    """
+    q = linear_of(attention, out).in_features
+    rest = linear_of(attention, into).out_features - q
+    heads = heads_of(attention)
+    if rest <= 0 or rest % 2 or not heads:
+        return {}
+    cut = Cut(style="colwise", parts=[q, rest // 2, rest // 2])
+    alike = (type(attention), q, rest, *heads.items())
+    if alike not in tried:
+        uneven = any(number % size for number in (q, rest // 2, *heads.values()))  # refused later, with a sentence
+        tried[alike] = uneven or adds_up(attention, into, cut, out, size, share_heads)
+    return {into: cut, out: Cut(style="rowwise")} if tried[alike] else {}
+
+
+def _sequence(name: str, module: nn.Module) -> Iterator[tuple[str, Cut]]:
     """An nn.Sequential of Linear, anything element by element, Linear is an MLP."""
     if not isinstance(module, nn.Sequential):
         return
     linears = [(key, child) for key, child in module.named_children() if isinstance(child, nn.Linear)]
     if len(linears) == 2 and linears[0][1].out_features == linears[1][1].in_features:
-        yield f"{name}.{linears[0][0]}", "colwise"
-        yield f"{name}.{linears[1][0]}", "rowwise"
+        yield f"{name}.{linears[0][0]}", Cut(style="colwise")
+        yield f"{name}.{linears[1][0]}", Cut(style="rowwise")
 
 
-def share_heads(module: nn.Module, plan: dict[str, str], size: int) -> None:
+def share_all_heads(module: nn.Module, plan: Mapping[str, Cut], size: int) -> None:
     """An attention that knows its heads by number has only its share of them on a rank."""
-    parents = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
-    for name in parents:
-        inner = module.get_submodule(name)
-        for attribute in HEADS:
-            value = getattr(inner, attribute, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                setattr(inner, attribute, value // size)
+    for name in {name.rpartition(".")[0] for name, cut in plan.items() if cut.style == "colwise"}:
+        share_heads(module.get_submodule(name), size)
+
+
+def share_heads(attention: nn.Module, size: int) -> None:
+    """What it knows by number, divided by `size`."""
+    for attribute, value in heads_of(attention, (*_HEADS, *_WIDTHS)).items():
+        setattr(attention, attribute, value // size)
+
+
+def heads_of(attention: nn.Module, attributes: Sequence[str] = _HEADS) -> dict[str, int]:
+    """What it knows by number, by the attribute's name."""
+    found = {name: getattr(attention, name, None) for name in attributes}
+    return {name: value for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}

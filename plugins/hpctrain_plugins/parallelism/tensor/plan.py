@@ -3,42 +3,59 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Mapping
+from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from hpctrain.api import ModelSpec, UsageError
 from hpctrain_plugins.parallelism.tensor.blocks import plan_of_blocks
+from hpctrain_plugins.parallelism.tensor.cut import Cut, Entry
 from hpctrain_plugins.parallelism.tensor.styles import STYLES
 
-Plan = Mapping[str, str]
+LOG = logging.getLogger("hpctrain")
+_PLAN: TypeAdapter[dict[str, Cut]] = TypeAdapter(dict[str, Entry])
 
 
-def plan_for(module: nn.Module, spec: ModelSpec, given: Plan) -> dict[str, str]:
-    """Style by module name: from the job, else the model, else its Hugging Face style plan, else its plain blocks.
+def plan_for(module: nn.Module, spec: ModelSpec, given: Mapping[str, Cut], size: int) -> dict[str, Cut]:
+    """The cut by module name: from the job, else the model, else its Hugging Face style plan, else its plain blocks.
 
     Raises UsageError for a pattern that matches nothing, an unknown style, or a model that nothing is known of.
     """
-    plan = given or spec.tensor_plan() or _hugging_face_plan(module)
+    plan = given or _read(spec.tensor_plan() or _hugging_face_plan(module), spec)
     if plan:
         return expand(module, plan)
-    found = plan_of_blocks(module, spec)
+    found = plan_of_blocks(module, size)
     if not found:
         raise UsageError(
             f"the model {spec.name!r} has no tensor_plan, and no attention or MLP was found in it to make one from; "
             'write [parallelism.tensor] plan = { "layers.*.mlp.up" = "colwise", ... }'
         )
+    LOG.info("tensor parallelism, worked out: %s", {n: c.model_dump(exclude_none=True) for n, c in found.items()})
     return found
 
 
-def expand(module: nn.Module, plan: Plan) -> dict[str, str]:
+def _read(plan: Mapping[str, Any], spec: ModelSpec) -> dict[str, Cut]:
+    """A plan that the model brings."""
+    try:
+        return _PLAN.validate_python(dict(plan))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UsageError(
+            f"the tensor_plan of the model {spec.name!r}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from error
+
+
+def expand(module: nn.Module, plan: Mapping[str, Cut]) -> dict[str, Cut]:
     """Patterns (fnmatch, where * stands for any part of a name) to module names."""
     names = [name for name, _ in module.named_modules() if name]
-    expanded: dict[str, str] = {}
-    for pattern, style in plan.items():
-        if style not in STYLES:
+    expanded: dict[str, Cut] = {}
+    for pattern, cut in plan.items():
+        if cut.style not in STYLES:
             raise UsageError(
-                f"[parallelism.tensor] plan: found the style {style!r} for {pattern!r}, expected one of "
+                f"[parallelism.tensor] plan: found the style {cut.style!r} for {pattern!r}, expected one of "
                 f"{', '.join(STYLES)}"
             )
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
@@ -47,11 +64,11 @@ def expand(module: nn.Module, plan: Plan) -> dict[str, str]:
                 f"[parallelism.tensor] plan: no module matches {pattern!r}; the names are like "
                 f"{', '.join(names[:6])}, ..."
             )
-        expanded |= dict.fromkeys(matched, style)
+        expanded |= dict.fromkeys(matched, cut)
     return expanded
 
 
-def _hugging_face_plan(module: nn.Module) -> Plan:
+def _hugging_face_plan(module: nn.Module) -> Mapping[str, Any]:
     """What transformers' models carry: `_tp_plan`, or the config's `base_model_tp_plan`."""
     plan = getattr(module, "_tp_plan", None) or getattr(getattr(module, "config", None), "base_model_tp_plan", None)
     return plan if isinstance(plan, Mapping) else {}

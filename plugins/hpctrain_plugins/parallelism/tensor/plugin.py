@@ -10,14 +10,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from hpctrain.api import Field, ModelSpec, Options, Parallelism, UsageError, hookimpl
-from hpctrain_plugins.parallelism.tensor.blocks import HEADS, share_heads
+from hpctrain_plugins.parallelism.tensor.blocks import heads_of, is_fused, share_all_heads
+from hpctrain_plugins.parallelism.tensor.cut import Cut, Entry, gather_shares, linear_of
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
 from hpctrain_plugins.parallelism.tensor.styles import STYLES
 
 
 class TensorOptions(Options):
-    plan: dict[str, str] = Field(
-        default={}, description='styles by module pattern, such as "layers.*.mlp.up" = "colwise"; default: the model\'s'
+    plan: dict[str, Entry] = Field(
+        default={},
+        description='styles by module pattern, such as "layers.*.mlp.up" = "colwise", or for a fused [q; k; v] '
+        '{ style = "colwise", parts = 3 }; default: the model\'s',
     )
     sequence_parallel: bool = Field(
         default=False, description="cut the activations between the blocks along the sequence, too"
@@ -43,13 +46,19 @@ class Tensor(Parallelism):
         return None
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
-        plan = plan_for(module, spec, self.options.plan)
-        self._refuse_uneven(module, plan, mesh.size())
+        plan = plan_for(module, spec, self.options.plan, mesh.size())
+        for name, cut in plan.items():
+            _refuse_unfit(module, name, cut)
+            _refuse_uneven(module, name, cut, mesh.size())
         if not spec.tensor_plan():
-            share_heads(module, plan, mesh.size())
+            share_all_heads(module, plan, mesh.size())
         tied = _tied(module)
-        for name, style in plan.items():
-            made = STYLES[style](module.get_submodule(name), self.options.sequence_parallel)
+        for name, cut in plan.items():
+            inner = module.get_submodule(name)
+            if cut.parts is not None:
+                linear = linear_of(module, name)
+                gather_shares(linear, cut.rows(name, linear), mesh.size())
+            made = STYLES[cut.style](inner, self.options.sequence_parallel)
             if made is not None:
                 # every rank has the same values, or none yet: nothing to send
                 parallelize_module(module, mesh, {name: made}, src_data_rank=None)
@@ -59,24 +68,43 @@ class Tensor(Parallelism):
     def context(self) -> AbstractContextManager[object]:
         return loss_parallel()
 
-    @staticmethod
-    def _refuse_uneven(module: nn.Module, plan: dict[str, str], size: int) -> None:
-        for name, style in plan.items():
-            inner = module.get_submodule(name)
-            cut = {"colwise": 0, "rowwise": 1}.get(style)
-            if isinstance(inner, nn.Linear) and cut is not None and inner.weight.shape[cut] % size:
-                raise UsageError(
-                    f"[parallelism] tensor = {size}: {name}.weight is {tuple(inner.weight.shape)}, and {style} cuts "
-                    f"dim {cut}, which {size} ranks do not divide"
-                )
-            parent = module.get_submodule(name.rpartition(".")[0])
-            for attribute in HEADS if style == "colwise" else ():
-                heads = getattr(parent, attribute, None)
-                if isinstance(heads, int) and not isinstance(heads, bool) and heads % size:
-                    raise UsageError(
-                        f"[parallelism] tensor = {size}: {type(parent).__name__}.{attribute} is {heads}, which {size} "
-                        f"ranks do not divide"
-                    )
+
+def _refuse_unfit(module: nn.Module, name: str, cut: Cut) -> None:
+    """What the style can't cut, or would cut wrongly."""
+    inner = module.get_submodule(name)
+    linear = isinstance(inner, nn.Linear)
+    cuts = cut.style in ("colwise", "rowwise", "colwise_rep", "vocabulary")
+    if cuts and not (linear or (isinstance(inner, nn.Embedding) and cut.parts is None)):
+        raise UsageError(
+            f"[parallelism.tensor] plan: {name} is a {type(inner).__name__}, and {cut.style} cuts a Linear"
+            + (" or an Embedding; leave it out" if cut.parts is None else " into parts; leave them out")
+        )
+    if linear and cut.style == "colwise" and cut.parts is None and is_fused(name):
+        raise UsageError(
+            f'[parallelism.tensor] plan: {name} is q, k and v in one by its name, and "colwise" would give its first rows to '
+            'the first rank; write { style = "colwise", parts = 3 }, or the rows of q, of k and of v as parts = [64, 16, 16] '
+            "(parts = 1 if the rows of each head lie together)"
+        )
+
+
+def _refuse_uneven(module: nn.Module, name: str, cut: Cut, size: int) -> None:
+    inner = module.get_submodule(name)
+    dim = {"colwise": 0, "rowwise": 1}.get(cut.style)
+    if isinstance(inner, nn.Linear) and dim is not None:
+        parts = cut.rows(name, inner) if dim == 0 else [inner.weight.shape[1]]
+        if any(part % size for part in parts):
+            of_parts = f" in parts of {', '.join(map(str, parts))}" if len(parts) > 1 else ""
+            raise UsageError(
+                f"[parallelism] tensor = {size}: {name}.weight is {tuple(inner.weight.shape)}, and {cut.style} cuts "
+                f"dim {dim}{of_parts}, which {size} ranks do not divide"
+            )
+    parent = module.get_submodule(name.rpartition(".")[0])
+    for attribute, heads in heads_of(parent).items() if cut.style == "colwise" else ():
+        if heads % size:
+            raise UsageError(
+                f"[parallelism] tensor = {size}: {type(parent).__name__}.{attribute} is {heads}, which {size} "
+                f"ranks do not divide"
+            )
 
 
 def _tied(module: nn.Module) -> list[list[str]]:
