@@ -17,6 +17,7 @@ from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts
 from hpctrain.errors import CheckpointError, EnvironmentUnfitError, HpctrainError, TrainingError, UsageError
 from hpctrain.hookspecs import hookimpl
 from hpctrain.model.seeded import fill_normal
+from hpctrain.model.tied import tie, tied_parameters
 from hpctrain.mpi import shared_zeros
 from hpctrain.plugins.discovery import API_VERSION
 from hpctrain.world.identity import Identity
@@ -65,4 +66,6 @@ __all__ = [
     "set_row_order",
     "shared_zeros",
     "sync_directory",
+    "tie",
+    "tied_parameters",
 ]

@@ -16,6 +16,7 @@ from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.errors import UsageError
 from hpctrain.mesh import DATA_AXES, Meshes
 from hpctrain.model.seeded import derive_seed
+from hpctrain.model.tied import tie, tied_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +54,9 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, device: torch.device) ->
     module = parts.sharding.apply(module, spec, meshes.model[DATA_AXES], parts.compression)
     home = parts.sharding.home(device)
     if spec.meta:
+        tied = tied_parameters(module)
         module.to_empty(device=home)
+        tie(module, tied)  # each place got a parameter of its own
         initialize(module, spec, job.job.seed)
     module.to(device=home)
     for inner in module.modules():

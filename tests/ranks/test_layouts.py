@@ -53,11 +53,24 @@ EIGHT = [  # with a data axis of 2
 SIXTEEN = [({"pipeline": 2, "context": 2, "tensor": SEQUENCE}, 2, "sgd", 2, "none")]
 
 
+TIED = [
+    ({"pipeline": GPIPE}, 0, "sgd", 4, "none"),
+    ({"pipeline": 2}, 1, "adamw", 2, "full"),
+    ({"pipeline": INTERLEAVED}, 2, "sgd", 2, "none"),
+    ({"pipeline": ZERO_BUBBLE}, 1, "sgd", 2, "none"),
+    ({"pipeline": 2, "tensor": SEQUENCE}, 1, "sgd", 2, "none"),
+    ({"tensor": TENSOR}, 3, "sgd", 1, "none"),
+    ({"replicate": 2}, 1, "sgd", 1, "none"),
+]
+
+
 def size(axis: Any) -> int:
     return axis if isinstance(axis, int) else int(axis["size"])
 
 
-def run(root, record, case: tuple[dict[str, Any], int, str, int, str], mode: str = "fp32") -> None:
+def run(
+    root, record, case: tuple[dict[str, Any], int, str, int, str], mode: str = "fp32", **model: Any
+) -> dict[str, Any]:
     parallelism, stage, optimizer, micro_batches, checkpointing = case
     used = prod(size(axis) for name, axis in parallelism.items() if name != "replicate")
     if dist.get_world_size() % used:
@@ -65,14 +78,16 @@ def run(root, record, case: tuple[dict[str, Any], int, str, int, str], mode: str
     pipeline = parallelism.get("pipeline", 1)
     tables = job(
         job={"output_dir": str(root)}, optimizer=OPTIMIZERS[optimizer], sharding={"stage": stage},
-        model={"layers": 4 if isinstance(pipeline, dict) and "stages_per_rank" in pipeline else 2},
+        model={"layers": 4 if isinstance(pipeline, dict) and "stages_per_rank" in pipeline else 2, **model},
         batch={"micro_size": 24 * used // dist.get_world_size() // micro_batches}, parallelism=parallelism,
         activation_checkpointing={"mode": checkpointing}, precision={"mode": mode},
     )  # fmt: skip
     rows = train_here(tables).rows
     losses, norms, dtype = (2e-6, 1e-5, torch.float32) if mode == "fp32" else (1e-10, 1e-10, torch.float64)
     found = compare(rows, reference(tables, dtype)[1], losses, norms)
-    record(mode, f"stage {stage}, {_words(parallelism)}", found, optimizer, micro_batches > 1, checkpointing)
+    words = _words(parallelism) + (", tied embeddings" if model.get("tie_embeddings") else "")
+    record(mode, f"stage {stage}, {words}", found, optimizer, micro_batches > 1, checkpointing)
+    return tables
 
 
 def _words(parallelism: dict[str, Any]) -> str:
@@ -99,6 +114,12 @@ def test_one_axis(root, record, case) -> None:
 @pytest.mark.parametrize("case", [ONE_AXIS[3], ONE_AXIS[6], ONE_AXIS[12]], ids=label)
 def test_fp64(root, record, case) -> None:
     run(root, record, case, "fp64")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", TIED, ids=label)
+def test_an_embedding_that_is_also_the_head(root, record, case) -> None:
+    run(root, record, case, tie_embeddings=True)
 
 
 @pytest.mark.ranks(4)

@@ -26,6 +26,7 @@ class GPTOptions(Options):
     attention_heads: int = Field(default=4, ge=1, description="heads per block; must divide hidden_size")
     vocab_size: int = Field(default=256, ge=1, description="number of token ids")
     max_seq_length: int = Field(default=128, ge=1, description="longest sequence, in tokens")
+    tie_embeddings: bool = Field(default=False, description="the head's matrix is that of the token embedding")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> GPTOptions:
@@ -91,7 +92,7 @@ class Block(nn.Module):
 
 
 class GPTModule(nn.Module):
-    """Token and position embeddings, blocks, a final norm and an untied head."""
+    """Token and position embeddings, blocks, a final norm and a head."""
 
     def __init__(self, options: GPTOptions) -> None:
         super().__init__()
@@ -100,6 +101,8 @@ class GPTModule(nn.Module):
         self.layers = nn.ModuleList(Block(options.hidden_size, options.attention_heads) for _ in range(options.layers))
         self.norm = nn.LayerNorm(options.hidden_size)
         self.head = nn.Linear(options.hidden_size, options.vocab_size, bias=False)
+        if options.tie_embeddings:
+            self.head.weight = self.token_embedding.weight
 
     def embed(self, input_ids: Tensor, positions: Tensor | None) -> Tensor:
         """input_ids: (batch, seq), positions: (seq,), from 0 by default -> (batch, seq, hidden)"""

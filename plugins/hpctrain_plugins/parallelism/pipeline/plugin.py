@@ -10,8 +10,9 @@ from pydantic import model_validator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import Field, ModelSpec, Options, Parallelism, Runner, RunnerParts, UsageError, hookimpl
+from hpctrain.api import Field, ModelSpec, Options, Parallelism, Runner, RunnerParts, hookimpl
 from hpctrain_plugins.parallelism.pipeline.runner import PipelineRunner
+from hpctrain_plugins.parallelism.pipeline.shared import SharedParameters, find_shared
 from hpctrain_plugins.parallelism.pipeline.stages import drop, split
 
 
@@ -59,30 +60,22 @@ class Pipeline(Parallelism):
         blocks, (before, after) = spec.blocks(module), spec.ends(module)
         stages = mesh.size() * self.options.stages_per_rank
         parts = split(len(blocks), stages, self.options.split)
-        mine = range(mesh.get_local_rank(), stages, mesh.size())
-        self._refuse_tied(module, before, after)
-        self._group: dist.ProcessGroup = mesh.get_group()
-        self._stages = {stage: [blocks[i] for i in parts[stage]] for stage in mine}
-        kept = [block for stage in mine for block in self._stages[stage]]
-        kept += before if 0 in mine else []
-        kept += after if stages - 1 in mine else []
+        ranks = [range(rank, stages, mesh.size()) for rank in range(mesh.size())]
+        kept = [[blocks[i] for stage in mine for i in parts[stage]] for mine in ranks]
+        kept[0] += before
+        kept[-1] += after
         everything = [*before, *blocks, *after]
-        drop(module, [one for one in everything if not any(one is other for other in kept)])
+        dropped = [[one for one in everything if not any(one is other for other in own)] for own in kept]
+        shared = find_shared(module, dropped)
+        rank = mesh.get_local_rank()
+        self._group: dist.ProcessGroup = mesh.get_group()
+        self._stages = {stage: [blocks[i] for i in parts[stage]] for stage in ranks[rank]}
+        drop(module, dropped[rank])
+        self._shared = SharedParameters(module, shared, self._group)
         return module
 
     def runner(self, parts: RunnerParts) -> Runner:
-        return PipelineRunner(parts, self._group, self.options.schedule, self._stages)
-
-    @staticmethod
-    def _refuse_tied(module: nn.Module, before: list[nn.Module], after: list[nn.Module]) -> None:
-        first = {id(p) for one in before for p in one.parameters()}
-        tied = [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in first]
-        last = {id(p) for one in after for p in one.parameters()}
-        if first & last:
-            raise UsageError(
-                f"[parallelism] pipeline: {tied[0]} is tied between the first and the last pipeline stage, which is not "
-                "supported; untie the embeddings or use tensor parallelism"
-            )
+        return PipelineRunner(parts, self._group, self.options.schedule, self._stages, self._shared)
 
 
 @hookimpl

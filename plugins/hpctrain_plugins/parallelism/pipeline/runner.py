@@ -18,6 +18,7 @@ from torch.distributed.pipelining import (
 
 from hpctrain.api import MicroBatch, Runner, RunnerParts
 from hpctrain_plugins.parallelism.pipeline.passing import receive, send
+from hpctrain_plugins.parallelism.pipeline.shared import SharedParameters
 from hpctrain_plugins.parallelism.pipeline.stages import Stage
 
 _SCHEDULES: dict[str, Any] = {
@@ -33,15 +34,23 @@ class PipelineRunner(Runner):
     """This rank's pipeline stages. Losses exist on the rank of the last one only."""
 
     def __init__(
-        self, parts: RunnerParts, group: dist.ProcessGroup, schedule: str, stages: dict[int, list[nn.Module]]
+        self,
+        parts: RunnerParts,
+        group: dist.ProcessGroup,
+        schedule: str,
+        stages: dict[int, list[nn.Module]],
+        shared: SharedParameters,
     ) -> None:
-        """stages: the blocks of each of this rank's pipeline stages, by number."""
-        self._parts, self._group, self._name = parts, group, schedule
+        """stages: the blocks of each of this rank's pipeline stages, by number. shared: what other ranks need, too."""
+        self._parts, self._group, self._name, self._shared = parts, group, schedule, shared
         self._count = len(stages) * group.size()
         self._stages = {
             number: Stage(parts.module, parts.spec, parts.precision, blocks, number == 0, number == self._count - 1)
             for number, blocks in stages.items()
         }
+        shared.place(parts.device)
+        for stage in self._stages.values():
+            stage.copies.extend(shared.copies_of(stage))
         self._schedule: Any = None
         self._micro_batches = 0
         self._divisor = 1
@@ -60,8 +69,12 @@ class PipelineRunner(Runner):
         first = [index] if 0 in self._stages else []
         target = index if self._count - 1 in self._stages else None
         losses: list[Tensor] = []
+        sent = self._shared.spread()
         with parts.context():
             self._schedule.step(*first, target=target, losses=losses, return_outputs=False, index=index)
+        for work in sent:
+            work.wait()
+        self._shared.gather_gradients()
         self._give([])
         scale = parts.precision.scale(torch.ones_like(self._total)) / divisor
         return sum((loss.detach().double() / scale for loss in losses), torch.zeros_like(self._total))
@@ -85,6 +98,8 @@ class PipelineRunner(Runner):
         parts = self._parts
         parts.module.eval()
         total, count = torch.zeros_like(self._total), 0
+        for work in self._shared.spread():
+            work.wait()
         for micro in micro_batches:
             self._give([micro])
             with parts.context():

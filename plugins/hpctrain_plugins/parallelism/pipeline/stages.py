@@ -58,6 +58,7 @@ class Stage(nn.Module):
         before, after = spec.ends(module)
         self.before = nn.ModuleList(before if first else [])
         self.after = nn.ModuleList(after if last else [])
+        self.copies = nn.ParameterList()  # of other stages' parameters, so that schedules find them among this one's
         self._spec, self._precision, self._first, self._last = spec, precision, first, last
         self.micro_batches: list[MicroBatch] = []
 

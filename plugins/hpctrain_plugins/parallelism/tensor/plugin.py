@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
-from hpctrain.api import Field, ModelSpec, Options, Parallelism, UsageError, hookimpl
+from hpctrain.api import Field, ModelSpec, Options, Parallelism, UsageError, hookimpl, tie, tied_parameters
 from hpctrain_plugins.parallelism.tensor.blocks import heads_of, is_fused, share_all_heads
 from hpctrain_plugins.parallelism.tensor.cut import Cut, Entry, gather_shares, linear_of
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
@@ -52,7 +52,7 @@ class Tensor(Parallelism):
             _refuse_uneven(module, name, cut, mesh.size())
         if not spec.tensor_plan():
             share_all_heads(module, plan, mesh.size())
-        tied = _tied(module)
+        tied = tied_parameters(module)
         for name, cut in plan.items():
             inner = module.get_submodule(name)
             if cut.parts is not None:
@@ -62,7 +62,8 @@ class Tensor(Parallelism):
             if made is not None:
                 # every rank has the same values, or none yet: nothing to send
                 parallelize_module(module, mesh, {name: made}, src_data_rank=None)
-        _tie(module, tied)
+        _refuse_cut_apart(module, tied)
+        tie(module, tied)
         return module
 
     def context(self) -> AbstractContextManager[object]:
@@ -107,16 +108,8 @@ def _refuse_uneven(module: nn.Module, name: str, cut: Cut, size: int) -> None:
             )
 
 
-def _tied(module: nn.Module) -> list[list[str]]:
-    """The names of parameters that are one tensor, where there are several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
-def _tie(module: nn.Module, tied: list[list[str]]) -> None:
-    """Make tied parameters one again after each has been replaced. Raises UsageError where they are cut differently."""
+def _refuse_cut_apart(module: nn.Module, tied: list[list[str]]) -> None:
+    """Tied parameters that are no longer one."""
     for first, *others in tied:
         kept = module.get_parameter(first)
         for name in others:
@@ -127,8 +120,6 @@ def _tie(module: nn.Module, tied: list[list[str]]) -> None:
                     f"({_placements(kept)} and {_placements(other)}); give both modules styles that cut the same dim, "
                     'such as "rowwise" for the embedding and "vocabulary" for the head'
                 )
-            path, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(path), attribute, kept)
 
 
 def _placements(parameter: nn.Parameter) -> str:

@@ -1,0 +1,24 @@
+"""Parameters that a model has in several places, such as an embedding that is also the head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+
+def tied_parameters(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several, the one that it is known by first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def tie(module: nn.Module, tied: Iterable[list[str]]) -> None:
+    """Make them one again, after each place has got a parameter of its own: the first one's."""
+    for first, *others in tied:
+        kept = module.get_parameter(first)
+        for name in others:
+            path, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(path), attribute, kept)

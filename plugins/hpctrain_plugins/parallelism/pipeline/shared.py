@@ -1,0 +1,122 @@
+"""Parameters that several ranks of a pipeline need, such as an embedding that is also the head.
+
+One of them, the owner, has it in its module, and so it is sharded, updated and saved there and nowhere else. The others
+hold a copy that is no parameter of their module: it gets the owner's values before each step, so that both ends are equal
+to the bit, and gives the owner its gradient after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+@dataclass
+class Shared:
+    """One such parameter. `name` is the one that it has in the single-process model."""
+
+    name: str
+    trained: bool
+    owner: int
+    others: list[int]
+    copy: nn.Parameter
+    """On the ranks that do not own it; on the meta device until it is put in its places."""
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Modules of this rank and their attributes that are the copy."""
+
+
+def find_shared(module: nn.Module, dropped: Sequence[Sequence[nn.Module]]) -> list[Shared]:
+    """What of the whole `module` lies on several ranks; `dropped[rank]` is what a rank will not have."""
+    kept = [[inner for _, inner in module.named_modules(memo=set(gone))] for gone in dropped]
+    held = [{id(p) for inner in modules for p in inner.parameters(recurse=False)} for modules in kept]
+    shared = []
+    for name, parameter in module.named_parameters():
+        ranks = [rank for rank, found in enumerate(held) if id(parameter) in found]
+        if len(ranks) < 2:
+            continue
+        home = module.get_submodule(name.rpartition(".")[0])
+        # who has the place that it is named after: names stay those of the whole model
+        owner = next(rank for rank in ranks if any(home is inner for inner in kept[rank]))
+        others = [rank for rank in ranks if rank != owner]
+        shared.append(Shared(name, parameter.requires_grad, owner, others, parameter))
+    return shared
+
+
+class SharedParameters:
+    """Those of this rank."""
+
+    def __init__(self, module: nn.Module, shared: list[Shared], group: dist.ProcessGroup) -> None:
+        """`module` has lost what lies elsewhere. Its copies are taken out of it until `place`."""
+        self._module, self._shared, self._group, self._fresh = module, shared, group, True
+        for one in shared:
+            if group.rank() not in one.others:
+                continue
+            for inner in module.modules():
+                own = [
+                    name for name, p in inner.named_parameters(recurse=False, remove_duplicate=False) if p is one.copy
+                ]
+                for name in own:
+                    del inner._parameters[name]
+                    one.places.append((inner, name))
+
+    def place(self, device: torch.device) -> None:
+        """Put the copies where they are used, without values."""
+        for one in self._shared:
+            if one.places:
+                (one.copy,) = nn.ParameterList([one.copy]).to_empty(device=device)
+            for inner, name in one.places:
+                inner.__dict__[name] = one.copy  # setattr would make it a parameter of the module
+
+    def copies_of(self, stage: nn.Module) -> list[nn.Parameter]:
+        """The trained copies that `stage` uses."""
+        inside = set(stage.modules())
+        return [one.copy for one in self._shared if one.trained and any(inner in inside for inner, _ in one.places)]
+
+    @torch.no_grad()
+    def spread(self) -> list[dist.Work]:
+        """Give the copies their values. What is returned must be waited for before the owner changes its own."""
+        works: list[dist.Work | None] = []
+        for one in self._shared:
+            if not (one.trained or self._fresh):
+                continue
+            if self._group.rank() == one.owner:
+                values = _local(self._module.get_parameter(one.name)).contiguous()
+                works += [dist.isend(values, group_dst=rank, group=self._group) for rank in one.others]
+            elif self._group.rank() in one.others:
+                dist.recv(_local(one.copy), group_src=one.owner, group=self._group)
+        self._fresh = False
+        return [work for work in works if work is not None]
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        """Add the copies' gradients to the owner's."""
+        for one in self._shared:
+            if not one.trained:
+                continue
+            if self._group.rank() == one.owner:
+                gradient = _gradient(self._module.get_parameter(one.name))
+                received = torch.empty_like(gradient)
+                for rank in one.others:
+                    dist.recv(received, group_src=rank, group=self._group)
+                    gradient += received
+            elif self._group.rank() in one.others:
+                dist.send(_gradient(one.copy).contiguous(), group_dst=one.owner, group=self._group)
+                one.copy.grad = None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of it, live; zeros where it was not used."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    parameter.grad = gradient
+    return _local(gradient)

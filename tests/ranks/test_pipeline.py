@@ -1,0 +1,81 @@
+"""Pipelines: parameters that several ranks need, and what is measured of the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from modules import foreign_steps
+from plain import module_of
+from test_stages import OPTIMIZERS, compare, reference
+from training import job, session_of, train_here
+
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
+
+
+def knotted(root, sharding: dict[str, Any], **model: Any) -> dict[str, Any]:
+    return {
+        "job": {"name": "knotted", "steps": 6, "seed": 4, "output_dir": str(root)}, "plugins": {"load": ["knotted"]},
+        "model": {"name": "knotted", **model}, "dataset": {"name": "modules:samples"}, "sharding": sharding,
+        "optimizer": {"name": "sgd", "lr": 0.2, "momentum": 0.9, "weight_decay": 0.1},
+        "batch": {"global_size": 24, "micro_size": 3}, "precision": {"mode": "fp64"}, "parallelism": {"pipeline": 2},
+    }  # fmt: skip
+
+
+def knotted_alone(tables: dict[str, Any], frozen: str = "") -> list[Any]:
+    module = module_of(tables, torch.float64)
+    if frozen:
+        module.get_parameter(frozen).requires_grad_(False)
+    options = {key: value for key, value in tables["optimizer"].items() if key != "name"}
+    return foreign_steps(module, tables, torch.optim.SGD, **options)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "frozen"),
+    [({"stage": 0}, ""), ({"stage": 2}, "head.weight"), ({"stage": 1, "contiguous_gradients": False}, "")],
+    ids=str,
+)
+def test_shared_parameters_of_every_kind(root, sharding: dict[str, Any], frozen: str) -> None:
+    """Owned by the last rank, by the first, and by none of the modules that are moved; one of them frozen."""
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    tables = knotted(root, sharding, **({"freeze": [frozen]} if frozen else {}))
+    expected = knotted_alone({**tables, "job": {**tables["job"], "steps": 9}}, frozen)
+    rows = train_here(tables).rows
+    tables["job"]["steps"] = 8
+    rows += train_here({**tables, "parallelism": {}}).rows  # names and values are those of the whole model
+    tables["job"]["steps"] = 9
+    rows += train_here(tables).rows
+    compare(rows, expected, losses=1e-10, norms=1e-10)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_tied_embeddings_are_one_parameter(root, stage: int) -> None:
+    """One rank shards, updates and saves it. A resume is exact, which needs both ends to be equal to the bit."""
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+
+    def tables(output: str, steps: int) -> dict[str, Any]:
+        return job(
+            job={"output_dir": str(root / output), "steps": steps}, model={"tie_embeddings": True},
+            optimizer=OPTIMIZERS["sgd"], sharding={"stage": stage}, batch={"micro_size": 3},
+            parallelism={"pipeline": 2},
+        )  # fmt: skip
+
+    straight = train_here(tables("straight", 6)).rows
+    compare(straight, reference(tables("", 6))[1], losses=2e-6, norms=1e-5)
+    train_here(tables("halves", 3))
+    resumed = train_here(tables("halves", 6)).rows
+    assert [(row["loss"], row["grad_norm"]) for row in resumed] == [
+        (row["loss"], row["grad_norm"]) for row in straight[3:]
+    ]
+    with session_of(tables("halves", 6)) as session:
+        named = [name for name, _ in session.module.named_parameters()]
+        first = "token_embedding.weight" in named
+        assert "head.weight" not in named
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, first)
+        assert everyone.count(True) == len(everyone) / 2
+        assert {piece.name for piece in session.pieces} <= set(named)
