@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -63,6 +64,11 @@ class Runner(ABC):
         Gradients are of (sum of losses) / `divisor`, summed over the micro batches. Calls `sharding.begin` before the
         forward of each micro batch, or once before all of them where their forwards and backwards interleave.
         """
+
+    def busy(self) -> tuple[float, float]:
+        """Of the last `train`: seconds in which this rank computed, and seconds that it took. NaN where it waits for no
+        other rank in between, or where this time tells nothing."""
+        return math.nan, math.nan
 
     @abstractmethod
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, int]:

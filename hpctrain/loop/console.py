@@ -49,9 +49,10 @@ class Console:
         if "evaluation_loss" in row:
             self.line(f"step {row['step']}/{steps}  evaluation loss {row['evaluation_loss']:.4f}")
             return
+        bubble = f"  bubble {row['pipeline_bubble']:.0%}" if "pipeline_bubble" in row else ""
         text = (
             f"loss {row['loss']:.4f}  lr {row['lr']:.3g}  grad norm {row['grad_norm']:.3g}  "
-            f"{row['tokens_per_second']:,.0f} tokens/s{'  skipped' if row.get('skipped') else ''}"
+            f"{row['tokens_per_second']:,.0f} tokens/s{bubble}{'  skipped' if row.get('skipped') else ''}"
         )
         if self._live:
             self._show_bar(row["step"], steps, text)

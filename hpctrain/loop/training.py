@@ -63,7 +63,8 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
 
     loss_part = loss_sum.item() * session.loss_share
     local = [loss_part, times.data, times.communication, memory_bytes(session.device), float(stop.requested)]
-    losses, data, communication, memory, stops = gather_row(local).T
+    losses, data, communication, memory, stops, busy, taken = gather_row([*local, *session.runner.busy()]).T
+    bubble = 1 - (busy.mean() / taken.max()).item()  # who is ready first waits for the last one
     loss = losses.sum().item() / count
     row = {
         "step": session.step,
@@ -76,6 +77,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
         "data_seconds": data.max().item(),
         "communication_seconds": communication.max().item(),
         "memory_bytes": {"rank_max": int(memory.max()), "rank_mean": int(memory.mean())},
+        **({"pipeline_bubble": bubble} if math.isfinite(bubble) else {}),
         **({} if apply else {"skipped": True}),
     }
     session.hooks.hpctrain_step_end(step=session.step, metrics=row)

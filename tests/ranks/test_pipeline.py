@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import torch.distributed as dist
 from modules import foreign_steps
 from plain import module_of
 from test_stages import OPTIMIZERS, compare, reference
-from training import job, session_of, train_here
+from training import Rows, job, session_of, train_here
+
+from hpctrain.loop.signals import StopRequest
+from hpctrain.loop.training import train
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 
@@ -79,3 +83,34 @@ def test_tied_embeddings_are_one_parameter(root, stage: int) -> None:
         dist.all_gather_object(everyone, first)
         assert everyone.count(True) == len(everyone) / 2
         assert {piece.name for piece in session.pieces} <= set(named)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "layers", "micro_batches", "formula"),
+    [
+        ({"size": 2, "schedule": "gpipe"}, 2, 1, 1 / 2),
+        ({"size": 2, "schedule": "1f1b"}, 2, 6, 1 / 7),
+        ({"size": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 2}, 4, 2, 1 / 5),
+    ],
+    ids=str,
+)
+def test_the_bubble_is_measured(
+    root, pipeline: dict[str, Any], layers: int, micro_batches: int, formula: float
+) -> None:
+    """Blocks that mostly sleep take as long as each other, as the formula has it, however busy the cores are."""
+    if dist.get_world_size() > 2:
+        pytest.skip("2 ranks have shown it")
+    tables = job(
+        job={"output_dir": str(root), "steps": 4}, model={"layers": layers}, parallelism={"pipeline": pipeline},
+        batch={"micro_size": 24 // micro_batches},
+    )  # fmt: skip
+    rows = Rows(None)
+    with session_of(tables, rows) as session:
+        for block in session.parts.model.blocks(session.module):
+            block.register_forward_hook(lambda *_: time.sleep(0.01))
+            block.register_full_backward_hook(lambda *_: time.sleep(0.02))
+        train(session, StopRequest())
+        assert f"bubble {formula:.0%} of a step" in str(session.runner.describe(micro_batches))
+    assert "pipeline_bubble" not in rows.rows[0]
+    measured = sorted(row["pipeline_bubble"] for row in rows.rows[1:])
+    assert measured[1] == pytest.approx(formula, abs=0.1), measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -20,6 +20,7 @@ from hpctrain.api import MicroBatch, Runner, RunnerParts
 from hpctrain_plugins.parallelism.pipeline.passing import receive, send
 from hpctrain_plugins.parallelism.pipeline.shared import SharedParameters
 from hpctrain_plugins.parallelism.pipeline.stages import Stage
+from hpctrain_plugins.parallelism.pipeline.stopwatch import Stopwatch, TimedStage
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -53,6 +54,7 @@ class PipelineRunner(Runner):
             stage.copies.extend(shared.copies_of(stage))
         self._schedule: Any = None
         self._micro_batches = 0
+        self._watch, self._is_set_up = Stopwatch(parts.device), False
         self._divisor = 1
         self._total = torch.zeros((), dtype=torch.float64, device=parts.device)
 
@@ -61,7 +63,8 @@ class PipelineRunner(Runner):
         parts.module.train()
         self._divisor = divisor
         self._give(micro_batches)
-        if self._micro_batches != len(micro_batches):
+        self._is_set_up = self._micro_batches == len(micro_batches)
+        if not self._is_set_up:
             self._micro_batches, self._schedule = len(micro_batches), self._make_schedule(len(micro_batches))
         parts.sharding.begin(last=True, interleaved=True)
         parts.seed_draws(step, micro_batches[0])
@@ -69,9 +72,11 @@ class PipelineRunner(Runner):
         first = [index] if 0 in self._stages else []
         target = index if self._count - 1 in self._stages else None
         losses: list[Tensor] = []
+        self._watch.restart()
         sent = self._shared.spread()
         with parts.context():
             self._schedule.step(*first, target=target, losses=losses, return_outputs=False, index=index)
+        self._watch.stop()
         for work in sent:
             work.wait()
         self._shared.gather_gradients()
@@ -81,17 +86,23 @@ class PipelineRunner(Runner):
 
     def _make_schedule(self, micro_batches: int) -> Any:
         stages = [
-            PipelineStage(stage, number, self._count, self._parts.device, group=self._group)
+            TimedStage(stage, number, self._count, self._parts.device, group=self._group)
             for number, stage in self._stages.items()
         ]
+        for stage in stages:
+            stage.watch = self._watch
         of = stages[0] if self._name in _OF_ONE_STAGE else stages
         return _SCHEDULES[self._name](of, micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, outputs: Any, index: Tensor) -> Tensor:
         parts = self._parts
-        with parts.precision.forward(parts.device):
+        with self._watch.computing(), parts.precision.forward(parts.device):
             loss = parts.loss(outputs, self._given[int(index)])
         return parts.precision.scale(loss / self._divisor)
+
+    def busy(self) -> tuple[float, float]:
+        # the first step of a schedule finds out the shapes that travel
+        return self._watch.seconds() if self._is_set_up else (math.nan, math.nan)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, int]:

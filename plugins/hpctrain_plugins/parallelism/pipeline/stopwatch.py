@@ -1,0 +1,69 @@
+"""How long a rank computes while a pipeline's schedule runs; the rest of the time it waits for its neighbours."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+
+class Stopwatch:
+    """Adds up spans of computation. On a GPU it is the stream's time, and nothing waits until `seconds` is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """A schedule begins."""
+        self._begin = self._end = self._mark()
+        self._spans: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around what counts as computation."""
+        begin = self._mark()
+        yield
+        self._spans.append((begin, self._mark()))
+
+    def stop(self) -> None:
+        """The schedule is over."""
+        self._end = self._mark()
+
+    def seconds(self) -> tuple[float, float]:
+        """In which this rank computed, and from `restart` to `stop`."""
+        if self._device.type == "cuda":
+            self._end.synchronize()
+        return sum(self._between(*span) for span in self._spans), self._between(self._begin, self._end)
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end) / 1000 if self._device.type == "cuda" else end - begin)
+
+
+class TimedStage(PipelineStage):
+    """torch's, whose computation `watch` times."""
+
+    watch: Stopwatch
+
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        with self.watch.computing():
+            return super().forward_one_chunk(*args, **options)
+
+    def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        with self.watch.computing():
+            return super().backward_one_chunk(*args, **options)
+
+    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
+        with self.watch.computing():
+            return super().backward_weight_one_chunk(*args, **options)
