@@ -37,6 +37,11 @@ class Parallelism(Plugin):
     splits_module: ClassVar[bool] = False
     """Whether the ranks of the axis have different parameters (pp), so that each name lies on one of them only."""
 
+    @property
+    def repeats_activations(self) -> bool:
+        """Whether all ranks of the axis have the same activations between the blocks (tp without sequence parallelism)."""
+        return False
+
     def refuse(self, spec: ModelSpec, size: int) -> str | None:
         """Why this model cannot be spread over `size` ranks of this axis, in a sentence; None when it can."""
         return None
@@ -62,8 +67,12 @@ class ActivationCheckpointing(Plugin):
     """Trades activation memory for a second forward pass."""
 
     @abstractmethod
-    def apply(self, module: nn.Module, spec: ModelSpec) -> None:
-        """Change the blocks of `module` in place without renaming any parameter."""
+    def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
+        """Change the blocks of `module` in place without renaming any parameter.
+
+        replicas: the one-dimensional mesh of ranks whose blocks get the same inputs (see
+        `Parallelism.repeats_activations`); None where each rank's are its own.
+        """
 
 
 class Compression(Plugin):

@@ -47,7 +47,8 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, device: torch.device) ->
     elements = sum(tensor.numel() for _, tensor in named_tensors(module))
     for plugin in sorted(parts.parallelism.values(), key=lambda p: -p.order):  # the pipeline last: plans name all
         module = plugin.apply(module, spec, meshes.axis(plugin.axis))
-    parts.activation_checkpointing.apply(module, spec)
+    alike = [meshes.axis(plugin.axis) for plugin in parts.parallelism.values() if plugin.repeats_activations]
+    parts.activation_checkpointing.apply(module, spec, alike[0] if alike else None)
     if job.compile.enabled:
         for block in spec.blocks(module) or [module]:
             block.compile()  # in place: a wrapper would rename the parameters

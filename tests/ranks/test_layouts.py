@@ -19,6 +19,8 @@ INTERLEAVED = {"size": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 2}
 ZERO_BUBBLE = {"size": 2, "schedule": "zero-bubble", "stages_per_rank": 2}
 GPIPE = {"size": 2, "schedule": "gpipe"}
 
+CHECKPOINTING = {"full, partitioned": {"mode": "full", "partition_activations": True}}
+
 # parallelism, stage, optimizer, micro batches per step, activation checkpointing
 ONE_AXIS: list[tuple[dict[str, Any], int, str, int, str]] = [
     ({"tensor": TENSOR}, 0, "adamw", 1, "none"),
@@ -37,6 +39,7 @@ ONE_AXIS: list[tuple[dict[str, Any], int, str, int, str]] = [
     ({"pipeline": GPIPE}, 0, "sgd", 4, "none"),
     ({"pipeline": INTERLEAVED}, 2, "sgd", 2, "none"),
     ({"pipeline": ZERO_BUBBLE}, 1, "sgd", 2, "none"),
+    ({"tensor": TENSOR}, 0, "sgd", 2, "full, partitioned"),
 ]
 MORE_AXES = [
     ({"context": 4}, 0, "sgd", 1, "none"),
@@ -44,6 +47,7 @@ MORE_AXES = [
     ({"pipeline": 2, "tensor": SEQUENCE}, 1, "sgd", 2, "full"),
     ({"pipeline": 2, "context": 2}, 2, "sgd", 2, "none"),
     ({"context": 2, "replicate": 2}, 2, "sgd", 1, "none"),
+    ({"pipeline": 2, "tensor": TENSOR}, 1, "sgd", 2, "full, partitioned"),
 ]
 EIGHT = [  # with a data axis of 2
     ({"pipeline": 2, "tensor": TENSOR}, 0, "sgd", 2, "none"),
@@ -80,7 +84,7 @@ def run(
         job={"output_dir": str(root)}, optimizer=OPTIMIZERS[optimizer], sharding={"stage": stage},
         model={"layers": 4 if isinstance(pipeline, dict) and "stages_per_rank" in pipeline else 2, **model},
         batch={"micro_size": 24 * used // dist.get_world_size() // micro_batches}, parallelism=parallelism,
-        activation_checkpointing={"mode": checkpointing}, precision={"mode": mode},
+        activation_checkpointing=CHECKPOINTING.get(checkpointing, {"mode": checkpointing}), precision={"mode": mode},
     )  # fmt: skip
     rows = train_here(tables).rows
     losses, norms, dtype = (2e-6, 1e-5, torch.float32) if mode == "fp32" else (1e-10, 1e-10, torch.float64)

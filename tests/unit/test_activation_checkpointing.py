@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from alive import Alive
 
 from hpctrain.job.check import check
 from hpctrain.job.problems import JobError
@@ -22,34 +20,12 @@ TABLES: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Alive(TorchDispatchMode):
-    """Bytes of all storages that operators have made since and that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self._seen:
-                storage = tensor.untyped_storage()
-                self._seen.add(storage)
-                self.bytes += storage.nbytes()
-                weakref.finalize(storage, self._gone, storage.nbytes())
-        return out
-
-    def _gone(self, nbytes: int) -> None:
-        self.bytes -= nbytes
-
-
 def run(table: dict[str, Any]) -> tuple[int, list[torch.Tensor]]:
     """Bytes kept from forward to backward, and the gradients."""
     parts = check(RawJob({**TABLES, "activation_checkpointing": table}, {}, "j"), None).parts
     torch.manual_seed(0)
     module = parts.model.build()
-    parts.activation_checkpointing.apply(module, parts.model)
+    parts.activation_checkpointing.apply(module, parts.model, None)
     ids = torch.randint(32, (4, 64), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
     with Alive() as alive:
@@ -89,6 +65,13 @@ def test_every_other_block_keeps_more_than_every_block() -> None:
 def test_an_operator_that_does_not_exist(everything) -> None:
     with pytest.raises(Exception, match="torch has no operator mmm"):
         run({"mode": "selective", "keep": ["mmm"]})
+
+
+def test_nothing_to_partition_is_said(everything, caplog) -> None:
+    kept, gradients = run({"mode": "full", "partition_activations": True})
+    assert kept < 0.25 * everything[0]
+    torch.testing.assert_close(gradients, everything[1])
+    assert "no ranks hold the same inputs of blocks" in caplog.text
 
 
 def test_options_of_another_mode_are_refused() -> None:

@@ -3,22 +3,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, hookimpl
 from hpctrain_plugins.activation_checkpointing.blocks import blocks_of
+from hpctrain_plugins.activation_checkpointing.partition import Partition
+
+LOG = logging.getLogger("hpctrain")
 
 
 class FullOptions(Options):
     every: int = Field(default=1, ge=1, description="compute every n-th block again; the others keep their activations")
     offload: bool = Field(default=False, description="keep the blocks' inputs in host memory until backward")
+    partition_activations: bool = Field(
+        default=False,
+        description="each tensor-parallel rank keeps its part of a block's input, and gathers it in backward",
+    )
 
 
 class Keep(ActivationCheckpointing):
@@ -26,7 +36,7 @@ class Keep(ActivationCheckpointing):
 
     name = "none"
 
-    def apply(self, module: nn.Module, spec: ModelSpec) -> None:
+    def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
         return
 
 
@@ -37,18 +47,31 @@ class Full(ActivationCheckpointing):
     Options = FullOptions
     options: FullOptions
 
-    def apply(self, module: nn.Module, spec: ModelSpec) -> None:
-        blocks = blocks_of(module, spec, self.name)
-        run = partial(checkpoint, use_reentrant=False)
+    def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
+        blocks, keeping = blocks_of(module, spec, self.name), self._keeping(replicas)
         for block in blocks[:: self.options.every]:
             # the bound method is replaced, not the module wrapped: parameter names stay as they are
-            block.forward = partial(_offloaded if self.options.offload else run, block.forward)
+            block.forward = partial(_recomputed, keeping, block.forward)
+
+    def _keeping(self, replicas: DeviceMesh | None) -> Callable[[], AbstractContextManager[object]]:
+        """What is entered where a block's inputs are saved."""
+        if self.options.partition_activations and replicas is not None:
+            partition = Partition(replicas.get_group(), self.options.offload)
+            return partial(saved_tensors_hooks, partition.pack, partition.unpack)
+        if self.options.partition_activations:
+            LOG.warning(
+                "[activation_checkpointing] partition_activations: no ranks hold the same inputs of blocks, so it saves "
+                "nothing; those of [parallelism] tensor without sequence_parallel do"
+            )
+        return partial(save_on_cpu, pin_memory=torch.cuda.is_available()) if self.options.offload else nullcontext
 
 
-def _offloaded(forward: Callable[..., Any], *inputs: Any) -> Any:
-    # what checkpoint saves are the inputs; what it computes again is not saved by these hooks
-    with save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return checkpoint(forward, *inputs, use_reentrant=False)
+def _recomputed(
+    keeping: Callable[[], AbstractContextManager[object]], forward: Callable[..., Any], *inputs: Any, **options: Any
+) -> Any:
+    # what checkpoint saves are the inputs; what it computes again is not saved by hooks from outside
+    with keeping():
+        return checkpoint(forward, *inputs, use_reentrant=False, **options)
 
 
 @hookimpl

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, UsageError, hookimpl
@@ -36,7 +37,7 @@ class Selective(ActivationCheckpointing):
     Options = SelectiveOptions
     options: SelectiveOptions
 
-    def apply(self, module: nn.Module, spec: ModelSpec) -> None:
+    def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
         blocks = blocks_of(module, spec, self.name)
         unknown = [name for name in self.options.keep if not hasattr(torch.ops.aten, name)]
         if unknown:

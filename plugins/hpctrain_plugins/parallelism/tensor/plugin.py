@@ -37,6 +37,10 @@ class Tensor(Parallelism):
     Options = TensorOptions
     options: TensorOptions
 
+    @property
+    def repeats_activations(self) -> bool:
+        return not self.options.sequence_parallel
+
     def refuse(self, spec: ModelSpec, size: int) -> str | None:
         heads = spec.attention_heads
         if heads is not None and heads % size:

@@ -1,0 +1,53 @@
+"""Of an activation that several ranks hold alike each keeps a part until backward, where they gather it again
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 6.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's equal share of a flattened tensor; the last ones' may end with zeros."""
+
+    values: Tensor
+    shape: torch.Size
+    device: torch.device
+
+
+class Partition:
+    """What `torch.autograd.graph.saved_tensors_hooks` takes, for tensors that are the same on all ranks of `group`."""
+
+    def __init__(self, group: dist.ProcessGroup, offload: bool) -> None:
+        """offload: keep the parts in host memory."""
+        self._group, self._offload = group, offload
+
+    @torch.no_grad()
+    def pack(self, tensor: Tensor) -> Any:
+        """This rank's part; whatever is no activation (a mask, positions) as it is."""
+        if not tensor.requires_grad or isinstance(tensor, DTensor):
+            return tensor
+        share = -(-tensor.numel() // self._group.size())
+        mine = tensor.reshape(-1)[self._group.rank() * share :][:share]
+        pinned = self._offload and tensor.is_cuda
+        values = torch.zeros(
+            share, dtype=tensor.dtype, device="cpu" if self._offload else tensor.device, pin_memory=pinned
+        )
+        values[: len(mine)] = mine
+        return Part(values, tensor.shape, tensor.device)
+
+    @torch.no_grad()
+    def unpack(self, packed: Any) -> Tensor:
+        """The whole tensor; collective over the group."""
+        if not isinstance(packed, Part):
+            return packed  # type: ignore[no-any-return]
+        mine = packed.values.to(packed.device)
+        whole = mine.new_empty(len(mine) * self._group.size())
+        dist.all_gather_single(whole, mine, group=self._group)
+        return whole[: packed.shape.numel()].view(packed.shape)

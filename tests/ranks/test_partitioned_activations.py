@@ -1,0 +1,71 @@
+"""Activations that tensor-parallel ranks hold alike: each keeps a part of them. test_layouts.py has the curves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from alive import Alive
+from hpctrain_plugins.activation_checkpointing.partition import Partition
+from torch.autograd.graph import saved_tensors_hooks
+from training import job, session_of
+
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
+
+LAYERS, HIDDEN, SEQ, ROWS = 3, 64, 32, 4
+
+
+def kept(root, table: dict[str, Any]) -> tuple[int, list[torch.Tensor]]:
+    """Bytes kept from forward to backward on this rank, and its gradients."""
+    tables = job(
+        job={"output_dir": str(root)}, activation_checkpointing=table, parallelism={"tensor": 2},
+        model={"layers": LAYERS, "hidden_size": HIDDEN, "max_seq_length": SEQ},
+        batch={"global_size": ROWS * dist.get_world_size() // 2, "micro_size": ROWS},
+    )  # fmt: skip
+    with session_of(tables) as session:
+        spec, tensor = session.parts.model, session.parts.parallelism["tensor"]
+        loader = session.training_loader()
+        batch = next(loader).batch
+        loader.close()
+        with tensor.context():
+            with Alive() as alive:
+                loss = spec.loss(spec.forward(session.module, batch), batch)
+                found = alive.bytes
+            session.parts.sharding.begin(last=True)
+            loss.backward()
+        session.parts.sharding.synchronize()
+        return found, [gradient.clone() for gradient in session.gradients()]
+
+
+@pytest.mark.parametrize("more", [{}, {"every": 2}], ids=str)
+def test_each_rank_keeps_its_part_of_the_inputs(root, more: dict[str, Any]) -> None:
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    full, expected = kept(root, {"mode": "full", **more})
+    partitioned, gradients = kept(root, {"mode": "full", "partition_activations": True, **more})
+    blocks = -(-LAYERS // more.get("every", 1))
+    # the output of each recomputed block is the input of the next one: it is kept once, whole or in part
+    saved = blocks * ROWS * SEQ * HIDDEN * 4 / 2
+    assert full - partitioned == pytest.approx(saved, rel=0.02), (full, partitioned)
+    for one, other in zip(gradients, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("shape", [(5, 7), (1,), (0, 3), ()], ids=str)
+def test_any_shape_comes_back(shape: tuple[int, ...], offload: bool) -> None:
+    """Sizes that the ranks do not divide, and fewer elements than ranks; what has no gradient stays as it is."""
+    group = dist.group.WORLD
+    assert group is not None
+    partition = Partition(group, offload)
+    x = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape).T.contiguous().T.requires_grad_()
+    part = partition.pack(x)
+    assert part.values.numel() == -(-x.numel() // group.size())
+    assert torch.equal(partition.unpack(part), x)
+    assert partition.unpack(partition.pack(x.detach())).data_ptr() == x.data_ptr()
+    with saved_tensors_hooks(partition.pack, partition.unpack):
+        y = (x * x).sum()
+    y.backward()
+    assert torch.equal(x.grad, 2 * x.detach())
