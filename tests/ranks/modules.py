@@ -127,6 +127,18 @@ class AllHeads(FusedAttention):
         return self.proj(q + k * v)
 
 
+class FusedMLP(nn.Module):
+    """gate and up in one matrix, [gate; up]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(torch.tanh(gate) * up)
+
+
 ATTENTIONS = {"plain": None, "fused": FusedAttention, "by-head": ByHead, "all-heads": AllHeads}
 
 
@@ -134,13 +146,20 @@ class Transformer(nn.Module):
     """One block and a tied head, as somebody else would write it."""
 
     def __init__(
-        self, vocabulary: int = 12, width: int = 8, heads: int = 4, attention: str = "plain", key_value_heads: int = 4
+        self,
+        vocabulary: int = 12,
+        width: int = 8,
+        heads: int = 4,
+        attention: str = "plain",
+        key_value_heads: int = 4,
+        mlp: str = "plain",
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         fused = ATTENTIONS[attention]
         self.attention = Attention(width, heads) if fused is None else fused(width, heads, key_value_heads)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        plain = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = FusedMLP(width) if mlp == "fused" else plain
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
 

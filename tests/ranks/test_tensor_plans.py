@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hpctrain_plugins.parallelism.tensor.plan import plan_for
 from modules import Transformer, built, foreign_steps
 from test_stages import compare
 from training import session_of, train_here
@@ -69,26 +71,32 @@ def held_rows(tables: dict[str, Any]) -> list[int]:
         return sorted(row for p in own for row in range(p.offsets[0], p.offsets[0] + len(p.tensor)))
 
 
-GUESSED: dict[str, Any] = {}
+GUESSED: tuple[dict[str, Any], dict[str, Any]] = ({}, {"key_value_heads": 2, "mlp": "fused"})
+sharded = pytest.mark.ranks(4)
 
 
 @pytest.mark.parametrize(
-    ("plan", "groups", "stage"), [(FUSED, 4, 0), (GUESSED, 2, 1), (FUSED, 4, 2), (GUESSED, 2, 3)],
+    ("plan", "model", "stage"),
+    [
+        (FUSED, {}, 0),
+        pytest.param(*GUESSED, 1, marks=sharded),
+        pytest.param(FUSED, {}, 2, marks=sharded),
+        pytest.param(*GUESSED, 3, marks=sharded),
+    ],
     ids=["given-0", "guessed, grouped-1", "given-2", "guessed, grouped-3"],
-)  # fmt: skip
-def test_a_fused_projection(root, plan: dict[str, Any], groups: int, stage: int) -> None:
-    """A rank has its heads' rows of each of q, k and v; the checkpoint is one process's, and goes back and forth."""
+)
+def test_a_fused_projection(root, plan: dict[str, Any], model: dict[str, Any], stage: int) -> None:
+    """A rank has its heads' rows of each of q, k and v, fewer of the last two; or of gate and up. The checkpoint is one
+    process's, and goes back and forth."""
     if dist.get_world_size() % 2:
         pytest.skip("needs an even number of ranks")
     tensor = {"size": 2, **({"plan": plan} if plan else {})}
-    tables = tables_of(root, stage, tensor, attention="fused", key_value_heads=groups)
-    if stage % 2:
-        tables["optimizer"] = {"name": "adamw", "lr": 0.05}
+    tables = tables_of(root, stage, tensor, attention="fused", **model)
+    tables["optimizer"] = {"name": "adamw", "lr": 0.05} if stage == 3 else {**tables["optimizer"], "lr": 0.1}
     expected = alone({**tables, "job": {**tables["job"], "steps": 7}})
     if stage == 0:
-        rows, half, all_kv = held_rows(tables), dist.get_rank() % 2, 2 * groups
-        parts = [(0, 8), (8, all_kv), (8 + all_kv, all_kv)]
-        assert rows == [b + n // 2 * half + i for b, n in parts for i in range(n // 2)]
+        half = dist.get_rank() % 2
+        assert held_rows(tables) == [part + 4 * half + i for part in (0, 8, 16) for i in range(4)]
     curve = train_here(tables).rows
     tables["job"]["steps"] = 6
     curve += train_here({**tables, "parallelism": {}}).rows  # not cut
@@ -99,17 +107,26 @@ def test_a_fused_projection(root, plan: dict[str, Any], groups: int, stage: int)
 
 @pytest.mark.parametrize("attention", ["by-head", "all-heads"])
 def test_an_attention_that_cannot_be_cut_as_guessed_is_left_whole(root, caplog, attention: str) -> None:
-    if dist.get_world_size() % 2:
-        pytest.skip("needs an even number of ranks")
+    if dist.get_world_size() > 2:
+        pytest.skip("2 ranks have shown it")
     tables = tables_of(root, attention=attention)
     assert held_rows(tables) == list(range(24))
-    assert "is left whole on every rank: with qkv cut as [q; k; v]" in caplog.text
+    assert "is left whole on every rank: with qkv cut in parts of 8, 8, 8 rows, " in caplog.text
     compare(train_here(tables).rows, alone(tables), losses=1e-10, norms=1e-10)
 
 
+def test_a_model_brings_the_plan_of_a_fused_projection() -> None:
+    spec: Any = SimpleNamespace(name="own", tensor_plan=lambda: FUSED)
+    module = Transformer(attention="fused")
+    assert plan_for(module, spec, {}, 2)["attention.qkv"].parts == 3
+    spec.tensor_plan = lambda: {"attention.qkv": {"style": "colwise", "part": 3}}
+    with pytest.raises(UsageError, match=r"tensor_plan of the model 'own': attention.qkv.part: Extra inputs"):
+        plan_for(module, spec, {}, 2)
+
+
 def test_a_fused_projection_by_head_is_cut_by_a_plan(root) -> None:
-    if dist.get_world_size() % 2:
-        pytest.skip("needs an even number of ranks")
+    if dist.get_world_size() > 2:
+        pytest.skip("2 ranks have shown it")
     plan = {**FUSED, "attention.qkv": {"style": "colwise", "parts": 1}}
     tables = tables_of(root, 0, {"size": 2, "plan": plan}, attention="by-head")
     assert len(held_rows(tables)) == 12
@@ -119,7 +136,7 @@ def test_a_fused_projection_by_head_is_cut_by_a_plan(root) -> None:
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
-        ("colwise", "attention.qkv is q, k and v in one by its name"),
+        ("colwise", "attention.qkv is several matrices in one by its name"),
         ({"style": "colwise", "parts": [8, 8]}, "has 24 rows, and parts = [8, 8] are 16; expected the rows of each"),
         ({"style": "colwise", "parts": 5}, "has 24 rows, which parts = 5 do not divide"),
         ({"style": "colwise", "parts": [8, 9, 7]}, "in parts of 8, 9, 7, which 2 ranks do not divide"),
@@ -130,8 +147,8 @@ def test_a_fused_projection_by_head_is_cut_by_a_plan(root) -> None:
     ids=str,
 )
 def test_a_wrong_fused_entry_is_a_sentence(root, entry: Any, sentence: str) -> None:
-    if dist.get_world_size() % 2:
-        pytest.skip("needs an even number of ranks")
+    if dist.get_world_size() > 2:
+        pytest.skip("2 ranks have shown it")
     plan = {**FUSED, "attention.qkv": entry}
     with (
         pytest.raises((UsageError, JobError)) as error,

@@ -11,7 +11,8 @@ from hpctrain_plugins.parallelism.tensor.cut import Cut, linear_of
 from hpctrain_plugins.parallelism.tensor.trial import adds_up
 
 _INTO = re.compile(r"^(q|k|v|query|key|value|gate|up|fc1|fc_in|w1|w3|c_fc|dense_h_to_4h|linear1|wq|wk|wv)(_?proj)?$")
-_FUSED = re.compile(r"^(qkv(_?proj)?|c_attn|[wW]qkv)$")
+_FUSED_ATTENTION = re.compile(r"^(qkv(_?proj)?|c_attn|[wW]qkv)$")
+_FUSED_MLP = re.compile(r"^gate_up(_?proj)?$")
 _OUT = re.compile(r"^(o|out|output|down|fc2|fc_out|w2|c_proj|dense_4h_to_h|linear2|wo)(_?proj)?$")
 _HEADS = (
     "num_heads", "n_heads", "n_head", "heads", "num_attention_heads",
@@ -25,8 +26,8 @@ _WIDTHS = ("split_size", "q_size", "kv_size")
 def plan_of_blocks(module: nn.Module, size: int) -> dict[str, Cut]:
     """colwise and rowwise for every module that has Linear children going in and one coming out.
 
-    An attention whose projection is fused is cut only if the parts of `size` ranks then add up to the whole: its rows
-    may be in another order than [q; k; v], or its forward may count on all heads.
+    One whose matrices going in are fused is cut only if the parts of `size` ranks then add up to the whole: their rows
+    may be in another order than [q; k; v] or [gate; up], or the forward may count on all heads.
     """
     plan: dict[str, Cut] = {}
     tried: dict[object, bool] = {}
@@ -46,25 +47,27 @@ def plan_of_blocks(module: nn.Module, size: int) -> dict[str, Cut]:
 
 
 def is_fused(name: str) -> bool:
-    """Whether a module of this name holds q, k and v in one matrix, part after part in all models that we know."""
-    return _FUSED.match(name.rpartition(".")[2]) is not None
+    """Whether a module of this name usually holds q, k and v, or gate and up, in one matrix, part after part."""
+    last = name.rpartition(".")[2]
+    return bool(_FUSED_ATTENTION.match(last) or _FUSED_MLP.match(last))
 
 
-def _fused(attention: nn.Module, into: str, out: str, size: int, tried: dict[object, bool]) -> dict[str, Cut]:
-    """q has as many rows as the projection out takes, k and v share the rest; empty where it can't be so.
+def _fused(block: nn.Module, into: str, out: str, size: int, tried: dict[object, bool]) -> dict[str, Cut]:
+    """The cut of an attention or MLP whose matrices going in are one; empty where it can't be cut.
 
-    tried: what became of attentions that are alike.
+    q, or gate, has as many rows as the projection out takes; k and v share the rest. tried: what became of blocks alike.
     """
-    q = linear_of(attention, out).in_features
-    rest = linear_of(attention, into).out_features - q
-    heads = heads_of(attention)
-    if rest <= 0 or rest % 2 or not heads:
+    first, heads = linear_of(block, out).in_features, heads_of(block)
+    rest = linear_of(block, into).out_features - first
+    mlp = _FUSED_MLP.match(into) is not None
+    if (mlp and rest != first) or (not mlp and (rest <= 0 or rest % 2 or not heads)):
         return {}
-    cut = Cut(style="colwise", parts=[q, rest // 2, rest // 2])
-    alike = (type(attention), q, rest, *heads.items())
+    parts = [first, rest] if mlp else [first, rest // 2, rest // 2]
+    cut = Cut(style="colwise", parts=parts)
+    alike = (type(block), *parts, *heads.items())
     if alike not in tried:
-        uneven = any(number % size for number in (q, rest // 2, *heads.values()))  # refused later, with a sentence
-        tried[alike] = uneven or adds_up(attention, into, cut, out, size, share_heads)
+        uneven = any(number % size for number in (*parts, *heads.values()))  # refused later, with a sentence
+        tried[alike] = uneven or adds_up(block, into, cut, out, size, share_heads)
     return {into: cut, out: Cut(style="rowwise")} if tried[alike] else {}
 
 

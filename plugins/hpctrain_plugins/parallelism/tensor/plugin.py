@@ -86,9 +86,9 @@ def _refuse_unfit(module: nn.Module, name: str, cut: Cut) -> None:
         )
     if linear and cut.style == "colwise" and cut.parts is None and is_fused(name):
         raise UsageError(
-            f'[parallelism.tensor] plan: {name} is q, k and v in one by its name, and "colwise" would give its first rows to '
-            'the first rank; write { style = "colwise", parts = 3 }, or the rows of q, of k and of v as parts = [64, 16, 16] '
-            "(parts = 1 if the rows of each head lie together)"
+            f'[parallelism.tensor] plan: {name} is several matrices in one by its name, and "colwise" would give its first rows '
+            'to the first rank; write { style = "colwise", parts = 3 } for [q; k; v], 2 for [gate; up], or the rows of each part '
+            "as parts = [64, 16, 16] (1 if the rows of each head lie together)"
         )
 
 

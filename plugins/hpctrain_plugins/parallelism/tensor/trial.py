@@ -1,4 +1,4 @@
-"""Tries a guessed cut of an attention out: the parts of all ranks must add up to what the whole one gives."""
+"""Tries a guessed cut of an attention or MLP out: the parts of all ranks must add up to what the whole one gives."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LOG = logging.getLogger("hpctrain")
 
 @torch.no_grad()
 def adds_up(
-    attention: nn.Module, into: str, cut: Cut, out: str, size: int, share: Callable[[nn.Module, int], None]
+    block: nn.Module, into: str, cut: Cut, out: str, size: int, share: Callable[[nn.Module, int], None]
 ) -> bool:
-    """Whether `attention` can be cut over `size` ranks at its children `into`, fused, and `out`.
+    """Whether `block` can be cut over `size` ranks at its children `into`, fused, and `out`.
 
     share: what makes a copy know its share of the heads only. False as well for a forward that takes more than
     (batch, seq, hidden), since it can't be tried.
@@ -27,7 +27,7 @@ def adds_up(
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            whole = _with_values(attention)
+            whole = _with_values(block)
             x = torch.randn(1, 4, linear_of(whole, into).in_features)
         expected = _first(whole(x))
         parts = [_first(_part(whole, into, cut, out, rank, size, share)(x)) for rank in range(size)]
@@ -37,17 +37,18 @@ def adds_up(
     except Exception as error:  # a forward of the user's own may raise anything
         why = f"it can't be tried ({type(error).__name__}: {error})"
     LOG.warning(
-        "[parallelism.tensor] a %s is left whole on every rank: with %s cut as [q; k; v], %s; a plan says how it is cut",
-        type(attention).__name__,
+        "[parallelism.tensor] a %s is left whole on every rank: with %s cut in parts of %s rows, %s; a plan says how it is cut",
+        type(block).__name__,
         into,
+        ", ".join(map(str, cut.rows(into, linear_of(block, into)))),
         why,
     )
     return False
 
 
-def _with_values(attention: nn.Module) -> nn.Module:
+def _with_values(block: nn.Module) -> nn.Module:
     """A copy in float32 on the CPU that does not draw, with values that hide nothing: a first value is often zero."""
-    one = copy.deepcopy(attention)
+    one = copy.deepcopy(block)
     if any(tensor.is_meta for tensor in (*one.parameters(), *one.buffers())):
         one = one.to_empty(device="cpu")
         for buffer in one.buffers():
