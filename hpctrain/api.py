@@ -5,7 +5,7 @@ from pydantic import Field
 from hpctrain.checkpoint.directory import sync_directory
 from hpctrain.contracts.checkpoint import CheckpointFormat, StoredChunk, StoredTensor
 from hpctrain.contracts.communicator import Communicator
-from hpctrain.contracts.dataset import Dataset, DatasetContext, Samples, Split
+from hpctrain.contracts.dataset import Dataset, DatasetContext, Lengths, Samples, Split
 from hpctrain.contracts.distribution import ActivationCheckpointing, Compression, Parallelism, Sharding
 from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.model import Batch, ModelSpec
@@ -38,6 +38,7 @@ __all__ = [
     "Field",
     "HpctrainError",
     "Identity",
+    "Lengths",
     "Logger",
     "MicroBatch",
     "ModelSpec",

@@ -6,9 +6,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from hpctrain.contracts.plugin import Plugin
 
 Split = Literal["train", "validation"]
+Lengths = np.ndarray[Any, np.dtype[np.int64]]
+"""Tokens of each sample, `(samples,)`."""
 
 
 class Samples(ABC):
@@ -24,6 +28,13 @@ class Samples(ABC):
     def __getitem__(self, index: int) -> Any:
         """Sample `index`: a dict of tensors (`input_ids`, `labels`: each (seq,)) or a tuple whose last is the target."""
 
+    def lengths(self) -> Lengths | None:
+        """How many tokens each sample has, without loading any; None where that is not known.
+
+        Batches by token budget need it. The length of a sample is the first dim of its entries that the model pads.
+        """
+        return None
+
     @abstractmethod
     def fingerprint(self) -> str:
         """A text that differs when any sample would: compared across ranks and on resume. Cheap to make."""
@@ -34,7 +45,7 @@ class DatasetContext:
     """What the rest of the job says to a dataset."""
 
     seq_length: int | None
-    """Tokens per sample: `[dataset] seq_length`, else the model's max_seq_length."""
+    """Tokens per sample, at most: `[dataset] seq_length`, else the model's max_seq_length."""
 
     vocab_size: int | None
     """The model's vocabulary."""

@@ -42,6 +42,13 @@ class Parallelism(Plugin):
         """Whether all ranks of the axis have the same activations between the blocks (tp without sequence parallelism)."""
         return False
 
+    one_shape: ClassVar[bool] = False
+    """Whether all micro batches must have the same shape, so that batches by token budget can't be had (pp)."""
+
+    def sequence_multiple(self, size: int) -> int:
+        """What the length of a padded batch must be a multiple of for `size` ranks of this axis to cut it."""
+        return 1
+
     def refuse(self, spec: ModelSpec, size: int) -> str | None:
         """Why this model cannot be spread over `size` ranks of this axis, in a sentence; None when it can."""
         return None

@@ -44,6 +44,14 @@ class ModelSpec(Plugin):
         """
         return {}
 
+    def padding(self) -> dict[str, float]:
+        """What makes samples of different lengths one batch: the value that fills each entry of a dict sample behind its end.
+
+        The loss and `count` must not see filled places, and nothing before them may depend on them. Entries that are not
+        named have one shape in all samples. Empty where the model takes samples of one length only.
+        """
+        return {}
+
     def sequence_dims(self) -> dict[str, int]:
         """The entries of a dict batch that context parallelism cuts, and along which dim; empty where it can't.
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from hpctrain.contracts.dataset import Samples
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.runner import MicroBatch
+from hpctrain.data.padding import Padding
 from hpctrain.data.plan import Planned
 from hpctrain.errors import HpctrainError, TrainingError
 
@@ -43,11 +44,14 @@ class Loader:
         prefetch: int,
         device: torch.device,
         dtype: torch.dtype,
+        padding: Padding | None = None,
     ) -> None:
-        """`split`: what this rank gets of a micro batch. `dtype`: of floating point inputs."""
-        self._split = split
+        """`split`: what this rank gets of a micro batch. `dtype`: of floating point inputs. `padding`: of samples of
+        different lengths."""
+        self._split, self._padding = split, padding
         self._device, self._dtype = device, dtype
-        self._ready: queue.Queue[MicroBatch | BaseException | None] = queue.Queue(maxsize=prefetch)
+        self._after: int | None = None
+        self._ready: queue.Queue[tuple[MicroBatch, int | None] | BaseException | None] = queue.Queue(maxsize=prefetch)
         self._closed = threading.Event()
         self._planned: queue.SimpleQueue[Planned] = queue.SimpleQueue()
         # spawned, not forked: a fork of a process that has MPI and threads is undefined
@@ -56,6 +60,7 @@ class Loader:
             _Listed(samples),  # type: ignore[arg-type]
             batch_sampler=self._indices(plan),
             num_workers=workers,
+            collate_fn=padding,
             **context,
         )
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
@@ -72,7 +77,15 @@ class Loader:
             raise item
         if isinstance(item, BaseException):
             raise TrainingError(f"loading a sample failed: {type(item).__name__}: {item}") from item
-        return item
+        micro, self._after = item
+        return micro
+
+    def step(self) -> tuple[list[MicroBatch], int]:
+        """The micro batches of one training step, and the position in the order that the next one begins with."""
+        micro_batches = [next(self)]
+        while self._after is None:
+            micro_batches.append(next(self))
+        return micro_batches, self._after
 
     def close(self) -> None:
         """Stop loading; what was loaded ahead is dropped."""
@@ -92,14 +105,16 @@ class Loader:
         try:
             for batch in self._loader:
                 planned = self._planned.get()
-                self._put(MicroBatch(self._move(self._split(batch)), planned.place, planned.counts))
+                if self._padding is not None and not planned.counts:
+                    batch = self._padding.blank(batch)
+                self._put((MicroBatch(self._move(self._split(batch)), planned.place, planned.counts), planned.after))
                 if self._closed.is_set():
                     return
             self._put(None)
         except BaseException as error:  # raised where the batch is asked for
             self._put(error)
 
-    def _put(self, item: MicroBatch | BaseException | None) -> None:
+    def _put(self, item: tuple[MicroBatch, int | None] | BaseException | None) -> None:
         while not self._closed.is_set():
             try:
                 self._ready.put(item, timeout=0.1)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
-from hpctrain.contracts.dataset import DatasetContext, Samples
+import numpy as np
+
+from hpctrain.contracts.dataset import DatasetContext, Lengths, Samples
+from hpctrain.data.order import SampleOrder
+from hpctrain.data.padding import Padding
+from hpctrain.data.plan import BatchPlan
+from hpctrain.data.tokens import TokenPlan, padded, whole_batches
 from hpctrain.errors import UsageError
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
@@ -12,16 +19,22 @@ from hpctrain.job.tables import Job
 
 @dataclass(frozen=True)
 class Data:
-    """The samples of a job; `validation` is None where the job does not evaluate."""
+    """The samples of a job; `validation` is None where the job does not evaluate.
+
+    lengths, validation_lengths: where the batches are cut by tokens.
+    """
 
     training: Samples
     validation: Samples | None
+    lengths: Lengths | None
+    validation_lengths: Lengths | None
     fingerprint: str
+    order: SampleOrder
     steps: int
 
 
 def open_data(job: Job, parts: Parts) -> Data:
-    """Raises UsageError for missing files, too few samples, or ids that the model does not have."""
+    """Raises UsageError for missing files, too few samples, ids that the model does not have, or samples that don't fit."""
     spec = parts.model
     context = DatasetContext(job.dataset.seq_length or spec.max_seq_length, spec.vocab_size, job.job.seed)
     if context.seq_length and spec.max_seq_length and context.seq_length > spec.max_seq_length:
@@ -40,7 +53,85 @@ def open_data(job: Job, parts: Parts) -> Data:
     for samples in (training, validation):
         if samples is not None:
             _refuse_unknown_ids(job.dataset.name, samples, spec.vocab_size)
-    return Data(training, validation, training.fingerprint(), _steps(job, len(training)))
+    lengths, validation_lengths = (
+        _lengths(job, parts, samples) if samples else None for samples in (training, validation)
+    )
+    fingerprint = training.fingerprint()
+    order = SampleOrder(len(training), job.job.seed, fingerprint)
+    steps = _steps(job, len(training), order, lengths)
+    return Data(training, validation, lengths, validation_lengths, fingerprint, order, steps)
+
+
+def make_plan(job: Job, parts: Parts, lengths: Lengths | None, rank: int, ranks: int) -> BatchPlan | TokenPlan:
+    """How this data-parallel rank takes part in the global batches; `lengths`: of the samples that are planned."""
+    batch = job.batch
+    if lengths is None:
+        assert batch.global_size is not None and batch.micro_size is not None
+        return BatchPlan(batch.global_size, batch.micro_size, rank, ranks)
+    assert batch.tokens is not None
+    return TokenPlan(lengths, batch.tokens, capacity(job, parts), sequence_multiple(job, parts), rank, ranks)
+
+
+def make_padding(job: Job, parts: Parts) -> Padding | None:
+    """How samples become a batch; None where all have one shape."""
+    return None if job.batch.tokens is None else Padding(parts.model.padding(), sequence_multiple(job, parts))
+
+
+def capacity(job: Job, parts: Parts) -> int:
+    """Tokens of a micro batch: those of all ranks that have a part of the same samples."""
+    return (job.batch.micro_tokens or 0) * prod(
+        job.parallelism[name].size for name, plugin in parts.parallelism.items() if plugin.cuts_samples
+    )
+
+
+def sequence_multiple(job: Job, parts: Parts) -> int:
+    """What the length of a padded batch must be a multiple of."""
+    return prod(plugin.sequence_multiple(job.parallelism[name].size) for name, plugin in parts.parallelism.items())
+
+
+def _lengths(job: Job, parts: Parts, samples: Samples) -> Lengths | None:
+    """Of each sample, where the job needs them; raises UsageError where they are not known or do not fit."""
+    lengths = samples.lengths()
+    if job.batch.tokens is None:
+        if lengths is not None and lengths.min() != lengths.max():
+            raise UsageError(
+                f"[batch] global_size: the samples of {job.dataset.name!r} have {lengths.min()} to {lengths.max()} tokens, and "
+                "batches of so many samples need one length; use [batch] tokens and micro_tokens"
+            )
+        return None
+    if lengths is None:
+        raise UsageError(
+            f"[batch] tokens: the dataset {job.dataset.name!r} does not say how many tokens its samples have (lengths); use "
+            "global_size and micro_size, or another dataset"
+        )
+    if lengths.shape != (len(samples),) or lengths.min() < 1:
+        raise UsageError(
+            f"[batch] tokens: the dataset {job.dataset.name!r} gave lengths of shape {lengths.shape}, the smallest "
+            f"{lengths.min(initial=1)}; expected {len(samples)} numbers of at least 1"
+        )
+    _refuse_too_long(job, parts, lengths)
+    return lengths
+
+
+def _refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
+    index = int(np.argmax(lengths))
+    length, multiple = int(lengths[index]), sequence_multiple(job, parts)
+    size = padded(length, multiple)
+    with_filling = f" ({size} when padded to a multiple of {multiple})" if size > length else ""
+    found = f"sample {index} of {job.dataset.name!r} has {length} tokens{with_filling}"
+    room, longest = capacity(job, parts), parts.model.max_seq_length
+    if longest is not None and size > longest:
+        raise UsageError(
+            f"[batch] tokens: {found}, and the model's max_seq_length is {longest}; raise that, or cut samples with a smaller "
+            "[dataset] seq_length"
+        )
+    if size > room or length > (job.batch.tokens or 0):
+        what = (
+            f"micro_tokens: {found}, and a forward takes {room}"
+            if size > room
+            else f"tokens: {found}, a step takes fewer"
+        )
+        raise UsageError(f"[batch] {what}; raise it, or cut samples with a smaller [dataset] seq_length")
 
 
 def _refuse_unknown_ids(name: str, samples: Samples, vocab_size: int | None) -> None:
@@ -51,15 +142,17 @@ def _refuse_unknown_ids(name: str, samples: Samples, vocab_size: int | None) -> 
         )
 
 
-def _steps(job: Job, samples: int) -> int:
+def _steps(job: Job, samples: int, order: SampleOrder, lengths: Lengths | None) -> int:
     """Steps as the job says, or the whole global batches of its epochs."""
     if job.job.steps is not None:
         return job.job.steps
     epochs = job.job.epochs or 0
-    steps = int(epochs * samples) // job.batch.global_size
+    seen, batch = int(epochs * samples), job.batch
+    steps = seen // batch.size if lengths is None else whole_batches(order, lengths, batch.size, seen)
     if steps == 0:
+        unit, key = ("samples", "global_size") if lengths is None else ("tokens", "tokens")
         raise UsageError(
-            f"[job] epochs: {epochs:g} x {samples} samples do not fill one global batch of {job.batch.global_size}; "
-            "give more epochs or a smaller [batch] global_size"
+            f"[job] epochs: {epochs:g} x {samples} samples do not fill one global batch of {batch.size} {unit}; "
+            f"give more epochs or a smaller [batch] {key}"
         )
     return steps

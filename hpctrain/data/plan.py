@@ -12,11 +12,15 @@ from hpctrain.data.order import SampleOrder
 
 @dataclass(frozen=True)
 class Planned:
-    """A micro batch: the indices of its samples, the place of the first one, and whether its loss counts."""
+    """A micro batch: the indices of its samples, the place of the first one, and whether its loss counts.
+
+    after: of a step's last micro batch, the position in the order of the samples that the next step begins with.
+    """
 
     indices: Sequence[int]
     place: int
     counts: bool = True
+    after: int | None = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ class BatchPlan:
         """Micro batches per step on this rank (the gradient accumulation)."""
         return self.global_size // (self.ranks * self.micro_size)
 
+    @property
+    def samples_per_step(self) -> float:
+        return float(self.global_size)
+
     def training(self, order: SampleOrder, samples_seen: int, steps: int) -> Iterator[Planned]:
         """Each micro batch of the next `steps` steps."""
         share = self.global_size // self.ranks
@@ -40,14 +48,18 @@ class BatchPlan:
             begin = samples_seen + step * self.global_size
             for micro in range(self.micro_batches):
                 place = self.rank * share + micro * self.micro_size
-                yield Planned(order.at(begin + place, begin + place + self.micro_size).tolist(), place)
+                after = begin + self.global_size if micro == self.micro_batches - 1 else None
+                yield Planned(order.at(begin + place, begin + place + self.micro_size).tolist(), place, after=after)
 
-    def evaluation(self, samples: int) -> Iterator[Planned]:
-        """The first `samples` samples, cut over the ranks; a rank's last micro batch may be smaller.
+    def evaluation(self, samples: int, batches: int | None = None) -> Iterator[Planned]:
+        """The first `batches` global batches of `samples` samples (None: all), cut over the ranks; a rank's last micro batch
+        may be smaller.
 
         Every rank gets the same number of micro batches, since a forward may communicate: a rank that has run out
         of samples repeats the first one, which does not count.
         """
+        if batches is not None:
+            samples = min(samples, batches * self.global_size)
         bounds = np.linspace(0, samples, self.ranks + 1).astype(int)
         begin, end = int(bounds[self.rank]), int(bounds[self.rank + 1])
         most = -(-int(np.diff(bounds).max()) // self.micro_size)
@@ -56,3 +68,10 @@ class BatchPlan:
                 yield Planned(range(first, min(first + self.micro_size, end)), first)
             else:
                 yield Planned(range(1), 0, counts=False)
+
+    def __str__(self) -> str:
+        several = "es" if self.micro_batches > 1 else ""
+        return (
+            f"{self.global_size} samples = {self.ranks} data-parallel ranks x {self.micro_batches} micro batch{several} "
+            f"x {self.micro_size}"
+        )

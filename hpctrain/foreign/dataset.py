@@ -7,9 +7,10 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
-from hpctrain.contracts.dataset import Dataset, DatasetContext, Samples, Split
+from hpctrain.contracts.dataset import Dataset, DatasetContext, Lengths, Samples, Split
 from hpctrain.errors import UsageError
 from hpctrain.foreign.reference import refuse_arguments, resolve
 
@@ -51,6 +52,10 @@ class _ForeignSamples(Samples):
 
     def __getitem__(self, index: int) -> Any:
         return self._source[index]
+
+    def lengths(self) -> Lengths | None:
+        """The dataset's own `lengths()` where it has one."""
+        return np.asarray(self._source.lengths(), dtype=np.int64) if hasattr(self._source, "lengths") else None
 
     def fingerprint(self) -> str:
         """The dataset's own `fingerprint()` where it has one, else its length and a few samples' bytes."""

@@ -44,6 +44,7 @@ def check(raw: RawJob, world_size: int | None) -> CheckedJob:
     if job.checkpoint.keep_best is not None and not job.evaluation.every_steps:
         why = "[checkpoint] keep_best: it goes by the evaluation loss; expected [evaluation] every_steps, found none"
         problems.append(Problem(("checkpoint", "keep_best"), why))
+    problems += _token_problems(job, parts)
     if world_size is not None:
         problems += _layout_problems(job, parts, world_size)
     if problems:
@@ -198,14 +199,34 @@ def _layout_problems(job: Job, parts: Parts, world_size: int) -> list[Problem]:
         problems.append(
             Problem(("sharding", "stage"), f"{dotted(('sharding', 'stage'))} = {parts.sharding.name}: {why}")
         )
-    per_step = layout.data_ranks * job.batch.micro_size
-    if job.batch.global_size % per_step:
-        near = max(per_step, round(job.batch.global_size / per_step) * per_step)
-        problems.append(
-            Problem(
-                ("batch", "global_size"),
-                f"[batch] global_size: {job.batch.global_size} does not divide over {layout.data_ranks} data-parallel ranks "
-                f"x micro_size {job.batch.micro_size}; expected a multiple of {per_step}, such as {near}",
-            )
-        )
+    return [*problems, *_batch_problems(job, layout.data_ranks)]
+
+
+def _batch_problems(job: Job, data_ranks: int) -> list[Problem]:
+    """Whether a global batch of samples divides over the ranks; one of tokens always does."""
+    size, micro_size = job.batch.global_size, job.batch.micro_size
+    if size is None or micro_size is None or size % (data_ranks * micro_size) == 0:
+        return []
+    per_step = data_ranks * micro_size
+    near = max(per_step, round(size / per_step) * per_step)
+    why = (
+        f"[batch] global_size: {size} does not divide over {data_ranks} data-parallel ranks x micro_size {micro_size}; "
+        f"expected a multiple of {per_step}, such as {near}"
+    )
+    return [Problem(("batch", "global_size"), why)]
+
+
+def _token_problems(job: Job, parts: Parts) -> list[Problem]:
+    """Batches by token budget need a model that can be padded, and axes that take micro batches of any shape."""
+    if job.batch.tokens is None:
+        return []
+    instead = "use global_size and micro_size"
+    problems = []
+    if not parts.model.padding():
+        why = f"the model {parts.model.name!r} does not say how to pad samples of different lengths (padding)"
+        problems.append(Problem(("batch", "tokens"), f"[batch] tokens: {why}; {instead}"))
+    for name, plugin in parts.parallelism.items():
+        if plugin.one_shape:
+            why = f"{name} needs micro batches of one shape, and those of a token budget differ"
+            problems.append(Problem(("batch", "tokens"), f"[batch] tokens: {why}; {instead}, or {name} = 1"))
     return problems

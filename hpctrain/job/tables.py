@@ -98,9 +98,9 @@ class OptimizerTable(SlotTable):
     groups: list[ParameterGroup] = []
     """Parameter groups with options of their own."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How lr grows with global_size / lr_reference_batch."""
+    """How lr grows with global_size (or tokens) / lr_reference_batch."""
     lr_reference_batch: int | None = Field(default=None, ge=1)
-    """The global batch that lr was found with."""
+    """The global batch that lr was found with, in samples (or tokens)."""
 
     @model_validator(mode="after")
     def _scaling_needs_reference(self) -> OptimizerTable:
@@ -121,10 +121,32 @@ class ScheduleTable(SlotTable):
 class BatchTable(Table):
     """[batch]"""
 
-    global_size: int = Field(ge=1)
+    global_size: int | None = Field(default=None, ge=1)
     """Samples per optimizer step, over all ranks."""
-    micro_size: int = Field(ge=1)
+    micro_size: int | None = Field(default=None, ge=1)
     """Samples per forward on one rank."""
+    tokens: int | None = Field(default=None, ge=1)
+    """In place of global_size: tokens per optimizer step at most, over all ranks, without padding."""
+    micro_tokens: int | None = Field(default=None, ge=1)
+    """In place of micro_size: tokens per forward on one rank at most, padding included."""
+
+    @model_validator(mode="after")
+    def _samples_or_tokens(self) -> BatchTable:
+        found = [key for key in BatchTable.model_fields if getattr(self, key) is not None]
+        if found not in (["global_size", "micro_size"], ["tokens", "micro_tokens"]):
+            raise ValueError(
+                f"expected either global_size and micro_size or tokens and micro_tokens, found {', '.join(found) or 'none'}"
+            )
+        if self.tokens is not None and self.micro_tokens is not None and self.micro_tokens > self.tokens:
+            raise ValueError(
+                f"expected either more tokens than micro_tokens or as many, found {self.tokens} and {self.micro_tokens}"
+            )
+        return self
+
+    @property
+    def size(self) -> int:
+        """Samples or tokens per optimizer step."""
+        return self.global_size or self.tokens or 0
 
 
 class EvaluationTable(Table):

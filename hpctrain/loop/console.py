@@ -88,6 +88,7 @@ def describe(session: Session) -> dict[str, str]:
     job, parts, identity, plan = session.job, session.parts, session.world.identity, session.plan
     everything, trained = session.elements, session.trained_elements
     pipeline = session.runner.describe(plan.micro_batches)
+    epochs = session.steps * plan.samples_per_step / len(session.training)
     threads = threads_per_rank(identity)
     chosen = (parts.model, parts.dataset, parts.optimizer, parts.schedule)
     return {
@@ -96,9 +97,8 @@ def describe(session: Session) -> dict[str, str]:
         f"{threads} thread{'s' if threads > 1 else ''} each, on {session.device.type}",
         "mesh": f"{session.layout}; sharding stage {parts.sharding.name}",
         **({"pipeline": pipeline} if pipeline else {}),
-        "batch": f"{plan.global_size} samples = {plan.ranks} data-parallel ranks x {plan.micro_batches} "
-        f"micro batch{'es' if plan.micro_batches > 1 else ''} x {plan.micro_size}",
-        "data": f"{len(session.training):,} samples, {session.steps * plan.global_size / len(session.training):.2f} epochs",
+        "batch": str(plan),
+        "data": f"{len(session.training):,} samples, {epochs:.2f} epochs",
         "parameters": f"{everything:,}" + (f", {trained:,} trained" if trained != everything else ""),
         "precision": parts.precision.name,
         "plugins": ", ".join(plugin.name for plugin in chosen) + f", {parts.checkpoint.name} checkpoints",

@@ -23,14 +23,14 @@ from hpctrain.checkpoint.state import (
 )
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.weights import load_weights
-from hpctrain.contracts.dataset import Samples
+from hpctrain.contracts.dataset import Lengths, Samples
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.pieces import State
 from hpctrain.contracts.runner import Runner, RunnerParts
 from hpctrain.data.loader import Loader
-from hpctrain.data.opening import open_data
-from hpctrain.data.order import SampleOrder
+from hpctrain.data.opening import make_padding, make_plan, open_data
 from hpctrain.data.plan import BatchPlan
+from hpctrain.data.tokens import TokenPlan
 from hpctrain.errors import CheckpointError, EnvironmentUnfitError
 from hpctrain.job.check import CheckedJob
 from hpctrain.loop.console import Console
@@ -44,7 +44,7 @@ from hpctrain.world.meeting import World
 
 
 class Session:
-    """One job on this rank. Attributes are what the loop reads; `step` and `samples_seen` are what it advances."""
+    """One job on this rank. Attributes are what the loop reads; `step` and `samples_seen` are what `advance` changes."""
 
     def __init__(self, checked: CheckedJob, world: World, device: torch.device, resume: str) -> None:
         """Build the model, open the data and restore; collective. `resume` is "auto", "never" or a path."""
@@ -53,7 +53,7 @@ class Session:
         self.console = Console(world.identity, world.front)
         self._build()
         self._open_data()
-        self.step, self.samples_seen = 0, 0
+        self.step, self.samples_seen, self._samples_before = 0, 0, 0
         self.newest_checkpoint: Path | None = None
         self.saving = 0  # the step of the newest save in the background
         self.evaluation: tuple[int, float] | None = None  # step and loss of the newest one
@@ -109,23 +109,26 @@ class Session:
         table = self.job.optimizer
         if table.lr_reference_batch is None:
             return 1.0
-        ratio = self.job.batch.global_size / table.lr_reference_batch
+        ratio = self.job.batch.size / table.lr_reference_batch
         return float(ratio if table.lr_scaling == "linear" else ratio**0.5)
 
     def _open_data(self) -> None:
         job = self.job
         data = open_data(job, self.parts)
-        self.training, self.validation, self.steps, self.fingerprint = (
+        self.training, self.validation, self.steps, self.fingerprint, self._order = (
             data.training,
             data.validation,
             data.steps,
             data.fingerprint,
+            data.order,
         )
         self._compare_fingerprints()
-        self._order = SampleOrder(len(self.training), job.job.seed, self.fingerprint)
-        self.plan = BatchPlan(
-            job.batch.global_size, job.batch.micro_size, self.meshes.data_rank, self.layout.data_ranks
-        )
+        self.plan = self._make_plan(data.lengths)
+        self._validation_lengths = data.validation_lengths
+        self._padding = make_padding(job, self.parts)
+
+    def _make_plan(self, lengths: Lengths | None) -> BatchPlan | TokenPlan:
+        return make_plan(self.job, self.parts, lengths, self.meshes.data_rank, self.layout.data_ranks)
 
     def _compare_fingerprints(self) -> None:
         everyone: list[Any] = [None] * self.world.identity.size
@@ -177,14 +180,18 @@ class Session:
             load_weights(weights, self.parts.formats, model_pieces(self.module, self.pieces), group)
             self.parts.sharding.refresh()
 
+    def advance(self, samples_seen: int) -> None:
+        """A step is done; the next one begins at this position in the order of the samples."""
+        self.step += 1
+        self._samples_before, self.samples_seen = self.samples_seen, samples_seen
+
     def is_save_due(self) -> bool:
         """Whether the job asks for a checkpoint of this step."""
         table = self.job.checkpoint
         if table.every_steps and self.step % table.every_steps == 0:
             return True
         period = table.every_epochs * len(self.training)
-        before = self.samples_seen - self.job.batch.global_size
-        return period > 0 and self.samples_seen // period > before // period
+        return period > 0 and self.samples_seen // period > self._samples_before // period
 
     def save(self, final: bool) -> None:
         """Save this step, in the background where the job says so and training goes on (it isn't `final`)."""
@@ -233,13 +240,12 @@ class Session:
     def validation_loader(self) -> Loader:
         """This rank's part of the evaluation."""
         assert self.validation is not None
-        batches = self.job.evaluation.batches
-        samples = len(self.validation) if batches is None else batches * self.job.batch.global_size
-        return self._loader(self.validation, self.plan.evaluation(min(samples, len(self.validation))))
+        plan, samples = self._make_plan(self._validation_lengths), len(self.validation)
+        return self._loader(self.validation, plan.evaluation(samples, self.job.evaluation.batches))
 
     def _loader(self, samples: Samples, plan: Iterator[Any]) -> Loader:
         table, dtype = self.job.dataset, self.parts.precision.parameter_dtype
-        return Loader(samples, plan, self._split, table.workers, table.prefetch, self.device, dtype)
+        return Loader(samples, plan, self._split, table.workers, table.prefetch, self.device, dtype, self._padding)
 
     def _split(self, batch: Batch) -> Batch:
         """This rank's part of a micro batch."""

@@ -37,7 +37,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     """One optimizer step; its row, and whether any rank was asked to stop."""
     parts, times, step = session.parts, StepTimes(), session.step
     with times.waiting_for_data():
-        micro_batches = [next(loader) for _ in range(session.plan.micro_batches)]
+        micro_batches, samples_seen = loader.step()
     with times.communicating():
         count = session.sum_over_batch(sum(parts.model.count(micro.batch) for micro in micro_batches))
     if count == 0:
@@ -58,8 +58,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
         parts.sharding.refresh()
     excused = not apply and parts.precision.skips_nonfinite
     parts.precision.update(apply)
-    session.step += 1
-    session.samples_seen += session.job.batch.global_size
+    session.advance(samples_seen)
 
     loss_part = loss_sum.item() * session.loss_share
     local = [loss_part, times.data, times.communication, memory_bytes(session.device), float(stop.requested)]

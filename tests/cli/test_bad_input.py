@@ -82,6 +82,31 @@ def test_impossible_values(job: JobFile, words: list[str], sentence: str) -> Non
     refused(done, 3 if "MPI launcher" in sentence else 2, sentence)
 
 
+def test_batches_by_token_budget_that_cannot_be(job: JobFile) -> None:
+    def check(*words: str) -> Finished:
+        return run(hpctrain("check", "job.toml", *words), job.directory)
+
+    job.tables["batch"] |= {"tokens": 64}
+    job.write()
+    refused(
+        check(), 2, f"job.toml:{line_of(job, '[batch]')}: [batch]: expected either global_size and micro_size or tokens and ",
+        "found global_size, micro_size, tokens",
+    )  # fmt: skip
+    job.tables["batch"] = {"tokens": 6, "micro_tokens": 6}
+    job.write()
+    refused(
+        check(),
+        2,
+        "[batch] micro_tokens: sample 0 of 'synthetic' has 8 tokens, and a forward takes 6; raise it, or cut",
+    )
+    (job.directory / "mine.py").write_text(
+        "def data(split):\n    return [{'input_ids': 1}] if split == 'train' else None\n"
+    )
+    job.tables |= {"dataset": {"name": "mine:data"}, "batch": {"tokens": 64, "micro_tokens": 16}}
+    job.write()
+    refused(check(), 2, "the dataset 'mine:data' does not say how many tokens its samples have (lengths)")
+
+
 def test_ids_that_the_model_does_not_have(job: JobFile) -> None:
     np.save(job.directory / "tokens.npy", np.arange(1000, dtype=np.int32) % 70)
     job.tables["dataset"] = {"name": "tokens", "path": "tokens.npy"}

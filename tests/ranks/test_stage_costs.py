@@ -142,7 +142,7 @@ class Traffic:
 def step(session: Session) -> list[Traffic]:
     """One optimizer step: what forward and backward, the synchronization, and the update sent."""
     loader = session.training_loader()
-    micro_batches = [next(loader) for _ in range(session.plan.micro_batches)]
+    micro_batches, _ = loader.step()
     loader.close()
     traffic = Traffic()
     session.runner.train(micro_batches, 1000, 0)

@@ -69,6 +69,7 @@ def test_defaults_make_a_whole_job() -> None:
         ("sharding", {"reduce_bucket_size": "25 parsecs"}, '"500MB" or "64KiB"'),
         ("parallelism", {"replicate": 0}, "greater than or equal to 1"),
         ("checkpoint", {"on_error": "ignore"}, "'stop' or 'continue'"),
+        ("batch", {"micro_size": None, "micro_tokens": 9}, "found global_size, micro_tokens"),
     ],
 )  # fmt: skip
 def test_one_wrong_value(table: str, keys: dict[str, Any], sentence: str) -> None:

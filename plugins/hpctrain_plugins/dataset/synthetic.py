@@ -5,31 +5,44 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hpctrain.api import Dataset, DatasetContext, Field, Options, Samples, Split, UsageError, hookimpl
+from hpctrain.api import Dataset, DatasetContext, Field, Lengths, Options, Samples, Split, UsageError, hookimpl
 
 
 class SyntheticOptions(Options):
     samples: int = Field(default=10_000, ge=1, description="samples per epoch")
     validation_samples: int = Field(default=64, ge=0, description="samples of the validation split")
+    min_length: int | None = Field(
+        default=None, ge=1, description="tokens of the shortest samples; lengths are drawn from there to seq_length"
+    )
 
 
 class _RandomTokens(Samples):
-    """Sample i is drawn from (seed, split, i)."""
+    """Sample i is drawn from (seed, split, i), its length from (seed, split)."""
 
-    def __init__(self, count: int, seq_length: int, vocab_size: int, seed: tuple[int, ...]) -> None:
-        self._count, self._seq, self._seed = count, seq_length, seed
+    def __init__(self, count: int, shortest: int, longest: int, vocab_size: int, seed: tuple[int, ...]) -> None:
+        self._count, self._range, self._seed = count, (shortest, longest), seed
         self.vocab_size = vocab_size
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
+        drawn = shortest < longest
+        self._lengths: Lengths = (
+            generator.integers(shortest, longest + 1, count) if drawn else np.broadcast_to(np.int64(longest), (count,))
+        )
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._seed, index))))
-        ids = torch.from_numpy(generator.integers(0, self.vocab_size, self._seq + 1))
+        ids = torch.from_numpy(generator.integers(0, self.vocab_size, self._lengths[index] + 1))
         return {"input_ids": ids[:-1], "labels": ids[1:]}
 
+    def lengths(self) -> Lengths:
+        return self._lengths
+
     def fingerprint(self) -> str:
-        return f"synthetic {self._count} {self._seq} {self.vocab_size} {self._seed}"
+        shortest, longest = self._range
+        lengths = str(longest) if shortest == longest else f"{shortest}-{longest}"
+        return f"synthetic {self._count} {lengths} {self.vocab_size} {self._seed}"
 
 
 class Synthetic(Dataset):
@@ -42,10 +55,16 @@ class Synthetic(Dataset):
     def open(self, split: Split, context: DatasetContext) -> Samples | None:
         if context.seq_length is None or context.vocab_size is None:
             raise UsageError("[dataset] synthetic: needs a model with max_seq_length and vocab_size, as gpt")
+        shortest = self.options.min_length or context.seq_length
+        if shortest > context.seq_length:
+            raise UsageError(
+                f"[dataset] min_length: found {shortest}, expected at most seq_length, which is {context.seq_length}"
+            )
         count = self.options.samples if split == "train" else self.options.validation_samples
         if count == 0:
             return None
-        return _RandomTokens(count, context.seq_length, context.vocab_size, (context.seed, int(split == "validation")))
+        seed = (context.seed, int(split == "validation"))
+        return _RandomTokens(count, shortest, context.seq_length, context.vocab_size, seed)
 
 
 @hookimpl

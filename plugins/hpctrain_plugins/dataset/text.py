@@ -6,7 +6,7 @@ import glob
 import sysconfig
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from hpctrain.api import (
     UsageError,
     hookimpl,
 )
+from hpctrain_plugins.dataset.documents import open_documents
 from hpctrain_plugins.dataset.windows import largest, open_split
 
 _BYTES = 256
@@ -59,29 +60,44 @@ class StdlibText(Dataset):
 class TextOptions(Options):
     files: list[str] = Field(min_length=1, description="files or glob patterns (** too), read in sorted order")
     tokenizer: Path | None = Field(default=None, description="a tokenizers file (tokenizer.json); without it, bytes")
-    validation_fraction: float = Field(default=0.05, ge=0, lt=1, description="share of the tokens kept for validation")
+    documents: Literal["joined", "file", "line"] = Field(
+        default="joined",
+        description="joined: all files are one text, cut into samples of seq_length; file, line: each is a sample of its own "
+        "length, for [batch] tokens (longer ones than seq_length are cut, blank lines left out)",
+    )
+    validation_fraction: float = Field(
+        default=0.05, ge=0, lt=1, description="share of the tokens (or documents) kept for validation"
+    )
 
 
 class Text(Dataset):
-    """Text files, as bytes or through a tokenizer; the tokens are held in memory."""
+    """Text files, as bytes or through a tokenizer, as one text or as documents; the tokens are held in memory."""
 
     name = "text"
     Options = TextOptions
     options: TextOptions
 
     def open(self, split: Split, context: DatasetContext) -> Samples | None:
-        tokens, vocab_size = self._tokens
-        return open_split(tokens, split, self.options.validation_fraction, context, vocab_size, "text")
+        tokens, sizes, vocab_size = self._tokens
+        fraction = self.options.validation_fraction
+        if self.options.documents == "joined":
+            return open_split(tokens, split, fraction, context, vocab_size, "text")
+        return open_documents(tokens, sizes, split, fraction, context, vocab_size, "text")
 
     @cached_property
-    def _tokens(self) -> tuple[np.ndarray[Any, Any], int]:
+    def _tokens(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
+        """All ids in a row, how many each text has, and the vocabulary's size."""
         texts = [path.read_bytes() for path in self._paths()]
+        if self.options.documents == "line":  # with its end, by which a model learns to stop
+            texts = [line for text in texts for line in text.splitlines(keepends=True) if line.strip()]
         if self.options.tokenizer is None:
-            return np.frombuffer(b"\n".join(texts), dtype=np.uint8), _BYTES
+            joint = b"\n" if self.options.documents == "joined" else b""
+            return np.frombuffer(joint.join(texts), dtype=np.uint8), np.array([*map(len, texts)], np.int64), _BYTES
         tokenizer = _tokenizer(self.options.tokenizer)
         encoded = tokenizer.encode_batch([text.decode("utf-8", "replace") for text in texts])
-        ids = np.concatenate([np.asarray(e.ids, dtype=np.int64) for e in encoded]) if encoded else np.zeros(0, np.int64)
-        return ids, max(int(tokenizer.get_vocab_size()), largest(ids) + 1)
+        rows = [np.asarray(e.ids, dtype=np.int64) for e in encoded]
+        ids = np.concatenate([np.zeros(0, np.int64), *rows])
+        return ids, np.array([*map(len, rows)], np.int64), max(int(tokenizer.get_vocab_size()), largest(ids) + 1)
 
     def _paths(self) -> list[Path]:
         """Every file once, in a fixed order; a pattern that matches nothing is an error."""

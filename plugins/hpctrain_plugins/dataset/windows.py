@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.api import DatasetContext, Samples, Split, UsageError
+from hpctrain.api import DatasetContext, Lengths, Samples, Split, UsageError
 
 _PROBES = 64
 _PROBE_TOKENS = 4096
@@ -30,6 +30,9 @@ class TokenWindows(Samples):
         begin = index * self._seq
         window = torch.from_numpy(np.asarray(self._tokens[begin : begin + self._seq + 1]).astype(np.int64))
         return {"input_ids": window[:-1], "labels": window[1:]}
+
+    def lengths(self) -> Lengths:
+        return np.broadcast_to(np.int64(self._seq), (len(self),))
 
     def fingerprint(self) -> str:
         """Length, window and up to 64 probes of 4096 tokens: cheap for terabytes, and sees any shift."""

@@ -169,6 +169,9 @@ class GPT(ModelSpec):
         else:
             fill_normal(tensor, _STD, seed, name, rows)
 
+    def padding(self) -> dict[str, float]:
+        return {"input_ids": 0, "labels": _IGNORED}  # attention is causal: no token sees what is behind the end
+
     def sequence_dims(self) -> dict[str, int]:
         return {"input_ids": 1, "labels": 1}
 

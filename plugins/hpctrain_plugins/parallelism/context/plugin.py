@@ -30,6 +30,9 @@ class Context(Parallelism):
     Options = ContextOptions
     options: ContextOptions
 
+    def sequence_multiple(self, size: int) -> int:
+        return size * (2 if self.options.method == "ring" else 1)
+
     def refuse(self, spec: ModelSpec, size: int) -> str | None:
         if not spec.sequence_dims():
             return f"the model {spec.name!r} does not say which of its inputs are sequences (sequence_dims)"
@@ -52,7 +55,7 @@ class Context(Parallelism):
         """This rank's tokens, and `positions`: where each stood in its sequence, (seq,)."""
         assert isinstance(batch, Mapping)  # a model with sequence_dims names its inputs
         name, dim = next(iter(self._dims.items()))
-        seq, unit = batch[name].shape[dim], self._size * (2 if self.options.method == "ring" else 1)
+        seq, unit = batch[name].shape[dim], self.sequence_multiple(self._size)
         if seq % unit:
             raise UsageError(
                 f"[parallelism] context = {self._size}: found sequences of {seq} tokens, expected a multiple of {unit} "

@@ -41,6 +41,7 @@ class Pipeline(Parallelism):
     axis = "pp"
     order = 10
     splits_module = True
+    one_shape = True  # torch's schedules allocate what they receive once
     Options = PipelineOptions
     options: PipelineOptions
 

@@ -41,6 +41,9 @@ class Tensor(Parallelism):
     def repeats_activations(self) -> bool:
         return not self.options.sequence_parallel
 
+    def sequence_multiple(self, size: int) -> int:
+        return size if self.options.sequence_parallel else 1
+
     def refuse(self, spec: ModelSpec, size: int) -> str | None:
         heads = spec.attention_heads
         if heads is not None and heads % size:

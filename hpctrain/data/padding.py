@@ -1,0 +1,49 @@
+"""Makes one batch of samples of different lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import TrainingError
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Fills the samples behind their ends, up to a common length that is a multiple of `multiple`.
+
+    values: what fills an entry of the samples (ModelSpec.padding); the others are stacked as they are.
+    """
+
+    values: Mapping[str, float]
+    multiple: int
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
+        """Samples as dicts of tensors, `(length, ...)` -> `(samples, longest, ...)`."""
+        for sample in samples:
+            if not isinstance(sample, dict) or not self.values.keys() <= sample.keys():
+                found = ", ".join(sample) if isinstance(sample, dict) else type(sample).__name__
+                raise TrainingError(
+                    f"[batch] tokens: expected samples that are dicts with {', '.join(self.values)}, found {found}"
+                )
+        return {key: self._stacked(key, [sample[key] for sample in samples]) for key in samples[0]}
+
+    def blank(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A batch of one row that is nothing but filling: its loss is 0, and so are its gradients."""
+        return {
+            key: torch.full_like(tensor[:1, : self.multiple], self.values[key]) if key in self.values else tensor[:1]
+            for key, tensor in batch.items()
+        }
+
+    def _stacked(self, key: str, tensors: Sequence[Tensor]) -> Tensor:
+        if key not in self.values:
+            return torch.stack([torch.as_tensor(tensor) for tensor in tensors])
+        longest = -(-max(map(len, tensors)) // self.multiple) * self.multiple
+        batch = tensors[0].new_full((len(tensors), longest, *tensors[0].shape[1:]), self.values[key])
+        for row, tensor in zip(batch, tensors, strict=True):
+            row[: len(tensor)] = tensor
+        return batch

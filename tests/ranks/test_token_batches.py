@@ -1,0 +1,112 @@
+"""Batches by token budget on 1 to 4 ranks: the curve is that of one process that knows neither padding nor micro batches."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from plain import Step, module_of, samples_of, train_plainly
+from test_stages import compare
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from training import SGD, job, train_here
+
+from hpctrain.data.order import SampleOrder
+
+pytestmark = pytest.mark.usefixtures("world")
+
+TOKENS = 90
+DATASET = {"name": "synthetic", "samples": 40, "validation_samples": 31, "min_length": 1}
+LAYOUTS: list[tuple[dict[str, Any], int]] = [
+    *(({}, stage) for stage in (0, 1, 2, 3)),
+    ({"tensor": 2}, 0),
+    ({"tensor": {"size": 2, "sequence_parallel": True}}, 3),
+    ({"context": 2}, 2),
+    ({"context": {"size": 2, "method": "ulysses"}}, 3),
+]
+
+
+def tables_of(root, parallelism: dict[str, Any], stage: int, **more: Any) -> dict[str, Any]:
+    made = job(
+        job={"output_dir": str(root), "steps": 8}, optimizer=SGD, dataset=DATASET, parallelism=parallelism,
+        sharding={"stage": stage},
+    )  # fmt: skip
+    return {**made, "batch": {"tokens": TOKENS, "micro_tokens": 16}, **more}
+
+
+def losses_of(tables: dict[str, Any], module: torch.nn.Module) -> Iterator[Callable[[], Tensor]]:
+    """One sample after the other until the next would not fit, each forwarded alone."""
+    samples = samples_of(tables)
+    order, position = SampleOrder(len(samples), tables["job"]["seed"], samples.fingerprint()), 0
+    for _ in range(tables["job"]["steps"]):
+        batch: list[dict[str, Tensor]] = []
+        while True:
+            sample = samples[int(order.at(position, position + 1)[0])]
+            if sum(len(s["labels"]) for s in [*batch, sample]) > TOKENS:
+                break
+            batch.append(sample)
+            position += 1
+        yield functools.partial(mean_loss, module, batch)
+
+
+def mean_loss(module: torch.nn.Module, batch: list[dict[str, Tensor]]) -> Tensor:
+    parts = [cross_entropy(module(s["input_ids"][None])[0], s["labels"], reduction="sum") for s in batch]
+    return torch.stack(parts).sum() / sum(len(s["labels"]) for s in batch)
+
+
+@functools.lru_cache
+def _plain(text: str) -> list[Step]:
+    tables = json.loads(text)
+    module = module_of(tables, torch.float32)
+    options = {k: v for k, v in SGD.items() if k not in ("name", "clip_norm")}
+    optimizer = torch.optim.SGD(module.parameters(), **options)
+    return train_plainly(module, optimizer, losses_of(tables, module), SGD["clip_norm"])
+
+
+def reference() -> list[Step]:
+    return _plain(json.dumps(tables_of("", {}, 0)))
+
+
+def skip_unless_even(parallelism: dict[str, Any]) -> None:
+    if parallelism and dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+
+
+@pytest.mark.parametrize(("parallelism", "stage"), LAYOUTS, ids=str)
+def test_the_curve_of_one_process(root, parallelism: dict[str, Any], stage: int) -> None:
+    skip_unless_even(parallelism)
+    rows = train_here(tables_of(root, parallelism, stage)).rows
+    compare(rows, reference(), losses=2e-6, norms=1e-5)
+    assert len({row["tokens"] for row in rows}) > 1, "budgets that are never quite filled"
+
+
+@pytest.mark.parametrize("parallelism", [{}, {"tensor": 2}], ids=str)
+def test_a_resume_on_another_number_of_data_parallel_ranks(root, parallelism: dict[str, Any]) -> None:
+    """The second half of the steps under another layout; the first ones were in the middle of an epoch."""
+    skip_unless_even(parallelism)
+    first = tables_of(root, {}, 2)
+    first["job"]["steps"] = 3
+    rows = train_here(first).rows
+    rows += train_here(tables_of(root, parallelism, 0)).rows
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+    compare(rows, reference(), losses=2e-6, norms=1e-5)
+
+
+@pytest.mark.parametrize(("parallelism", "stage"), [LAYOUTS[3], LAYOUTS[6]], ids=str)
+def test_evaluation_counts_each_token_once(root, parallelism: dict[str, Any], stage: int) -> None:
+    skip_unless_even(parallelism)
+    tables = tables_of(root, parallelism, stage, evaluation={"every_steps": 8})
+    (row,) = train_here(tables).evaluations
+    lengths = samples_of(tables, "validation").lengths()
+    assert lengths is not None and row["evaluation_tokens"] == lengths.sum()
+
+
+def test_fewer_samples_than_ranks(root) -> None:
+    """Some ranks have nothing but filling, and nobody waits for anybody."""
+    tables = tables_of(root, {}, 3, batch={"tokens": 8, "micro_tokens": 8})
+    assert all(0 < row["tokens"] <= 8 for row in train_here(tables).rows)
