@@ -31,9 +31,24 @@ def state_pieces(module: nn.Module, trained: Sequence[Piece], optimizer: torch.o
             name = f"{OPTIMIZER}{piece.name}/{key}"
             if not isinstance(value, Tensor):
                 continue  # see optimizer_numbers
+            saved = value.dequantize() if _is_quantized(value) else value
             same = value.shape == piece.tensor.shape
-            pieces.append(replace(piece, name=name, tensor=value) if same else Piece.whole(name, value))
+            pieces.append(replace(piece, name=name, tensor=saved) if same else Piece.whole(name, saved))
     return pieces
+
+
+def restore_quantized(trained: Sequence[Piece], optimizer: torch.optim.Optimizer, restored: Sequence[Piece]) -> None:
+    """Put what was read into `restored`, the pieces that `state_pieces` gave, into the state that these are copies of."""
+    read = {(piece.name, piece.offsets): piece.tensor for piece in restored}
+    for piece in trained:
+        for key, value in optimizer.state[piece.tensor].items():
+            if isinstance(value, Tensor) and _is_quantized(value):
+                value.copy_(read[f"{OPTIMIZER}{piece.name}/{key}", piece.offsets])
+
+
+def _is_quantized(tensor: Tensor) -> bool:
+    """Whether it is a subclass made of other tensors, which no file format knows."""
+    return hasattr(tensor, "__tensor_flatten__")
 
 
 def optimizer_numbers(trained: Sequence[Piece], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

@@ -24,7 +24,11 @@ class Optimizer(Plugin):
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """`groups` as torch optimizers take them: `params` and, for each option of this plugin, its value."""
+        """`groups` as torch optimizers take them: `params` and, for each option of this plugin, its value.
+
+        A group's `lr` is set to a number before each step. State of a tensor subclass (quantized, say) is saved as what
+        its `dequantize()` gives, a plain tensor of the same shape, and put back with its `copy_()`.
+        """
 
 
 class Schedule(Plugin):

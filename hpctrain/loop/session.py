@@ -19,13 +19,14 @@ from hpctrain.checkpoint.state import (
     model_pieces,
     optimizer_numbers,
     restore_numbers,
+    restore_quantized,
     state_pieces,
 )
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.weights import load_weights
 from hpctrain.contracts.dataset import Lengths, Samples
 from hpctrain.contracts.model import Batch
-from hpctrain.contracts.pieces import State
+from hpctrain.contracts.pieces import Piece, State
 from hpctrain.contracts.runner import Runner, RunnerParts
 from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_padding, make_plan, open_data
@@ -152,11 +153,12 @@ class Session:
             root, self.parts.checkpoint, self.parts.formats, table.keep, world_group, background,
             table.keep_every, table.keep_best,
         )  # fmt: skip
-        restored = None
+        restored, pieces = None, list[Piece]()
         if resume != "never":
             create_state(self.optimizer)
             path = None if resume == "auto" else Path(resume)
-            restored = self._store.restore(state_pieces(self.module, self.pieces, self.optimizer), path)
+            pieces = state_pieces(self.module, self.pieces, self.optimizer)
+            restored = self._store.restore(pieces, path)
         if restored is None:
             self._begin_anew()
             return
@@ -167,6 +169,7 @@ class Session:
             )
         self.step, self.samples_seen = restored.step, int(restored.values["samples_seen"])
         self.parts.precision.restore(restored.values["precision"])
+        restore_quantized(self.pieces, self.optimizer, pieces)
         restore_numbers(self.pieces, self.optimizer, restored.values["optimizer_numbers"])
         self.parts.sharding.refresh()
         self.newest_checkpoint = self._shown(restored.path)

@@ -118,7 +118,7 @@ def test_blocking_and_unknown_names() -> None:
     registry = build_registry(block=["hpctrain_plugins.model.gpt"])
     with pytest.raises(EnvironmentUnfitError, match="blocked"):
         registry.find("model", "gpt")
-    with pytest.raises(UsageError, match=r"'adamv'; did you mean 'adam'\? \(installed: adam, adamw, sgd\)"):
+    with pytest.raises(UsageError, match=r"'adamv'; did you mean 'adam'\? \(installed: adam, adamw, adamw-8bit, sgd\)"):
         registry.find("optimizer", "adamv")
 
 

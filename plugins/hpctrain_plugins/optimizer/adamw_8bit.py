@@ -1,0 +1,69 @@
+"""`adamw-8bit`: AdamW whose two moments take a byte each (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022).
+
+torchao does the arithmetic. A tensor of at least 4096 elements that blocks of 256 divide is quantized, others stay float32.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+
+from hpctrain.api import EnvironmentUnfitError, Field, Optimizer, OptimizerOptions, Options, hookimpl
+
+
+class AdamW8bitOptions(OptimizerOptions):
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="decay of the running mean and variance")
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of the variance")
+    weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay per step, times lr")
+
+
+class AdamW8bit(Optimizer):
+    """AdamW with 8-bit state, from torchao: 2 bytes per parameter in place of 8."""
+
+    name = "adamw-8bit"
+    Options: ClassVar[type[Options]] = AdamW8bitOptions
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        if find_spec("torchao") is None:
+            raise EnvironmentUnfitError("torchao is not installed; pip install 'hpctrain[adamw-8bit]'")
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        # it tells of each kernel for GPUs that it could not load
+        logging.getLogger("torchao").setLevel(logging.ERROR)
+        from torchao.optim import AdamW8bit as Quantized
+
+        class WithPlainRates(Quantized):  # type: ignore[misc]
+            """Takes learning rates as numbers, as every other optimizer; its own are tensors."""
+
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> Any:
+                rates = [float(group["lr"]) for group in self.param_groups]
+                for group, rate in zip(self.param_groups, rates, strict=True):
+                    group["lr"] = torch.tensor(rate)
+                with _execution(self.param_groups):
+                    loss = super().step(closure)
+                for group, rate in zip(self.param_groups, rates, strict=True):
+                    group["lr"] = rate
+                return loss
+
+        rates = [group.get("lr", self.options.lr) for group in groups]
+        optimizer: torch.optim.Optimizer = WithPlainRates(groups, **self.options.model_dump())
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return optimizer
+
+
+def _execution(groups: list[dict[str, Any]]) -> AbstractContextManager[Any]:
+    """Compiled, as torchao does it, on GPUs. On a CPU each shape would keep every rank's C++ compiler busy for seconds."""
+    on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
+    return torch.compiler.set_stance("force_eager") if on_cpu else nullcontext()
+
+
+@hookimpl
+def hpctrain_optimizer() -> list[type[Optimizer]]:
+    return [AdamW8bit]
