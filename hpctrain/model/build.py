@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from hpctrain.job.tables import Job
 
 
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 @dataclass(frozen=True)
 class Built:
     """The model on this rank."""
@@ -60,10 +63,18 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, device: torch.device) ->
         tie(module, tied)  # each place got a parameter of its own
         initialize(module, spec, job.job.seed)
     module.to(device=home)
-    for inner in module.modules():
-        inner._buffers.update({k: b.to(device) for k, b in inner._buffers.items() if b is not None})
+    _place_buffers(module, device, job.precision.buffer_dtype)
     parts.sharding.materialized(module)
     return Built(module, trained, elements)
+
+
+def _place_buffers(module: nn.Module, device: torch.device, dtype: str | None) -> None:
+    """Buffers lie where the computation is, even where the parameters don't; floating point ones get `dtype`."""
+    for inner in module.modules():
+        for name, buffer in inner._buffers.items():
+            if buffer is not None:
+                cast = _DTYPES[dtype] if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                inner._buffers[name] = buffer.to(device, cast)
 
 
 def initialize(module: nn.Module, spec: ModelSpec, seed: int) -> None:

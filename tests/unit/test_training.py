@@ -187,6 +187,36 @@ def test_any_module_learns_and_resumes_with_buffers_and_dropout() -> None:
     )
 
 
+def test_buffers_in_a_dtype_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Floating point ones only; a resume has them again."""
+    (tmp_path / "scaled.py").write_text(
+        "import torch\n"
+        "seen = []\n"
+        "class Scaled(torch.nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(2, 1)\n"
+        "        self.register_buffer('scale', torch.tensor([1.0, 1 / 3]))\n"
+        "        self.register_buffer('calls', torch.tensor(0))\n"
+        "    def forward(self, x):\n"
+        "        self.calls += 1\n"
+        "        seen.append((self.scale.dtype, self.scale.tolist(), self.calls.item()))\n"
+        "        return super().forward(x * self.scale)\n"
+        "def data(split): return [(torch.ones(2), torch.zeros(1))] * 8 if split == 'train' else None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tables: dict[str, Any] = {
+        "job": {"name": "scaled", "steps": 1, "output_dir": "out"},
+        "model": {"name": "scaled:Scaled", "loss": "torch.nn.functional:mse_loss"}, "dataset": {"name": "scaled:data"},
+        "optimizer": {"name": "sgd", "lr": 0.1}, "batch": {"global_size": 4, "micro_size": 4},
+        "precision": {"mode": "fp32", "buffer_dtype": "bf16"},
+    }  # fmt: skip
+    hpctrain.run(tables)
+    tables["job"]["steps"] = 2
+    hpctrain.run(tables)
+    third = torch.tensor(1 / 3, dtype=torch.bfloat16).item()
+    assert __import__("scaled").seen == [(torch.bfloat16, [1.0, third], 1), (torch.bfloat16, [1.0, third], 2)]
+
+
 @pytest.mark.usefixtures("digits_module")
 def test_epochs_freeze_and_given_weights() -> None:
     result = hpctrain.run(digits(job={"steps": 30}))
