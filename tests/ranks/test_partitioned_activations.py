@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from alive import Alive
+from live_bytes import LiveBytes
 from hpctrain_plugins.activation_checkpointing.partition import Partition
 from torch.autograd.graph import saved_tensors_hooks
 from training import job, session_of
@@ -30,9 +30,9 @@ def kept(root, table: dict[str, Any]) -> tuple[int, list[torch.Tensor]]:
         batch = next(loader).batch
         loader.close()
         with tensor.context():
-            with Alive() as alive:
+            with LiveBytes() as live:
                 loss = spec.loss(spec.forward(session.module, batch), batch)
-                found = alive.bytes
+                found = live.bytes
             session.parts.sharding.begin(last=True)
             loss.backward()
         session.parts.sharding.synchronize()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from alive import Alive
+from live_bytes import LiveBytes
 
 from hpctrain.job.check import check
 from hpctrain.job.problems import JobError
@@ -28,9 +28,9 @@ def run(table: dict[str, Any]) -> tuple[int, list[torch.Tensor]]:
     parts.activation_checkpointing.apply(module, parts.model, None)
     ids = torch.randint(32, (4, 64), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
-    with Alive() as alive:
+    with LiveBytes() as live:
         loss = parts.model.loss(parts.model.forward(module, batch), batch)
-        kept = alive.bytes
+        kept = live.bytes
     loss.backward()
     return kept, [p.grad for p in module.parameters()]
 
