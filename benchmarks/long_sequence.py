@@ -1,0 +1,118 @@
+"""A sequence four times longer than one rank's limit trains with context = 4.
+
+    OMP_NUM_THREADS=1 mpiexec -n 4 python benchmarks/long_sequence.py [--length 1024] [--method ring]
+
+The limit is on activation memory: the bytes of all tensors that a training step (forward, backward, gradient sums, AdamW) makes
+and that are alive at a time, on one rank; parameters, gradients and optimizer state are there before. It is what one rank
+needs for a sequence of `--length` tokens and a quarter more, and it is enforced: the operator that goes beyond it raises
+MemoryError. Printed are the peaks of each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from live_bytes import LiveBytes
+from torch.distributed.device_mesh import init_device_mesh
+
+import hpctrain.mpi
+from hpctrain.contracts.runner import MicroBatch, RunnerParts
+from hpctrain.job.check import check
+from hpctrain.job.reading import RawJob
+from hpctrain.loop.runner import PlainRunner
+from hpctrain.mesh import Meshes, build_meshes, layout_of
+from hpctrain.model.build import build_model
+from hpctrain.model.groups import parameter_groups
+
+CONTEXT, ROOM, CPU = 4, 1.25, torch.device("cpu")
+MODEL = {"name": "gpt", "hidden_size": 128, "layers": 4, "attention_heads": 4, "vocab_size": 256}
+
+
+def make_step(length: int, parallelism: dict[str, Any]) -> Callable[[], float]:
+    """A training step on one sequence, put together as a session does; it returns this rank's part of the mean loss."""
+    tables: dict[str, Any] = {
+        "job": {"name": "long", "steps": 1}, "model": {**MODEL, "max_seq_length": length},
+        "dataset": {"name": "synthetic"}, "optimizer": {"name": "adamw", "lr": 1e-3},
+        "batch": {"global_size": 1, "micro_size": 1}, "precision": {"mode": "fp32"}, "parallelism": parallelism,
+    }  # fmt: skip
+    checked = check(RawJob(tables, {}, "benchmark"), dist.get_world_size() if parallelism else None)
+    parts = checked.parts
+    if parallelism:
+        meshes = build_meshes(layout_of(checked.job, parts, dist.get_world_size()), CPU)
+    else:  # each rank by itself
+        axes = ("ranks", "dp_replicate", "dp_shard")
+        alone = init_device_mesh("cpu", (dist.get_world_size(), 1, 1), mesh_dim_names=axes)
+        meshes = Meshes(alone, alone)
+    built = build_model(checked.job, parts, meshes, CPU)
+    groups = parameter_groups(parts.sharding.pieces(), list(built.trained), [])
+    optimizer = parts.sharding.optimizer(groups, parts.optimizer.build)
+    runner = PlainRunner(RunnerParts(built.module, parts.model, parts.precision, parts.sharding, CPU, 0, nullcontext))
+    ids = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(length))
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    for plugin in parts.parallelism.values():
+        batch = plugin.split_batch(batch)
+
+    def step() -> float:
+        loss = runner.train([MicroBatch(batch, 0)], length, 0)
+        parts.sharding.synchronize()
+        optimizer.step()
+        parts.sharding.refresh()
+        return float(loss)
+
+    return step
+
+
+def measure(length: int, parallelism: dict[str, Any], limit: int | None) -> tuple[int, float]:
+    """This rank's peak in the second step, and its part of that step's loss. Raises MemoryError beyond `limit`."""
+    step = make_step(length, parallelism)
+    step()  # the optimizer's state and the buffers of communication are made in the first
+    with LiveBytes(limit) as live:
+        loss = step()
+    return live.peak, loss
+
+
+def everyone(value: float) -> list[float]:
+    found = [0.0] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--method", choices=["ring", "ulysses"], default="ring")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://")
+    if dist.get_world_size() != CONTEXT:
+        raise SystemExit(f"expected {CONTEXT} ranks, found {dist.get_world_size()}")
+    short, long = arguments.length, CONTEXT * arguments.length
+    lines = []
+    peak, _ = measure(short, {}, None)
+    limit = round(ROOM * peak)
+    lines.append(f"one rank, {short} tokens: peak {peak / 1e6:.1f} MB; the limit is {limit / 1e6:.1f} MB")
+    needed, expected = measure(long, {}, None)
+    try:
+        measure(long, {}, limit)
+        lines.append(f"one rank, {long} tokens: fits, which should not be")
+    except MemoryError as error:
+        lines.append(f"one rank, {long} tokens: MemoryError, {error} (without one: peak {needed / 1e6:.1f} MB)")
+    context = {"context": {"size": CONTEXT, "method": arguments.method}}
+    mine, part = measure(long, context, limit)
+    peaks = ", ".join(f"{value / 1e6:.1f}" for value in everyone(mine))
+    lines.append(f"context = {CONTEXT} ({arguments.method}), {long} tokens: trains; peaks per rank {peaks} MB")
+    lines.append(
+        f"loss of that step {sum(everyone(part)) / long:.6f}, of one rank without a limit {expected / long:.6f}"
+    )
+    if dist.get_rank() == 0:
+        print("\n".join(lines), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
