@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hpctrain.mpi
 from hpctrain.contracts.runner import MicroBatch, RunnerParts
+from hpctrain.gradients.sums import GradientSums
 from hpctrain.job.check import check
 from hpctrain.job.reading import RawJob
 from hpctrain.loop.runner import PlainRunner
@@ -52,7 +53,8 @@ def make_step(kind: str, precision: str, mesh: DeviceMesh, batch: dict[str, torc
     }  # fmt: skip
     checked = check(RawJob(tables, {}, "benchmark"), None)
     parts, sharding = checked.parts, checked.parts.sharding
-    built = build_model(checked.job, parts, Meshes(mesh, mesh), CPU)
+    sums = GradientSums(parts.compression, mesh, "")
+    built = build_model(checked.job, parts, Meshes(mesh, mesh), sums, CPU)
     groups = parameter_groups(sharding.pieces(), list(built.trained), [])
     optimizer = sharding.optimizer(groups, parts.optimizer.build)
     runner = PlainRunner(RunnerParts(built.module, parts.model, parts.precision, sharding, CPU, 0, nullcontext))

@@ -5,8 +5,16 @@ from pydantic import Field
 from hpctrain.checkpoint.directory import sync_directory
 from hpctrain.contracts.checkpoint import CheckpointFormat, StoredChunk, StoredTensor
 from hpctrain.contracts.communicator import Communicator
+from hpctrain.contracts.compression import (
+    Compression,
+    CompressionOptions,
+    Compressor,
+    GradientBucket,
+    LossyCompression,
+    Span,
+)
 from hpctrain.contracts.dataset import Dataset, DatasetContext, Lengths, Samples, Split
-from hpctrain.contracts.distribution import ActivationCheckpointing, Compression, Parallelism, Sharding
+from hpctrain.contracts.distribution import ActivationCheckpointing, Parallelism, Sharding
 from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.optimization import Optimizer, OptimizerOptions, Schedule
@@ -15,6 +23,8 @@ from hpctrain.contracts.plugin import ByteSize, Options, Plugin
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts
 from hpctrain.errors import CheckpointError, EnvironmentUnfitError, HpctrainError, TrainingError, UsageError
+from hpctrain.gradients.residual import Residual
+from hpctrain.gradients.sums import BucketSum, GradientSums
 from hpctrain.hookspecs import hookimpl
 from hpctrain.model.seeded import fill_normal
 from hpctrain.model.tied import tie, tied_parameters
@@ -27,19 +37,25 @@ __all__ = [
     "API_VERSION",
     "ActivationCheckpointing",
     "Batch",
+    "BucketSum",
     "ByteSize",
     "CheckpointError",
     "CheckpointFormat",
     "Communicator",
     "Compression",
+    "CompressionOptions",
+    "Compressor",
     "Dataset",
     "DatasetContext",
     "EnvironmentUnfitError",
     "Field",
+    "GradientBucket",
+    "GradientSums",
     "HpctrainError",
     "Identity",
     "Lengths",
     "Logger",
+    "LossyCompression",
     "MicroBatch",
     "ModelSpec",
     "Optimizer",
@@ -49,11 +65,13 @@ __all__ = [
     "Piece",
     "Plugin",
     "Precision",
+    "Residual",
     "Runner",
     "RunnerParts",
     "Samples",
     "Schedule",
     "Sharding",
+    "Span",
     "Split",
     "State",
     "StoredChunk",

@@ -12,8 +12,9 @@ import pluggy
 if TYPE_CHECKING:
     from hpctrain.contracts.checkpoint import CheckpointFormat
     from hpctrain.contracts.communicator import Communicator
+    from hpctrain.contracts.compression import Compression
     from hpctrain.contracts.dataset import Dataset
-    from hpctrain.contracts.distribution import ActivationCheckpointing, Compression, Parallelism, Sharding
+    from hpctrain.contracts.distribution import ActivationCheckpointing, Parallelism, Sharding
     from hpctrain.contracts.logger import Logger
     from hpctrain.contracts.model import ModelSpec
     from hpctrain.contracts.optimization import Optimizer, Schedule

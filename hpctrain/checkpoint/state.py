@@ -15,6 +15,8 @@ from hpctrain.errors import UsageError
 from hpctrain.model.build import named_tensors
 
 OPTIMIZER = "optimizer/"
+COMPRESSION = "compression/"
+"""What compressed sums of gradients remember. A run may do without, so a checkpoint need not have it."""
 
 
 def model_pieces(module: nn.Module, trained: Sequence[Piece]) -> list[Piece]:
@@ -49,6 +51,11 @@ def restore_quantized(trained: Sequence[Piece], optimizer: torch.optim.Optimizer
 def _is_quantized(tensor: Tensor) -> bool:
     """Whether it is a subclass made of other tensors, which no file format knows."""
     return hasattr(tensor, "__tensor_flatten__")
+
+
+def compression_pieces(pieces: Sequence[Piece]) -> list[Piece]:
+    """Those of `GradientSums.pieces` under their names in a checkpoint."""
+    return [replace(piece, name=COMPRESSION + piece.name) for piece in pieces]
 
 
 def optimizer_numbers(trained: Sequence[Piece], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

@@ -37,6 +37,8 @@ class Restored:
     step: int
     path: Path
     values: dict[str, Any]
+    absent: list[str]
+    """This rank's optional pieces that the checkpoint lacks, or has in another shape: they are as they were."""
 
 
 @dataclass
@@ -123,10 +125,11 @@ class CheckpointStore:
             raise running.error
         return running.path
 
-    def restore(self, pieces: list[Piece], path: Path | None = None) -> Restored | None:
+    def restore(self, pieces: list[Piece], path: Path | None = None, optional: tuple[str, ...] = ()) -> Restored | None:
         """Fill `pieces` from exactly `path`, or from the newest whole checkpoint; None when there is none at all.
 
-        `pieces` are all of this rank; together the ranks must ask for every tensor of the checkpoint. One that is
+        `pieces` are all of this rank; together the ranks must ask for every tensor of the checkpoint. Names that begin
+        with one of `optional` may be missing there or here. One that is
         damaged is passed over with a warning. UsageError: `path` doesn't exist. CheckpointError: `path` or
         all there are can't be used, or it is of another model, which is never passed over.
         """
@@ -134,7 +137,7 @@ class CheckpointStore:
         candidates = share(self._group, lambda: self._candidates(path))
         reasons: list[str] = []
         for directory, format_name in candidates:
-            outcome = self._restore_one(directory, format_name, pieces)
+            outcome = self._restore_one(directory, format_name, pieces, optional)
             if isinstance(outcome, Restored):
                 return outcome
             reasons.append(outcome)
@@ -196,7 +199,9 @@ class CheckpointStore:
         format = recognize(directory, self._formats.values())
         return None if format is None else format.name
 
-    def _restore_one(self, directory: Path, format_name: str | None, pieces: list[Piece]) -> Restored | str:
+    def _restore_one(
+        self, directory: Path, format_name: str | None, pieces: list[Piece], optional: tuple[str, ...]
+    ) -> Restored | str:
         """Fill the pieces from `directory`, or say why it can't be used; equal on all ranks."""
         if format_name is None:
             return f"{directory} isn't of a known format ({', '.join(self._formats)})"
@@ -206,10 +211,13 @@ class CheckpointStore:
             values, shapes = share(self._group, lambda: (format.read_values(directory), format.names(directory)))
         except (CheckpointError, OSError) as error:
             return str(error)
-        differences = describe_differences(self._group, {piece.name: piece.shape for piece in pieces}, shapes)
+        needed = {piece.name: piece.shape for piece in pieces if not piece.name.startswith(optional)}
+        stored = {name: shape for name, shape in shapes.items() if not name.startswith(optional)}
+        differences = describe_differences(self._group, needed, stored)
         if differences is not None:
             raise CheckpointError(f"checkpoint {directory} is of another model or optimizer: {differences}")
-        fault = survey(self._group, lambda: format.load(directory, pieces))
+        there = [piece for piece in pieces if piece.name in needed or shapes.get(piece.name) == tuple(piece.shape)]
+        fault = survey(self._group, lambda: format.load(directory, there))
         if isinstance(fault, CheckpointError | OSError):
             return str(fault)
         if isinstance(fault, Exception):
@@ -217,7 +225,8 @@ class CheckpointStore:
         step = values.get("step")
         if type(step) is not int:
             return f"{directory}: its values have no step"
-        return Restored(step, directory, values)
+        names = {piece.name for piece in there}
+        return Restored(step, directory, values, [piece.name for piece in pieces if piece.name not in names])
 
 
 def _give_way() -> None:

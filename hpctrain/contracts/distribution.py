@@ -1,21 +1,23 @@
-"""The slots `parallelism`, `sharding`, `activation_checkpointing` and `compression`: how a model lies on the ranks."""
+"""The slots `parallelism`, `sharding` and `activation_checkpointing`: how a model lies on the ranks."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.contracts.runner import Runner, RunnerParts
+
+if TYPE_CHECKING:
+    from hpctrain.gradients.sums import GradientSums
 
 
 class Parallelism(Plugin):
@@ -82,29 +84,6 @@ class ActivationCheckpointing(Plugin):
         """
 
 
-class Compression(Plugin):
-    """How the gradients of the data-parallel axis travel."""
-
-    @abstractmethod
-    def all_reduce(self, bucket: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-        """Begin to sum the flat `bucket` over `group`; the returned function waits and leaves the sum in `bucket`."""
-
-    def reduce_scatter(self, output: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-        """Begin to sum the flat `bucket`, and leave this rank's equal slice of the sum in `output`.
-
-        `output` may be that slice of `bucket` itself. `bucket` holds nothing of use afterwards.
-        """
-        finish_all = self.all_reduce(bucket, group)
-
-        def finish() -> None:
-            finish_all()
-            mine = bucket.view(group.size(), -1)[group.rank()]
-            if mine.data_ptr() != output.data_ptr():
-                output.copy_(mine)
-
-        return finish
-
-
 class Sharding(Plugin):
     """One ZeRO stage: who holds parameters, gradients and optimizer state, and when gradients are summed.
 
@@ -115,6 +94,9 @@ class Sharding(Plugin):
     What the optimizer updates are the tensors of `pieces()`, plain tensors of this rank: an optimizer whose update
     of an element depends on that element's gradient and state alone gives the same numbers under every stage.
     """
+
+    tells_spans: ClassVar[bool] = False
+    """Whether it says of each bucket which parameters lie where in it; compression with error feedback needs that."""
 
     @abstractmethod
     def axes(self, ranks: int, replicate: int) -> dict[str, int]:
@@ -128,11 +110,12 @@ class Sharding(Plugin):
         return None
 
     @abstractmethod
-    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, compression: Compression) -> nn.Module:
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> nn.Module:
         """Prepare the module: on the meta device, or with values on the CPU where the model says `meta = False`.
 
         Parallelism, activation checkpointing and compile have been applied; parameters may be DTensors. `mesh` has
         the axes dp_replicate and dp_shard. Parameters that are left as DTensors get only the rows that this rank holds.
+        Gradients are summed with what `sums.bucket` makes, so that `[compression]` holds for every stage.
         """
 
     def home(self, device: torch.device) -> torch.device:

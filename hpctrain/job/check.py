@@ -199,6 +199,10 @@ def _layout_problems(job: Job, parts: Parts, world_size: int) -> list[Problem]:
         problems.append(
             Problem(("sharding", "stage"), f"{dotted(('sharding', 'stage'))} = {parts.sharding.name}: {why}")
         )
+    why = parts.compression.refuse(parts.sharding, layout.model_axes)
+    if why:
+        key: Key = ("compression", "name")
+        problems.append(Problem(key, f"{dotted(key)} = {parts.compression.name!r}: {why}"))
     return [*problems, *_batch_problems(job, layout.data_ranks)]
 
 

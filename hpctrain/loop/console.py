@@ -89,6 +89,7 @@ def describe(session: Session) -> dict[str, str]:
     everything, trained = session.elements, session.trained_elements
     pipeline = session.runner.describe(plan.micro_batches)
     epochs = session.steps * plan.samples_per_step / len(session.training)
+    compression = session.sums.describe()
     threads = threads_per_rank(identity)
     chosen = (parts.model, parts.dataset, parts.optimizer, parts.schedule)
     return {
@@ -101,6 +102,7 @@ def describe(session: Session) -> dict[str, str]:
         "data": f"{len(session.training):,} samples, {epochs:.2f} epochs",
         "parameters": f"{everything:,}" + (f", {trained:,} trained" if trained != everything else ""),
         "precision": parts.precision.name,
+        **({"compression": compression} if compression else {}),
         "plugins": ", ".join(plugin.name for plugin in chosen) + f", {parts.checkpoint.name} checkpoints",
     }
 

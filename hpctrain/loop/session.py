@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from hpctrain.checkpoint.retention import EVALUATION_LOSS
 from hpctrain.checkpoint.state import (
+    COMPRESSION,
+    compression_pieces,
     create_state,
     model_pieces,
     optimizer_numbers,
@@ -33,12 +35,13 @@ from hpctrain.data.opening import make_padding, make_plan, open_data
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.tokens import TokenPlan
 from hpctrain.errors import CheckpointError, EnvironmentUnfitError
+from hpctrain.gradients.sums import GradientSums
 from hpctrain.job.check import CheckedJob
 from hpctrain.loop.console import Console
 from hpctrain.loop.metrics import MetricsFile
 from hpctrain.loop.runner import PlainRunner
 from hpctrain.loop.totals import PieceTotals
-from hpctrain.mesh import build_meshes, layout_of
+from hpctrain.mesh import DATA_AXES, build_meshes, layout_of
 from hpctrain.model.build import build_model
 from hpctrain.model.groups import parameter_groups
 from hpctrain.world.meeting import World
@@ -71,7 +74,8 @@ class Session:
         self.layout = layout_of(job, parts, self.world.identity.size)
         self.meshes = build_meshes(self.layout, self.device)
         self._batch_group = self.meshes.batch_group()
-        built = build_model(job, parts, self.meshes, self.device)
+        self.sums = GradientSums(parts.compression, self.meshes.model[DATA_AXES], self.world.identity.node)
+        built = build_model(job, parts, self.meshes, self.sums, self.device)
         self.module, self._trained = built.module, list(built.trained)
         self.elements, self.trained_elements = built.elements, sum(map(prod, built.trained.values()))
         apart = tuple(plugin.axis for plugin in parts.parallelism.values() if plugin.splits_module)
@@ -157,8 +161,8 @@ class Session:
         if resume != "never":
             create_state(self.optimizer)
             path = None if resume == "auto" else Path(resume)
-            pieces = state_pieces(self.module, self.pieces, self.optimizer)
-            restored = self._store.restore(pieces, path)
+            pieces = self._state_pieces()
+            restored = self._store.restore(pieces, path, optional=(COMPRESSION,))
         if restored is None:
             self._begin_anew()
             return
@@ -173,6 +177,22 @@ class Session:
         restore_numbers(self.pieces, self.optimizer, restored.values["optimizer_numbers"])
         self.parts.sharding.refresh()
         self.newest_checkpoint = self._shown(restored.path)
+        self._tell_of_absent(restored.absent)
+
+    def _state_pieces(self) -> list[Piece]:
+        """All of a checkpoint's tensors on this rank."""
+        return [
+            *state_pieces(self.module, self.pieces, self.optimizer),
+            *compression_pieces(self.sums.pieces()),
+        ]
+
+    def _tell_of_absent(self, names: list[str]) -> None:
+        """What compression remembers may not be in the checkpoint: that was saved without, or with another."""
+        count = self._total(len(names))
+        if count:
+            self.say(
+                f"compression  {count} of its tensors are not in {self.newest_checkpoint}; they begin as in a new run"
+            )
 
     def _begin_anew(self) -> None:
         self._make_optimizer()
@@ -208,7 +228,8 @@ class Session:
         }
         if self.evaluation is not None and self.evaluation[0] == self.step:
             values[EVALUATION_LOSS] = self.evaluation[1]
-        state = State(state_pieces(self.module, self.pieces, self.optimizer), values)
+        self.sums.settle()
+        state = State(self._state_pieces(), values)
         if self.job.checkpoint.asynchronous and not final:
             self._store.save_in_background(self.step, state)
             self.saving = self.step
@@ -258,9 +279,19 @@ class Session:
 
     def sum_over_batch(self, value: int) -> int:
         """The sum over the ranks that hold different parts of the global batch."""
+        return self._total(value, self._batch_group)
+
+    def _total(self, value: int, group: dist.ProcessGroup | None = None) -> int:
         total = torch.tensor(value, dtype=torch.int64)
-        dist.all_reduce(total, group=self._batch_group)
+        dist.all_reduce(total, group=group)
         return int(total)
+
+    def begin_sums(self) -> None:
+        """Tell the sums of gradients what this step's are multiplied by, and whether it may be left out."""
+        precision = self.parts.precision
+        scale = precision.scale(torch.ones((), dtype=torch.float64)).item()
+        may_be_left_out = precision.skips_nonfinite or self.job.job.on_nonfinite == "continue"
+        self.sums.begin(self.step, scale, may_be_left_out)
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients of this rank's pieces."""

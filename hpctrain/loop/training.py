@@ -42,6 +42,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
         count = session.sum_over_batch(sum(parts.model.count(micro.batch) for micro in micro_batches))
     if count == 0:
         raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label", everywhere=True)
+    session.begin_sums()
     loss_sum = session.runner.train(micro_batches, count, step)
     with times.communicating():
         parts.sharding.synchronize()
@@ -56,6 +57,8 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
         clip(gradients, norm, session.job.optimizer.clip_norm)
         session.optimizer.step()
         parts.sharding.refresh()
+    else:
+        session.sums.leave_out()
     excused = not apply and parts.precision.skips_nonfinite
     parts.precision.update(apply)
     session.advance(samples_seen)

@@ -21,6 +21,7 @@ from hpctrain.model.tied import tie, tied_parameters
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hpctrain.gradients.sums import GradientSums
     from hpctrain.job.parts import Parts
     from hpctrain.job.tables import Job
 
@@ -39,7 +40,7 @@ class Built:
     """Of all parameters and buffers of the whole model."""
 
 
-def build_model(job: Job, parts: Parts, meshes: Meshes, device: torch.device) -> Built:
+def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, device: torch.device) -> Built:
     """Build -> precision -> parallelism -> activation checkpointing -> compile -> sharding -> materialize and initialize."""
     spec, dtype = parts.model, parts.precision.parameter_dtype
     with _default_dtype(dtype):
@@ -55,7 +56,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, device: torch.device) ->
     if job.compile.enabled:
         for block in spec.blocks(module) or [module]:
             block.compile()  # in place: a wrapper would rename the parameters
-    module = parts.sharding.apply(module, spec, meshes.model[DATA_AXES], parts.compression)
+    module = parts.sharding.apply(module, spec, meshes.model[DATA_AXES], sums)
     home = parts.sharding.home(device)
     if spec.meta:
         tied = tied_parameters(module)

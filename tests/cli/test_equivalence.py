@@ -43,7 +43,7 @@ def test_every_number_of_ranks_gives_the_same_curve(job: JobFile, optimizer: str
 def test_two_ranks_in_bf16_are_near_one_in_fp32(job: JobFile) -> None:
     """As typed; every mode is held against one process in tests/ranks/test_stages.py."""
     job.tables["optimizer"] = OPTIMIZERS["sgd"]
-    job.set(job={"steps": 10}, precision={"mode": "bf16"}, compression={"name": "bf16"})
+    job.set(job={"steps": 10}, precision={"mode": "bf16"}, compression={"name": "bf16", "inside_nodes": True})
     two = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
     assert two.code == 0, two
     one = run(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes
 from hpctrain_plugins.activation_checkpointing.partition import Partition
+from live_bytes import LiveBytes
 from torch.autograd.graph import saved_tensors_hooks
 from training import job, session_of
 

@@ -167,7 +167,7 @@ def test_options_change_no_number(root, stage: int, options: dict[str, Any]) -> 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_gradients_travel_in_16_bits(root, name: str, stage: int) -> None:
     tables = job(
-        job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage}, compression={"name": name},
+        job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage}, compression={"name": name, "inside_nodes": True},
         batch={"micro_size": micro_size(True)},
     )  # fmt: skip
     rows = train_here(tables).rows

@@ -327,6 +327,24 @@ def weights() -> dict[str, Tensor]:
     return {"layer.weight": torch.arange(12.0).reshape(4, 3), "layer.scale": torch.tensor(2.0)}
 
 
+def test_optional_tensors_may_be_missing_there_or_here(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    weight = Piece.whole("model/w", torch.ones(3))
+    store(tmp_path, group).save(
+        1, State([weight, Piece.whole("memory/a", torch.ones(2)), Piece.whole("memory/b", torch.ones(2))])
+    )
+    kept, reshaped, new = torch.zeros(2), torch.zeros(5), torch.zeros(1)
+    wanted = [weight, Piece.whole("memory/a", kept), Piece.whole("memory/b", reshaped), Piece.whole("memory/c", new)]
+    restored = store(tmp_path, group).restore(wanted, optional=("memory/",))
+    assert restored is not None and restored.absent == ["memory/b", "memory/c"]
+    assert kept.tolist() == [1, 1] and not reshaped.any() and not new.any()
+    restored = store(tmp_path, group).restore([weight], optional=("memory/",))
+    assert restored is not None and not restored.absent
+    with pytest.raises(CheckpointError, match="memory/a isn't in the model"):
+        store(tmp_path, group).restore([weight])
+    with pytest.raises(CheckpointError, match="model/v isn't there"):
+        store(tmp_path, group).restore([weight, Piece.whole("model/v", torch.ones(1))], optional=("memory/",))
+
+
 @pytest.fixture(params=["safetensors", "torch", "torch legacy", "checkpoint"])
 def weights_path(request: pytest.FixtureRequest, tmp_path: Path, group: dist.ProcessGroup) -> Path:
     if request.param == "checkpoint":

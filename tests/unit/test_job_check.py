@@ -55,6 +55,37 @@ def test_defaults_make_a_whole_job() -> None:
 
 
 @pytest.mark.parametrize(
+    ("compression", "changes", "sentence"),
+    [
+        ({"name": "top-k"}, {"sharding": {"stage": 3}}, "stage 3 does not tell which parameters lie in a bucket"),
+        ({"name": "powersgd"}, {"sharding": {"stage": 3}}, "stage 3 does not tell which matrices lie in a bucket"),
+        (
+            {"name": "powersgd"},
+            {"sharding": {"stage": 2}, "parallelism": {"replicate": 2}},
+            "hybrid sharding sums slices of the parameters over the replicas",
+        ),
+        ({"name": "top-k", "ratio": 0.0}, {}, "greater than 0"),
+        ({"name": "powersgd", "ratio": 0.1}, {}, "unknown key 'ratio' in [compression]; an option of name = top-k"),
+        (
+            {"name": "none", "inside_nodes": True},
+            {},
+            "unknown key 'inside_nodes' in [compression]; an option of name = bf16, fp16, powersgd, top-k",
+        ),
+    ],
+)
+def test_compression_is_refused(compression: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
+    found = problems(4, compression=compression, **changes)
+    assert len(found) == 1 and sentence in found[0]
+
+
+def test_every_compression_but_those_goes_with_every_stage() -> None:
+    for stage in range(4):
+        for name in ("none", "bf16", "fp16", *(("top-k", "powersgd") if stage < 3 else ())):
+            checked(4, compression={"name": name}, sharding={"stage": stage})
+    checked(4, compression={"name": "top-k"}, sharding={"stage": 2}, parallelism={"replicate": 2})
+
+
+@pytest.mark.parametrize(
     ("table", "keys", "sentence"),
     [
         ("job", {"steps": "4"}, 'expected a valid integer, found "4"'),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.api import Compression, hookimpl
+from hpctrain.api import Compression, Compressor, GradientBucket, LossyCompression, hookimpl
 
 
 class Plain(Compression):
@@ -17,44 +16,31 @@ class Plain(Compression):
 
     name = "none"
 
-    def all_reduce(self, bucket: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-        work = dist.all_reduce(bucket, group=group, async_op=True)
-        assert work is not None
-        return lambda: _wait(work)
 
-    def reduce_scatter(self, output: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-        work = dist.reduce_scatter_single(output, bucket, group=group, async_op=True)
-        assert work is not None
-        return lambda: _wait(work)
-
-
-class _Casting(Compression):
+class _Cast(Compressor):
     """Half the bytes of float32 on the wire."""
 
+    def __init__(self, bucket: GradientBucket, group: dist.ProcessGroup, wire: torch.dtype) -> None:
+        super().__init__(bucket, group)
+        self._wire = wire
+
+    def all_reduce(self, gradients: Tensor, scale: float) -> None:
+        sent = gradients.to(self._wire)
+        dist.all_reduce(sent, group=self.group)
+        gradients.copy_(sent)
+
+    def reduce_scatter(self, output: Tensor, gradients: Tensor, scale: float) -> None:
+        sent = gradients.to(self._wire)
+        mine = sent.view(self.group.size(), -1)[self.group.rank()]
+        dist.reduce_scatter_single(mine, sent, group=self.group)
+        output.copy_(mine)
+
+
+class _Casting(LossyCompression):
     wire: ClassVar[torch.dtype]
 
-    def all_reduce(self, bucket: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-        sent = bucket.to(self.wire)
-        work = dist.all_reduce(sent, group=group, async_op=True)
-        assert work is not None
-
-        def finish() -> None:
-            _wait(work)
-            bucket.copy_(sent)
-
-        return finish
-
-    def reduce_scatter(self, output: Tensor, bucket: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-        sent = bucket.to(self.wire)
-        mine = sent.view(group.size(), -1)[group.rank()]
-        work = dist.reduce_scatter_single(mine, sent, group=group, async_op=True)
-        assert work is not None
-
-        def finish() -> None:
-            _wait(work)
-            output.copy_(mine)
-
-        return finish
+    def compressor(self, bucket: GradientBucket, group: dist.ProcessGroup) -> Compressor:
+        return _Cast(bucket, group, self.wire)
 
 
 class BFloat16(_Casting):
@@ -69,10 +55,6 @@ class Float16(_Casting):
 
     name = "fp16"
     wire = torch.float16
-
-
-def _wait(work: dist.Work) -> None:
-    work.wait()
 
 
 @hookimpl

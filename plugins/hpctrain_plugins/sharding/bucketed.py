@@ -9,22 +9,26 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import Compression, ModelSpec, Sharding
+from hpctrain.api import GradientSums, ModelSpec, Sharding
 from hpctrain_plugins.sharding.buckets import Bucket, Entry, make_buckets
 
 
 class Bucketed(Sharding):
     """Gradients in flat buckets. A stage says when a bucket may be reduced, and how."""
 
-    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, compression: Compression) -> nn.Module:
+    tells_spans = True
+    axis: ClassVar[str]
+    """Over which whole buckets are summed."""
+
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> nn.Module:
         self._shard, self._replicate = mesh["dp_shard"].get_group(), mesh["dp_replicate"].get_group()
-        self._compression = compression
+        self._sums = sums
         return module
 
     def materialized(self, module: nn.Module) -> None:
@@ -32,6 +36,7 @@ class Bucketed(Sharding):
         self._launched = 0
         self._fresh = True
         for bucket in self._buckets:
+            bucket.sum = self._sums.bucket(bucket.content, self.axis)
             for entry in bucket.entries:
                 hook = partial(self._ready, bucket, entry)
                 entry.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

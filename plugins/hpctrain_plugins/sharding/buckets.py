@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpctrain.api import Piece, pieces_of, shared_zeros
+from hpctrain.api import BucketSum, GradientBucket, Piece, Span, pieces_of, shared_zeros
 
 _ALIGNMENT = 64
 """Bytes: a rank's slice of a bucket begins at a multiple of it."""
@@ -76,6 +76,8 @@ class Bucket:
     ranks: int
     gradients: Tensor | None = None
     """(numel,): the buffer, while the gradients have one."""
+    sum: BucketSum | None = None
+    """How the gradients are summed."""
     waiting: int = 0
     """Gradients that this backward has not made yet."""
     finish: Callable[[], None] | None = None
@@ -94,6 +96,17 @@ class Bucket:
     @property
     def dtype(self) -> torch.dtype:
         return self.entries[0].local.dtype
+
+    @property
+    def content(self) -> GradientBucket:
+        """What lies in it, for its sum."""
+        spans = []
+        for entry in self.entries:
+            offset = entry.offset
+            for piece in entry.pieces:
+                spans.append(Span(piece, offset))
+                offset += piece.tensor.numel()
+        return GradientBucket(spans, self.numel, self.dtype, self.entries[0].local.device)
 
     def buffer(self, group: dist.ProcessGroup) -> Tensor:
         """A new flat buffer for collectives of `group`."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.api import Compression
+from hpctrain.api import BucketSum, GradientBucket, GradientSums
 
 _IN_FLIGHT = 2
 """Units whose gradients may be on their way while backward goes on."""
@@ -76,8 +76,9 @@ class SummingReduceScatter:
     in one backward, or in the next one unless `finish` was called and the gradients were taken away before.
     """
 
-    def __init__(self, compression: Compression, pending: Pending, buffers: Buffers) -> None:
-        self._compression, self._pending, self._buffers = compression, pending, buffers
+    def __init__(self, sums: GradientSums, pending: Pending, buffers: Buffers) -> None:
+        self._sums, self._pending, self._buffers = sums, pending, buffers
+        self._sum: BucketSum | None = None
         self._used = self._has_input = False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -90,7 +91,10 @@ class SummingReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        finish = self._compression.reduce_scatter(output_tensor, input_tensor, group)
+        if self._sum is None:
+            content = GradientBucket([], input_tensor.numel(), input_tensor.dtype, input_tensor.device)
+            self._sum = self._sums.bucket(content, "dp_shard")
+        finish = self._sum.reduce_scatter(output_tensor, input_tensor)
         if output_tensor.device.type != "cpu":
             finish()  # holds this stream, not the program
             return

@@ -19,7 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hpctrain.api import Compression, Field, ModelSpec, Options, Piece, Sharding, UsageError, hookimpl, pieces_of
+from hpctrain.api import (
+    BucketSum,
+    Field,
+    GradientBucket,
+    GradientSums,
+    ModelSpec,
+    Options,
+    Piece,
+    Sharding,
+    UsageError,
+    hookimpl,
+    pieces_of,
+)
 from hpctrain_plugins.sharding.buckets import trained
 from hpctrain_plugins.sharding.communication import AsynchronousAllGather, Buffers, Pending, SummingReduceScatter
 from hpctrain_plugins.sharding.offload import host_copy, is_needed
@@ -93,7 +105,7 @@ class FullySharded(Sharding):
             )
         return None
 
-    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, compression: Compression) -> nn.Module:
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> nn.Module:
         options = self.options
         scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
         if scalars:
@@ -102,7 +114,8 @@ class FullySharded(Sharding):
                 "give it the shape (1,), or use stage = 2",
                 everywhere=True,
             )
-        self._replicate, self._compression = mesh["dp_replicate"].get_group(), compression
+        self._replicate, self._sums = mesh["dp_replicate"].get_group(), sums
+        self._over_replicas: dict[torch.dtype, BucketSum] = {}
         device = torch.device(mesh.device_type)
         self._offloads_parameters = is_needed(options.offload_parameters, device)
         self._offloads = is_needed(options.offload_optimizer, device) and not self._offloads_parameters
@@ -124,7 +137,7 @@ class FullySharded(Sharding):
         """Sums instead of means, communication that does not wait, and what is gathered ahead of what."""
         pending: Pending = deque()
         buffers = Buffers()
-        self._reduce_scatters = [SummingReduceScatter(self._compression, pending, buffers) for _ in units]
+        self._reduce_scatters = [SummingReduceScatter(self._sums, pending, buffers) for _ in units]
         ahead = self.options.prefetch
         for number, unit in enumerate(units):
             unit.set_gradient_divide_factor(1.0)
@@ -194,7 +207,10 @@ class FullySharded(Sharding):
             by_dtype.setdefault(held.piece.tensor.dtype, []).append(held.piece.tensor.grad)
         for gradients in by_dtype.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            self._compression.all_reduce(flat, self._replicate)()
+            if flat.dtype not in self._over_replicas:
+                content = GradientBucket([], len(flat), flat.dtype, flat.device)
+                self._over_replicas[flat.dtype] = self._sums.bucket(content, "dp_replicate")
+            self._over_replicas[flat.dtype].all_reduce(flat)()
             for gradient, summed in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
 

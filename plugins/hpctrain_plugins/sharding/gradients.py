@@ -69,7 +69,8 @@ class Gradients(Partitioned):
         assert bucket.gradients is not None
         if self._shard.size() > 1:
             mine = bucket.slice_of(bucket.gradients, self._shard.rank())
-            bucket.finish = self._compression.reduce_scatter(mine, bucket.gradients, self._shard)
+            assert bucket.sum is not None
+            bucket.finish = bucket.sum.reduce_scatter(mine, bucket.gradients)
         self._in_flight.append((bucket, self._parts[self._launched - 1]))
         if not self.options.overlap_communication:
             self._finish_oldest()

@@ -36,7 +36,8 @@ class OptimizerState(Partitioned):
         gradients = bucket.fill_all()
         if self._shard.size() > 1:
             mine = bucket.slice_of(gradients, self._shard.rank())
-            bucket.finish = self._compression.reduce_scatter(mine, gradients, self._shard)
+            assert bucket.sum is not None
+            bucket.finish = bucket.sum.reduce_scatter(mine, gradients)
 
     def synchronize(self) -> None:
         self._finish_sums()

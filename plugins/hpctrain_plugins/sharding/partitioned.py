@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpctrain.api import ByteSize, Field, Options, Piece
+from hpctrain.api import BucketSum, ByteSize, Field, GradientBucket, Options, Piece, Span
 from hpctrain_plugins.sharding.bucketed import Bucketed
 from hpctrain_plugins.sharding.buckets import Bucket, Entry
 from hpctrain_plugins.sharding.offload import host_copy, is_needed
@@ -53,12 +53,15 @@ class Part:
     master_gradients: Tensor
     pieces: list[tuple[Piece, Tensor]]
     """Rectangles of `master`, each with its gradient."""
+    sum: BucketSum
+    """How the gradients are summed over the replicas."""
 
 
 class Partitioned(Bucketed):
     """The optimizer's part is sharded over dp_shard."""
 
     options: PartitionedOptions
+    axis = "dp_shard"
 
     def axes(self, ranks: int, replicate: int) -> dict[str, int]:
         return {"dp_replicate": replicate, "dp_shard": ranks // replicate}
@@ -92,7 +95,11 @@ class Partitioned(Bucketed):
             for entry in bucket.entries
             for piece, gradient in _owned(entry, begin, master, master_gradients)
         ]
-        return Part(flat, own, gradients, master, master_gradients, pieces)
+        first = master_gradients.storage_offset()
+        spans = [Span(piece, int(gradient.storage_offset() - first)) for piece, gradient in pieces]
+        content = GradientBucket(spans, bucket.share, bucket.dtype, gradients.device)
+        over_replicas = self._sums.bucket(content, "dp_replicate")
+        return Part(flat, own, gradients, master, master_gradients, pieces, over_replicas)
 
     @abstractmethod
     def _gradients_of(self, bucket: Bucket, rank: int) -> Tensor:
@@ -101,7 +108,7 @@ class Partitioned(Bucketed):
     def _sum_over_replicas(self) -> None:
         """Hybrid sharding: what the ranks of dp_shard summed is summed over the groups of them."""
         if self._replicate.size() > 1:
-            finishes = [self._compression.all_reduce(part.gradients, self._replicate) for part in self._parts]
+            finishes = [part.sum.all_reduce(part.gradients) for part in self._parts]
             for finish in finishes:
                 finish()
 

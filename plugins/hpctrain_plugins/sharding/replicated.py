@@ -22,6 +22,7 @@ class Replicated(Bucketed):
     """ZeRO stage 0: nothing is sharded."""
 
     name = "0"
+    axis = "dp_replicate"
     Options = ReplicatedOptions
     options: ReplicatedOptions
 
@@ -51,7 +52,8 @@ class Replicated(Bucketed):
     def _reduce(self, bucket: Bucket) -> None:
         gradients = bucket.fill_all()
         if self._replicate.size() > 1:
-            bucket.finish = self._compression.all_reduce(gradients, self._replicate)
+            assert bucket.sum is not None
+            bucket.finish = bucket.sum.all_reduce(gradients)
 
     def synchronize(self) -> None:
         self._finish_sums()

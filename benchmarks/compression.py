@@ -1,0 +1,121 @@
+"""What compressed gradients cost and save: the quickstart's loss and bytes with each compression, against none.
+
+    OMP_NUM_THREADS=1 mpiexec -n 2 python benchmarks/compression.py [--steps N] [--kinds KIND ...]
+
+A kind is a compression with options where wanted: "top-k ratio=0.01". All ranks are on one node here, so each compresses
+inside it. Bytes are those that hpctrain.mpi counts from the first step to the last: what each rank puts into every
+collective, the loop's own few included. An all-reduce of n numbers counts n of them, an all-gather the rank's own part. Between two
+ranks that is half of what the best algorithms send per rank in the one case and all of it in the other: an all-reduce sends
+2 (N - 1) / N of what it is given, an all-gather N - 1 times it. The last column is by these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tomli
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+import hpctrain.mpi
+from hpctrain.hookspecs import hookimpl
+from hpctrain.job.check import check
+from hpctrain.job.reading import RawJob
+from hpctrain.loop.session import Session
+from hpctrain.loop.signals import StopRequest
+from hpctrain.loop.training import train
+from hpctrain.world.detection import detect
+from hpctrain.world.front import Front
+from hpctrain.world.meeting import World
+
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
+LAST = 20
+KINDS = ["none", "top-k ratio=0.01", "powersgd rank=2"]
+
+
+class Recorder:
+    """Losses and bytes from the first step to the last."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    @hookimpl
+    def hpctrain_job_start(self) -> None:
+        self._before = hpctrain.mpi.statistics()
+
+    @hookimpl
+    def hpctrain_step_end(self, metrics: dict[str, Any]) -> None:
+        self.losses.append(metrics["loss"])
+        self._after = hpctrain.mpi.statistics()
+
+    @property
+    def put_in(self) -> int:
+        return self._after.bytes - self._before.bytes
+
+    def sent(self, ranks: int) -> float:
+        """Bytes that the best algorithms send per rank."""
+        factors = {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather_into_tensor": ranks - 1}
+        before = self._before.operations
+        changes = {
+            name: one.bytes - (before[name].bytes if name in before else 0)
+            for name, one in self._after.operations.items()
+        }
+        unknown = {name for name, change in changes.items() if change} - factors.keys()
+        assert not unknown, unknown
+        return sum(factors[name] * change for name, change in changes.items() if change)
+
+
+def train_with(kind: str, steps: int | None, output: str) -> Recorder:
+    """The quickstart, without evaluation and with a checkpoint at the end only."""
+    name, *options = kind.split()
+    tables: dict[str, Any] = tomli.loads(QUICKSTART.read_text())
+    tables["job"] |= {"output_dir": output} | ({} if steps is None else {"steps": steps})
+    del tables["evaluation"], tables["checkpoint"]
+    if name != "none":
+        tables["compression"] = {"name": name, "inside_nodes": True, **tomli.loads("\n".join(options))}
+    checked = check(RawJob(tables, {}, str(QUICKSTART)), dist.get_world_size())
+    recorder = Recorder()
+    checked.registry.manager.register(recorder)
+    session = Session(checked, World(detect(), HashStore(), Front()), torch.device("cpu"), "never")
+    try:
+        train(session, StopRequest())
+    finally:
+        session.close()
+    return recorder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, help="instead of the quickstart's")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, help="the first one is what the others are compared with")
+    parser.add_argument("--losses", type=Path, help="append each kind's losses to this file (JSON lines)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    lines, first = [], None
+    for kind in arguments.kinds:
+        output = [tempfile.mkdtemp(prefix="compression-") if rank == 0 else ""]
+        dist.broadcast_object_list(output)
+        found = train_with(kind, arguments.steps, output[0])
+        if rank == 0 and arguments.losses is not None:
+            with arguments.losses.open("a") as file:
+                file.write(json.dumps({"kind": kind, "losses": found.losses}) + "\n")
+        loss = sum(found.losses[-LAST:]) / LAST
+        first = first or (loss, found.put_in, found.sent(ranks))
+        lines.append(
+            f"{kind:40} loss {loss:.4f} ({loss / first[0] - 1:+.2%})  bytes put in {found.put_in:,} "
+            f"({found.put_in / first[1]:.2%})  sent {found.sent(ranks) / first[2]:.2%}"
+        )
+    if rank == 0:
+        print("\n".join(lines), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The slot `compression`: how the gradients of the data-parallel ranks travel between nodes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor
+
+from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.plugin import Options, Plugin
+
+if TYPE_CHECKING:
+    from hpctrain.contracts.distribution import Sharding
+
+
+@dataclass(frozen=True)
+class Span:
+    """A parameter, or a rectangle of one, in a flat bucket: its elements in row-major order from `begin` on.
+
+    `piece.tensor` holds parameter values, not gradients: ask it for nothing but its shape.
+    """
+
+    piece: Piece
+    begin: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.piece.tensor.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Its place in a flat tensor, in the rectangle's shape."""
+        return flat[self.begin : self.begin + self.numel].view(self.piece.tensor.shape)
+
+
+@dataclass(frozen=True)
+class GradientBucket:
+    """What lies in a flat bucket of gradients, equal on all ranks that sum it. Elements of no span are zeros.
+
+    `spans` is empty where the sharding stage does not tell (`Sharding.tells_spans`).
+    """
+
+    spans: list[Span]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class CompressionOptions(Options):
+    """Options that every lossy compression has; the trainer itself acts on them."""
+
+    inside_nodes: bool = Field(
+        default=False,
+        description="compress between the ranks of a node, too; else a node's gradients are summed whole in its memory "
+        "first, and only what nodes send each other is compressed",
+    )
+    start_step: int = Field(default=0, ge=0, description="gradients of so many first steps travel whole")
+
+
+class Compression(Plugin):
+    """How gradients travel. A direct subclass sends them as they are; see LossyCompression for the rest."""
+
+    def refuse(self, sharding: Sharding, axes: Mapping[str, int]) -> str | None:
+        """Why it can't work with this stage on a mesh of `axes` (all of them), in a sentence; None when it can."""
+        return None
+
+
+class LossyCompression(Compression):
+    """Sends less than the gradients are.
+
+    Under hybrid sharding the sum over the replicas is compressed, else the one over all data-parallel ranks. The trainer
+    first sums within each node; then one rank of each node takes the bucket through the compressor, another one for the
+    next bucket; and their node gets the sum from them. With `inside_nodes` each rank counts as a node.
+    """
+
+    Options = CompressionOptions
+    options: CompressionOptions
+
+    @abstractmethod
+    def compressor(self, bucket: GradientBucket, group: dist.ProcessGroup) -> Compressor:
+        """Made once for each bucket, on the ranks of `group`: one of each node. Must not communicate."""
+
+
+class Compressor(ABC):
+    """Sums one bucket, step after step. All ranks of the group call the same in the same order.
+
+    On CPU ranks the sums of all buckets run one after the other on a thread of their own, behind backward: so they may
+    use several collectives of `group` each, and wait for them.
+    """
+
+    def __init__(self, bucket: GradientBucket, group: dist.ProcessGroup) -> None:
+        self.bucket, self.group = bucket, group
+
+    @abstractmethod
+    def all_reduce(self, gradients: Tensor, scale: float) -> None:
+        """Leave the sum over the group in the flat `gradients`, (numel,), bit-equal on all of its ranks.
+
+        They are gradients times `scale`, which changes between steps (loss scaling); 1 without it. Where a rank has a
+        gradient that is not finite, the sum must not be finite either, so that all ranks leave the step out.
+        """
+
+    def reduce_scatter(self, output: Tensor, gradients: Tensor, scale: float) -> None:
+        """As all_reduce, but only this rank's equal slice of the sum is needed, in `output`.
+
+        `output` may be that slice of `gradients` itself, which hold nothing of use afterwards.
+        """
+        self.all_reduce(gradients, scale)
+        mine = gradients.view(self.group.size(), -1)[self.group.rank()]
+        if mine.data_ptr() != output.data_ptr():
+            output.copy_(mine)
+
+    def state(self) -> list[Tensor]:
+        """What lasts from step to step. The trainer puts it back when a step is left out, as if it had not been."""
+        return []
+
+    def settle(self) -> None:
+        """A checkpoint is about to be written: bring the state into the form that `pieces` gives; collective.
+
+        Training goes on from that form, and so it does after a restore: a resumed run does what an uninterrupted one does.
+        """
+        return
+
+    def pieces(self) -> list[Piece]:
+        """The state for a checkpoint, the live tensors; asked for after `settle`, or before any step to be filled.
+
+        Names are like "residual/NAME", with the parameter's. A checkpoint need not have them: those that it lacks, or has
+        in another shape, stay as they were made.
+        """
+        return []

@@ -1,0 +1,164 @@
+"""`powersgd`: each matrix travels as two narrow ones.
+
+Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019. With
+M a rank's gradient plus what it kept, (rows, columns), and Q from the step before, (columns, rank):
+P = orthonormal(sum of M Q), Q = sum of M^T P; the sum of M becomes P Q^T, and the rank keeps M - P P^T M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpctrain.api import (
+    Compression,
+    CompressionOptions,
+    Compressor,
+    Field,
+    GradientBucket,
+    LossyCompression,
+    Piece,
+    Residual,
+    Sharding,
+    Span,
+    hookimpl,
+)
+
+
+class PowerSGDOptions(CompressionOptions):
+    rank: int = Field(default=2, ge=1, description="columns of the narrow matrices: more is nearer to the gradient")
+
+
+class PowerSGD(LossyCompression):
+    """Send each matrix as a product of two narrow ones (one power iteration per step); error feedback."""
+
+    name = "powersgd"
+    Options = PowerSGDOptions
+    options: PowerSGDOptions
+
+    def refuse(self, sharding: Sharding, axes: Mapping[str, int]) -> str | None:
+        if not sharding.tells_spans:
+            return (
+                f"stage {sharding.name} does not tell which matrices lie in a bucket; use stage = 2 or less, or "
+                'name = "bf16"'
+            )
+        if axes["dp_replicate"] > 1 and axes["dp_shard"] > 1:
+            return (
+                "hybrid sharding sums slices of the parameters over the replicas, and these are no matrices; use "
+                'stage = 0, replicate = 1 or name = "top-k"'
+            )
+        return None
+
+    def compressor(self, bucket: GradientBucket, group: dist.ProcessGroup) -> Compressor:
+        return PowerSGDCompressor(bucket, group, self.options.rank)
+
+
+@dataclass
+class Matrix:
+    """A gradient of two dims or more as a matrix, (rows, columns): the first dim, and the others."""
+
+    span: Span
+    rows: int
+    columns: int
+    factor: Tensor
+    """Q: (columns, rank)."""
+
+    @staticmethod
+    def of(span: Span, rank: int, like: Tensor) -> Matrix | None:
+        """None where the two factors are no smaller than the gradient."""
+        shape = span.piece.tensor.shape
+        rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, span.numel)
+        if (rows + columns) * rank >= rows * columns:
+            return None
+        return Matrix(span, rows, columns, _drawn(span.piece.name, columns, rank).to(like))
+
+    def view(self, flat: Tensor) -> Tensor:
+        """(rows, columns)"""
+        return self.span.view(flat).view(self.rows, self.columns)
+
+    def follow(self, factor: Tensor) -> None:
+        """Begin the next step with these columns, of length 1; one that vanished would stay so, and is drawn anew."""
+        lengths = factor.norm(dim=0)
+        fresh = _drawn(self.span.piece.name, *factor.shape).to(factor)
+        self.factor.copy_(torch.where(lengths == 0, fresh, factor / lengths))
+
+    @property
+    def name(self) -> str:
+        """Of the factor in a checkpoint. A rectangle has one of its own: where nothing is cut, the name says nothing."""
+        piece = self.span.piece
+        cut = "" if piece.tensor.shape == piece.shape else "@" + ",".join(map(str, piece.offsets))
+        return f"factor/{piece.name}{cut}"
+
+
+class PowerSGDCompressor(Compressor):
+    """Sends P of all matrices and what is no matrix in one all-reduce, then Q of all matrices."""
+
+    def __init__(self, bucket: GradientBucket, group: dist.ProcessGroup, rank: int) -> None:
+        super().__init__(bucket, group)
+        self._residual = Residual(bucket, group)
+        found = [(span, Matrix.of(span, rank, self._residual.flat)) for span in bucket.spans]
+        self._matrices = [matrix for _, matrix in found if matrix is not None]
+        self._whole = [span for span, matrix in found if matrix is None]
+
+    def all_reduce(self, gradients: Tensor, scale: float) -> None:
+        self._residual.add_to(gradients, scale)
+        matrices = [matrix.view(gradients) for matrix in self._matrices]
+        whole = [span.view(gradients) for span in self._whole]
+        products = [values @ one.factor for one, values in zip(self._matrices, matrices, strict=True)]
+        sums = self._sum([*products, *whole])
+        for values, total in zip(whole, sums[len(products) :], strict=True):
+            values.copy_(total)
+        bases = [_orthonormal(total) for total in sums[: len(products)]]
+        mine = [values.T @ basis for values, basis in zip(matrices, bases, strict=True)]
+        self._keep(gradients, bases, mine, scale)
+        for matrix, values, basis, factor in zip(self._matrices, matrices, bases, self._sum(mine), strict=True):
+            torch.mm(basis, factor.T, out=values)
+            matrix.follow(factor)
+
+    def _keep(self, gradients: Tensor, bases: list[Tensor], mine: list[Tensor], scale: float) -> None:
+        """What of the own matrices the bases do not reach; of the rest, nothing (a checkpoint may have had some)."""
+        for span in self._whole:
+            span.view(self._residual.flat).zero_()
+        for matrix, basis, factor in zip(self._matrices, bases, mine, strict=True):
+            matrix.view(self._residual.flat).copy_(matrix.view(gradients)).addmm_(basis, factor.T, alpha=-1)
+        self._residual.unscale(scale)
+
+    def _sum(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The sum of each over the ranks."""
+        if not tensors:
+            return []
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat, group=self.group)
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def state(self) -> list[Tensor]:
+        return [self._residual.flat, *(matrix.factor for matrix in self._matrices)]
+
+    def settle(self) -> None:
+        self._residual.settle()
+
+    def pieces(self) -> list[Piece]:
+        return [*self._residual.pieces(), *(Piece.whole(one.name, one.factor) for one in self._matrices)]
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """Columns of the same span, orthonormal."""
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis
+
+
+def _drawn(name: str, rows: int, columns: int) -> Tensor:
+    """The same numbers on all ranks."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(crc32(name.encode())))
+
+
+@hookimpl
+def hpctrain_compression() -> list[type[Compression]]:
+    return [PowerSGD]

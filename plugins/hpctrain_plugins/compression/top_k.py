@@ -1,0 +1,106 @@
+"""`top-k`: each rank sends the largest elements of its gradients, and keeps the rest for later.
+
+Stich et al., "Sparsified SGD with Memory", 2018; Lin et al., "Deep Gradient Compression", 2018. The elements are chosen
+per parameter: ranks that hold the same parameter beside different others (tensor parallelism) must choose the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpctrain.api import (
+    Compression,
+    CompressionOptions,
+    Compressor,
+    Field,
+    GradientBucket,
+    LossyCompression,
+    Piece,
+    Residual,
+    Sharding,
+    hookimpl,
+)
+
+
+class TopKOptions(CompressionOptions):
+    ratio: float = Field(
+        default=0.01, gt=0, le=1, description="part of each parameter's elements that is sent, at least one"
+    )
+
+
+class TopK(LossyCompression):
+    """Send the largest elements of each parameter's gradient, with their places; error feedback."""
+
+    name = "top-k"
+    Options = TopKOptions
+    options: TopKOptions
+
+    def refuse(self, sharding: Sharding, axes: Mapping[str, int]) -> str | None:
+        if sharding.tells_spans:
+            return None
+        return (
+            f"stage {sharding.name} does not tell which parameters lie in a bucket, and what is not sent is kept by "
+            'parameter; use stage = 2 or less, or name = "bf16"'
+        )
+
+    def compressor(self, bucket: GradientBucket, group: dist.ProcessGroup) -> Compressor:
+        return TopKCompressor(bucket, group, self.options.ratio)
+
+
+class TopKCompressor(Compressor):
+    """Sends (values, places), (count,) each, in one all-gather of bytes; each rank adds them up in rank order."""
+
+    def __init__(self, bucket: GradientBucket, group: dist.ProcessGroup, ratio: float) -> None:
+        super().__init__(bucket, group)
+        self._counts = [ceil(ratio * span.numel) for span in bucket.spans]
+        self._residual = Residual(bucket, group)
+        self._place = torch.int32 if bucket.numel < 2**31 else torch.int64
+
+    def all_reduce(self, gradients: Tensor, scale: float) -> None:
+        self._residual.add_to(gradients, scale)
+        places = self._largest(gradients)
+        values = gradients[places]
+        self._residual.flat.copy_(gradients)
+        self._residual.flat[places] = 0
+        self._residual.unscale(scale)
+        gradients.zero_()
+        for one_values, one_places in self._exchange(values, places):
+            # no place comes twice within a rank's, so the order of the additions is that of the ranks
+            gradients.index_add_(0, one_places, one_values)
+
+    def _largest(self, gradients: Tensor) -> Tensor:
+        """Where they lie in the bucket: (count,) int64. NaN and infinity are larger than all, so they are sent."""
+        found = []
+        for span, count in zip(self.bucket.spans, self._counts, strict=True):
+            magnitudes = gradients[span.begin : span.begin + span.numel].abs()
+            found.append(magnitudes.topk(count, sorted=False).indices + span.begin)
+        return torch.cat(found)
+
+    def _exchange(self, values: Tensor, places: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """All ranks' values and places, in rank order."""
+        sent = torch.cat([values.view(torch.uint8), places.to(self._place).view(torch.uint8)])
+        ranks = self.group.size()
+        received = sent.new_empty(ranks, len(sent))
+        dist.all_gather_single(received.view(-1), sent, group=self.group)
+        cut = values.nbytes
+        # clones begin where their dtype may begin
+        return [(one[:cut].clone().view(values.dtype), one[cut:].clone().view(self._place)) for one in received]
+
+    def state(self) -> list[Tensor]:
+        return [self._residual.flat]
+
+    def settle(self) -> None:
+        self._residual.settle()
+
+    def pieces(self) -> list[Piece]:
+        return self._residual.pieces()
+
+
+@hookimpl
+def hpctrain_compression() -> list[type[Compression]]:
+    return [TopK]
