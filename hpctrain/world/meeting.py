@@ -161,10 +161,16 @@ def start_communication(world: World, communicator: Communicator, seconds: float
     return device
 
 
-def mpi_backend() -> str:
-    """The name of torch.distributed's backend over MPI, registered; for communicators that use it."""
-    import hpctrain.mpi
+def mpi_backend(shared_memory: bool = True, hierarchical: bool = True) -> str:
+    """The name of torch.distributed's backend over MPI, registered; for communicators that use it.
 
+    shared_memory, hierarchical: for the groups created from now on, see hpctrain.mpi.configure.
+    """
+    import hpctrain.mpi
+    from hpctrain.mpi.settings import current
+
+    nodes = current().ranks_per_node  # set from Python only
+    hpctrain.mpi.configure(shared_memory=shared_memory, hierarchical=hierarchical, ranks_per_node=nodes)
     return hpctrain.mpi.BACKEND
 
 

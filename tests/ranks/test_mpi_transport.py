@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from training import job
 
 import hpctrain.mpi
+from hpctrain.job.check import check
+from hpctrain.job.reading import RawJob
 from hpctrain.mpi import BACKEND
 
 WAYS = {
@@ -161,3 +164,25 @@ def test_the_order_of_summation_is_the_rank_order(world, way) -> None:
 def test_ranks_per_node_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="found ranks_per_node = 0, expected at least 1"):
         hpctrain.mpi.configure(ranks_per_node=0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}, {"hierarchical": False}], ids=str)
+def test_the_job_s_communicator_says_which_way(world, options: dict[str, bool]) -> None:
+    """What the backend that it names does; ranks_per_node stays as it was set."""
+    hpctrain.mpi.configure(ranks_per_node=2)
+    try:
+        communicator = check(
+            RawJob(job(communicator={"name": "mpi", **options}), {}, "job.toml"), None
+        ).parts.communicator
+        assert communicator.backend() == f"cpu:{BACKEND}"
+        group = dist.new_group(backend=BACKEND)
+    finally:
+        hpctrain.mpi.configure()
+    transport = group._transport  # type: ignore[attr-defined]
+    assert (transport._node is not None) == (world.size == 2 and "shared_memory" not in options)
+    assert (transport._hierarchy is not None) == (world.size == 4 and not options)
+    tensor = values(world.rank, 1000)
+    dist.all_reduce(tensor, group=group)
+    assert torch.equal(tensor, sum(values(rank, 1000) for rank in range(world.size)))
+    dist.destroy_process_group(group)

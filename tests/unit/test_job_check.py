@@ -78,6 +78,14 @@ def test_compression_is_refused(compression: dict[str, Any], changes: dict[str, 
     assert len(found) == 1 and sentence in found[0]
 
 
+def test_options_of_the_communicator() -> None:
+    assert checked(communicator={"name": "mpi", "shared_memory": False}).parts.communicator.options.hierarchical
+    found = problems(communicator={"name": "mpi", "shared_memory": False, "hierarchical": True})
+    assert len(found) == 1 and "hierarchical = true needs shared_memory = true, found false" in found[0]
+    found = problems(communicator={"shared_memory": False})
+    assert found == ["unknown key 'shared_memory' in [communicator]; an option of name = mpi"]
+
+
 def test_every_compression_but_those_goes_with_every_stage() -> None:
     for stage in range(4):
         for name in ("none", "bf16", "fp16", *(("top-k", "powersgd") if stage < 3 else ())):

@@ -6,14 +6,42 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+from pydantic import model_validator
 
-from hpctrain.api import Communicator, EnvironmentUnfitError, Identity, hookimpl, mpi_backend
+from hpctrain.api import (
+    Communicator,
+    EnvironmentUnfitError,
+    Field,
+    Identity,
+    Options,
+    hookimpl,
+    mpi_backend,
+)
+
+
+class MPIOptions(Options):
+    shared_memory: bool = Field(
+        default=True, description="ranks of a node pass data through memory that they share, not through MPI"
+    )
+    hierarchical: bool = Field(
+        default=True,
+        description="large collectives over several nodes go through each node's memory first, and each rank takes a "
+        "slice over the network; needs shared_memory, and as many ranks on each node",
+    )
+
+    @model_validator(mode="after")
+    def _nodes_need_their_memory(self) -> MPIOptions:
+        if "hierarchical" in self.model_fields_set and self.hierarchical and not self.shared_memory:
+            raise ValueError("hierarchical = true needs shared_memory = true, found false")
+        return self
 
 
 class MPI(Communicator):
     """MPI through mpi4py, for ranks that compute on CPUs."""
 
     name = "mpi"
+    Options = MPIOptions
+    options: MPIOptions
     preference: ClassVar[int | None] = 20
 
     def unavailable(self, identity: Identity) -> str | None:
@@ -24,7 +52,7 @@ class MPI(Communicator):
         return f"the ranks were started by {identity.source} without MPI"
 
     def backend(self) -> str:
-        return f"cpu:{mpi_backend()}"
+        return f"cpu:{mpi_backend(self.options.shared_memory, self.options.hierarchical)}"
 
     def device(self, identity: Identity) -> torch.device:
         return torch.device("cpu")
