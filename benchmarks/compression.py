@@ -3,10 +3,9 @@
     OMP_NUM_THREADS=1 mpiexec -n 2 python benchmarks/compression.py [--steps N] [--kinds KIND ...]
 
 A kind is a compression with options where wanted: "top-k ratio=0.01". All ranks are on one node here, so each compresses
-inside it. Bytes are those that hpctrain.mpi counts from the first step to the last: what each rank puts into every
-collective, the loop's own few included. An all-reduce of n numbers counts n of them, an all-gather the rank's own part. Between two
-ranks that is half of what the best algorithms send per rank in the one case and all of it in the other: an all-reduce sends
-2 (N - 1) / N of what it is given, an all-gather N - 1 times it. The last column is by these.
+inside it. Bytes are those that hpctrain.mpi counts from the first step to the last: what rank 0 puts into every
+collective, the loop's own few included. An all-reduce counts all of its numbers, an all-gather the rank's own part. The best
+algorithms send 2 (N - 1) / N and N - 1 times as much per rank: the last column. With two ranks both are the same.
 """
 
 from __future__ import annotations

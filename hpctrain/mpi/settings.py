@@ -12,7 +12,7 @@ class Settings:
     shared_memory: ranks of one node pass data through memory that they share, not through MPI.
     hierarchical: large collectives of a group that spans nodes go through each node's memory first, and each rank takes
     its slice over the network; needs shared_memory, and as many ranks of the group on each of its nodes.
-    ranks_per_node: treat so many consecutive ranks of a group as a node (a NUMA domain, say); None: a node is a node.
+    ranks_per_node: treat so many consecutive ranks of the world as a node (a NUMA domain, say); None: a node is a node.
     """
 
     shared_memory: bool = True

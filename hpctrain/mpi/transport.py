@@ -130,7 +130,7 @@ def _levels(comm: MPI.Comm, watch: Watch, settings: Settings) -> tuple[Node | No
     if settings.ranks_per_node is None:
         local = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
     else:
-        local = comm.Split(comm.rank // settings.ranks_per_node, comm.rank)
+        local = comm.Split(MPI.COMM_WORLD.rank // settings.ranks_per_node, comm.rank)
     members = sorted({tuple(ranks) for ranks in comm.allgather(local.allgather(comm.rank))})
     wanted = all(len(ranks) == len(members[0]) > 1 for ranks in members) and (
         len(members) == 1 or settings.hierarchical

@@ -336,3 +336,25 @@ def test_between_nodes(root, pairs, stage: int, capsys: pytest.CaptureFixture[st
     assert [row["loss"] for row in rows.rows] != pytest.approx(whole, rel=1e-4)
     if dist.get_rank() == 0:
         assert f"top-k between {nodes} nodes" in capsys.readouterr().out
+
+
+@pytest.mark.ranks(3)
+def test_stage_3_sends_16_bits_between_nodes(root, pairs) -> None:
+    curves = [losses(tables(root, name, {"name": name}, sharding={"stage": 3})) for name in ("none", "bf16", "fp16")]
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=2e-3) and curve != curves[0]
+
+
+def test_the_compression_of_the_documentation(root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page is to be true: it trains, and goes on from its checkpoint as if it had not stopped."""
+    page = (Path(__file__).parent.parent.parent / "docs" / "plugins.md").read_text()
+    code = next(block for block in page.split("```python\n") if "class SignCompressor" in block).split("```")[0]
+    if dist.get_rank() == 0:
+        (root / "sign_of_the_docs.py").write_text(code)
+    dist.barrier()
+    monkeypatch.syspath_prepend(str(root))
+    options = {"plugins": {"load": ["sign_of_the_docs"]}, "checkpoint": {"every_steps": 2}}
+    sign = {"name": "sign", "inside_nodes": True}
+    straight = losses(tables(root, "straight", sign, **options))
+    losses(tables(root, "halves", sign, 2, **options))
+    assert losses(tables(root, "halves", sign, 4, **options)) == straight[2:]
