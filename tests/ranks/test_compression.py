@@ -358,3 +358,23 @@ def test_the_compression_of_the_documentation(root, monkeypatch: pytest.MonkeyPa
     straight = losses(tables(root, "straight", sign, **options))
     losses(tables(root, "halves", sign, 2, **options))
     assert losses(tables(root, "halves", sign, 4, **options)) == straight[2:]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("compression", [TOP_K, POWERSGD], ids=lambda one: one["name"])
+def test_with_other_axes(root, compression: dict[str, Any]) -> None:
+    """What the ranks of the tensor axis both hold stays the same on both; a pipeline's ranks have different parameters."""
+    if dist.get_world_size() != 4:
+        pytest.skip("two by two")
+    for axis in ("tensor", "pipeline"):
+        made = tables(root, axis, compression, parallelism={axis: 2}) | {"batch": {"global_size": 24, "micro_size": 6}}
+        with session_of(made) as session:
+            train(session, StopRequest())
+            mine = {p.name: p.tensor.detach().clone() for p in session.pieces if p.tensor.shape == p.shape}
+        everyone: list[dict[str, Tensor]] = [{}] * 4
+        dist.all_gather_object(everyone, mine)
+        for one in everyone:
+            assert all(torch.equal(tensor, mine[name]) for name, tensor in one.items() if name in mine)
+        assert any(name in everyone[dist.get_rank() ^ 1] for name in mine) or axis == "pipeline"
+        resumed = {**made, "job": {**made["job"], "steps": 5}}
+        assert len(train_here(resumed).rows) == 1

@@ -92,8 +92,8 @@ class Matrix:
     def name(self) -> str:
         """Of the factor in a checkpoint. A rectangle has one of its own: where nothing is cut, the name says nothing."""
         piece = self.span.piece
-        cut = "" if piece.tensor.shape == piece.shape else "@" + ",".join(map(str, piece.offsets))
-        return f"factor/{piece.name}{cut}"
+        place = "" if piece.tensor.shape == piece.shape else "-".join(map(str, piece.offsets)) + "/"
+        return f"factor/{place}{piece.name}"
 
 
 class PowerSGDCompressor(Compressor):
