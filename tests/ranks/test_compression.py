@@ -19,8 +19,15 @@ from hpctrain.api import Compressor, GradientBucket, Piece, Span
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
+from hpctrain.mpi.library import MPI
 
 pytestmark = pytest.mark.usefixtures("world")
+
+
+def only(ranks: int) -> pytest.MarkDecorator:
+    """Where another number of ranks would show nothing more, and cost as much."""
+    return pytest.mark.skipif(MPI.COMM_WORLD.size != ranks, reason=f"for {ranks} ranks")
+
 
 SHAPES = [(), (7,), (61, 20), (13, 5, 3), (2, 2), (20, 61)]
 """Uneven; one dim or none, too small to factor, and more than two dims."""
@@ -182,7 +189,7 @@ def losses(tables: dict[str, Any]) -> list[float]:
     return [row["loss"] for row in train_here(tables).rows]
 
 
-@pytest.mark.ranks(2)
+@only(2)
 def test_everything_kept_or_sent_is_as_without(root) -> None:
     whole = losses(tables(root, "none", {"name": "none"}))
     for number, compression in enumerate([{**TOP_K, "ratio": 1.0}, {**POWERSGD, "rank": 100}]):
@@ -192,7 +199,7 @@ def test_everything_kept_or_sent_is_as_without(root) -> None:
     assert later[:3] == whole[:3] and later[3] != whole[3]
 
 
-@pytest.mark.ranks(2)
+@only(2)
 @pytest.mark.parametrize("compression", [TOP_K, POWERSGD], ids=lambda one: one["name"])
 def test_the_stages_agree(root, compression: dict[str, Any]) -> None:
     """Whoever gets the sum, and however many buckets there are; a step of stage 2 here is one backward."""
@@ -204,11 +211,9 @@ def test_the_stages_agree(root, compression: dict[str, Any]) -> None:
         assert curve == pytest.approx(curves[0], rel=2e-6)
 
 
-@pytest.mark.ranks(4)
+@only(4)
 def test_hybrid_sharding_compresses_between_the_replicas(root, pairs) -> None:
     """Groups of two ranks are nodes, which need no switch. Slices of parameters are compressed, each by itself."""
-    if dist.get_world_size() != 4:
-        pytest.skip("two groups of two")
     layout = {"parallelism": {"replicate": 2}, "sharding": {"stage": 2, "reduce_bucket_size": 9000}}
     whole = losses(tables(root, "none", {"name": "none"}, **layout))
     for name, ratio in (("all", 1.0), ("some", 0.05)):
@@ -239,7 +244,7 @@ def remembered(tables: dict[str, Any]) -> Memory:
     return memory
 
 
-@pytest.mark.ranks(2)
+@only(2)
 @pytest.mark.parametrize("compression", [TOP_K, POWERSGD], ids=lambda one: one["name"])
 def test_fp16_leaves_no_trace_of_a_step_left_out(root, compression: dict[str, Any]) -> None:
     """The scale is too high at first, and falls. Later the gradients are those of fp32, and so is what is kept of them."""
@@ -262,7 +267,7 @@ def test_fp16_leaves_no_trace_of_a_step_left_out(root, compression: dict[str, An
     assert kept == pytest.approx(sum(float(t.norm()) for t in plain.states[-1][:1]), rel=0.5), "not times the scale"
 
 
-@pytest.mark.ranks(2)
+@only(3)
 @pytest.mark.parametrize(("stage", "compression"), [(0, POWERSGD), (2, TOP_K)], ids=str)
 def test_a_resumed_run_is_the_uninterrupted_one(root, stage: int, compression: dict[str, Any]) -> None:
     options = {"sharding": {"stage": stage}, "checkpoint": {"every_steps": 3}}
@@ -282,7 +287,7 @@ def kept_in_all(session: Session) -> dict[str, float]:
     return totals
 
 
-@pytest.mark.ranks(2)
+@only(3)
 def test_what_is_kept_goes_on_in_another_layout(root, capsys: pytest.CaptureFixture[str]) -> None:
     """Into other stages, bucket sizes and compressions; from and to a run without; each says what it could not find."""
     with session_of(tables(root, "run", TOP_K, 3, sharding={"stage": 0})) as session:
@@ -307,7 +312,7 @@ def test_what_is_kept_goes_on_in_another_layout(root, capsys: pytest.CaptureFixt
 # ------------------------------------------------------------------ nodes
 
 
-@pytest.mark.ranks(2)
+@only(2)
 def test_ranks_of_one_node_send_whole_gradients_and_say_so(root, capsys: pytest.CaptureFixture[str]) -> None:
     whole = losses(tables(root, "none", {"name": "none"}))
     capsys.readouterr()
@@ -317,9 +322,11 @@ def test_ranks_of_one_node_send_whole_gradients_and_say_so(root, capsys: pytest.
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_between_nodes(root, pairs, stage: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 3 ranks one is alone on its node. One rank of each node keeps what is left of a bucket, and they take turns."""
+    if (stage, dist.get_world_size()) == (0, 4):
+        pytest.skip("3 ranks show it; stage 2 has a way of its own where nodes are even")
     options = {"sharding": {"stage": stage, "reduce_bucket_size": 9000}}
     whole = losses(tables(root, "none", {"name": "none"}, **options))
     for compression, bound in (({"name": "top-k", "ratio": 1.0}, 1e-6), ({"name": "bf16"}, 2e-3)):
@@ -338,13 +345,14 @@ def test_between_nodes(root, pairs, stage: int, capsys: pytest.CaptureFixture[st
         assert f"top-k between {nodes} nodes" in capsys.readouterr().out
 
 
-@pytest.mark.ranks(3)
+@only(3)
 def test_stage_3_sends_16_bits_between_nodes(root, pairs) -> None:
     curves = [losses(tables(root, name, {"name": name}, sharding={"stage": 3})) for name in ("none", "bf16", "fp16")]
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=2e-3) and curve != curves[0]
 
 
+@only(3)
 def test_the_compression_of_the_documentation(root, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its page is to be true: it trains, and goes on from its checkpoint as if it had not stopped."""
     page = (Path(__file__).parent.parent.parent / "docs" / "plugins.md").read_text()
@@ -360,21 +368,20 @@ def test_the_compression_of_the_documentation(root, monkeypatch: pytest.MonkeyPa
     assert losses(tables(root, "halves", sign, 4, **options)) == straight[2:]
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("compression", [TOP_K, POWERSGD], ids=lambda one: one["name"])
-def test_with_other_axes(root, compression: dict[str, Any]) -> None:
+@only(4)
+@pytest.mark.parametrize(
+    ("axis", "compression"), [("tensor", TOP_K), ("tensor", POWERSGD), ("pipeline", TOP_K)], ids=str
+)
+def test_with_other_axes(root, axis: str, compression: dict[str, Any]) -> None:
     """What the ranks of the tensor axis both hold stays the same on both; a pipeline's ranks have different parameters."""
-    if dist.get_world_size() != 4:
-        pytest.skip("two by two")
-    for axis in ("tensor", "pipeline"):
-        made = tables(root, axis, compression, parallelism={axis: 2}) | {"batch": {"global_size": 24, "micro_size": 6}}
-        with session_of(made) as session:
-            train(session, StopRequest())
-            mine = {p.name: p.tensor.detach().clone() for p in session.pieces if p.tensor.shape == p.shape}
-        everyone: list[dict[str, Tensor]] = [{}] * 4
-        dist.all_gather_object(everyone, mine)
-        for one in everyone:
-            assert all(torch.equal(tensor, mine[name]) for name, tensor in one.items() if name in mine)
-        assert any(name in everyone[dist.get_rank() ^ 1] for name in mine) or axis == "pipeline"
-        resumed = {**made, "job": {**made["job"], "steps": 5}}
-        assert len(train_here(resumed).rows) == 1
+    made = tables(root, axis, compression, 3, parallelism={axis: 2}) | {"batch": {"global_size": 24, "micro_size": 6}}
+    with session_of(made) as session:
+        train(session, StopRequest())
+        mine = {p.name: p.tensor.detach().clone() for p in session.pieces if p.tensor.shape == p.shape}
+    everyone: list[dict[str, Tensor]] = [{}] * 4
+    dist.all_gather_object(everyone, mine)
+    for one in everyone:
+        assert all(torch.equal(tensor, mine[name]) for name, tensor in one.items() if name in mine)
+    assert any(name in everyone[dist.get_rank() ^ 1] for name in mine) or axis == "pipeline"
+    resumed = {**made, "job": {**made["job"], "steps": 4}}
+    assert len(train_here(resumed).rows) == 1
