@@ -12,6 +12,7 @@ def blocks_of(module: nn.Module, spec: ModelSpec, mode: str) -> list[nn.Module]:
     blocks = spec.blocks(module)
     if not blocks:
         raise UsageError(
-            f'[activation_checkpointing] mode = "{mode}": the model {spec.name!r} names no blocks; use mode = "none"'
+            f'[activation_checkpointing] mode = "{mode}": the model {spec.name!r} names no blocks; use mode = "none"',
+            everywhere=True,
         )
     return blocks

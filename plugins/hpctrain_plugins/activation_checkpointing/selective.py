@@ -43,7 +43,8 @@ class Selective(ActivationCheckpointing):
         if unknown:
             raise UsageError(
                 f"[activation_checkpointing] keep: torch has no operator {', '.join(unknown)}; expected names such as mm "
-                "or addmm"
+                "or addmm",
+                everywhere=True,
             )
         kept = {getattr(torch.ops.aten, name) for name in self.options.keep}
 

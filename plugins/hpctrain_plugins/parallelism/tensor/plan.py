@@ -31,7 +31,8 @@ def plan_for(module: nn.Module, spec: ModelSpec, given: Mapping[str, Cut], size:
     if not found:
         raise UsageError(
             f"the model {spec.name!r} has no tensor_plan, and no attention or MLP was found in it to make one from; "
-            'write [parallelism.tensor] plan = { "layers.*.mlp.up" = "colwise", ... }'
+            'write [parallelism.tensor] plan = { "layers.*.mlp.up" = "colwise", ... }',
+            everywhere=True,
         )
     LOG.info("tensor parallelism, worked out: %s", {n: c.model_dump(exclude_none=True) for n, c in found.items()})
     return found
@@ -44,7 +45,8 @@ def _read(plan: Mapping[str, Any], spec: ModelSpec) -> dict[str, Cut]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UsageError(
-            f"the tensor_plan of the model {spec.name!r}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            f"the tensor_plan of the model {spec.name!r}: {'.'.join(map(str, first['loc']))}: {first['msg']}",
+            everywhere=True,
         ) from error
 
 
@@ -56,13 +58,15 @@ def expand(module: nn.Module, plan: Mapping[str, Cut]) -> dict[str, Cut]:
         if cut.style not in STYLES:
             raise UsageError(
                 f"[parallelism.tensor] plan: found the style {cut.style!r} for {pattern!r}, expected one of "
-                f"{', '.join(STYLES)}"
+                f"{', '.join(STYLES)}",
+                everywhere=True,
             )
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             raise UsageError(
                 f"[parallelism.tensor] plan: no module matches {pattern!r}; the names are like "
-                f"{', '.join(names[:6])}, ..."
+                f"{', '.join(names[:6])}, ...",
+                everywhere=True,
             )
         expanded |= dict.fromkeys(matched, cut)
     return expanded

@@ -85,13 +85,15 @@ def _refuse_unfit(module: nn.Module, name: str, cut: Cut) -> None:
     if cuts and not (linear or (isinstance(inner, nn.Embedding) and cut.parts is None)):
         raise UsageError(
             f"[parallelism.tensor] plan: {name} is a {type(inner).__name__}, and {cut.style} cuts a Linear"
-            + (" or an Embedding; leave it out" if cut.parts is None else " into parts; leave them out")
+            + (" or an Embedding; leave it out" if cut.parts is None else " into parts; leave them out"),
+            everywhere=True,
         )
     if linear and cut.style == "colwise" and cut.parts is None and is_fused(name):
         raise UsageError(
             f'[parallelism.tensor] plan: {name} is several matrices in one by its name, and "colwise" would give its first rows '
             'to the first rank; write { style = "colwise", parts = 3 } for [q; k; v], 2 for [gate; up], or the rows of each part '
-            "as parts = [64, 16, 16] (1 if the rows of each head lie together)"
+            "as parts = [64, 16, 16] (1 if the rows of each head lie together)",
+            everywhere=True,
         )
 
 
@@ -104,14 +106,16 @@ def _refuse_uneven(module: nn.Module, name: str, cut: Cut, size: int) -> None:
             of_parts = f" in parts of {', '.join(map(str, parts))}" if len(parts) > 1 else ""
             raise UsageError(
                 f"[parallelism] tensor = {size}: {name}.weight is {tuple(inner.weight.shape)}, and {cut.style} cuts "
-                f"dim {dim}{of_parts}, which {size} ranks do not divide"
+                f"dim {dim}{of_parts}, which {size} ranks do not divide",
+                everywhere=True,
             )
     parent = module.get_submodule(name.rpartition(".")[0])
     for attribute, heads in heads_of(parent).items() if cut.style == "colwise" else ():
         if heads % size:
             raise UsageError(
                 f"[parallelism] tensor = {size}: {type(parent).__name__}.{attribute} is {heads}, which {size} "
-                f"ranks do not divide"
+                f"ranks do not divide",
+                everywhere=True,
             )
 
 
@@ -125,7 +129,8 @@ def _refuse_cut_apart(module: nn.Module, tied: list[list[str]]) -> None:
                 raise UsageError(
                     f"[parallelism.tensor] plan: {first} and {name} are one tensor, and the plan cuts them differently "
                     f"({_placements(kept)} and {_placements(other)}); give both modules styles that cut the same dim, "
-                    'such as "rowwise" for the embedding and "vocabulary" for the head'
+                    'such as "rowwise" for the embedding and "vocabulary" for the head',
+                    everywhere=True,
                 )
 
 
