@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 import tomli_w
+from hypothesis import HealthCheck, settings
 
 from hpctrain.world.detection import launched
+
+# a busy machine is no mistake of a test
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 collect_ignore = [] if launched() else ["ranks"]
 

@@ -76,7 +76,7 @@ def test_all_to_all(world, dtype):
         assert same(output, torch.cat(wants))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, derandomize=True, database=None)
 @given(data=st.data())
 def test_uneven_all_to_all_equals_gloo(world, data):
     matrix = data.draw(
@@ -97,7 +97,7 @@ def test_uneven_all_to_all_equals_gloo(world, data):
     assert torch.equal(*outputs)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=15, derandomize=True, database=None)
 @given(data=st.data(), factor=st.sampled_from([1, 10_000]))
 def test_all_gather_of_unequal_tensors(world, data, factor):
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=world.size, max_size=world.size))

@@ -165,7 +165,7 @@ def test_coalesced(world):
         assert torch.equal(tensor, want)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=15, derandomize=True, database=None)
 @given(shape=st.lists(st.integers(0, 5), max_size=4), permuted=st.booleans(), seed=st.integers(0, 99))
 def test_any_shape_and_stride(world, shape, permuted, seed):
     count = torch.Size(shape).numel()

@@ -192,7 +192,7 @@ def random_layouts(draw: st.DrawFn) -> tuple[int, dict[str, tuple[tuple[int, ...
     return ranks, tensors
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layout=random_layouts(), form=st.sampled_from(FORMATS))
 def test_any_rectangles_on_any_ranks(
     layout: tuple[int, dict[str, tuple[tuple[int, ...], list[tuple[Rectangle, list[int]]]]]],

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.plan import BatchPlan
 
 
-@settings(deadline=None)
 @given(st.integers(1, 700), st.integers(0, 2**40), st.text(max_size=5))
 def test_an_epoch_is_a_permutation(samples: int, seed: int, fingerprint: str) -> None:
     order = SampleOrder(samples, seed, fingerprint)
@@ -17,7 +16,6 @@ def test_an_epoch_is_a_permutation(samples: int, seed: int, fingerprint: str) ->
         assert sorted(order.at(epoch * samples, (epoch + 1) * samples).tolist()) == list(range(samples))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.data())
 def test_any_slice_is_the_slice_of_the_whole(samples: int, data: st.DataObject) -> None:
     order = SampleOrder(samples, 7, "f")

@@ -21,7 +21,7 @@ from hpctrain.plugins.registry import build_registry
 REGISTRY = build_registry()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 300), st.integers(1, 3), st.data())
 def test_any_rows_are_the_rows_of_the_whole(rows: int, width: int, data: st.DataObject) -> None:
     whole = torch.empty(rows, width)

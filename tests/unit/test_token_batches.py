@@ -54,7 +54,7 @@ def naive(order: SampleOrder, lengths: Any, tokens: int, steps: int) -> list[lis
     return made
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(0, 100), st.integers(0, 30), st.integers(1, 5), st.integers(1, 4))
 def test_every_rank_takes_its_part_of_the_same_batches(
     lengths: Any, more: int, room: int, ranks: int, multiple: int
@@ -79,7 +79,7 @@ def test_every_rank_takes_its_part_of_the_same_batches(
         assert steps_of(plans[-1].training(order, seen, 5 - step)) == by_rank[-1][step + 1 :]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 8), st.integers(40, 200), st.integers(1, 4))
 def test_the_most_loaded_rank_has_at_most_the_longest_sample_above_the_mean(
     lengths: Any, ranks: int, room: int, multiple: int
@@ -91,7 +91,7 @@ def test_the_most_loaded_rank_has_at_most_the_longest_sample_above_the_mean(
     assert max(loads) <= sum(loads) / ranks + int(lengths.max()) * (1 - 1 / ranks) + 1e-9
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 3), st.integers(0, 60))
 def test_an_epoch_has_each_sample_once_and_its_steps_are_counted(lengths: Any, epochs: int, more: int) -> None:
     tokens, samples = 40 + more, epochs * len(lengths)
@@ -104,7 +104,7 @@ def test_an_epoch_has_each_sample_once_and_its_steps_are_counted(lengths: Any, e
         assert sorted(taken[epoch * len(lengths) : (epoch + 1) * len(lengths)]) == list(range(len(lengths)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 4), st.sampled_from([None, 1, 2]))
 def test_evaluation_takes_each_sample_once(lengths: Any, ranks: int, batches: int | None) -> None:
     plans = [list(TokenPlan(lengths, 60, 45, 1, r, ranks).evaluation(len(lengths), batches)) for r in range(ranks)]
