@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from equivalence_table import BOUNDS
 from test_stages import OPTIMIZERS, compare, reference
 from training import job, train_here
 
@@ -87,21 +88,23 @@ def run(
         activation_checkpointing=CHECKPOINTING.get(checkpointing, {"mode": checkpointing}), precision={"mode": mode},
     )  # fmt: skip
     rows = train_here(tables).rows
-    losses, norms, dtype = (2e-6, 1e-5, torch.float32) if mode == "fp32" else (1e-10, 1e-10, torch.float64)
-    found = compare(rows, reference(tables, dtype)[1], losses, norms)
-    words = _words(parallelism) + (", tied embeddings" if model.get("tie_embeddings") else "")
+    dtype = torch.float64 if mode == "fp64" else torch.float32
+    found = compare(rows, reference(tables, dtype)[1], *BOUNDS[mode])
+    if mode in ("bf16", "fp16"):
+        assert found["loss"] > 1e-7, "16 bits cannot give the same numbers"
+    words = layout_words(parallelism) + (", tied embeddings" if model.get("tie_embeddings") else "")
     record(mode, f"stage {stage}, {words}", found, optimizer, micro_batches > 1, checkpointing)
     return tables
 
 
-def _words(parallelism: dict[str, Any]) -> str:
+def layout_words(parallelism: dict[str, Any]) -> str:
     def word(name: str, axis: Any) -> str:
         options = (
             [] if isinstance(axis, int) else [str(v) if v is not True else k for k, v in axis.items() if k != "size"]
         )
         return f"{name} {size(axis)}" + (f" ({', '.join(options)})" if options else "")
 
-    return " x ".join(word(name, axis) for name, axis in parallelism.items()) + f" on {dist.get_world_size()} ranks"
+    return " x ".join(word(name, axis) for name, axis in parallelism.items())
 
 
 def label(case: Any) -> str:
@@ -124,6 +127,13 @@ def test_fp64(root, record, case) -> None:
 @pytest.mark.parametrize("case", TIED, ids=label)
 def test_an_embedding_that_is_also_the_head(root, record, case) -> None:
     run(root, record, case, tie_embeddings=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", [ONE_AXIS[1], ONE_AXIS[5], ONE_AXIS[6], ONE_AXIS[11]], ids=label)
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_16_bits(root, record, mode: str, case) -> None:
+    run(root, record, case, mode)
 
 
 @pytest.mark.ranks(4)

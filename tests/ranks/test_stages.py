@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from equivalence_table import BOUNDS
 from modules import odd_steps
 from plain import Step, gpt_loss, samples_of, stacked, train_gpt
 from training import SGD, TINY, job, train_here
@@ -86,7 +87,7 @@ def test_fp32(root, record, stage: int, replicate: int, variant: tuple[str, bool
     )  # fmt: skip
     rows = train_here(tables).rows
     _, steps = reference(tables)
-    found = compare(rows, steps, losses=2e-6, norms=1e-5)
+    found = compare(rows, steps, *BOUNDS["fp32"])
     if optimizer == "sgd":
         assert sum(norm > SGD["clip_norm"] for _, norm in steps) >= 3, "the clip must bind"
     record("fp32", layout(stage, replicate), found, optimizer, accumulated, checkpointing)
@@ -102,19 +103,19 @@ def test_fp64(root, record, stage: int, replicate: int) -> None:
         batch={"micro_size": micro_size(True)}, parallelism={"replicate": replicate},
     )  # fmt: skip
     rows = train_here(tables).rows
-    found = compare(rows, reference(tables, torch.float64)[1], losses=1e-10, norms=1e-10)
+    found = compare(rows, reference(tables, torch.float64)[1], *BOUNDS["fp64"])
     record("fp64", layout(stage, replicate), found, "sgd", True, "none")
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("mode", "bound"), [("bf16", 2e-3), ("fp16", 5e-4)])
-def test_16_bits_stay_near_the_fp32_curve(root, record, mode: str, bound: float, stage: int) -> None:
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_16_bits_stay_near_the_fp32_curve(root, record, mode: str, stage: int) -> None:
     tables = job(
         job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage}, precision={"mode": mode},
         batch={"micro_size": micro_size(True)},
     )  # fmt: skip
     rows = train_here(tables).rows
-    found = compare(rows, reference(tables)[1], losses=bound, norms=50 * bound)
+    found = compare(rows, reference(tables)[1], *BOUNDS[mode])
     assert found["loss"] > 1e-7, "16 bits cannot give the same numbers"
     record(mode, layout(stage), found, "sgd", True, "none")
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from equivalence_table import BOUNDS
 from plain import Step, module_of, samples_of, train_plainly
+from test_layouts import layout_words
 from test_stages import compare
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -78,10 +80,12 @@ def skip_unless_even(parallelism: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("parallelism", "stage"), LAYOUTS, ids=str)
-def test_the_curve_of_one_process(root, parallelism: dict[str, Any], stage: int) -> None:
+def test_the_curve_of_one_process(root, record, parallelism: dict[str, Any], stage: int) -> None:
     skip_unless_even(parallelism)
     rows = train_here(tables_of(root, parallelism, stage)).rows
-    compare(rows, reference(), losses=2e-6, norms=1e-5)
+    found = compare(rows, reference(), *BOUNDS["fp32"])
+    words = layout_words(parallelism) or "data parallel"
+    record("fp32", f"stage {stage}, tokens, {words}", found, "sgd", True, "none")
     assert len({row["tokens"] for row in rows}) > 1, "budgets that are never quite filled"
 
 
@@ -94,7 +98,7 @@ def test_a_resume_on_another_number_of_data_parallel_ranks(root, parallelism: di
     rows = train_here(first).rows
     rows += train_here(tables_of(root, parallelism, 0)).rows
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
-    compare(rows, reference(), losses=2e-6, norms=1e-5)
+    compare(rows, reference(), *BOUNDS["fp32"])
 
 
 @pytest.mark.parametrize(("parallelism", "stage"), [LAYOUTS[3], LAYOUTS[6]], ids=str)
