@@ -116,7 +116,7 @@ def _log_to_file(output_dir: Path, identity: Identity) -> None:
 def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> None:
     directory = session.job.output_dir
     if result["exit_code"] == EXIT_STOPPED:
-        session.say(f"stopped at step {result['step']} of {session.steps}, saved in {session.newest_checkpoint}")
+        session.say(f"stopped at step {result['step']} of {session.steps}, saved in {session.saving.newest}")
         return
     session.say(f"done         step {result['step']}, loss {result['loss']:.4f}, {seconds:.0f} s")
-    session.say(f"results      {directory / 'metrics.jsonl'}, {session.newest_checkpoint}")
+    session.say(f"results      {directory / 'metrics.jsonl'}, {session.saving.newest}")

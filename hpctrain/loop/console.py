@@ -42,7 +42,7 @@ class Console:
         for name, value in describe(session).items():
             self.line(f"{name:<12} {value}")
         if session.step:
-            self.line(f"resuming     from step {session.step} ({session.newest_checkpoint})")
+            self.line(f"resuming     from step {session.step} ({session.saving.newest})")
 
     def progress(self, row: Mapping[str, Any], steps: int) -> None:
         """A bar on a terminal, a plain line every few seconds elsewhere."""

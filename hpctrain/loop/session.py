@@ -6,40 +6,26 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pluggy
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.retention import EVALUATION_LOSS
-from hpctrain.checkpoint.state import (
-    COMPRESSION,
-    compression_pieces,
-    create_state,
-    model_pieces,
-    optimizer_numbers,
-    restore_numbers,
-    restore_quantized,
-    state_pieces,
-)
-from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.weights import load_weights
 from hpctrain.contracts.dataset import Lengths, Samples
 from hpctrain.contracts.model import Batch
-from hpctrain.contracts.pieces import Piece, State
 from hpctrain.contracts.runner import Runner, RunnerParts
 from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_padding, make_plan, open_data
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.tokens import TokenPlan
-from hpctrain.errors import CheckpointError, EnvironmentUnfitError
+from hpctrain.errors import EnvironmentUnfitError
 from hpctrain.gradients.sums import GradientSums
 from hpctrain.job.check import CheckedJob
 from hpctrain.loop.console import Console
 from hpctrain.loop.metrics import MetricsFile
 from hpctrain.loop.runner import PlainRunner
+from hpctrain.loop.saving import Saving
 from hpctrain.loop.totals import PieceTotals
 from hpctrain.mesh import DATA_AXES, build_meshes, layout_of
 from hpctrain.model.build import build_model
@@ -57,11 +43,10 @@ class Session:
         self.console = Console(world.identity, world.front)
         self._build()
         self._open_data()
-        self.step, self.samples_seen, self._samples_before = 0, 0, 0
-        self.newest_checkpoint: Path | None = None
-        self.saving = 0  # the step of the newest save in the background
+        self.step, self.samples_seen, self.samples_before = 0, 0, 0  # before: at the beginning of the newest step
         self.evaluation: tuple[int, float] | None = None  # step and loss of the newest one
-        self._restore(resume)
+        self.saving = Saving(self)
+        self.saving.restore(resume)
         self._open_outputs()
 
     # ------------------------------------------------------------------ putting together
@@ -80,8 +65,8 @@ class Session:
         self.elements, self.trained_elements = built.elements, sum(map(prod, built.trained.values()))
         apart = tuple(plugin.axis for plugin in parts.parallelism.values() if plugin.splits_module)
         self.pieces = [replace(piece, axes=(*apart, *piece.axes)) for piece in parts.sharding.pieces()]
-        self._totals = PieceTotals(self.pieces, self.meshes.model)
-        self._make_optimizer()
+        self.totals = PieceTotals(self.pieces, self.meshes.model)
+        self.make_optimizer()
         self._base_rates = [group["lr"] * self._rate_factor() for group in self.optimizer.param_groups]
         self.runner = self._make_runner()
         repeated = [plugin.axis for plugin in parts.parallelism.values() if plugin.repeats_loss]
@@ -105,7 +90,8 @@ class Session:
         brought = [runner for plugin in axes if (runner := plugin.runner(mine)) is not None]
         return brought[0] if brought else PlainRunner(mine)
 
-    def _make_optimizer(self) -> None:
+    def make_optimizer(self) -> None:
+        """A new one, without state."""
         groups = parameter_groups(self.pieces, self._trained, self.parts.optimizer_groups)
         self.optimizer = self.parts.sharding.optimizer(groups, self.parts.optimizer.build)
 
@@ -145,116 +131,12 @@ class Session:
                 f"but {', '.join(different)}; give all nodes the same files"
             )
 
-    # ------------------------------------------------------------------ checkpoints
-
-    def _restore(self, resume: str) -> None:
-        table = self.job.checkpoint
-        world_group = dist.group.WORLD
-        assert world_group is not None
-        background = dist.new_group() if table.asynchronous else None
-        root = self.job.output_dir.absolute() / "checkpoints"
-        self._store = CheckpointStore(
-            root, self.parts.checkpoint, self.parts.formats, table.keep, world_group, background,
-            table.keep_every, table.keep_best,
-        )  # fmt: skip
-        restored, pieces = None, list[Piece]()
-        if resume != "never":
-            create_state(self.optimizer)
-            path = None if resume == "auto" else Path(resume)
-            pieces = self._state_pieces()
-            restored = self._store.restore(pieces, path, optional=(COMPRESSION,))
-        if restored is None:
-            self._begin_anew()
-            return
-        if restored.values["fingerprint"] != self.fingerprint:
-            raise CheckpointError(
-                f"{restored.path} was trained on other data (dataset fingerprint {restored.values['fingerprint']}, found "
-                f"{self.fingerprint}); restore the data, or start anew in another output_dir"
-            )
-        self.step, self.samples_seen = restored.step, int(restored.values["samples_seen"])
-        self.parts.precision.restore(restored.values["precision"])
-        restore_quantized(self.pieces, self.optimizer, pieces)
-        restore_numbers(self.pieces, self.optimizer, restored.values["optimizer_numbers"])
-        self.parts.sharding.refresh()
-        self.newest_checkpoint = self._shown(restored.path)
-        self._tell_of_absent(restored.absent)
-
-    def _state_pieces(self) -> list[Piece]:
-        """All of a checkpoint's tensors on this rank."""
-        return [
-            *state_pieces(self.module, self.pieces, self.optimizer),
-            *compression_pieces(self.sums.pieces()),
-        ]
-
-    def _tell_of_absent(self, names: list[str]) -> None:
-        """What compression remembers may not be in the checkpoint: that was saved without, or with another."""
-        count = self._total(len(names))
-        if count:
-            self.say(
-                f"compression  {count} of its tensors are not in {self.newest_checkpoint}; they begin as in a new run"
-            )
-
-    def _begin_anew(self) -> None:
-        self._make_optimizer()
-        weights = self.job.model.weights
-        if weights is not None:
-            group = dist.group.WORLD
-            assert group is not None
-            load_weights(weights, self.parts.formats, model_pieces(self.module, self.pieces), group)
-            self.parts.sharding.refresh()
+    # ------------------------------------------------------------------ what the loop asks for
 
     def advance(self, samples_seen: int) -> None:
         """A step is done; the next one begins at this position in the order of the samples."""
         self.step += 1
-        self._samples_before, self.samples_seen = self.samples_seen, samples_seen
-
-    def is_save_due(self) -> bool:
-        """Whether the job asks for a checkpoint of this step."""
-        table = self.job.checkpoint
-        if table.every_steps and self.step % table.every_steps == 0:
-            return True
-        period = table.every_epochs * len(self.training)
-        return period > 0 and self.samples_seen // period > self._samples_before // period
-
-    def save(self, final: bool) -> None:
-        """Save this step, in the background where the job says so and training goes on (it isn't `final`)."""
-        values = {
-            "samples_seen": self.samples_seen,
-            "fingerprint": self.fingerprint,
-            "precision": self.parts.precision.state(),
-            "optimizer_numbers": self._totals.merged(optimizer_numbers(self.pieces, self.optimizer)),
-            "job": self.job.job.name,
-            "layout": self.layout.axes,
-        }
-        if self.evaluation is not None and self.evaluation[0] == self.step:
-            values[EVALUATION_LOSS] = self.evaluation[1]
-        self.sums.settle()
-        state = State(self._state_pieces(), values)
-        if self.job.checkpoint.asynchronous and not final:
-            self._store.save_in_background(self.step, state)
-            self.saving = self.step
-        else:
-            self._saved(self._store.save(self.step, state), self.step)
-
-    def is_saving_over(self) -> bool:
-        """Whether a save in the background has ended on all ranks, well or not."""
-        return self._store.is_over()
-
-    def finish_saving(self) -> None:
-        """Wait for a save in the background, raising its error."""
-        path = self._store.finish()
-        if path is not None:
-            self._saved(path, self.saving)
-
-    def _saved(self, path: Path, step: int) -> None:
-        self.newest_checkpoint = self._shown(path)
-        self.hooks.hpctrain_checkpoint_saved(step=step, path=path)
-
-    def _shown(self, path: Path) -> Path:
-        """As a person at rank 0 would type it."""
-        return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-    # ------------------------------------------------------------------ what the loop asks for
+        self.samples_before, self.samples_seen = self.samples_seen, samples_seen
 
     def training_loader(self) -> Loader:
         """The micro batches from here to the last step."""
@@ -279,9 +161,10 @@ class Session:
 
     def sum_over_batch(self, value: int) -> int:
         """The sum over the ranks that hold different parts of the global batch."""
-        return self._total(value, self._batch_group)
+        return self.total(value, self._batch_group)
 
-    def _total(self, value: int, group: dist.ProcessGroup | None = None) -> int:
+    def total(self, value: int, group: dist.ProcessGroup | None = None) -> int:
+        """The sum over the ranks of `group`, all ranks by default."""
         total = torch.tensor(value, dtype=torch.int64)
         dist.all_reduce(total, group=group)
         return int(total)
@@ -301,7 +184,7 @@ class Session:
 
     def gradient_norm(self) -> float:
         """The norm of the whole model's gradient, equal on all ranks; collective where pieces differ between ranks."""
-        return self._totals.norm(self.gradients())
+        return self.totals.norm(self.gradients())
 
     def set_learning_rate(self) -> float:
         """Give each group its rate for this step; the first group's."""

@@ -99,7 +99,7 @@ def refuse_nonfinite(session: Session, row: Mapping[str, Any]) -> None:
     """NaN or infinity: stop with the step's number, unless the job says to go on."""
     if session.job.job.on_nonfinite == "stop":
         finish_saving(session, excused=True)
-        newest = session.newest_checkpoint or "none"
+        newest = session.saving.newest or "none"
         raise TrainingError(
             f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, expected finite numbers; "
             f"try a smaller lr, [optimizer] clip_norm or another precision (newest checkpoint: {newest}; "
@@ -133,13 +133,13 @@ def save_if_due(session: Session, stop_agreed: bool) -> int:
     """
     last = session.step >= session.steps
     final = stop_agreed or last
-    due = final or session.is_save_due()
+    due = final or session.saving.is_due()
     excused = session.job.checkpoint.on_error == "continue"
-    if due or session.is_saving_over():
+    if due or session.saving.is_over():
         finish_saving(session, excused or final)  # a failure of the one before doesn't keep the final one away
     if due:
         try:
-            session.save(final)
+            session.saving.save(final)
         except (OSError, CheckpointError) as error:
             save_failed(session, session.step, error, excused and not final)
     return EXIT_STOPPED if stop_agreed and not last else EXIT_DONE
@@ -148,15 +148,15 @@ def save_if_due(session: Session, stop_agreed: bool) -> int:
 def finish_saving(session: Session, excused: bool) -> None:
     """Wait for a save in the background; its failure is said if `excused`, else it ends the training."""
     try:
-        session.finish_saving()
+        session.saving.finish()
     except (OSError, CheckpointError) as error:
-        save_failed(session, session.saving, error, excused)
+        save_failed(session, session.saving.step, error, excused)
 
 
 def save_failed(session: Session, step: int, error: Exception, excused: bool) -> None:
     """Say it and go on, or stop with exit 4; the older checkpoints are as they were."""
     if not excused:
-        newest = session.newest_checkpoint or "there is none"
+        newest = session.saving.newest or "there is none"
         message = f"step {step} could not be saved: {error} (newest checkpoint: {newest})"
         raise TrainingError(message, everywhere=True) from error
     session.say(f"step {step} could not be saved, training goes on: {error}")

@@ -1,0 +1,150 @@
+"""The checkpoints of a session: what it restores, when it saves, and what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from hpctrain.checkpoint.retention import EVALUATION_LOSS
+from hpctrain.checkpoint.state import (
+    COMPRESSION,
+    compression_pieces,
+    create_state,
+    model_pieces,
+    optimizer_numbers,
+    restore_numbers,
+    restore_quantized,
+    state_pieces,
+)
+from hpctrain.checkpoint.store import CheckpointStore, Restored
+from hpctrain.checkpoint.weights import load_weights
+from hpctrain.contracts.pieces import Piece, State
+from hpctrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hpctrain.loop.session import Session
+
+
+class Saving:
+    """Every method is collective over all ranks."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.newest: Path | None = None
+        """The newest checkpoint of this run."""
+        self.step = 0
+        """The step of the newest save in the background."""
+        table, world_group = session.job.checkpoint, dist.group.WORLD
+        assert world_group is not None
+        self._group = world_group
+        self._store = CheckpointStore(
+            session.job.output_dir.absolute() / "checkpoints", session.parts.checkpoint, session.parts.formats, table.keep,
+            world_group, dist.new_group() if table.asynchronous else None, table.keep_every, table.keep_best,
+        )  # fmt: skip
+
+    def restore(self, resume: str) -> None:
+        """Bring the session to where a checkpoint left it, or to its beginning. `resume` is "auto", "never" or a path."""
+        session = self._session
+        restored, pieces = None, list[Piece]()
+        if resume != "never":
+            create_state(session.optimizer)
+            pieces = self._pieces()
+            path = None if resume == "auto" else Path(resume)
+            restored = self._store.restore(pieces, path, optional=(COMPRESSION,))
+        if restored is None:
+            self._begin_anew()
+        else:
+            self._go_on(restored, pieces)
+
+    def _go_on(self, restored: Restored, pieces: list[Piece]) -> None:
+        session, values = self._session, restored.values
+        if values["fingerprint"] != session.fingerprint:
+            raise CheckpointError(
+                f"{restored.path} was trained on other data (dataset fingerprint {values['fingerprint']}, found "
+                f"{session.fingerprint}); restore the data, or start anew in another output_dir"
+            )
+        session.step, session.samples_seen = restored.step, int(values["samples_seen"])
+        session.parts.precision.restore(values["precision"])
+        restore_quantized(session.pieces, session.optimizer, pieces)
+        restore_numbers(session.pieces, session.optimizer, values["optimizer_numbers"])
+        session.parts.sharding.refresh()
+        self.newest = _shown(restored.path)
+        self._tell_of_absent(restored.absent)
+
+    def _begin_anew(self) -> None:
+        session = self._session
+        session.make_optimizer()  # without the state that was made to be filled
+        weights = session.job.model.weights
+        if weights is not None:
+            load_weights(weights, session.parts.formats, model_pieces(session.module, session.pieces), self._group)
+            session.parts.sharding.refresh()
+
+    def _tell_of_absent(self, names: list[str]) -> None:
+        """What compression remembers may not be in the checkpoint: that was saved without, or with another."""
+        count = self._session.total(len(names))
+        if count:
+            self._session.say(
+                f"compression  {count} of its tensors are not in {self.newest}; they begin as in a new run"
+            )
+
+    def is_due(self) -> bool:
+        """Whether the job asks for a checkpoint of this step."""
+        session, table = self._session, self._session.job.checkpoint
+        if table.every_steps and session.step % table.every_steps == 0:
+            return True
+        period = table.every_epochs * len(session.training)
+        return period > 0 and session.samples_seen // period > session.samples_before // period
+
+    def save(self, final: bool) -> None:
+        """Save this step, in the background where the job says so and training goes on (it isn't `final`)."""
+        session = self._session
+        session.sums.settle()
+        state = State(self._pieces(), self._values())
+        if session.job.checkpoint.asynchronous and not final:
+            self._store.save_in_background(session.step, state)
+            self.step = session.step
+        else:
+            self._saved(self._store.save(session.step, state), session.step)
+
+    def is_over(self) -> bool:
+        """Whether a save in the background has ended on all ranks, well or not."""
+        return self._store.is_over()
+
+    def finish(self) -> None:
+        """Wait for a save in the background, raising its error."""
+        path = self._store.finish()
+        if path is not None:
+            self._saved(path, self.step)
+
+    def _saved(self, path: Path, step: int) -> None:
+        self.newest = _shown(path)
+        self._session.hooks.hpctrain_checkpoint_saved(step=step, path=path)
+
+    def _pieces(self) -> list[Piece]:
+        """All of a checkpoint's tensors on this rank."""
+        session = self._session
+        return [
+            *state_pieces(session.module, session.pieces, session.optimizer),
+            *compression_pieces(session.sums.pieces()),
+        ]
+
+    def _values(self) -> dict[str, Any]:
+        session = self._session
+        values = {
+            "samples_seen": session.samples_seen,
+            "fingerprint": session.fingerprint,
+            "precision": session.parts.precision.state(),
+            "optimizer_numbers": session.totals.merged(optimizer_numbers(session.pieces, session.optimizer)),
+            "job": session.job.job.name,
+            "layout": session.layout.axes,
+        }
+        if session.evaluation is not None and session.evaluation[0] == session.step:
+            values[EVALUATION_LOSS] = session.evaluation[1]
+        return values
+
+
+def _shown(path: Path) -> Path:
+    """As a person at rank 0 would type it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
