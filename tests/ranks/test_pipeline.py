@@ -99,16 +99,17 @@ def test_the_bubble_is_measured(
     if dist.get_world_size() > 2:
         pytest.skip("2 ranks have shown it")
     tables = job(
-        job={"output_dir": str(root), "steps": 3}, model={"layers": layers}, parallelism={"pipeline": pipeline},
+        job={"output_dir": str(root), "steps": 5}, model={"layers": layers}, parallelism={"pipeline": pipeline},
         batch={"micro_size": 24 // micro_batches},
     )  # fmt: skip
     rows = Rows(None)
     with session_of(tables, rows) as session:
         for block in session.parts.model.blocks(session.module):
-            block.register_forward_hook(lambda *_: time.sleep(0.01))
-            block.register_full_backward_hook(lambda *_: time.sleep(0.02))
+            block.register_forward_hook(lambda *_: time.sleep(0.02))
+            block.register_full_backward_hook(lambda *_: time.sleep(0.04))
         train(session, StopRequest())
         assert f"bubble {formula:.0%} of a step" in str(session.runner.describe(micro_batches))
     assert "pipeline_bubble" not in rows.rows[0]
     measured = [row["pipeline_bubble"] for row in rows.rows[1:]]
-    assert min(measured) == pytest.approx(formula, abs=0.1), measured
+    # one of the steps is not held up by whatever else the machine does
+    assert min(measured) == pytest.approx(formula, abs=0.12), measured
