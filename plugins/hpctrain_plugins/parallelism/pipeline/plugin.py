@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.api import Field, ModelSpec, Options, Parallelism, Runner, RunnerParts, hookimpl
-from hpctrain_plugins.parallelism.pipeline.runner import PipelineRunner
 from hpctrain_plugins.parallelism.pipeline.shared import SharedParameters, find_shared
 from hpctrain_plugins.parallelism.pipeline.stages import drop, split
 
@@ -76,6 +75,9 @@ class Pipeline(Parallelism):
         return module
 
     def runner(self, parts: RunnerParts) -> Runner:
+        # here, because every command loads every plugin, and torch's schedules bring half of the compiler with them
+        from hpctrain_plugins.parallelism.pipeline.runner import PipelineRunner
+
         return PipelineRunner(parts, self._group, self.options.schedule, self._stages, self._shared)
 
 
