@@ -107,6 +107,10 @@ class GradientSums:
         """Run `job` after those before it; what is returned waits for it."""
         return self._worker.run(job)
 
+    def close(self) -> None:
+        """No sum follows."""
+        self._worker.close()
+
     def describe(self) -> str | None:
         """A line for the screen about what is compressed; None where the job asks for nothing."""
         if self._lossy is None:
@@ -186,6 +190,12 @@ class _Worker:
             _without_graph(job)
             return lambda: None
         return self._threads.submit(_without_graph, job).result
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(
+                wait=False, cancel_futures=True
+            )  # after a failure, one may wait for a rank that is gone
 
 
 def _without_graph(job: Finish) -> None:

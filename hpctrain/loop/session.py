@@ -217,7 +217,8 @@ class Session:
         self.console.line(message)
 
     def close(self) -> None:
-        """Close what rank 0 writes to."""
+        """End what runs beside the loop, and close what rank 0 writes to."""
+        self.sums.close()
         self.console.close()
         if self.world.identity.rank == 0:
             self._metrics.close()

@@ -17,9 +17,8 @@ def end_process(code: int) -> NoReturn:
     for it. A thread that asks for it while it is taken apart is ended by Python in the middle of C++ code, which aborts
     the process: a rank that was done would leave with 134.
     """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    # the two steps with which Python begins its own end: the first closes thread pools, too, and joins the threads
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():

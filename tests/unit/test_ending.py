@@ -7,6 +7,7 @@ import sys
 
 PROGRAM = """
 import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from hpctrain.world.ending import end_process
 
 class Witness:
@@ -17,6 +18,8 @@ witness = Witness()
 atexit.register(print, "handler")
 threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+pool = ThreadPoolExecutor(1)
+pool.submit(int)  # its thread now waits for more
 sys.stdout.write("half a line, ")
 end_process(75)
 """
