@@ -148,16 +148,15 @@ def test_a_nonfinite_loss_stops_with_a_sentence(job: JobFile) -> None:
     assert job.rows()[-1]["loss"] is None or job.rows()[-1]["grad_norm"] is None
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_killed_runs_have_the_losses_of_one_that_was_not(job: JobFile, ranks: int) -> None:
-    killed_and_continued(job, ranks, hpctrain("run", "job.toml", "-n", str(ranks)))
+def test_killed_runs_have_the_losses_of_one_that_was_not(job: JobFile) -> None:
+    killed_and_continued(job, hpctrain("run", "job.toml", "-n", "2"))
 
 
 def test_killed_runs_on_open_mpi(job: JobFile, openmpi_python: str) -> None:
-    killed_and_continued(job, 4, hpctrain("run", "job.toml", "-n", "4", python=openmpi_python))
+    killed_and_continued(job, hpctrain("run", "job.toml", "-n", "4", python=openmpi_python))
 
 
-def killed_and_continued(job: JobFile, ranks: int, words: list[str]) -> None:
+def killed_and_continued(job: JobFile, words: list[str]) -> None:
     """SIGKILL to a rank and to the starter, in either order, at random steps; each time the same command goes on."""
     job.set(job={"steps": 40}, checkpoint={"every_steps": 7})
     straight = run([*words, "--set", "job.output_dir='straight'"], job.directory)

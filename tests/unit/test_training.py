@@ -189,10 +189,10 @@ def test_any_module_learns_and_resumes_with_buffers_and_dropout() -> None:
 
 def test_buffers_in_a_dtype_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Floating point ones only; a resume has them again."""
-    (tmp_path / "scaled.py").write_text(
+    (tmp_path / "buffered.py").write_text(
         "import torch\n"
         "seen = []\n"
-        "class Scaled(torch.nn.Linear):\n"
+        "class Buffered(torch.nn.Linear):\n"
         "    def __init__(self):\n"
         "        super().__init__(2, 1)\n"
         "        self.register_buffer('scale', torch.tensor([1.0, 1 / 3]))\n"
@@ -205,8 +205,8 @@ def test_buffers_in_a_dtype_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     tables: dict[str, Any] = {
-        "job": {"name": "scaled", "steps": 1, "output_dir": "out"},
-        "model": {"name": "scaled:Scaled", "loss": "torch.nn.functional:mse_loss"}, "dataset": {"name": "scaled:data"},
+        "job": {"name": "buffered", "steps": 1, "output_dir": "out"},
+        "model": {"name": "buffered:Buffered", "loss": "torch.nn.functional:mse_loss"}, "dataset": {"name": "buffered:data"},
         "optimizer": {"name": "sgd", "lr": 0.1}, "batch": {"global_size": 4, "micro_size": 4},
         "precision": {"mode": "fp32", "buffer_dtype": "bf16"},
     }  # fmt: skip
@@ -214,7 +214,7 @@ def test_buffers_in_a_dtype_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
     tables["job"]["steps"] = 2
     hpctrain.run(tables)
     third = torch.tensor(1 / 3, dtype=torch.bfloat16).item()
-    assert __import__("scaled").seen == [(torch.bfloat16, [1.0, third], 1), (torch.bfloat16, [1.0, third], 2)]
+    assert __import__("buffered").seen == [(torch.bfloat16, [1.0, third], 1), (torch.bfloat16, [1.0, third], 2)]
 
 
 @pytest.mark.usefixtures("digits_module")
