@@ -37,6 +37,13 @@ class Entry:
         """A tensor of the shape of `local`, cut as the pieces are."""
         return [tensor] if len(self.pieces) == 1 else list(torch.split(tensor, [len(p.tensor) for p in self.pieces]))
 
+    def spans(self) -> Iterator[Span]:
+        """Where in a flat buffer each piece lies."""
+        begin = self.offset
+        for piece in self.pieces:
+            yield Span(piece, begin)
+            begin += piece.tensor.numel()
+
     def view(self, flat: Tensor) -> Tensor:
         """Its place in a flat buffer."""
         return flat[self.offset : self.offset + self.local.numel()].view(self.local.shape)
@@ -100,12 +107,7 @@ class Bucket:
     @property
     def content(self) -> GradientBucket:
         """What lies in it, for its sum."""
-        spans = []
-        for entry in self.entries:
-            offset = entry.offset
-            for piece in entry.pieces:
-                spans.append(Span(piece, offset))
-                offset += piece.tensor.numel()
+        spans = [span for entry in self.entries for span in entry.spans()]
         return GradientBucket(spans, self.numel, self.dtype, self.entries[0].local.device)
 
     def buffer(self, group: dist.ProcessGroup) -> Tensor:

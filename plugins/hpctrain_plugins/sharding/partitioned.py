@@ -141,10 +141,11 @@ class Partitioned(Bucketed):
 
 def _owned(entry: Entry, begin: int, master: Tensor, gradients: Tensor) -> list[tuple[Piece, Tensor]]:
     """What of `entry` lies in the slice `master` that begins at element `begin` of the bucket, with its gradients."""
-    cut, start = [], entry.offset
-    for base in entry.pieces:
-        low, high = max(begin - start, 0), min(begin + len(master) - start, base.tensor.numel())
-        place = start + low - begin
+    cut = []
+    for span in entry.spans():
+        base = span.piece
+        low, high = max(begin - span.begin, 0), min(begin + len(master) - span.begin, span.numel)
+        place = span.begin + low - begin
         for offsets, lengths in rectangles(tuple(base.tensor.shape), low, high):
             end = place + prod(lengths)
             tensor, gradient = (flat[place:end].view(lengths) for flat in (master, gradients))
@@ -152,5 +153,4 @@ def _owned(entry: Entry, begin: int, master: Tensor, gradients: Tensor) -> list[
             absolute = tuple(a + b for a, b in zip(base.offsets, offsets, strict=True))
             piece = Piece(entry.name, base.shape, absolute, nn.Parameter(tensor), (*base.axes, "dp_shard"))
             cut.append((piece, gradient))
-        start += base.tensor.numel()
     return cut
