@@ -13,7 +13,7 @@ from hpctrain.mpi.channel import Channel
 _STAGED = 64 * 1024
 
 
-def all_gather_into(channel: Channel, output: Tensor, tensor: Tensor) -> None:
+def all_gather_single(channel: Channel, output: Tensor, tensor: Tensor) -> None:
     """All ranks' `tensor` one after the other into `output`; it may be this rank's slice of `output`."""
     piece = tensor.nbytes
     in_place = tensor.data_ptr() == output.data_ptr() + channel.rank * piece

@@ -142,19 +142,15 @@ class MPIProcessGroup(ProcessGroup):
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: ReduceScatterOptions | None = None
     ) -> Work:
         opts = opts or ReduceScatterOptions()
-        size = self._size
         reduce, inputs = self._reduction(opts.reduceOp, tensors)
         targets = views_of(outputs)
         for target, source in zip(targets, inputs, strict=True):
-            check_size("input", source, "the output", target, size)
+            check_size("input", source, "the output", target, self._size)
 
         def run(transport: Transport) -> None:
             for target, source in zip(targets, inputs, strict=True):
                 buffer = plain_like(target)
-                parts = list(plain(source).view(-1).tensor_split(size))
-                if overlap(buffer, source) and not same_memory(buffer, parts[transport.rank]):
-                    parts = [part.clone() for part in parts]
-                transport.reduce_scatter(buffer, parts, reduce)
+                transport.reduce_scatter_single(buffer, plain(source), reduce)
                 if buffer is not target:
                     target.copy_(buffer)
 
@@ -200,9 +196,8 @@ class MPIProcessGroup(ProcessGroup):
 
         def run(transport: Transport) -> None:
             for target, source in zip(targets, sources, strict=True):
-                buffer, mine = plain_like(target), plain(source)
-                own_slice = mine.data_ptr() == buffer.data_ptr() + transport.rank * mine.nbytes
-                transport.all_gather_into(buffer, mine if own_slice else _apart(mine, buffer))
+                buffer = plain_like(target)
+                transport.all_gather_single(buffer, plain(source))
                 if buffer is not target:
                     target.copy_(buffer)
 

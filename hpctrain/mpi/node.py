@@ -38,7 +38,7 @@ class Node:
         self._round = 0
         self._lines = [part[:_LINE].numpy().data.cast("q") for part in parts]
         self._outboxes: list[tuple[Tensor, ...]] = [part[_LINE:].view(2, OUTBOX).unbind() for part in parts]
-        self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
+        self._views: dict[tuple[torch.dtype, int, int, int], list[Tensor]] = {}
         self._allocated: list[list[Tensor]] = []  # one tensor for each rank
         self._fence = threading.Lock()
         self._fence.acquire()
@@ -81,16 +81,17 @@ class Node:
         """What `rank` wrote before the last `sync`, (OUTBOX,) uint8; valid until the next one."""
         return self._outboxes[rank][self._round % 2]
 
-    def boxes(self, dtype: torch.dtype, elements: int) -> tuple[Tensor, list[Tensor]]:
-        """The outbox, and what all ranks will have written when `sync` is over, as `elements` of that dtype, flat."""
+    def boxes(self, dtype: torch.dtype, elements: int, first: int = 0) -> list[Tensor]:
+        """What all ranks will have written when the next `sync` is over, as `elements` of that dtype, from the
+        `first` on, flat; this rank's is its outbox."""
         side = (self._round + 1) % 2
-        views = self._views.get((dtype, elements, side))
+        views = self._views.get((dtype, elements, first, side))
         if views is None:
             if len(self._views) == _MOST_VIEWS:
                 self._views.clear()
-            views = [pair[side].view(dtype)[:elements] for pair in self._outboxes]
-            self._views[dtype, elements, side] = views
-        return views[self.rank], views
+            views = [pair[side].view(dtype)[first : first + elements] for pair in self._outboxes]
+            self._views[dtype, elements, first, side] = views
+        return views
 
     def sync(self, place: int = 0) -> bool:
         """Return when every rank is here: whether all gave the same place other than 0.

@@ -21,6 +21,9 @@ _ALIGNMENT = 64  # elements
 _RAW = OUTBOX // 2
 _CHUNK = 2**20  # bytes
 
+_WORTH_PASSING_ON = 2**20  # bytes
+
+_PassOn = Callable[[Sequence[Tensor], Tensor], None]
 _Finish = Callable[[Tensor], None]
 
 
@@ -34,23 +37,39 @@ def broadcast(node: Node, tensor: Tensor, root: int) -> None:
             block.copy_(node.read(root)[: block.numel()])
 
 
-def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-    """All ranks' `tensor`, of one size, into one output for each; `tensor` may be this rank's output."""
+def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor, pass_on: _PassOn | None = None) -> None:
+    """All ranks' `tensor`, of one size, into one output for each; `tensor` may be this rank's output.
+
+    pass_on: gathers a large tensor with one copy where the outboxes need two.
+    """
     own, targets = _bytes(tensor), [_bytes(output) for output in outputs]
     others = [rank for rank in range(node.size) if rank != node.rank]
-    if not same_memory(own, targets[node.rank]):
-        targets[node.rank].copy_(own)
-    if own.numel() * node.size > SMALL and node.sync(_place(node, targets)):
-        for rank in others:
-            targets[rank].copy_(node.at(node.place(targets[rank]), targets[rank])[rank])
-        node.sync()  # nobody may write into what others still read
-        return
+    if own.numel() * node.size > SMALL:
+        if not same_memory(own, targets[node.rank]):
+            targets[node.rank].copy_(own)
+        if node.sync(_place(node, targets)):
+            for rank in others:
+                targets[rank].copy_(node.at(node.place(targets[rank]), targets[rank])[rank])
+            node.sync()  # nobody may write into what others still read
+            return
+        if pass_on is not None and own.numel() >= _WORTH_PASSING_ON:
+            pass_on(outputs, outputs[node.rank])
+            return
     for start in range(0, max(own.numel(), 1), OUTBOX):
         block = own[start : start + OUTBOX]
         node.outbox[: block.numel()].copy_(block)
         node.sync()
-        for rank in others:
+        for rank in range(node.size):
             targets[rank][start : start + OUTBOX].copy_(node.read(rank)[: block.numel()])
+
+
+def all_gather_small(node: Node, output: Tensor, tensor: Tensor) -> None:
+    """All ranks' `tensor` one after the other into `output`, of at most SMALL bytes; they may share memory."""
+    own = _bytes(tensor)
+    boxes = node.boxes(torch.uint8, own.numel())
+    boxes[node.rank].copy_(own)
+    node.sync()
+    torch.cat(boxes, out=_bytes(output))
 
 
 def all_to_all(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -76,11 +95,11 @@ def all_reduce(node: Node, tensor: Tensor, reduction: Reduction, finish: _Finish
     """
     flat = tensor.view(-1)
     if finish is None and flat.nbytes * node.size <= SMALL:
-        outbox, everyones = node.boxes(flat.dtype, flat.numel())
-        outbox.copy_(flat)
+        boxes = node.boxes(flat.dtype, flat.numel())
+        boxes[node.rank].copy_(flat)
         node.sync()
         if flat.numel():
-            reduction(everyones, flat, spare=flat)
+            reduction(boxes, flat, spare=flat)
         return
     place = node.place(flat)
     if node.sync(place):
@@ -145,6 +164,17 @@ def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reducti
         node.sync()
         spare = _reduced(node.outbox, pieces[node.rank])
         reduction(_arrived(node, pieces, width), flat[start : start + widest], spare=spare)
+
+
+def reduce_scatter_small(node: Node, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
+    """Reduce `tensor`, of at most SMALL bytes, of which `output` gets this rank's piece; they may share memory."""
+    whole, flat = tensor.view(-1), output.view(-1)
+    outbox = node.boxes(whole.dtype, whole.numel())[node.rank]
+    pieces = node.boxes(whole.dtype, flat.numel(), node.rank * flat.numel())
+    outbox.copy_(whole)
+    node.sync()
+    if flat.numel():
+        reduction(pieces, flat, spare=flat)
 
 
 def _place(node: Node, tensors: Sequence[Tensor]) -> int:

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hpctrain.mpi import collectives, hierarchy, reduction, shared
+from hpctrain.mpi.buffers import overlap, same_memory
 from hpctrain.mpi.channel import Channel
 from hpctrain.mpi.hierarchy import Hierarchy
 from hpctrain.mpi.library import MPI
@@ -99,17 +101,34 @@ class Transport:
         else:
             reduction.reduce_scatter(self.network, output, inputs, reduce)
 
-    def all_gather_into(self, output: Tensor, tensor: Tensor) -> None:
-        """All ranks' `tensor` one after the other into `output`; it may be this rank's slice of `output`."""
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, reduce: Reduction) -> None:
+        """Reduce `tensor`, the ranks' pieces one after the other; `output` gets the own one. They may share memory."""
+        if self._node is not None and tensor.nbytes <= SMALL:
+            shared.reduce_scatter_small(self._node, output, tensor, reduce)
+            return
+        pieces = list(tensor.view(-1).tensor_split(self.size))
+        if overlap(output, tensor) and not same_memory(output, pieces[self.rank]):
+            pieces = [piece.clone() for piece in pieces]
+        self.reduce_scatter(output, pieces, reduce)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor) -> None:
+        """All ranks' `tensor` one after the other into `output`; they may share memory."""
+        if self._node is not None and output.nbytes <= SMALL:
+            shared.all_gather_small(self._node, output, tensor)
+            return
+        in_place = tensor.data_ptr() == output.data_ptr() + self.rank * tensor.nbytes
+        if not in_place and overlap(tensor, output):
+            tensor = tensor.clone()
         if self._node is None and (self._hierarchy is None or output.nbytes <= SMALL):
-            collectives.all_gather_into(self.network, output, tensor)
+            collectives.all_gather_single(self.network, output, tensor)
         else:
             self.all_gather(output.view(-1).tensor_split(self.size), tensor, even=True)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
         """All ranks' `tensor` into one output for each. even: all are of one size."""
         if self._node is not None and even:
-            shared.all_gather(self._node, outputs, tensor)
+            # MPI copies from one process's memory to another's, which takes calls to the system that Python lacks.
+            shared.all_gather(self._node, outputs, tensor, partial(collectives.all_gather, self.network, even=True))
         elif self._hierarchy is not None and even and tensor.nbytes * self.size > SMALL:
             hierarchy.all_gather(self._hierarchy, outputs, tensor)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hpctrain.api import Piece, State
 
@@ -28,13 +29,15 @@ class Snapshots:
         plain = values.decode(values.encode(state.values))
         if list(map(_form, state.pieces)) != list(map(_form, self._kept)):
             self._kept = []  # given back before as much is asked for
-            self._kept = [
-                Piece(one.name, one.shape, one.offsets, torch.empty(one.tensor.shape, dtype=one.tensor.dtype))
-                for one in state.pieces
-            ]
+            self._kept = [Piece(one.name, one.shape, one.offsets, _host_memory(one.tensor)) for one in state.pieces]
         if self._kept:
             torch._foreach_copy_([one.tensor for one in self._kept], [one.tensor.detach() for one in state.pieces])
         return State(self._kept, plain)
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    """Pinned for what comes from a GPU, which can only then copy at the full speed of the bus."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
 def _form(piece: Piece) -> tuple[object, ...]:

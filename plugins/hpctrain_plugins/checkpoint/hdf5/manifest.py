@@ -75,7 +75,12 @@ class Manifest:
 
 def blocks(part: Rectangle, at: int, itemsize: int) -> Iterator[Block]:
     """Cut a chunk into the blocks that have a checksum each."""
-    rows, row_bytes, step = _rows(part, itemsize)
+    return strips(part, at, itemsize, BLOCK_BYTES)
+
+
+def strips(part: Rectangle, at: int, itemsize: int, nbytes: int) -> Iterator[Block]:
+    """Cut a rectangle that lies from byte `at` on into whole rows of about `nbytes`."""
+    rows, row_bytes, step = _rows(part, itemsize, nbytes)
     for first in range(0, rows, step):
         count = min(step, rows - first)
         inner = part
@@ -84,18 +89,18 @@ def blocks(part: Rectangle, at: int, itemsize: int) -> Iterator[Block]:
         yield Block(inner, at + first * row_bytes, count * row_bytes)
 
 
-def _rows(part: Rectangle, itemsize: int) -> tuple[int, int, int]:
-    """Rows of a chunk (none if it is empty), the bytes of one, and how many share a checksum."""
+def _rows(part: Rectangle, itemsize: int, nbytes: int) -> tuple[int, int, int]:
+    """Rows of a chunk (none if it is empty), the bytes of one, and how many are about `nbytes`."""
     if part.volume == 0:
         return 0, 0, 1
     rows = part.shape[0] if part.shape else 1
     row_bytes = part.volume * itemsize // rows
-    return rows, row_bytes, max(1, BLOCK_BYTES // row_bytes)
+    return rows, row_bytes, max(1, nbytes // row_bytes)
 
 
 def _block_count(part: Rectangle, itemsize: int) -> int:
     """How many blocks there are, without listing those of an absurd size."""
-    rows, _, step = _rows(part, itemsize)
+    rows, _, step = _rows(part, itemsize, BLOCK_BYTES)
     return -(-rows // step)
 
 

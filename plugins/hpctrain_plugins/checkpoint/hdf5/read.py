@@ -23,6 +23,9 @@ from ..common.rectangles import Rectangle
 from . import manifest
 from .manifest import Block, Chunk, Manifest
 
+STEP_BYTES = 256 * 1024
+"""Read at a time: so many bytes are still in a core's cache when they are checked, and copied out."""
+
 
 class Need(NamedTuple):
     """A chunk that a piece needs some of."""
@@ -112,27 +115,51 @@ def _fill(fd: int, need: Need, dtype: torch.dtype, scratch: Scratch) -> None:
         part = block.part.overlap(target)
         if part is None:
             continue
+        reading = BlockReading(fd, block, need.chunk.checksums[number], need.piece.name)
         wanted = need.piece.tensor.detach()[target.slices(part)]
         direct = part == block.part and wanted.dtype == dtype and wanted.is_cpu and wanted.is_contiguous()
         # A byte other than 0 and 1 is no bool: then the copy converts it.
         if direct and dtype != torch.bool:
-            read_block(fd, block, need.chunk.checksums[number], need.piece.name, wanted.reshape(-1).view(torch.uint8))
-            continue
-        data = scratch.take(block.nbytes)
-        read_block(fd, block, need.chunk.checksums[number], need.piece.name, data)
-        values = data.view(torch.uint8 if dtype == torch.bool else dtype).view(block.part.shape)
-        wanted.copy_(values[block.part.slices(part)])
+            for into in torch.split(wanted.reshape(-1).view(torch.uint8), STEP_BYTES):
+                reading.read(into)
+        else:
+            for strip in manifest.strips(block.part, block.at, dtype.itemsize, STEP_BYTES):
+                data = scratch.take(strip.nbytes)
+                reading.read(data)
+                values = data.view(torch.uint8 if dtype == torch.bool else dtype).view(strip.part.shape)
+                _copy_overlap(strip.part, values, part, wanted)
+        reading.check()
 
 
-def read_block(fd: int, block: Block, checksum: str, name: str, into: Tensor) -> None:
-    """Read the bytes of a block to the uint8 tensor `into`, and check them."""
-    view = into.numpy().data
-    read_into(fd, view, block.at)
-    if xxhash.xxh3_64_hexdigest(view) != checksum:
-        raise CheckpointError(
-            f"tensor {name} is corrupt: the checksum of its part {list(block.part.shape)} at "
-            f"{list(block.part.offsets)} (bytes {block.at} to {block.at + block.nbytes}) is wrong"
-        )
+def _copy_overlap(one: Rectangle, values: Tensor, other: Rectangle, wanted: Tensor) -> None:
+    """Copy what both rectangles cover from the values of one to those of the other."""
+    both = one.overlap(other)
+    if both is not None:
+        wanted[other.slices(both)].copy_(values[one.slices(both)])
+
+
+class BlockReading:
+    """Reads a block's bytes one part after the other; what was read is only to be trusted after `check`."""
+
+    def __init__(self, fd: int, block: Block, checksum: str, name: str) -> None:
+        self._fd, self._block, self._checksum, self._name = fd, block, checksum, name
+        self._at, self._digest = block.at, xxhash.xxh3_64()
+
+    def read(self, into: Tensor) -> None:
+        """The next bytes to a uint8 tensor."""
+        view = into.numpy().data
+        read_into(self._fd, view, self._at)
+        self._digest.update(view)
+        self._at += len(view)
+
+    def check(self) -> None:
+        """Raises CheckpointError where the bytes aren't those that were written."""
+        if self._digest.hexdigest() != self._checksum:
+            block = self._block
+            raise CheckpointError(
+                f"tensor {self._name} is corrupt: the checksum of its part {list(block.part.shape)} at "
+                f"{list(block.part.offsets)} (bytes {block.at} to {block.at + block.nbytes}) is wrong"
+            )
 
 
 def check_frame(fd: int, content: Manifest, index: int) -> None:

@@ -15,7 +15,7 @@ from ..common.files import opened
 from . import dtypes, index, manifest, structure
 from .manifest import Chunk, Entry, Manifest
 from .plan import Offer
-from .read import Scratch, check_frame, read_block, read_manifest
+from .read import STEP_BYTES, BlockReading, Scratch, check_frame, read_manifest
 
 STRUCTURE_SECONDS = 300
 """How long HDF5 may take over one shard's structure; 10,000 datasets take about a second."""
@@ -75,7 +75,10 @@ def _chunk_faults(fd: int, name: str, entry: Entry, chunk: Chunk, advance: Calla
     found, scratch = [], Scratch()
     for number, block in enumerate(manifest.blocks(chunk.part, chunk.at, entry.dtype.itemsize)):
         try:
-            read_block(fd, block, chunk.checksums[number], name, scratch.take(block.nbytes))
+            reading = BlockReading(fd, block, chunk.checksums[number], name)
+            for begin in range(0, block.nbytes, STEP_BYTES):
+                reading.read(scratch.take(min(STEP_BYTES, block.nbytes - begin)))
+            reading.check()
         except CheckpointError as error:
             found.append(str(error))
         advance(block.nbytes)
