@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -79,14 +78,15 @@ def _group(backend: str) -> Iterator[dist.ProcessGroup | MPI.Intracomm]:
 def _call(operation: str, group: dist.ProcessGroup | MPI.Intracomm, nbytes: int) -> Callable[[], object]:
     elements = nbytes // 4
     piece = elements // dist.get_world_size()
+    full, share = torch.zeros(elements), torch.zeros(piece)
     if isinstance(group, MPI.Intracomm):
-        whole, part = np.zeros(elements, np.float32), np.zeros(piece, np.float32)
+        # The same kind of memory for all: numpy's own has huge pages, and its zeros none until something is written.
+        whole, part = full.numpy(), share.numpy()
         return {
             "all_reduce": lambda: group.Allreduce(MPI.IN_PLACE, whole),
             "all_gather_into_tensor": lambda: group.Allgather(part, whole),
             "reduce_scatter_tensor": lambda: group.Reduce_scatter_block(whole, part),
         }[operation]
-    full, share = torch.zeros(elements), torch.zeros(piece)
     return {
         "all_reduce": lambda: dist.all_reduce(full, group=group),
         "all_gather_into_tensor": lambda: dist.all_gather_single(full, share, group=group),

@@ -21,7 +21,7 @@ def ready(tensor: Tensor) -> Tensor:
     if isinstance(tensor, AsyncCollectiveTensor):
         # Its own data pointer is null: the values are in what wait() returns.
         tensor = tensor.wait()
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(
             f"found a tensor on {tensor.device}, expected one on the CPU: the mpi4py backend moves CPU memory; "
             "use a group with the nccl backend for GPU tensors, or tensor.cpu()"
@@ -43,6 +43,11 @@ def plain(tensor: Tensor) -> Tensor:
 def plain_like(tensor: Tensor) -> Tensor:
     """The tensor itself if bytes can be received straight into it, else a temporary of its shape to copy from."""
     return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """A plain tensor with one dim; itself where it has one already: a small message would notice a view."""
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

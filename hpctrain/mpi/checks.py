@@ -14,7 +14,7 @@ def views_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     views = [ready(tensor) for tensor in tensors]
     if not views:
         raise ValueError("found an empty list, expected at least one tensor")
-    if any(view.dtype != views[0].dtype for view in views):
+    if len(views) > 1 and any(view.dtype != views[0].dtype for view in views):
         raise ValueError(f"found tensors of {', '.join(sorted({str(v.dtype) for v in views}))}, expected one dtype")
     return views
 

@@ -369,7 +369,7 @@ class MPIProcessGroup(ProcessGroup):
     ) -> MPIWork:
         """tensors: what this rank puts in. agreed: the size that all ranks must have, None for that of `tensors`."""
         if nbytes is None:
-            nbytes = sum(tensor.nbytes for tensor in tensors)
+            nbytes = tensors[0].nbytes if len(tensors) == 1 else sum(tensor.nbytes for tensor in tensors)
         if agreed is None:
             agreed = nbytes
         timeout = opts.timeout.total_seconds() if opts is not None else -1.0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hpctrain.mpi.buffers import same_memory
+from hpctrain.mpi.buffers import flattened, same_memory
 from hpctrain.mpi.node import OUTBOX, Node
 from hpctrain.mpi.reduction import SMALL, Reduction
 
@@ -21,7 +21,7 @@ _ALIGNMENT = 64  # elements
 _RAW = OUTBOX // 2
 _CHUNK = 2**20  # bytes
 
-_WORTH_PASSING_ON = 2**20  # bytes
+_WORTH_PASSING_ON = 256 * 1024  # bytes
 
 _PassOn = Callable[[Sequence[Tensor], Tensor], None]
 _Finish = Callable[[Tensor], None]
@@ -65,11 +65,11 @@ def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor, pass_on: _
 
 def all_gather_small(node: Node, output: Tensor, tensor: Tensor) -> None:
     """All ranks' `tensor` one after the other into `output`, of at most SMALL bytes; they may share memory."""
-    own = _bytes(tensor)
-    boxes = node.boxes(torch.uint8, own.numel())
+    own = flattened(tensor)
+    boxes = node.boxes(own.dtype, own.numel())
     boxes[node.rank].copy_(own)
     node.sync()
-    torch.cat(boxes, out=_bytes(output))
+    torch.cat(boxes, out=flattened(output))
 
 
 def all_to_all(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -93,7 +93,7 @@ def all_reduce(node: Node, tensor: Tensor, reduction: Reduction, finish: _Finish
 
     finish: makes of the node's sum of a piece the sum over all nodes, in place.
     """
-    flat = tensor.view(-1)
+    flat = flattened(tensor)
     if finish is None and flat.nbytes * node.size <= SMALL:
         boxes = node.boxes(flat.dtype, flat.numel())
         boxes[node.rank].copy_(flat)
@@ -168,13 +168,13 @@ def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reducti
 
 def reduce_scatter_small(node: Node, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
     """Reduce `tensor`, of at most SMALL bytes, of which `output` gets this rank's piece; they may share memory."""
-    whole, flat = tensor.view(-1), output.view(-1)
+    whole, own = flattened(tensor), flattened(output)
     outbox = node.boxes(whole.dtype, whole.numel())[node.rank]
-    pieces = node.boxes(whole.dtype, flat.numel(), node.rank * flat.numel())
+    pieces = node.boxes(whole.dtype, own.numel(), node.rank * own.numel())
     outbox.copy_(whole)
     node.sync()
-    if flat.numel():
-        reduction(pieces, flat, spare=flat)
+    if own.numel():
+        reduction(pieces, own, spare=own)
 
 
 def _place(node: Node, tensors: Sequence[Tensor]) -> int:
