@@ -1,4 +1,4 @@
-"""Starts tests/ranks under mpiexec: the same files on 1 to 4 ranks of MPICH, and on Open MPI."""
+"""Starts tests/ranks under mpiexec: the same files on 1 to 4 ranks of MPICH, on Open MPI, layouts on 8 and 16."""
 
 from __future__ import annotations
 

@@ -45,17 +45,22 @@ class World:
 @pytest.hookimpl(trylast=True)  # the terminal reporter is made by then
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(n): needs at least n ranks")
+    config.addinivalue_line("markers", "shown_on(n, ...): of 2, 3 and 4 ranks these are enough, but for the table of --equivalence")
     if MPI.COMM_WORLD.rank:
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         reporter._tw._file = io.StringIO()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    size = MPI.COMM_WORLD.size
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    size, table = MPI.COMM_WORLD.size, config.getoption("--equivalence")
     for item in items:
-        needed = item.get_closest_marker("ranks")
+        needed, shown = item.get_closest_marker("ranks"), item.get_closest_marker("shown_on")
         if needed and size < needed.args[0]:
             item.add_marker(pytest.mark.skip(f"needs {needed.args[0]} ranks"))
+        elif table is not None and "record" in item.fixturenames:
+            continue
+        elif shown and size in (2, 3, 4) and size not in shown.args:
+            item.add_marker(pytest.mark.skip(f"shown on {' and '.join(map(str, shown.args))} ranks"))
 
 
 @pytest.fixture(scope="session")

@@ -59,11 +59,11 @@ SIXTEEN = [({"pipeline": 2, "context": 2, "tensor": SEQUENCE}, 2, "sgd", 2, "non
 
 
 TIED = [
-    ({"pipeline": GPIPE}, 0, "sgd", 4, "none"),
-    ({"pipeline": INTERLEAVED}, 2, "adamw", 2, "full"),
-    ({"pipeline": ZERO_BUBBLE}, 1, "sgd", 2, "none"),
+    pytest.param(({"pipeline": GPIPE}, 0, "sgd", 4, "none"), marks=pytest.mark.shown_on(2)),
+    pytest.param(({"pipeline": INTERLEAVED}, 2, "adamw", 2, "full"), marks=pytest.mark.shown_on(2)),
+    pytest.param(({"pipeline": ZERO_BUBBLE}, 1, "sgd", 2, "none"), marks=pytest.mark.shown_on(2)),
     ({"pipeline": 2, "tensor": SEQUENCE}, 1, "sgd", 2, "none"),
-    ({"tensor": TENSOR}, 3, "sgd", 1, "none"),
+    pytest.param(({"tensor": TENSOR}, 3, "sgd", 1, "none"), marks=pytest.mark.shown_on(2)),
     ({"replicate": 2}, 1, "sgd", 1, "none"),
 ]
 
@@ -111,14 +111,20 @@ def label(case: Any) -> str:
     return "-".join(case[0]) + f"-stage{case[1]}-{case[2]}" if isinstance(case, tuple) else str(case)
 
 
+def with_data(case: Any) -> Any:
+    """A stage shares something only if there are data-parallel ranks, which 2 ranks are not beside another axis."""
+    return pytest.param(case, marks=pytest.mark.shown_on(4)) if case[1] and "context" not in case[0] else case
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", ONE_AXIS, ids=label)
+@pytest.mark.parametrize("case", map(with_data, ONE_AXIS), ids=label)
 def test_one_axis(root, record, case) -> None:
     run(root, record, case)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", [ONE_AXIS[3], ONE_AXIS[6], ONE_AXIS[12]], ids=label)
+@pytest.mark.shown_on(4)
 def test_fp64(root, record, case) -> None:
     run(root, record, case, "fp64")
 
@@ -131,7 +137,9 @@ def test_an_embedding_that_is_also_the_head(root, record, case) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", [ONE_AXIS[1], ONE_AXIS[5], ONE_AXIS[6], ONE_AXIS[11]], ids=label)
-@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.shown_on(size)) for mode, size in (("bf16", 2), ("fp16", 4))]
+)
 def test_16_bits(root, record, mode: str, case) -> None:
     run(root, record, case, mode)
 
@@ -156,6 +164,7 @@ def test_four_dimensions(root, record, case) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("parallelism", [{"tensor": 2}, {"context": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.shown_on(2)
 def test_evaluation_counts_each_sample_once(root, parallelism) -> None:
     """A validation split that no number of ranks divides."""
     if dist.get_world_size() % 2:

@@ -39,9 +39,8 @@ def kept(root, table: dict[str, Any]) -> tuple[int, list[torch.Tensor]]:
         return found, [gradient.clone() for gradient in session.gradients()]
 
 
+@pytest.mark.shown_on(2)
 def test_each_rank_keeps_its_part_of_the_inputs(root) -> None:
-    if dist.get_world_size() > 2:
-        pytest.skip("2 ranks have shown it")
     full, expected = kept(root, {"mode": "full"})
     partitioned, gradients = kept(root, {"mode": "full", "partition_activations": True})
     saved = LAYERS * ROWS * SEQ * HIDDEN * 4 / 2

@@ -92,12 +92,11 @@ def test_tied_embeddings_are_one_parameter(root) -> None:
     ],
     ids=str,
 )
+@pytest.mark.shown_on(2)
 def test_the_bubble_is_measured(
     root, pipeline: dict[str, Any], layers: int, micro_batches: int, formula: float
 ) -> None:
     """Blocks that mostly sleep take as long as each other, as the formula has it, however busy the cores are."""
-    if dist.get_world_size() > 2:
-        pytest.skip("2 ranks have shown it")
     tables = job(
         job={"output_dir": str(root), "steps": 5}, model={"layers": layers}, parallelism={"pipeline": pipeline},
         batch={"micro_size": 24 // micro_batches},

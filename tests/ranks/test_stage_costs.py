@@ -83,6 +83,7 @@ def test_bytes_per_rank(root, sharding: dict[str, Any], replicate: int) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.shown_on(2)
 def test_stage_2_has_three_buckets_of_whole_gradients_at_most(root) -> None:
     tables = job(
         job={"output_dir": str(root), "steps": 3}, model=MODEL, batch={"micro_size": 1},
@@ -98,6 +99,7 @@ def test_stage_2_has_three_buckets_of_whole_gradients_at_most(root) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.shown_on(2)
 def test_stage_3_has_buffers_for_some_units_only(root, prefetch: int) -> None:
     layers = 8
     tables = job(
@@ -158,6 +160,7 @@ def step(session: Session) -> list[Traffic]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.shown_on(2)
 def test_bytes_per_step(root, accumulate: int) -> None:
     ranks = dist.get_world_size()
     whole = PARAMETERS * FLOAT * (ranks - 1) / ranks

@@ -95,7 +95,10 @@ def test_fp32(root, record, stage: int, replicate: int, variant: tuple[str, bool
 
 @pytest.mark.parametrize(
     ("stage", "replicate"),
-    [(0, 1), (1, 1), (2, 1), (3, 1), *(pytest.param(stage, 2, marks=pytest.mark.ranks(4)) for stage in SHARDED)],
+    [
+        *(pytest.param(stage, 1, marks=pytest.mark.shown_on(2)) for stage in STAGES),
+        *(pytest.param(stage, 2, marks=pytest.mark.ranks(4)) for stage in SHARDED),
+    ],
 )
 def test_fp64(root, record, stage: int, replicate: int) -> None:
     tables = job(
@@ -109,6 +112,7 @@ def test_fp64(root, record, stage: int, replicate: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
+@pytest.mark.shown_on(2)
 def test_16_bits_stay_near_the_fp32_curve(root, record, mode: str, stage: int) -> None:
     tables = job(
         job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage}, precision={"mode": mode},
@@ -121,6 +125,7 @@ def test_16_bits_stay_near_the_fp32_curve(root, record, mode: str, stage: int) -
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.shown_on(2)
 def test_fp16_leaves_out_an_overflow_on_all_ranks(root, stage: int) -> None:
     """The scale is too high at first; from the step on that is taken, the curve is the reference's."""
     precision = {"mode": "fp16", "initial_scale": 2.0**24, "hysteresis": 1}
@@ -156,6 +161,7 @@ OPTIONS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("stage", "options"), OPTIONS, ids=str)
+@pytest.mark.shown_on(3)
 def test_options_change_no_number(root, stage: int, options: dict[str, Any]) -> None:
     tables = job(
         job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage, **options},
@@ -166,6 +172,7 @@ def test_options_change_no_number(root, stage: int, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.shown_on(3)
 def test_gradients_travel_in_16_bits(root, name: str, stage: int) -> None:
     tables = job(
         job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage}, compression={"name": name, "inside_nodes": True},
@@ -180,6 +187,7 @@ def test_gradients_travel_in_16_bits(root, name: str, stage: int) -> None:
 @pytest.mark.parametrize(
     "sharding", [{"stage": stage} for stage in STAGES] + [{"stage": 3, "wrap": "class:Half"}], ids=str
 )
+@pytest.mark.shown_on(3)
 def test_tied_unused_frozen_and_tiny_parameters(root, sharding: dict[str, Any], optimizer: Any) -> None:
     """What a rank did not use, or holds nothing of, must stop nobody. A scalar has no rows: not with stage 3."""
     options = {"lr": 0.1}
@@ -201,6 +209,7 @@ def test_tied_unused_frozen_and_tiny_parameters(root, sharding: dict[str, Any], 
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.shown_on(3)
 def test_evaluation_where_the_ranks_get_different_numbers_of_samples(root, stage: int) -> None:
     tables = job(
         job={"output_dir": str(root), "steps": 4}, dataset={"validation_samples": 7}, sharding={"stage": stage},
@@ -217,7 +226,7 @@ def test_evaluation_where_the_ranks_get_different_numbers_of_samples(root, stage
     assert rows.evaluations[-1]["evaluation_tokens"] == 7 * 8
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.shown_on(3)), "sgd"])
 def test_resume_from_every_stage_in_another(root, optimizer: str) -> None:
     """Each stage goes on from the one before it, and the curve is that of a run without interruption."""
     stages = [1, 3, 2, 1, 2, 0, 3, 1, 0, 2, 2, 3, 3, 0]
@@ -233,6 +242,7 @@ def test_resume_from_every_stage_in_another(root, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.shown_on(3)
 def test_numbers_in_an_optimizer_s_state_come_back(root, stage: int) -> None:
     """Each rank knows those of its own pieces only."""
 
@@ -248,6 +258,7 @@ def test_numbers_in_an_optimizer_s_state_come_back(root, stage: int) -> None:
     assert [row["loss"] for row in resumed] == [row["loss"] for row in straight[3:]]
 
 
+@pytest.mark.shown_on(3)
 def test_parameter_groups_by_pattern(root) -> None:
     """A rank that holds nothing of a group has it all the same; all report the first group's rate."""
     groups = [{"pattern": "position_embedding.*", "lr": 0.5}, {"pattern": ["*.bias", "*norm*"], "weight_decay": 0.0}]

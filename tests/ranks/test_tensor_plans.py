@@ -34,7 +34,7 @@ def tables_of(root, stage: int = 0, tensor: Any = 2, **model: Any) -> dict[str, 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.shown_on(2)) for stage in (0, 2)), 3])
 @pytest.mark.parametrize("plan", [{}, GIVEN], ids=["guessed", "given"])
 def test_a_foreign_transformer(root, plan: dict[str, str], stage: int) -> None:
     """The head is tied to the embedding: cut alike by the given plan, and by the guessed one not at all."""
@@ -106,9 +106,8 @@ def test_a_fused_projection(root, plan: dict[str, Any], model: dict[str, Any], s
 
 
 @pytest.mark.parametrize("attention", ["by-head", "all-heads"])
+@pytest.mark.shown_on(2)
 def test_an_attention_that_cannot_be_cut_as_guessed_is_left_whole(root, caplog, attention: str) -> None:
-    if dist.get_world_size() > 2:
-        pytest.skip("2 ranks have shown it")
     tables = tables_of(root, attention=attention)
     assert held_rows(tables) == list(range(24))
     assert "is left whole on every rank: with qkv cut in parts of 8, 8, 8 rows, " in caplog.text
@@ -124,9 +123,8 @@ def test_a_model_brings_the_plan_of_a_fused_projection() -> None:
         plan_for(module, spec, {}, 2)
 
 
+@pytest.mark.shown_on(2)
 def test_a_fused_projection_by_head_is_cut_by_a_plan(root) -> None:
-    if dist.get_world_size() > 2:
-        pytest.skip("2 ranks have shown it")
     plan = {**FUSED, "attention.qkv": {"style": "colwise", "parts": 1}}
     tables = tables_of(root, 0, {"size": 2, "plan": plan}, attention="by-head")
     assert len(held_rows(tables)) == 12
@@ -146,9 +144,8 @@ def test_a_fused_projection_by_head_is_cut_by_a_plan(root) -> None:
     ],
     ids=str,
 )
+@pytest.mark.shown_on(2)
 def test_a_wrong_fused_entry_is_a_sentence(root, entry: Any, sentence: str) -> None:
-    if dist.get_world_size() > 2:
-        pytest.skip("2 ranks have shown it")
     plan = {**FUSED, "attention.qkv": entry}
     with (
         pytest.raises((UsageError, JobError)) as error,

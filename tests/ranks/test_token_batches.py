@@ -74,12 +74,18 @@ def reference() -> list[Step]:
     return _plain(json.dumps(tables_of("", {}, 0)))
 
 
+def somewhere(parallelism: dict[str, Any], *values: Any) -> Any:
+    """The sizes of the world that are enough; sequences that are cut are tried on all."""
+    sizes = () if "context" in parallelism else (2,) if parallelism else (3,)
+    return pytest.param(parallelism, *values, marks=[pytest.mark.shown_on(*sizes)] if sizes else [])
+
+
 def skip_unless_even(parallelism: dict[str, Any]) -> None:
     if parallelism and dist.get_world_size() % 2:
         pytest.skip("needs an even number of ranks")
 
 
-@pytest.mark.parametrize(("parallelism", "stage"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("parallelism", "stage"), [somewhere(*layout) for layout in LAYOUTS], ids=str)
 def test_the_curve_of_one_process(root, record, parallelism: dict[str, Any], stage: int) -> None:
     skip_unless_even(parallelism)
     rows = train_here(tables_of(root, parallelism, stage)).rows
@@ -89,7 +95,7 @@ def test_the_curve_of_one_process(root, record, parallelism: dict[str, Any], sta
     assert len({row["tokens"] for row in rows}) > 1, "budgets that are never quite filled"
 
 
-@pytest.mark.parametrize("parallelism", [{}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("parallelism", [somewhere({}), somewhere({"tensor": 2})], ids=str)
 def test_a_resume_on_another_number_of_data_parallel_ranks(root, parallelism: dict[str, Any]) -> None:
     """The second half of the steps under another layout; the first ones were in the middle of an epoch."""
     skip_unless_even(parallelism)
@@ -101,7 +107,7 @@ def test_a_resume_on_another_number_of_data_parallel_ranks(root, parallelism: di
     compare(rows, reference(), *BOUNDS["fp32"])
 
 
-@pytest.mark.parametrize(("parallelism", "stage"), [LAYOUTS[3], LAYOUTS[6]], ids=str)
+@pytest.mark.parametrize(("parallelism", "stage"), [somewhere(*LAYOUTS[3]), LAYOUTS[6]], ids=str)
 def test_evaluation_counts_each_token_once(root, parallelism: dict[str, Any], stage: int) -> None:
     skip_unless_even(parallelism)
     tables = tables_of(root, parallelism, stage, evaluation={"every_steps": 8})
@@ -110,6 +116,7 @@ def test_evaluation_counts_each_token_once(root, parallelism: dict[str, Any], st
     assert lengths is not None and row["evaluation_tokens"] == lengths.sum()
 
 
+@pytest.mark.shown_on(3)
 def test_fewer_samples_than_ranks(root) -> None:
     """Some ranks have nothing but filling, and nobody waits for anybody."""
     tables = tables_of(root, {}, 3, batch={"tokens": 8, "micro_tokens": 8})
