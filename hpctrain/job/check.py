@@ -107,8 +107,14 @@ class _Maker:
 
     def _parallelism(self, slot: Slot, table: dict[str, Any]) -> dict[str, Any]:
         axes = {name: value if isinstance(value, dict) else {"size": value} for name, value in table.items()}
-        wanted = {name: value for name, value in axes.items() if name != "replicate" and value.get("size") != 1}
-        return {name: self._plugin(slot, name, value, (slot.name, name)) for name, value in wanted.items()}
+        self._options(
+            Options,
+            {k: v for k, v in axes.pop("replicate", {}).items() if k != "size"},
+            (slot.name, "replicate"),
+            ["size"],
+        )
+        made = {name: self._plugin(slot, name, value, (slot.name, name)) for name, value in axes.items()}
+        return {name: plugin for name, plugin in made.items() if axes[name].get("size") != 1}
 
     def _table(self, slot: Slot, table: Any, key: Key) -> Any:
         if not isinstance(table, dict):
@@ -194,6 +200,15 @@ def _layout_problems(job: Job, parts: Parts, world_size: int) -> list[Problem]:
         layout = layout_of(job, parts, world_size)
     except HpctrainError as error:
         return [*problems, Problem(("parallelism",), str(error))]
+    replicate = job.parallelism.get("replicate")
+    if replicate is not None and layout.axes["dp_replicate"] != replicate.size:
+        problems.append(
+            Problem(
+                ("parallelism", "replicate"),
+                f"[parallelism] replicate: found {replicate.size}, but with [sharding] stage = {parts.sharding.name} all "
+                f"{layout.data_ranks} data-parallel ranks hold the same; leave it out, or take a stage that shards",
+            )
+        )
     why = parts.sharding.refuse(parts.model, layout.axes)
     if why:
         problems.append(

@@ -84,7 +84,7 @@ class DatasetTable(SlotTable):
 class ParameterGroup(SlotTable):
     """[[optimizer.groups]]: other options for some parameters."""
 
-    pattern: str | list[str]
+    pattern: str | Annotated[list[str], Field(min_length=1)]
     """The parameters of the group, such as "*.bias"; the first group that matches takes a parameter."""
 
 

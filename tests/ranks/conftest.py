@@ -45,7 +45,9 @@ class World:
 @pytest.hookimpl(trylast=True)  # the terminal reporter is made by then
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(n): needs at least n ranks")
-    config.addinivalue_line("markers", "shown_on(n, ...): of 2, 3 and 4 ranks these are enough, but for the table of --equivalence")
+    config.addinivalue_line(
+        "markers", "shown_on(n, ...): of 2, 3 and 4 ranks these are enough, but for the table of --equivalence"
+    )
     if MPI.COMM_WORLD.rank:
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         reporter._tw._file = io.StringIO()

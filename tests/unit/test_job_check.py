@@ -101,12 +101,14 @@ def test_every_compression_but_those_goes_with_every_stage() -> None:
         ("job", {"seed": True}, "found true"),
         ("job", {"name": "a/b"}, "without '/'"),
         ("optimizer", {"betas": [0.9]}, "betas"),
+        ("optimizer", {"betas": [0.9, 1.5]}, "expected less than 1, found 1.5"),
         ("optimizer", {"lr": float("nan")}, "lr"),
         ("optimizer", {"lr_scaling": "linear"}, "lr_reference_batch"),
         ("optimizer", {"lr_scaling": "cubic"}, "'none', 'linear' or 'sqrt'"),
         ("model", {"attention_heads": 3}, "expected attention_heads that divide hidden_size 16"),
         ("sharding", {"reduce_bucket_size": "25 parsecs"}, '"500MB" or "64KiB"'),
         ("parallelism", {"replicate": 0}, "greater than or equal to 1"),
+        ("precision", {"mode": "fp16", "initial_scale": 1.0, "minimum_scale": 2.0}, "minimum_scale 2 is above"),
         ("checkpoint", {"on_error": "ignore"}, "'stop' or 'continue'"),
         ("batch", {"micro_size": None, "micro_tokens": 9}, "found global_size, micro_tokens"),
     ],
@@ -114,6 +116,21 @@ def test_every_compression_but_those_goes_with_every_stage() -> None:
 def test_one_wrong_value(table: str, keys: dict[str, Any], sentence: str) -> None:
     (message,) = problems(**{table: keys})
     assert sentence in message and message.startswith(f"[{table}]"), message
+
+
+def test_options_that_do_nothing_are_refused() -> None:
+    (message,) = problems(optimizer={"name": "sgd", "nesterov": True})
+    assert "nesterov needs momentum above 0" in message
+    assert any(
+        "groups.pattern: List should have at least 1 item" in m
+        for m in problems(optimizer={"groups": [{"pattern": []}]})
+    )
+    assert "tensro" in problems(parallelism={"tensro": 1})[0]
+    for axis in ({"tensor": {"size": 1, "foo": 1}}, {"replicate": {"size": 2, "foo": 1}}):
+        assert problems(parallelism=axis)[0].startswith("unknown key 'foo' in [parallelism]")
+    (message,) = problems(4, parallelism={"replicate": 2})
+    assert "all 4 data-parallel ranks hold the same" in message
+    assert checked(2, parallelism={"replicate": 2}) and checked(4, parallelism={"replicate": 2}, sharding={"stage": 1})
 
 
 def test_sizes_have_units() -> None:

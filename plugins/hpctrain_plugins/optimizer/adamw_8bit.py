@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 import torch
 
 from hpctrain.api import EnvironmentUnfitError, Field, Optimizer, OptimizerOptions, Options, hookimpl
+from hpctrain_plugins.optimizer.options import Decay
 
 
 class AdamW8bitOptions(OptimizerOptions):
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="decay of the running mean and variance")
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), description="decay of the running mean and variance")
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the variance")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay per step, times lr")
 

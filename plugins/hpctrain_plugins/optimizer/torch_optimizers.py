@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from pydantic import model_validator
 
 from hpctrain.api import Field, Optimizer, OptimizerOptions, Options, hookimpl
+from hpctrain_plugins.optimizer.options import Decay
 
 _FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class AdamWOptions(OptimizerOptions):
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="decay of the running mean and variance")
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), description="decay of the running mean and variance")
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the variance")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled weight decay per step, times lr")
 
 
 class AdamOptions(OptimizerOptions):
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="decay of the running mean and variance")
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), description="decay of the running mean and variance")
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the variance")
     weight_decay: float = Field(default=0.0, ge=0, description="L2 penalty, added to the gradient")
 
@@ -28,6 +30,12 @@ class SGDOptions(OptimizerOptions):
     dampening: float = Field(default=0.0, ge=0, description="dampening of the momentum")
     nesterov: bool = Field(default=False, description="Nesterov momentum (needs momentum > 0, dampening 0)")
     weight_decay: float = Field(default=0.0, ge=0, description="L2 penalty, added to the gradient")
+
+    @model_validator(mode="after")
+    def _needs_momentum(self) -> SGDOptions:
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise ValueError("nesterov needs momentum above 0 and dampening 0")
+        return self
 
 
 class _TorchOptimizer(Optimizer):

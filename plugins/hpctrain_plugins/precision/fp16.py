@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from hpctrain.api import Field, Options, Precision, hookimpl
@@ -18,6 +19,12 @@ class FP16Options(Options):
     window: int = Field(default=1000, ge=1, description="steps without overflow after which the scale doubles")
     hysteresis: int = Field(default=2, ge=1, description="overflows that are borne before the scale halves")
     minimum_scale: float = Field(default=1.0, gt=0, description="the scale never goes below")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> FP16Options:
+        if self.minimum_scale > self.initial_scale:
+            raise ValueError(f"minimum_scale {self.minimum_scale:g} is above initial_scale {self.initial_scale:g}")
+        return self
 
 
 class FP16(Precision):
