@@ -48,7 +48,7 @@ class Parallelism(Plugin):
     """Whether all micro batches must have the same shape, so that batches by token budget can't be had (pp)."""
 
     def sequence_multiple(self, size: int) -> int:
-        """What the length of a padded batch must be a multiple of for `size` ranks of this axis to cut it."""
+        """What the length of a batch must be a multiple of for `size` ranks of this axis to cut it."""
         return 1
 
     def refuse(self, spec: ModelSpec, size: int) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 import numpy as np
 
@@ -85,8 +85,13 @@ def capacity(job: Job, parts: Parts) -> int:
 
 
 def sequence_multiple(job: Job, parts: Parts) -> int:
-    """What the length of a padded batch must be a multiple of."""
-    return prod(plugin.sequence_multiple(job.parallelism[name].size) for name, plugin in parts.parallelism.items())
+    """What the length of a batch must be a multiple of, so that each axis can cut what those outside of it leave."""
+    multiple, ranks = 1, 1  # that have parts of a sample
+    for name, plugin in sorted(parts.parallelism.items(), key=lambda item: item[1].order):
+        size = job.parallelism[name].size
+        multiple = lcm(multiple, ranks * plugin.sequence_multiple(size))
+        ranks *= size if plugin.cuts_samples else 1
+    return multiple
 
 
 def _lengths(job: Job, parts: Parts, samples: Samples) -> Lengths | None:
@@ -98,6 +103,8 @@ def _lengths(job: Job, parts: Parts, samples: Samples) -> Lengths | None:
                 f"[batch] global_size: the samples of {job.dataset.name!r} have {lengths.min()} to {lengths.max()} tokens, and "
                 "batches of so many samples need one length; use [batch] tokens and micro_tokens"
             )
+        if lengths is not None:
+            _refuse_uneven(job, parts, int(lengths[0]))
         return None
     if lengths is None:
         raise UsageError(
@@ -111,6 +118,17 @@ def _lengths(job: Job, parts: Parts, samples: Samples) -> Lengths | None:
         )
     _refuse_too_long(job, parts, lengths)
     return lengths
+
+
+def _refuse_uneven(job: Job, parts: Parts, length: int) -> None:
+    """What batches by tokens are padded for; a dataset that does not know its lengths may meet this in the first step."""
+    multiple = sequence_multiple(job, parts)
+    if length % multiple:
+        raise UsageError(
+            f"[dataset] seq_length: the samples of {job.dataset.name!r} have {length} tokens, and [parallelism] "
+            f"{', '.join(parts.parallelism)} needs equal parts; expected a multiple of {multiple}, such as "
+            f"{max(multiple, length - length % multiple)}"
+        )
 
 
 def _refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:

@@ -13,6 +13,7 @@ import tomli_w
 import torch
 from conftest import TINY
 
+from hpctrain.data.opening import open_data, sequence_multiple
 from hpctrain.errors import UsageError
 from hpctrain.job.check import CheckedJob, check
 from hpctrain.job.problems import JobError
@@ -154,6 +155,32 @@ def test_the_batch_divides_over_the_ranks_or_not(world: int, good: bool) -> None
     else:
         (message,) = problems(world)
         assert f"over {world} data-parallel ranks" in message
+
+
+SEQUENCE = {"size": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "seq_length", "multiple"),
+    [
+        ({"tensor": SEQUENCE}, 7, 2),
+        ({"tensor": 2}, 7, 1),
+        ({"context": 2}, 6, 4),
+        ({"context": {"size": 2, "method": "ulysses"}, "tensor": SEQUENCE}, 6, 4),
+        ({"tensor": SEQUENCE, "context": 2}, 4, 4),  # ranks of context have 2 tokens each
+    ],
+    ids=str,
+)
+def test_the_axes_divide_a_sequence_or_not(parallelism: dict[str, Any], seq_length: int, multiple: int) -> None:
+    found = checked(parallelism=parallelism, dataset={"seq_length": seq_length})
+    assert sequence_multiple(found.job, found.parts) == multiple
+    if seq_length % multiple == 0:
+        open_data(found.job, found.parts)
+        return
+    with pytest.raises(
+        UsageError, match=f"have {seq_length} tokens, and .* expected a multiple of {multiple}, such as"
+    ):
+        open_data(found.job, found.parts)
 
 
 def test_callables_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
