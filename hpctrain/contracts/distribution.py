@@ -52,7 +52,10 @@ class Parallelism(Plugin):
         return 1
 
     def refuse(self, spec: ModelSpec, size: int) -> str | None:
-        """Why this model cannot be spread over `size` ranks of this axis, in a sentence; None when it can."""
+        """Why this model cannot be spread over `size` ranks of this axis, in a sentence; None when it can.
+
+        A UsageError that it raises is told as it is. `spec.outline` shows the modules of most models.
+        """
         return None
 
     @abstractmethod
@@ -106,7 +109,10 @@ class Sharding(Plugin):
         """
 
     def refuse(self, spec: ModelSpec, axes: Mapping[str, int]) -> str | None:
-        """Why this stage can't train the model on a mesh of `axes` (all of them), in a sentence; None when it can."""
+        """Why this stage can't train the model on a mesh of `axes` (all of them), in a sentence; None when it can.
+
+        A UsageError that it raises is told as it is.
+        """
         return None
 
     @abstractmethod

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from hpctrain.contracts.plugin import Plugin
@@ -70,6 +72,17 @@ class ModelSpec(Plugin):
     @abstractmethod
     def build(self) -> nn.Module:
         """The module, on the current default device."""
+
+    @cached_property
+    def outline(self) -> nn.Module | None:
+        """What `build` gives, on the meta device: for a look at the model before it is built, never to be changed.
+
+        None where `meta` is false.
+        """
+        if not self.meta:
+            return None
+        with torch.device("meta"):
+            return self.build()
 
     def initialize(self, name: str, tensor: Tensor, rows: tuple[int, int], seed: int) -> None:
         """Fill `tensor`, rows `rows[0]` to `rows[1]` (dimension 0) of the parameter or buffer `name`.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.contracts.plugin import Options
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.foreign import as_plugin, is_reference
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import JobError, Problem, dotted, problems_of, validate
@@ -191,11 +192,11 @@ def _installed(registry: Registry) -> dict[str, Any]:
 
 def _layout_problems(job: Job, parts: Parts, world_size: int) -> list[Problem]:
     """The ranks must be a product, and the batch must divide over them."""
-    problems = []
+    problems: list[Problem] = []
     for name, plugin in parts.parallelism.items():
-        why = plugin.refuse(parts.model, job.parallelism[name].size)
-        if why:
-            problems.append(Problem(("parallelism", name), f"{dotted(('parallelism', name))}: {why}"))
+        axis: Key = ("parallelism", name)
+        ask = partial(plugin.refuse, parts.model, job.parallelism[name].size)
+        problems += _refusal(axis, dotted(axis), ask)
     try:
         layout = layout_of(job, parts, world_size)
     except HpctrainError as error:
@@ -209,16 +210,22 @@ def _layout_problems(job: Job, parts: Parts, world_size: int) -> list[Problem]:
                 f"{layout.data_ranks} data-parallel ranks hold the same; leave it out, or take a stage that shards",
             )
         )
-    why = parts.sharding.refuse(parts.model, layout.axes)
-    if why:
-        problems.append(
-            Problem(("sharding", "stage"), f"{dotted(('sharding', 'stage'))} = {parts.sharding.name}: {why}")
-        )
-    why = parts.compression.refuse(parts.sharding, layout.model_axes)
-    if why:
-        key: Key = ("compression", "name")
-        problems.append(Problem(key, f"{dotted(key)} = {parts.compression.name!r}: {why}"))
+    stage: Key = ("sharding", "stage")
+    ask = partial(parts.sharding.refuse, parts.model, layout.axes)
+    problems += _refusal(stage, f"{dotted(stage)} = {parts.sharding.name}", ask)
+    compression: Key = ("compression", "name")
+    ask = partial(parts.compression.refuse, parts.sharding, layout.model_axes)
+    problems += _refusal(compression, f"{dotted(compression)} = {parts.compression.name!r}", ask)
     return [*problems, *_batch_problems(job, layout.data_ranks)]
+
+
+def _refusal(key: Key, what: str, ask: Callable[[], str | None]) -> list[Problem]:
+    """What a plugin has against the job: the sentence that it returns, or an error that says where it is."""
+    try:
+        why = ask()
+    except UsageError as error:
+        return [Problem(key, str(error))]
+    return [Problem(key, f"{what}: {why}")] if why else []
 
 
 def _batch_problems(job: Job, data_ranks: int) -> list[Problem]:

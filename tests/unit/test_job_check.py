@@ -42,6 +42,10 @@ def problems(world: int | None = None, **changes: Any) -> list[str]:
     return [problem.message for problem in error.value.problems]
 
 
+def plan(entries: dict[str, Any]) -> dict[str, Any]:
+    return {"parallelism": {"tensor": {"size": 2, "plan": entries}}}
+
+
 def test_defaults_make_a_whole_job() -> None:
     parts = checked().parts
     names = [
@@ -155,6 +159,22 @@ def test_the_batch_divides_over_the_ranks_or_not(world: int, good: bool) -> None
     else:
         (message,) = problems(world)
         assert f"over {world} data-parallel ranks" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"parallelism": {"pipeline": {"size": 2, "split": [1, 2]}}}, "split: found [1, 2], expected 2 numbers"),
+        ({"parallelism": {"pipeline": 4}}, "[parallelism] pipeline: the model has 2 blocks, fewer than 4 pipeline stages"),
+        (plan({"layers.*.mlp.up": "column"}), "[parallelism.tensor] plan: found the style 'column'"),
+        (plan({"layer.*": "colwise"}), "[parallelism.tensor] plan: no module matches 'layer.*'; the names are like"),
+        (plan({"layers.*.mlp": "colwise"}), "plan: layers.0.mlp is a MLP, and colwise cuts a Linear or an Embedding"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_modules_show_is_refused_before_they_are_built(changes: dict[str, Any], sentence: str) -> None:
+    (message,) = problems(4, **changes)
+    assert sentence in message, message
 
 
 SEQUENCE = {"size": 2, "sequence_parallel": True}

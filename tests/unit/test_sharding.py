@@ -74,7 +74,7 @@ def test_replicas_that_do_not_divide_the_ranks() -> None:
 
 def test_a_class_that_is_not_there_and_a_scalar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"no module is a 'Blok'; the model is made of Attention, Block, "):
+    with pytest.raises(JobError, match=r"no module is a 'Blok'; the model is made of Attention, Block, "):
         hpctrain.run(job(sharding={"stage": 3, "wrap": "class:Blok"}))
     (tmp_path / "scaled.py").write_text(
         "import torch\n"

@@ -103,6 +103,8 @@ class FullySharded(Sharding):
                 "a pipeline interleaves the forwards and backwards of micro batches, and stage 3 would gather every "
                 "parameter for each; use stage = 2 or less with pipeline"
             )
+        if spec.outline is not None and self.options.wrap.startswith("class:"):
+            units_of(spec.outline, spec, self.options.wrap, self.options.min_parameters)
         return None
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from pydantic import model_validator
 from torch import nn
@@ -45,15 +44,12 @@ class Pipeline(Parallelism):
     options: PipelineOptions
 
     def refuse(self, spec: ModelSpec, size: int) -> str | None:
-        if not spec.meta:
+        if spec.outline is None:
             return None  # apply() tells
-        with torch.device("meta"):
-            module = spec.build()
-        blocks, stages = spec.blocks(module), size * self.options.stages_per_rank
-        if not blocks or not any(spec.ends(module)):
+        blocks = spec.blocks(spec.outline)
+        if not blocks or not any(spec.ends(spec.outline)):
             return f"the model {spec.name!r} does not say where it can be cut (blocks, ends, embed and head)"
-        if len(blocks) < stages:
-            return f"the model has {len(blocks)} blocks, fewer than {stages} pipeline stages; use fewer"
+        split(len(blocks), size * self.options.stages_per_rank, self.options.split)
         return None
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:

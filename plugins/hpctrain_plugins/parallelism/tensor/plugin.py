@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
-from hpctrain.api import Field, ModelSpec, Options, Parallelism, UsageError, hookimpl, tie, tied_parameters
-from hpctrain_plugins.parallelism.tensor.blocks import heads_of, is_fused, share_all_heads
-from hpctrain_plugins.parallelism.tensor.cut import Cut, Entry, gather_shares, linear_of
+from hpctrain.api import Field, ModelSpec, Options, Parallelism, hookimpl, tie, tied_parameters
+from hpctrain_plugins.parallelism.tensor.blocks import share_all_heads
+from hpctrain_plugins.parallelism.tensor.cut import Entry, gather_shares, linear_of
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
+from hpctrain_plugins.parallelism.tensor.refusals import refuse_cut_apart, refuse_unfit
 from hpctrain_plugins.parallelism.tensor.styles import STYLES
 
 
@@ -50,13 +50,13 @@ class Tensor(Parallelism):
             return (
                 f"the model has {heads} attention heads, which {size} ranks do not divide; choose a divisor of {heads}"
             )
+        if spec.outline is not None and (self.options.plan or spec.tensor_plan()):  # a guess is left to apply()
+            refuse_unfit(spec.outline, plan_for(spec.outline, spec, self.options.plan, size), size)
         return None
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
         plan = plan_for(module, spec, self.options.plan, mesh.size())
-        for name, cut in plan.items():
-            _refuse_unfit(module, name, cut)
-            _refuse_uneven(module, name, cut, mesh.size())
+        refuse_unfit(module, plan, mesh.size())
         if not spec.tensor_plan():
             share_all_heads(module, plan, mesh.size())
         tied = tied_parameters(module)
@@ -69,73 +69,12 @@ class Tensor(Parallelism):
             if made is not None:
                 # every rank has the same values, or none yet: nothing to send
                 parallelize_module(module, mesh, {name: made}, src_data_rank=None)
-        _refuse_cut_apart(module, tied)
+        refuse_cut_apart(module, tied)
         tie(module, tied)
         return module
 
     def context(self) -> AbstractContextManager[object]:
         return loss_parallel()
-
-
-def _refuse_unfit(module: nn.Module, name: str, cut: Cut) -> None:
-    """What the style can't cut, or would cut wrongly."""
-    inner = module.get_submodule(name)
-    linear = isinstance(inner, nn.Linear)
-    cuts = cut.style in ("colwise", "rowwise", "colwise_rep", "vocabulary")
-    if cuts and not (linear or (isinstance(inner, nn.Embedding) and cut.parts is None)):
-        raise UsageError(
-            f"[parallelism.tensor] plan: {name} is a {type(inner).__name__}, and {cut.style} cuts a Linear"
-            + (" or an Embedding; leave it out" if cut.parts is None else " into parts; leave them out"),
-            everywhere=True,
-        )
-    if linear and cut.style == "colwise" and cut.parts is None and is_fused(name):
-        raise UsageError(
-            f'[parallelism.tensor] plan: {name} is several matrices in one by its name, and "colwise" would give its first rows '
-            'to the first rank; write { style = "colwise", parts = 3 } for [q; k; v], 2 for [gate; up], or the rows of each part '
-            "as parts = [64, 16, 16] (1 if the rows of each head lie together)",
-            everywhere=True,
-        )
-
-
-def _refuse_uneven(module: nn.Module, name: str, cut: Cut, size: int) -> None:
-    inner = module.get_submodule(name)
-    dim = {"colwise": 0, "rowwise": 1}.get(cut.style)
-    if isinstance(inner, nn.Linear) and dim is not None:
-        parts = cut.rows(name, inner) if dim == 0 else [inner.weight.shape[1]]
-        if any(part % size for part in parts):
-            of_parts = f" in parts of {', '.join(map(str, parts))}" if len(parts) > 1 else ""
-            raise UsageError(
-                f"[parallelism] tensor = {size}: {name}.weight is {tuple(inner.weight.shape)}, and {cut.style} cuts "
-                f"dim {dim}{of_parts}, which {size} ranks do not divide",
-                everywhere=True,
-            )
-    parent = module.get_submodule(name.rpartition(".")[0])
-    for attribute, heads in heads_of(parent).items() if cut.style == "colwise" else ():
-        if heads % size:
-            raise UsageError(
-                f"[parallelism] tensor = {size}: {type(parent).__name__}.{attribute} is {heads}, which {size} "
-                f"ranks do not divide",
-                everywhere=True,
-            )
-
-
-def _refuse_cut_apart(module: nn.Module, tied: list[list[str]]) -> None:
-    """Tied parameters that are no longer one."""
-    for first, *others in tied:
-        kept = module.get_parameter(first)
-        for name in others:
-            other = module.get_parameter(name)
-            if _placements(kept) != _placements(other):
-                raise UsageError(
-                    f"[parallelism.tensor] plan: {first} and {name} are one tensor, and the plan cuts them differently "
-                    f"({_placements(kept)} and {_placements(other)}); give both modules styles that cut the same dim, "
-                    'such as "rowwise" for the embedding and "vocabulary" for the head',
-                    everywhere=True,
-                )
-
-
-def _placements(parameter: nn.Parameter) -> str:
-    return str(parameter.placements) if isinstance(parameter, DTensor) else "not cut"
 
 
 @hookimpl

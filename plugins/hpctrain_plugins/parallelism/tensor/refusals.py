@@ -1,0 +1,80 @@
+"""What is said of a tensor-parallel plan that would not train, or would train something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpctrain.api import UsageError
+from hpctrain_plugins.parallelism.tensor.blocks import heads_of, is_fused
+from hpctrain_plugins.parallelism.tensor.cut import Cut
+
+
+def refuse_unfit(module: nn.Module, plan: Mapping[str, Cut], size: int) -> None:
+    """Raises UsageError for what can be known of the plan before `module` is cut."""
+    for name, cut in plan.items():
+        _refuse_uncuttable(module, name, cut)
+        _refuse_uneven(module, name, cut, size)
+
+
+def _refuse_uncuttable(module: nn.Module, name: str, cut: Cut) -> None:
+    """What the style can't cut, or would cut wrongly."""
+    inner = module.get_submodule(name)
+    linear = isinstance(inner, nn.Linear)
+    cuts = cut.style in ("colwise", "rowwise", "colwise_rep", "vocabulary")
+    if cuts and not (linear or (isinstance(inner, nn.Embedding) and cut.parts is None)):
+        raise UsageError(
+            f"[parallelism.tensor] plan: {name} is a {type(inner).__name__}, and {cut.style} cuts a Linear"
+            + (" or an Embedding; leave it out" if cut.parts is None else " into parts; leave them out"),
+            everywhere=True,
+        )
+    if linear and cut.style == "colwise" and cut.parts is None and is_fused(name):
+        raise UsageError(
+            f'[parallelism.tensor] plan: {name} is several matrices in one by its name, and "colwise" would give its first rows '
+            'to the first rank; write { style = "colwise", parts = 3 } for [q; k; v], 2 for [gate; up], or the rows of each part '
+            "as parts = [64, 16, 16] (1 if the rows of each head lie together)",
+            everywhere=True,
+        )
+
+
+def _refuse_uneven(module: nn.Module, name: str, cut: Cut, size: int) -> None:
+    inner = module.get_submodule(name)
+    dim = {"colwise": 0, "rowwise": 1}.get(cut.style)
+    if isinstance(inner, nn.Linear) and dim is not None:
+        parts = cut.rows(name, inner) if dim == 0 else [inner.weight.shape[1]]
+        if any(part % size for part in parts):
+            of_parts = f" in parts of {', '.join(map(str, parts))}" if len(parts) > 1 else ""
+            raise UsageError(
+                f"[parallelism] tensor = {size}: {name}.weight is {tuple(inner.weight.shape)}, and {cut.style} cuts "
+                f"dim {dim}{of_parts}, which {size} ranks do not divide",
+                everywhere=True,
+            )
+    parent = module.get_submodule(name.rpartition(".")[0])
+    for attribute, heads in heads_of(parent).items() if cut.style == "colwise" else ():
+        if heads % size:
+            raise UsageError(
+                f"[parallelism] tensor = {size}: {type(parent).__name__}.{attribute} is {heads}, which {size} "
+                f"ranks do not divide",
+                everywhere=True,
+            )
+
+
+def refuse_cut_apart(module: nn.Module, tied: list[list[str]]) -> None:
+    """Tied parameters that are no longer one."""
+    for first, *others in tied:
+        kept = module.get_parameter(first)
+        for name in others:
+            other = module.get_parameter(name)
+            if _placements(kept) != _placements(other):
+                raise UsageError(
+                    f"[parallelism.tensor] plan: {first} and {name} are one tensor, and the plan cuts them differently "
+                    f"({_placements(kept)} and {_placements(other)}); give both modules styles that cut the same dim, "
+                    'such as "rowwise" for the embedding and "vocabulary" for the head',
+                    everywhere=True,
+                )
+
+
+def _placements(parameter: nn.Parameter) -> str:
+    return str(parameter.placements) if isinstance(parameter, DTensor) else "not cut"
