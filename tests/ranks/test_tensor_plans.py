@@ -162,6 +162,11 @@ def test_a_wrong_fused_entry_is_a_sentence(root, entry: Any, sentence: str) -> N
         ({"mlp.9": "colwise"}, "no module matches 'mlp.9'; the names are like embedding, attention"),
         ({"mlp.0": "colwize"}, "found the style 'colwize' for 'mlp.0', expected one of colwise, rowwise"),
         (
+            {**GIVEN, "head": "colwise"},
+            "with head as colwise each rank has a part of its outputs, and no rowwise Linear",
+        ),
+        ({"mlp.2": "rowwise"}, "mlp.2 as rowwise takes a part of its inputs, and no colwise module comes before it"),
+        (
             {"head": "colwise_rep"},
             "embedding.weight and head.weight are one tensor, and the plan cuts them differently",
         ),

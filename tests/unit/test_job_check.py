@@ -46,6 +46,9 @@ def plan(entries: dict[str, Any]) -> dict[str, Any]:
     return {"parallelism": {"tensor": {"size": 2, "plan": entries}}}
 
 
+MLP = {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
+
+
 def test_defaults_make_a_whole_job() -> None:
     parts = checked().parts
     names = [
@@ -169,12 +172,21 @@ def test_the_batch_divides_over_the_ranks_or_not(world: int, good: bool) -> None
         (plan({"layers.*.mlp.up": "column"}), "[parallelism.tensor] plan: found the style 'column'"),
         (plan({"layer.*": "colwise"}), "[parallelism.tensor] plan: no module matches 'layer.*'; the names are like"),
         (plan({"layers.*.mlp": "colwise"}), "plan: layers.0.mlp is a MLP, and colwise cuts a Linear or an Embedding"),
+        (plan({"layers.*.mlp.up": "colwise"}), "with layers.0.mlp.up as colwise each rank has a part of its outputs"),
+        (plan({"layers.*.mlp.down": "rowwise"}), "layers.0.mlp.down as rowwise takes a part of its inputs, and no colwise"),
+        (plan({"head": "colwise"}), 'with head as colwise each rank has a part of its outputs, and no rowwise'),
+        (plan({**MLP, "head": "colwise"}), '"colwise_rep" to gather them, or "vocabulary" for a head whose outputs go to'),
     ],
     ids=str,
 )  # fmt: skip
 def test_what_the_modules_show_is_refused_before_they_are_built(changes: dict[str, Any], sentence: str) -> None:
     (message,) = problems(4, **changes)
     assert sentence in message, message
+
+
+@pytest.mark.parametrize("head", ["vocabulary", "colwise_rep"])
+def test_a_plan_of_whole_pairs_is_taken(head: str) -> None:
+    checked(2, **plan({**MLP, "head": head}))
 
 
 SEQUENCE = {"size": 2, "sequence_parallel": True}

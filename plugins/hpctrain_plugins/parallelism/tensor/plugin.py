@@ -51,12 +51,12 @@ class Tensor(Parallelism):
                 f"the model has {heads} attention heads, which {size} ranks do not divide; choose a divisor of {heads}"
             )
         if spec.outline is not None and (self.options.plan or spec.tensor_plan()):  # a guess is left to apply()
-            refuse_unfit(spec.outline, plan_for(spec.outline, spec, self.options.plan, size), size)
+            refuse_unfit(spec.outline, spec, plan_for(spec.outline, spec, self.options.plan, size), size)
         return None
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
         plan = plan_for(module, spec, self.options.plan, mesh.size())
-        refuse_unfit(module, plan, mesh.size())
+        refuse_unfit(module, spec, plan, mesh.size())
         if not spec.tensor_plan():
             share_all_heads(module, plan, mesh.size())
         tied = tied_parameters(module)

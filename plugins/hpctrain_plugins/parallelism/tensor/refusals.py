@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpctrain.api import UsageError
+from hpctrain.api import ModelSpec, UsageError
 from hpctrain_plugins.parallelism.tensor.blocks import heads_of, is_fused
 from hpctrain_plugins.parallelism.tensor.cut import Cut
 
 
-def refuse_unfit(module: nn.Module, plan: Mapping[str, Cut], size: int) -> None:
+def refuse_unfit(module: nn.Module, spec: ModelSpec, plan: Mapping[str, Cut], size: int) -> None:
     """Raises UsageError for what can be known of the plan before `module` is cut."""
     for name, cut in plan.items():
         _refuse_uncuttable(module, name, cut)
         _refuse_uneven(module, name, cut, size)
+    _refuse_halves(module, spec, plan)
 
 
 def _refuse_uncuttable(module: nn.Module, name: str, cut: Cut) -> None:
@@ -57,6 +58,39 @@ def _refuse_uneven(module: nn.Module, name: str, cut: Cut, size: int) -> None:
             raise UsageError(
                 f"[parallelism] tensor = {size}: {type(parent).__name__}.{attribute} is {heads}, which {size} "
                 f"ranks do not divide",
+                everywhere=True,
+            )
+
+
+def _refuse_halves(module: nn.Module, spec: ModelSpec, plan: Mapping[str, Cut]) -> None:
+    """colwise without a rowwise Linear that takes the parts which it gives, and the other way round.
+
+    Modules are taken to run in the order that the model has them in, or in any order where they have the same parent.
+    """
+    place = {name: at for at, (name, _) in enumerate(module.named_modules()) if name in plan}
+    gives = [name for name in place if plan[name].style == "colwise"]
+    linear = {name for name in place if isinstance(module.get_submodule(name), nn.Linear)}
+    takes = [name for name in place if plan[name].style == "rowwise" and name in linear]
+    behind = {inner for end in spec.ends(module)[1] for inner in end.modules()}
+    last = {name for name in place if module.get_submodule(name) in behind}
+
+    def meet(giver: str, taker: str) -> bool:
+        beside = giver.rpartition(".")[0] == taker.rpartition(".")[0]
+        return (beside or place[giver] < place[taker]) and (giver not in last or taker in last)
+
+    for name in gives:
+        if not any(meet(name, taker) for taker in takes):
+            raise UsageError(
+                f"[parallelism.tensor] plan: with {name} as colwise each rank has a part of its outputs, and no rowwise "
+                'Linear follows that takes parts; write "rowwise" for the one that takes them, "colwise_rep" to gather '
+                'them, or "vocabulary" for a head whose outputs go to the loss',
+                everywhere=True,
+            )
+    for name in takes:
+        if not any(meet(giver, name) for giver in gives):
+            raise UsageError(
+                f"[parallelism.tensor] plan: {name} as rowwise takes a part of its inputs, and no colwise module comes "
+                'before it that gives parts; write "colwise" for the one that feeds it, or leave both out',
                 everywhere=True,
             )
 
