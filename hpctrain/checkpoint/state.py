@@ -26,7 +26,10 @@ def model_pieces(module: nn.Module, trained: Sequence[Piece]) -> list[Piece]:
 
 
 def state_pieces(module: nn.Module, trained: Sequence[Piece], optimizer: torch.optim.Optimizer) -> list[Piece]:
-    """All of a checkpoint's tensors on this rank. The optimizer's state must exist: see `create_state`."""
+    """All of a checkpoint's tensors on this rank. The optimizer's state must exist: see `create_state`.
+
+    UsageError for state of a cut parameter that isn't cut as the parameter is.
+    """
     pieces = [replace(p, name=MODEL + p.name, tensor=p.tensor.detach()) for p in model_pieces(module, trained)]
     for piece in trained:
         for key, value in optimizer.state[piece.tensor].items():
@@ -35,8 +38,20 @@ def state_pieces(module: nn.Module, trained: Sequence[Piece], optimizer: torch.o
                 continue  # see optimizer_numbers
             saved = value.dequantize() if _is_quantized(value) else value
             same = value.shape == piece.tensor.shape
+            if not same and value.numel() != 1 and piece.tensor.shape != piece.shape:
+                raise UsageError(_no_part_of_a_whole(optimizer, piece, key, value))
             pieces.append(replace(piece, name=name, tensor=saved) if same else Piece.whole(name, saved))
     return pieces
+
+
+def _no_part_of_a_whole(optimizer: torch.optim.Optimizer, piece: Piece, key: str, value: Tensor) -> str:
+    """Why a checkpoint can't hold it: nobody knows where in the whole model's state it belongs."""
+    return (
+        f"[optimizer] name: {type(optimizer).__name__} keeps {key!r} of the shape {list(value.shape)} for the part "
+        f"{list(piece.tensor.shape)} of {piece.name} {list(piece.shape)} that a rank holds; state of a parameter that is "
+        "cut over ranks must be a number or have the part's shape: use another optimizer, such as adamw, or [sharding] "
+        "stage 0 without tensor parallelism"
+    )
 
 
 def restore_quantized(trained: Sequence[Piece], optimizer: torch.optim.Optimizer, restored: Sequence[Piece]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from hpctrain.checkpoint.agreement import together
 from hpctrain.checkpoint.retention import EVALUATION_LOSS
 from hpctrain.checkpoint.state import (
     COMPRESSION,
@@ -46,11 +47,10 @@ class Saving:
 
     def restore(self, resume: str) -> None:
         """Bring the session to where a checkpoint left it, or to its beginning. `resume` is "auto", "never" or a path."""
-        session = self._session
-        restored, pieces = None, list[Piece]()
+        create_state(self._session.optimizer)
+        # Also where nothing is restored: state that can't be saved is to be told before the first step.
+        pieces, restored = together(self._group, self._pieces), None
         if resume != "never":
-            create_state(session.optimizer)
-            pieces = self._pieces()
             path = None if resume == "auto" else Path(resume)
             restored = self._store.restore(pieces, path, optional=(COMPRESSION,))
         if restored is None:

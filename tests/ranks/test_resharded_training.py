@@ -11,6 +11,8 @@ from test_layouts import INTERLEAVED, SEQUENCE, ULYSSES, ZERO_BUBBLE, size
 from test_stages import OPTIMIZERS, compare, reference
 from training import job, train_here
 
+from hpctrain.errors import UsageError
+
 pytestmark = pytest.mark.usefixtures("world")
 
 # parallelism and stage; each reads what the one before it wrote, so that neighbours differ in as much as they can
@@ -47,3 +49,18 @@ def test_every_layout_goes_on_from_the_one_before(root) -> None:
         rows += train_here(tables).rows
     assert [row["step"] for row in rows] == list(range(1, len(fitting) + 1))
     compare(rows, reference(tables)[1], losses=2e-6, norms=1e-5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "tables", [{"sharding": {"stage": 1}}, {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}]
+)
+def test_optimizer_state_that_is_not_cut_as_its_parameter_is_refused_before_the_first_step(
+    root, tables: dict[str, Any]
+) -> None:
+    if dist.get_world_size() > 2:
+        pytest.skip("2 ranks have shown it")
+    adafactor = {"name": "torch.optim:Adafactor", "lr": 0.01}
+    with pytest.raises(UsageError, match=r"Adafactor keeps 'row_var' of the shape .*use another optimizer"):
+        train_here(job(job={"output_dir": str(root)}, optimizer=adafactor, **tables))
+    assert not (root / "metrics.jsonl").exists()

@@ -107,6 +107,7 @@ def test_the_scaler_and_the_dropout_come_back_after_a_resume() -> None:
     [
         {"name": "sgd", "lr": 0.1, "momentum": 0.9},
         {"name": "torch.optim:Adagrad", "lr": 0.1, "initial_accumulator_value": 0.3},
+        {"name": "torch.optim:Adafactor", "lr": 0.1},
         {"name": "counting:Counting", "lr": 0.1},
     ],
     ids=lambda optimizer: optimizer["name"],
@@ -114,7 +115,7 @@ def test_the_scaler_and_the_dropout_come_back_after_a_resume() -> None:
 def test_every_optimizer_resumes_where_it_was(
     optimizer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those with state from the first step on, from the constructor on, and with numbers that are no tensors."""
+    """Those with state from the first step on, from the constructor on, of another shape, and in plain numbers."""
     (tmp_path / "counting.py").write_text(
         "import torch\n"
         "class Counting(torch.optim.Optimizer):\n"
