@@ -86,10 +86,9 @@ def import_weights(
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A name to write to; at the end the file is synced and gets the name `path`, on an exception it is removed."""
-    if path.exists():
-        raise UsageError(f"{path} exists already; expected a new file: give another name")
-    temporary = path.with_name(path.name + ".tmp")
+    """An empty file to write to; at the end it is synced and gets the name `path`, on an exception it is removed."""
+    temporary = _name_until_whole(path, "file")
+    temporary.touch(exist_ok=False)
     try:
         yield temporary
         with open(temporary, "rb+") as file:
@@ -103,17 +102,29 @@ def new_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """As `new_file`, for a directory."""
-    if path.exists():
-        raise UsageError(f"{path} exists already; expected a new directory: give another name")
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = _name_until_whole(path, "directory")
+    temporary.mkdir()
     try:
-        temporary.mkdir()
         yield temporary
         sync_directory(temporary)
         temporary.rename(path)
         sync_directory(path.absolute().parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _name_until_whole(path: Path, kind: str) -> Path:
+    """What `path` is called while it is written; UsageError when there is something of either name, or no place."""
+    if os.path.lexists(path):
+        raise UsageError(f"{path} exists already; expected a new {kind}: give another name")
+    temporary = path.with_name(path.name + ".tmp")
+    if os.path.lexists(temporary):
+        raise UsageError(
+            f"{temporary} exists already, and {path} is written under that name: remove it, or give another name"
+        )
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: there is no directory {path.parent}; make it, or give another name")
+    return temporary
 
 
 @contextmanager

@@ -251,6 +251,19 @@ def test_import_makes_a_checkpoint_to_start_from(command: Command, newest: Path,
     assert none.code == 5 and "begins with 'x.'" in none.err and not Path("other").exists()
 
 
+def test_what_has_the_temporary_name_stays_and_a_missing_directory_is_told(command: Command, newest: Path) -> None:
+    Path("made.tmp").mkdir()
+    Path("made.tmp/data").write_text("x")
+    Path("w.tmp").write_text("mine")
+    for words in [("import", newest, "made"), ("export", newest, "--to", "torch", "w")]:
+        done = command(*words)
+        assert done.code == 2 and f"{words[-1]}.tmp exists already" in done.err
+    assert Path("made.tmp/data").read_text() == "x" and Path("w.tmp").read_text() == "mine"
+    for words in [("import", newest), ("export", newest, "--to", "torch"), ("export", newest, "--to", "safetensors")]:
+        done = command(*words, "gone/out")
+        assert done.code == 2 and "gone/out: there is no directory gone" in done.err, done
+
+
 def test_import_runs_nothing_of_a_file(command: Command) -> None:
     class Exploding:
         def __reduce__(self) -> tuple[object, ...]:
