@@ -42,6 +42,12 @@ class TrainingError(HpctrainError):
     exit_code = EXIT_TRAINING
 
 
+class WriteError(HpctrainError):
+    """A command could not write its file, for lack of room say: exit 4."""
+
+    exit_code = EXIT_TRAINING
+
+
 class CheckpointError(HpctrainError):
     """No checkpoint can be used, or it is of another model: exit 5."""
 

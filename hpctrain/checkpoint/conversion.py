@@ -19,9 +19,9 @@ from hpctrain.checkpoint.directory import sync_directory
 from hpctrain.checkpoint.finding import batches
 from hpctrain.checkpoint.sources import SAFETENSORS_DTYPES, Source
 from hpctrain.checkpoint.weights import MODEL, open_weights
-from hpctrain.contracts.checkpoint import CheckpointFormat, StoredTensor
+from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import CheckpointError, UsageError, WriteError
 
 Progress = Callable[[int, int], None]
 
@@ -40,23 +40,30 @@ def export_safetensors(source: Source, path: Path, progress: Progress) -> None:
         header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 16)
-    with new_file(path) as temporary:
-        with open(temporary, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + end)
-        if end:
-            # The file itself is the memory that is filled.
-            mapped = torch.from_file(str(temporary), shared=True, size=8 + len(text) + end, dtype=torch.uint8)
-            data = mapped[8 + len(text) :]
-            _fill(source, {name: _view(data, places[name], source.tensors[name]) for name in order}, progress)
+    with new_file(path) as fd:
+        # Not through a mapping of the file: where there is no room, that ends the process by a signal.
+        write_at(fd, len(text).to_bytes(8, "little") + text, 0, path)
+        for pieces in _read(
+            source, lambda name, _, shape: torch.empty(shape, dtype=source.tensors[name].dtype), progress
+        ):
+            for piece in pieces:
+                rows = piece.tensor.reshape(-1).view(torch.uint8).numpy().data
+                before = piece.offsets[0] * (len(rows) // piece.tensor.shape[0]) if len(rows) and piece.shape else 0
+                write_at(fd, rows, 8 + len(text) + places[piece.name] + before, path)
 
 
 def export_torch(source: Source, path: Path, progress: Progress) -> None:
     """Write `source` as a state dict to the new file `path` with torch.save; holds all of it in memory."""
     tensors = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in source.tensors.items()}
-    with new_file(path) as temporary:
+    with new_file(path) as fd:
         _fill(source, tensors, progress)
-        torch.save(tensors, temporary)
+        with writing(path), open(fd, "wb", closefd=False) as file:
+            try:
+                torch.save(tensors, file)
+            except RuntimeError as error:  # of the zip's end, which hides what the operating system said before
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
 
 
 def import_weights(
@@ -79,23 +86,43 @@ def import_weights(
     tensors = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in chosen.items()}
     _fill(Source(chosen, source.fill), tensors, progress)
     pieces = [Piece.whole(MODEL + name.removeprefix(prefix), tensor) for name, tensor in tensors.items()]
-    with new_directory(out) as temporary, alone() as group:
+    with writing(out), new_directory(out) as temporary, alone() as group:
         format.write(State(pieces, {"step": 0, "imported_from": path.name}), temporary, group)
     return len(pieces)
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """An empty file to write to; at the end it is synced and gets the name `path`, on an exception it is removed."""
-    temporary = _name_until_whole(path, "file")
-    temporary.touch(exist_ok=False)
+def writing(path: Path) -> Iterator[None]:
+    """What the operating system says within the block is about `path` and becomes a WriteError."""
     try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.absolute().parent)
+        yield
+    except OSError as error:
+        raise WriteError(f"{path} could not be written: {error.strerror or error}") from error
+
+
+def write_at(fd: int, content: memoryview | bytes, at: int, path: Path) -> None:
+    """Write all of `content` from byte `at` on to what will be `path`."""
+    rest = memoryview(content)
+    with writing(path):
+        while rest:
+            written = os.pwrite(fd, rest, at)
+            rest, at = rest[written:], at + written
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """The descriptor of a file to write; at the end it is synced and named `path`, on an exception it is removed."""
+    temporary = _name_until_whole(path, "file")
+    with writing(path):
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+        with writing(path):
+            os.fsync(fd)
+            temporary.replace(path)
+            sync_directory(path.absolute().parent)
     finally:
+        os.close(fd)
         temporary.unlink(missing_ok=True)
 
 
@@ -139,19 +166,27 @@ def alone() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-def _view(data: Tensor, at: int, tensor: StoredTensor) -> Tensor:
-    return data[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-
 def _fill(source: Source, tensors: Mapping[str, Tensor], progress: Progress) -> None:
-    """Fill whole tensors part by part, so that progress is seen."""
+    """Fill whole tensors."""
+
+    def part(name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return tensors[name].narrow(0, offsets[0], shape[0]) if shape else tensors[name]
+
+    for _ in _read(source, part, progress):
+        pass
+
+
+def _read(
+    source: Source, part: Callable[[str, Sequence[int], Sequence[int]], Tensor], progress: Progress
+) -> Iterator[list[Piece]]:
+    """All of `source`, so many bytes at a time that progress is seen; `part` gives the memory for a name, offsets and shape."""
     done, total = 0, sum(one.nbytes for one in source.tensors.values())
     for batch in batches(source.tensors):
-        pieces = []
-        for name, offsets, shape in batch:
-            whole = tensors[name]
-            part = whole.narrow(0, offsets[0], shape[0]) if shape else whole
-            pieces.append(Piece(name, tuple(whole.shape), offsets, part))
+        pieces = [
+            Piece(name, source.tensors[name].shape, offsets, part(name, offsets, shape))
+            for name, offsets, shape in batch
+        ]
         source.fill(pieces)
+        yield pieces
         done += sum(piece.tensor.nbytes for piece in pieces)
         progress(done, total)

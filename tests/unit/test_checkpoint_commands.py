@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hpctrain_plugins.checkpoint.dcp import Dcp
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5, read
 from launching import Finished
 from safetensors.torch import load_file, save_file
@@ -262,6 +265,26 @@ def test_what_has_the_temporary_name_stays_and_a_missing_directory_is_told(comma
     for words in [("import", newest), ("export", newest, "--to", "torch"), ("export", newest, "--to", "safetensors")]:
         done = command(*words, "gone/out")
         assert done.code == 2 and "gone/out: there is no directory gone" in done.err, done
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
+def test_a_full_disk_is_told_and_leaves_nothing(command: Command, tmp_path: Path) -> None:
+    form = Dcp()  # its items are read whole: the writing is what fails
+    (tmp_path / "c").mkdir()
+    with alone() as group:
+        form.write(
+            State([Piece.whole("model/w", torch.ones(2**19)), Piece.whole("model/b", torch.ones(2))]), Path("c"), group
+        )
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True, timeout=30)
+    try:
+        for words in [("export", "c", "--to", "safetensors"), ("export", "c", "--to", "torch"), ("import", "c")]:
+            done = command(*words, "disk/out")
+            assert done.code == 4 and "disk/out could not be written: " in done.err, done
+            assert "no space left on device" in done.err.lower() and not list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", str(disk)], check=True, timeout=30)
 
 
 def test_import_runs_nothing_of_a_file(command: Command) -> None:
