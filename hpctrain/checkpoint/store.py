@@ -125,19 +125,26 @@ class CheckpointStore:
             raise running.error
         return running.path
 
-    def restore(self, pieces: list[Piece], path: Path | None = None, optional: tuple[str, ...] = ()) -> Restored | None:
+    def restore(
+        self,
+        pieces: list[Piece],
+        path: Path | None = None,
+        optional: tuple[str, ...] = (),
+        required: tuple[str, ...] = (),
+    ) -> Restored | None:
         """Fill `pieces` from exactly `path`, or from the newest whole checkpoint; None when there is none at all.
 
         `pieces` are all of this rank; together the ranks must ask for every tensor of the checkpoint. Names that begin
         with one of `optional` may be missing there or here. One that is
         damaged is passed over with a warning. UsageError: `path` doesn't exist. CheckpointError: `path` or
-        all there are can't be used, or it is of another model, which is never passed over.
+        all there are can't be used, or it is of another model or lacks one of the values `required`, which is
+        never passed over.
         """
         self.finish()
         candidates = share(self._group, lambda: self._candidates(path))
         reasons: list[str] = []
         for directory, format_name in candidates:
-            outcome = self._restore_one(directory, format_name, pieces, optional)
+            outcome = self._restore_one(directory, format_name, pieces, optional, required)
             if isinstance(outcome, Restored):
                 return outcome
             reasons.append(outcome)
@@ -200,7 +207,12 @@ class CheckpointStore:
         return None if format is None else format.name
 
     def _restore_one(
-        self, directory: Path, format_name: str | None, pieces: list[Piece], optional: tuple[str, ...]
+        self,
+        directory: Path,
+        format_name: str | None,
+        pieces: list[Piece],
+        optional: tuple[str, ...],
+        required: tuple[str, ...],
     ) -> Restored | str:
         """Fill the pieces from `directory`, or say why it can't be used; equal on all ranks."""
         if format_name is None:
@@ -211,6 +223,12 @@ class CheckpointStore:
             values, shapes = share(self._group, lambda: (format.read_values(directory), format.names(directory)))
         except (CheckpointError, OSError) as error:
             return str(error)
+        lacking = [key for key in required if key not in values]
+        if lacking:
+            raise CheckpointError(
+                f"checkpoint {directory} holds weights only, not a training to go on with (it lacks {', '.join(lacking)}); "
+                f'to begin with its weights, set [model] weights = "{directory}"'
+            )
         needed = {piece.name: piece.shape for piece in pieces if not piece.name.startswith(optional)}
         stored = {name: shape for name, shape in shapes.items() if not name.startswith(optional)}
         differences = describe_differences(self._group, needed, stored)

@@ -58,5 +58,5 @@ class Precision(Plugin):
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Take back what `state` gave; in a run of another mode that may have been something else, or nothing."""
         return

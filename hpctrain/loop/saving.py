@@ -27,6 +27,9 @@ from hpctrain.errors import CheckpointError
 if TYPE_CHECKING:
     from hpctrain.loop.session import Session
 
+_REQUIRED = ("samples_seen", "fingerprint", "precision", "optimizer_numbers")
+"""The values that a training goes on with."""
+
 
 class Saving:
     """Every method is collective over all ranks."""
@@ -52,7 +55,7 @@ class Saving:
         pieces, restored = together(self._group, self._pieces), None
         if resume != "never":
             path = None if resume == "auto" else Path(resume)
-            restored = self._store.restore(pieces, path, optional=(COMPRESSION,))
+            restored = self._store.restore(pieces, path, optional=(COMPRESSION,), required=_REQUIRED)
         if restored is None:
             self._begin_anew()
         else:

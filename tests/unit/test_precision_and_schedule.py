@@ -79,6 +79,13 @@ def test_the_state_of_the_scaler_comes_back() -> None:
         assert scale_of(fresh) == scale_of(precision)
 
 
+def test_the_state_of_another_mode_changes_nothing() -> None:
+    fresh, static = fp16(initial_scale=8), fp16(static_scale=64)
+    fresh.restore({})
+    static.restore(fp16(initial_scale=1024).state())
+    assert (scale_of(fresh), scale_of(static)) == (8, 64)
+
+
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
 def test_warm_up_is_linear_and_never_zero(name: str) -> None:
     plugin = schedule(name, warmup_steps=4)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from conftest import TINY
+from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 
 import hpctrain
+from hpctrain.checkpoint.conversion import import_weights
 from hpctrain.checkpoint.retention import Retention
-from hpctrain.errors import HpctrainError, TrainingError
+from hpctrain.errors import CheckpointError, HpctrainError, TrainingError
 
 BREAKS = """
 import time
@@ -146,3 +148,13 @@ def test_a_background_save_is_announced_when_it_is_complete(capsys: pytest.Captu
     table = {"every_steps": 2, "asynchronous": True}
     train(job={"steps": 6}, checkpoint=table, plugins={"load": ["announces"]})
     assert Path("saved").read_text().splitlines() == ["2 True", "4 True", "6 True"]
+
+
+def test_a_checkpoint_of_weights_only_is_nothing_to_go_on_from() -> None:
+    tables = {"optimizer": {"name": "sgd", "lr": 0.1}}
+    train(job={"steps": 1}, **tables)
+    form = Hdf5()
+    import_weights(Path("out/checkpoints/step-00000001"), [form], "", form, Path("imported"), lambda *_: None)
+    says = r'imported holds weights only, .*lacks samples_seen, .* set \[model\] weights = "imported"'
+    with pytest.raises(CheckpointError, match=says):
+        hpctrain.run({**TINY, **tables}, resume="imported")

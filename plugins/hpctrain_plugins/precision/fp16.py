@@ -80,6 +80,8 @@ class FP16(Precision):
         return {"scale": self._scale, "good_steps": self._good_steps, "patience": self._patience}
 
     def restore(self, state: dict[str, Any]) -> None:
+        if self.options.static_scale is not None or "scale" not in state:  # that of another mode
+            return
         self._scale = float(state["scale"])
         self._good_steps, self._patience = int(state["good_steps"]), int(state["patience"])
 
