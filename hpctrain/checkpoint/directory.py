@@ -48,17 +48,19 @@ class CheckpointDirectory:
         return sorted(found, key=lambda path: (path.name not in abandoned, step_of(path)), reverse=True)
 
     def clean(self) -> None:
-        """Remove what earlier crashes left, and put back a checkpoint whose replacement didn't come."""
+        """Remove what earlier crashes left, as far as that goes, and put back a checkpoint whose replacement didn't come."""
         self._put_back()
         for suffix in (".tmp", ".old", ".del"):
             for left in self.root.glob(f"step-*{suffix}"):
-                shutil.rmtree(left)
+                try:
+                    _remove(left)
+                except OSError as error:
+                    LOG.warning("could not remove %s, which a crash left: %s", left, error)
 
     def begin(self, step: int) -> Path:
         """A new, empty directory to write the checkpoint of `step` into."""
         temporary = self.path(step).with_suffix(".tmp")
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        _remove(temporary)
         temporary.mkdir(parents=True)
         return temporary
 
@@ -69,7 +71,7 @@ class CheckpointDirectory:
         # Before the new one appears: or a crash right after would take the one that was left behind.
         self._abandon({*self._abandoned(), *beyond})
         sync_directory(temporary)
-        replaced = final.exists()
+        replaced = os.path.lexists(final)
         if replaced:
             final.rename(final.with_suffix(".old"))
         temporary.rename(final)
@@ -99,15 +101,18 @@ class CheckpointDirectory:
 
     def _put_back(self) -> None:
         for old in self.root.glob("step-*.old"):
-            if not old.with_suffix("").exists():
-                old.rename(old.with_suffix(""))
+            if old.is_dir() and not old.with_suffix("").exists():
+                try:
+                    old.rename(old.with_suffix(""))
+                except OSError as error:
+                    LOG.warning("could not give %s its name back: %s", old, error)
 
     def _delete(self, path: Path) -> None:
         """Rename first: a crash in the middle must not leave half a checkpoint under a good name."""
         doomed = path.with_suffix(".del")
         try:
             path.rename(doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
         except OSError as error:
             LOG.warning("could not delete the old checkpoint %s: %s", path, error)
 
@@ -124,6 +129,14 @@ class CheckpointDirectory:
             _write_text(self.root / "abandoned", "".join(f"{name}\n" for name in sorted(names)))
         else:
             (self.root / "abandoned").unlink()
+
+
+def _remove(path: Path) -> None:
+    """Whatever is there; of a symbolic link the link only."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync_directory(directory: Path) -> None:

@@ -191,10 +191,7 @@ class CheckpointStore:
         if path is not None and not path.exists():
             raise UsageError(f"there is no checkpoint {path}")
         if path is None:
-            try:
-                self._clean()
-            except OSError as error:  # reading needs no tidy directory, and it may be read-only
-                LOG.warning("could not remove what a crash left in %s: %s", self._directory.root, error)
+            self._clean()
         paths = self._directory.candidates() if path is None else [path]
         return [(one, self._recognize(one)) for one in paths]
 

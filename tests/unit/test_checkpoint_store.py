@@ -136,6 +136,36 @@ def test_a_torn_temporary_is_never_taken_and_goes_away(tmp_path: Path, group: di
     assert names(tmp_path) == ["latest", "step-00000001"]
 
 
+def test_links_and_files_in_place_of_directories_block_no_save(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    root, away = tmp_path / "checkpoints", tmp_path / "away"
+    save(root, group, 1)
+    (root / "step-00000001").rename(away)
+    for name in ("step-00000001", "step-00000002", "step-00000000.del"):
+        (root / name).symlink_to(away)
+    (root / "step-00000004").symlink_to(tmp_path / "nowhere")
+    for name in ("step-00000003.tmp", "step-00000004.tmp", "step-00000000.old"):
+        (root / name).write_text("x")
+    one = store(root, group, keep=1)
+    for step in (2, 3, 4):
+        (root / f"step-{step:08d}.tmp").write_text("x")
+        one.save(step, state(step))
+    assert names(root) == ["latest", "step-00000004"]
+    assert step_of(tmp_path, group, away) == 1  # the links went, not what they led to
+
+
+def test_what_a_crash_left_and_nobody_can_remove_is_told(
+    tmp_path: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "step-00000008.tmp").mkdir()
+
+    def fail(path: Path) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    save(tmp_path, group, 1)
+    assert "step-00000008.tmp" in caplog.text and step_of(tmp_path, group) == 1
+
+
 def test_all_bad_lists_every_reason(tmp_path: Path, group: dist.ProcessGroup) -> None:
     save(tmp_path, group, 1, 2)
     corrupt(tmp_path / "step-00000001")
