@@ -97,6 +97,14 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits() -> None:
         torch.testing.assert_close(sent + kept, due, rtol=1e-12, atol=1e-9)
 
 
+def test_a_bucket_of_padding_only() -> None:
+    for compressor in compressors(GradientBucket([], 16, torch.float64, torch.device("cpu"))):
+        gradients = torch.zeros(16, dtype=torch.float64)
+        compressor.all_reduce(gradients, 1.0)
+        compressor.settle()
+        assert not gradients.any() and compressor.pieces() == []
+
+
 def test_a_slice_of_the_sum() -> None:
     """reduce_scatter gives each rank its part of what all_reduce gives, in place or not."""
     ranks, rank = dist.get_world_size(), dist.get_rank()

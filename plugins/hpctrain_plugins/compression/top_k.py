@@ -75,7 +75,8 @@ class TopKCompressor(Compressor):
 
     def _largest(self, gradients: Tensor) -> Tensor:
         """Where they lie in the bucket: (count,) int64. NaN and infinity are larger than all, so they are sent."""
-        found = []
+        # so that there is something to join where a rank's slice of a bucket is padding only
+        found = [torch.empty(0, dtype=torch.int64, device=gradients.device)]
         for span, count in zip(self.bucket.spans, self._counts, strict=True):
             magnitudes = gradients[span.begin : span.begin + span.numel].abs()
             found.append(magnitudes.topk(count, sorted=False).indices + span.begin)
