@@ -1,0 +1,122 @@
+"""The operations of a group that reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+from torch.distributed import (
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+)
+
+from hpctrain.mpi import reduction, sparse
+from hpctrain.mpi.buffers import plain, plain_like
+from hpctrain.mpi.checks import check_list, check_root, check_size, views_of
+from hpctrain.mpi.group_base import GroupBase, apart
+from hpctrain.mpi.reduction import Reduction
+from hpctrain.mpi.transport import Transport
+
+
+class Reductions(GroupBase):
+    """All-reduce, reduce and reduce-scatter."""
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> Work:  # type: ignore[override]
+        opts = opts or AllreduceOptions()
+        if tensors[0].layout != torch.strided:
+            return self._sparse_all_reduce(tensors, opts)
+        reduce, views = self._reduction(opts.reduceOp, tensors)
+
+        def run(transport: Transport) -> None:
+            for view in views:
+                buffer = plain(view)
+                transport.all_reduce(buffer, reduce)
+                if buffer is not view:
+                    view.copy_(buffer)
+
+        return self._submit("all_reduce", run, list(tensors), views, opts)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions | None = None) -> Work:
+        return self.allreduce(tensors, opts or AllreduceCoalescedOptions())
+
+    def _sparse_all_reduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions) -> Work:
+        views = views_of(tensors)
+        for view in views:
+            sparse.check(view, opts.reduceOp)
+
+        def run(transport: Transport) -> None:
+            for view in views:
+                sparse.all_reduce(transport.network, view, opts.reduceOp)
+
+        nbytes = sum(view._values().nbytes + view._indices().nbytes for view in views)
+        return self._submit(
+            "sparse_all_reduce", run, list(tensors), views, opts, nbytes=nbytes, agreed=0, meet_first=True
+        )
+
+    def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions) -> Work:  # type: ignore[override]
+        reduce, views = self._reduction(opts.reduceOp, tensors)
+        root = check_root(opts.rootRank, self._size)
+
+        def run(transport: Transport) -> None:
+            for view in views:
+                buffer = plain(view)
+                reduction.reduce(transport.network, buffer, reduce, root)
+                if buffer is not view and transport.rank == root:
+                    view.copy_(buffer)
+
+        return self._submit("reduce", run, list(tensors), views, opts, meet_first=True)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: ReduceScatterOptions | None = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: ReduceScatterOptions | None = None
+    ) -> Work:
+        opts = opts or ReduceScatterOptions()
+        reduce, inputs = self._reduction(opts.reduceOp, tensors)
+        targets = views_of(outputs)
+        for target, source in zip(targets, inputs, strict=True):
+            check_size("input", source, "the output", target, self._size)
+
+        def run(transport: Transport) -> None:
+            for target, source in zip(targets, inputs, strict=True):
+                buffer = plain_like(target)
+                transport.reduce_scatter_single(buffer, plain(source), reduce)
+                if buffer is not target:
+                    target.copy_(buffer)
+
+        return self._submit("reduce_scatter_tensor", run, list(outputs), inputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ReduceScatterOptions | None = None
+    ) -> Work:
+        opts = opts or ReduceScatterOptions()
+        targets = views_of(outputs)
+        reduce, _ = self._reduction(opts.reduceOp, outputs)
+        lists = [views_of(tensors) for tensors in inputs]
+        for target, sources in zip(targets, lists, strict=True):
+            check_list("inputs", sources, target, self._size)
+
+        def run(transport: Transport) -> None:
+            for target, sources in zip(targets, lists, strict=True):
+                buffer = plain_like(target)
+                parts = [apart(plain(source), buffer) for source in sources]
+                transport.reduce_scatter(buffer, parts, reduce)
+                if buffer is not target:
+                    target.copy_(buffer)
+
+        sources = [source for tensors in lists for source in tensors]
+        return self._submit("reduce_scatter", run, list(outputs), sources, opts, meet_first=True)
+
+    def _reduction(self, op: ReduceOp, tensors: Sequence[Tensor]) -> tuple[Reduction, list[Tensor]]:
+        views = views_of(tensors)
+        return Reduction.of(op, views[0].dtype, self._size), views
