@@ -43,17 +43,18 @@ def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor, pass_on: _
     pass_on: gathers a large tensor with one copy where the outboxes need two.
     """
     own, targets = _bytes(tensor), [_bytes(output) for output in outputs]
-    others = [rank for rank in range(node.size) if rank != node.rank]
     if own.numel() * node.size > SMALL:
-        if not same_memory(own, targets[node.rank]):
+        place = _place(node, targets)
+        if place and not same_memory(own, targets[node.rank]):
             targets[node.rank].copy_(own)
-        if node.sync(_place(node, targets)):
-            for rank in others:
-                targets[rank].copy_(node.at(node.place(targets[rank]), targets[rank])[rank])
+        if node.sync(place):
+            for rank in range(node.size):
+                if rank != node.rank:
+                    targets[rank].copy_(node.at(node.place(targets[rank]), targets[rank])[rank])
             node.sync()  # nobody may write into what others still read
             return
         if pass_on is not None and own.numel() >= _WORTH_PASSING_ON:
-            pass_on(outputs, outputs[node.rank])
+            pass_on(outputs, tensor)
             return
     for start in range(0, max(own.numel(), 1), OUTBOX):
         block = own[start : start + OUTBOX]
