@@ -1,0 +1,141 @@
+"""The ways to write a rank's tensors that the benchmark compares: a format of ours, plain files, and what others write."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpctrain.contracts.checkpoint import CheckpointFormat
+from hpctrain.contracts.pieces import Piece, State
+
+
+class Method(ABC):
+    """One way to write this rank's tensors and to read them back."""
+
+    def __init__(self, name: str, pieces: list[Piece], root: Path) -> None:
+        self.name, self.pieces, self.root = name, pieces, root
+        self.rank = dist.get_rank()
+        self.tensors = {piece.name: piece.tensor for piece in pieces}
+        self.target = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
+
+    @property
+    def file(self) -> Path:
+        """This rank's file, where a method has one."""
+        return self.root / f"{self.rank}.file"
+
+    @abstractmethod
+    def write(self) -> None:
+        """Write into the empty directory `root` and fsync."""
+
+    @abstractmethod
+    def read(self) -> None:
+        """Read everything of this rank into memory that is there already, as far as the method can."""
+
+
+class Plain(Method):
+    """The same bytes in one file, with nothing around them."""
+
+    def write(self) -> None:
+        with open(self.file, "wb", buffering=0) as file:
+            for tensor in self.tensors.values():
+                view, done = _bytes(tensor), 0
+                while done < len(view):
+                    done += file.write(view[done:]) or 0
+            os.fsync(file.fileno())
+
+    def read(self) -> None:
+        with open(self.file, "rb", buffering=0) as file:
+            for tensor in self.target.values():
+                view, done = _bytes(tensor), 0
+                while done < len(view):
+                    done += file.readinto(view[done:]) or 0
+
+
+class Format(Method):
+    """A checkpoint format of ours."""
+
+    def __init__(self, format: CheckpointFormat, pieces: list[Piece], root: Path) -> None:
+        super().__init__(format.name, pieces, root)
+        self.format = format
+
+    def write(self) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        self.format.write(State(self.pieces, {"step": 1}), self.root, group)
+
+    def read(self) -> None:
+        self.format.load(self.root, self._wanted(slice(None), slice(None)))
+
+    def read_part(self, rows: slice, columns: slice) -> int:
+        """Read these rows and columns of what this rank wrote; the bytes of them."""
+        wanted = self._wanted(rows, columns)
+        self.format.load(self.root, wanted)
+        return sum(piece.tensor.nbytes for piece in wanted)
+
+    def _wanted(self, rows: slice, columns: slice) -> list[Piece]:
+        wanted = []
+        for piece in self.pieces:
+            tensor = self.target[piece.name][rows, columns]
+            offsets = (piece.offsets[0] + (rows.start or 0), piece.offsets[1] + (columns.start or 0))
+            wanted.append(Piece(piece.name, piece.shape, offsets, tensor))
+        return wanted
+
+
+class TorchSave(Method):
+    """torch.save of a state dict per rank."""
+
+    def write(self) -> None:
+        with open(self.file, "wb") as file:
+            torch.save(self.tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self) -> None:
+        for name, tensor in torch.load(self.file, weights_only=True).items():
+            self.target[name].copy_(tensor)
+
+
+class Safetensors(Method):
+    """safetensors' own writer, a file per rank."""
+
+    def write(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self.tensors, self.file)
+        fd = os.open(self.file, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+    def read(self) -> None:
+        from safetensors.torch import load_file
+
+        for name, tensor in load_file(self.file).items():
+            self.target[name].copy_(tensor)
+
+
+class FileSystemWriter(Method):
+    """torch.distributed.checkpoint with a state dict of tensors that each rank has alone."""
+
+    def _state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {f"{self.rank}.{name}": tensor for name, tensor in tensors.items()}
+
+    def write(self) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        save(self._state(self.tensors), storage_writer=FileSystemWriter(self.root))
+
+    def read(self) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        load(self._state(self.target), storage_reader=FileSystemReader(self.root))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
