@@ -58,6 +58,10 @@ class Parallelism(Plugin):
         """
         return None
 
+    def refuse_micro_batches(self, count: int, size: int) -> str | None:
+        """Why `size` ranks of this axis cannot run a step of `count` micro batches, in a sentence; None when they can."""
+        return None
+
     @abstractmethod
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
         """Change the module (on the meta device) for this rank's place on the axis; `mesh` is one-dimensional."""

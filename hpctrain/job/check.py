@@ -216,7 +216,7 @@ def _layout_problems(job: Job, parts: Parts, world_size: int) -> list[Problem]:
     compression: Key = ("compression", "name")
     ask = partial(parts.compression.refuse, parts.sharding, layout.model_axes)
     problems += _refusal(compression, f"{dotted(compression)} = {parts.compression.name!r}", ask)
-    return [*problems, *_batch_problems(job, layout.data_ranks)]
+    return [*problems, *_batch_problems(job, parts, layout.data_ranks)]
 
 
 def _refusal(key: Key, what: str, ask: Callable[[], str | None]) -> list[Problem]:
@@ -228,18 +228,28 @@ def _refusal(key: Key, what: str, ask: Callable[[], str | None]) -> list[Problem
     return [Problem(key, f"{what}: {why}")] if why else []
 
 
-def _batch_problems(job: Job, data_ranks: int) -> list[Problem]:
-    """Whether a global batch of samples divides over the ranks; one of tokens always does."""
+def _batch_problems(job: Job, parts: Parts, data_ranks: int) -> list[Problem]:
+    """Whether a global batch of samples divides over the ranks, into micro batches that they can run.
+
+    One of tokens divides over any, and an axis that minds the number of micro batches can't have it (`one_shape`).
+    """
     size, micro_size = job.batch.global_size, job.batch.micro_size
-    if size is None or micro_size is None or size % (data_ranks * micro_size) == 0:
+    if size is None or micro_size is None:
         return []
     per_step = data_ranks * micro_size
-    near = max(per_step, round(size / per_step) * per_step)
-    why = (
-        f"[batch] global_size: {size} does not divide over {data_ranks} data-parallel ranks x micro_size {micro_size}; "
-        f"expected a multiple of {per_step}, such as {near}"
-    )
-    return [Problem(("batch", "global_size"), why)]
+    if size % per_step:
+        near = max(per_step, round(size / per_step) * per_step)
+        why = (
+            f"[batch] global_size: {size} does not divide over {data_ranks} data-parallel ranks x micro_size {micro_size}; "
+            f"expected a multiple of {per_step}, such as {near}"
+        )
+        return [Problem(("batch", "global_size"), why)]
+    count, problems = size // per_step, []
+    for name, plugin in parts.parallelism.items():
+        what = f"[batch] micro_size: {micro_size} makes {count} micro batches per step; {name}"
+        ask = partial(plugin.refuse_micro_batches, count, job.parallelism[name].size)
+        problems += _refusal(("batch", "micro_size"), what, ask)
+    return problems
 
 
 def _token_problems(job: Job, parts: Parts) -> list[Problem]:

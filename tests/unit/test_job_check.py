@@ -215,6 +215,37 @@ def test_the_axes_divide_a_sequence_or_not(parallelism: dict[str, Any], seq_leng
         open_data(found.job, found.parts)
 
 
+INTERLEAVED = {"schedule": "interleaved-1f1b", "stages_per_rank": 2}
+ZERO_BUBBLE = {"schedule": "zero-bubble"}
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "count", "sentence"),
+    [
+        (2, {}, 1, '"1f1b" expects at least one for each of its 2 stages'),
+        (2, {}, 2, None),
+        (2, {"schedule": "gpipe"}, 1, None),
+        (2, ZERO_BUBBLE, 5, '"zero-bubble" on 2 ranks cannot run that many in 2 equal rounds; expected a multiple of 2, such as 4'),
+        (2, INTERLEAVED, 5, '"interleaved-1f1b" on 2 ranks cannot'),
+        (2, INTERLEAVED, 3, None),
+        (4, ZERO_BUBBLE, 10, None),
+    ],
+)  # fmt: skip
+def test_a_pipeline_runs_so_many_micro_batches_or_not(
+    size: int, options: dict[str, Any], count: int, sentence: str | None
+) -> None:
+    changes = {
+        "model": {"layers": 4},
+        "batch": {"global_size": count},
+        "parallelism": {"pipeline": {"size": size, **options}},
+    }
+    if sentence is None:
+        checked(size, **changes)
+    else:
+        (message,) = problems(size, **changes)
+        assert message.startswith(f"[batch] micro_size: 1 makes {count} micro batches") and sentence in message
+
+
 def test_callables_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"

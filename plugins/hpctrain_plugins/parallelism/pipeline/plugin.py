@@ -52,6 +52,21 @@ class Pipeline(Parallelism):
         split(len(blocks), size * self.options.stages_per_rank, self.options.split)
         return None
 
+    def refuse_micro_batches(self, count: int, size: int) -> str | None:
+        schedule = self.options.schedule
+        if schedule == "1f1b" and count < size:
+            return (
+                f'schedule = "1f1b" expects at least one for each of its {size} stages; use a smaller micro_size, or '
+                'schedule = "gpipe"'
+            )
+        rounds = max(1, count // size)  # as torch's interleaved schedules cut a step
+        if schedule in ("interleaved-1f1b", "zero-bubble") and count % rounds:
+            return (
+                f'schedule = "{schedule}" on {size} ranks cannot run that many in {rounds} equal rounds; expected a multiple of '
+                f"{size}, such as {count - count % size}"
+            )
+        return None
+
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
         blocks, (before, after) = spec.blocks(module), spec.ends(module)
         stages = mesh.size() * self.options.stages_per_rank
