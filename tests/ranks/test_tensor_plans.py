@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
 from modules import Transformer, built, foreign_steps
 from test_stages import compare
-from training import session_of, train_here
+from training import job, session_of, train_here
 
 from hpctrain.errors import UsageError
 from hpctrain.job.problems import JobError
@@ -178,6 +178,21 @@ def test_a_wrong_plan_is_a_sentence(root, plan: dict[str, str], sentence: str) -
     with pytest.raises(UsageError) as error, session_of(tables_of(root, 0, {"size": 2, "plan": plan})):
         pass
     assert sentence in str(error.value)
+
+
+def test_a_plan_that_fails_in_the_first_micro_batch_is_a_sentence(root) -> None:
+    """Nothing cuts the sequence, so the MLP's part of it meets the whole."""
+    if dist.get_world_size() > 2:
+        pytest.skip("2 ranks have shown it")
+    plan = {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
+    tensor = {"size": 2, "sequence_parallel": True, "plan": plan}
+    tables = job(job={"output_dir": str(root)}, parallelism={"tensor": tensor})
+    sentence = (
+        r"first micro batch failed .* layers.\*.mlp.down as rowwise, sequence_parallel = true\): .* size of tensor"
+    )
+    with pytest.raises(UsageError, match=sentence) as error:
+        train_here(tables)
+    assert isinstance(error.value.__cause__, RuntimeError)
 
 
 def test_heads_that_do_not_divide(root) -> None:

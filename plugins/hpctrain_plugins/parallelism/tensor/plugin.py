@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
-from hpctrain.api import Field, ModelSpec, Options, Parallelism, hookimpl, tie, tied_parameters
+from hpctrain.api import Field, ModelSpec, Options, Parallelism, UsageError, hookimpl, tie, tied_parameters
 from hpctrain_plugins.parallelism.tensor.blocks import share_all_heads
 from hpctrain_plugins.parallelism.tensor.cut import Entry, gather_shares, linear_of
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
 from hpctrain_plugins.parallelism.tensor.refusals import refuse_cut_apart, refuse_unfit
 from hpctrain_plugins.parallelism.tensor.styles import STYLES
+
+LOG = logging.getLogger("hpctrain")
 
 
 class TensorOptions(Options):
@@ -55,6 +59,7 @@ class Tensor(Parallelism):
         return None
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
+        self._size, self._has_run = mesh.size(), False
         plan = plan_for(module, spec, self.options.plan, mesh.size())
         refuse_unfit(module, spec, plan, mesh.size())
         if not spec.tensor_plan():
@@ -73,8 +78,24 @@ class Tensor(Parallelism):
         tie(module, tied)
         return module
 
-    def context(self) -> AbstractContextManager[object]:
-        return loss_parallel()
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        with loss_parallel():
+            try:
+                yield
+            except RuntimeError as error:
+                if (
+                    self._has_run or type(error) is not RuntimeError
+                ):  # those of collectives and of memory have their own
+                    raise
+                LOG.info("the first micro batch failed", exc_info=True)
+                given = ", ".join(f"{pattern} as {cut.style}" for pattern, cut in self.options.plan.items())
+                raise UsageError(
+                    f"[parallelism.tensor] plan: the first micro batch failed with the model cut over {self._size} ranks "
+                    f"({given or 'no plan given'}, sequence_parallel = {str(self.options.sequence_parallel).lower()}): "
+                    f"{error}; does the plan name every module that takes or gives a part? The traceback is in this rank's log"
+                ) from error
+        self._has_run = True
 
 
 @hookimpl
