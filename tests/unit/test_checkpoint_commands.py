@@ -123,6 +123,17 @@ def test_show_prints_tensors_shards_step_and_layout(command: Command, newest: Pa
     assert len(content["tensors"]) == 7
 
 
+def test_show_takes_any_values(command: Command) -> None:
+    values = {"layout": [1], "x": {(1, 2): float("nan")}, "y": b"\0", "z": ("\x1b[2J", 1), "step": "\x1b[2J"}
+    Path("c").mkdir()
+    with alone() as group:
+        Hdf5().write(State([Piece.whole("model/w", torch.ones(2))], values), Path("c"), group)
+    content = json.loads(command("show", "c", "--json").out)
+    assert content["values"] == {"x": {"(1, 2)": None}, "y": repr(b"\0"), "z": ["\x1b[2J", 1]}
+    text = command("show", "c")
+    assert text.code == 0 and "layout       unknown" in text.out and "\x1b" not in text.out
+
+
 def test_verify_is_silent_about_nothing(command: Command, newest: Path) -> None:
     done = command("verify", newest)
     assert done.code == 0 and "whole, 7 tensors" in done.out and done.err == ""

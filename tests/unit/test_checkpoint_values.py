@@ -47,3 +47,10 @@ def test_anything_else_is_a_type_error_that_names_the_key(leaf: Any) -> None:
 def test_malformed_tags_are_refused(crafted: Any) -> None:
     with pytest.raises(CheckpointError, match="malformed"):
         values.decode(crafted)
+
+
+def test_what_is_nested_too_deep_to_be_read_is_not_written() -> None:
+    deep: Any = []
+    deep.append(deep)
+    with pytest.raises(TypeError, match=r"values.x\[0\].* is nested more than 64 deep"):
+        values.encode({"x": deep})

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hpctrain_plugins.checkpoint.common.sealed import seal, unseal
 from hpctrain_plugins.checkpoint.dcp import Dcp
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 from torch import Tensor
@@ -229,6 +230,15 @@ def test_a_crafted_table_is_refused(what: str, checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match=says):
         load(checkpoint)
     assert Dcp().verify(checkpoint)
+
+
+def test_values_that_are_no_object_are_refused(checkpoint: Path) -> None:
+    path = checkpoint / "hpctrain.json"
+    content = unseal(path.read_bytes())
+    path.write_bytes(seal({"metadata_xxh3": content["metadata_xxh3"], "values": [1]}))
+    with pytest.raises(CheckpointError, match=r"hpctrain\.json: its values are no object"):
+        Dcp().read_values(checkpoint)
+    assert len(Dcp().verify(checkpoint)) == 1
 
 
 def test_missing_and_unknown_files_are_named(checkpoint: Path) -> None:

@@ -204,6 +204,10 @@ def drop_weight(content: Content) -> None:
     content["tensors"]["model/a.weight"]["chunks"].clear()
 
 
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else []
+
+
 CRAFTED: dict[str, tuple[Callable[[Content], Any], str]] = {
     "a dropped chunk": (drop_weight, "model/a.weight.*hole"),
     "a doubled chunk": (lambda c: bias(c)["chunks"].extend(bias(c)["chunks"]), "model/a.bias.*overlap"),
@@ -219,6 +223,11 @@ CRAFTED: dict[str, tuple[Callable[[Content], Any], str]] = {
     "an unknown dtype": (lambda c: bias(c).update(dtype="object"), "unknown dtype"),
     "text for a number": (set_bias(at="0"), "zero or more"),
     "a later version": (lambda c: c.update(version=2), "version 2"),
+    "values that are a list": (lambda c: c.update(values=[1]), "values are no object"),
+    "values that are null": (lambda c: c.update(values=None), "values are no object"),
+    "values with odd names": (lambda c: c.update(values={"\x1b[2J": 1}), "values are no object"),
+    "values nested deep": (lambda c: c.update(values={"x": nested(600)}), "nested more than 64 deep"),
+    "a float beyond all": (lambda c: c.update(values={"x": {"$float": 10**400}}), "malformed .float"),
     "no tensors": (lambda c: c.pop("tensors"), "malformed"),
 }
 

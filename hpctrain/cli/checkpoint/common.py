@@ -73,6 +73,11 @@ def size_text(nbytes: int) -> str:
     return f"{value:.1f} TB"
 
 
+def escaped(text: str) -> str:
+    """`text` without characters that would steer a terminal: a file that others made may hold any."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest entry; never cut, so that it can be searched."""
     cells = [header, *rows]

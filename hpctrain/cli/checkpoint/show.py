@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, size_text, table
+from hpctrain.cli.checkpoint.common import PATH, Formats, escaped, files_of, size_text, table
 
 
 @click.command("show")
@@ -20,19 +21,20 @@ def show(formats: Formats, checkpoint: Path, as_json: bool) -> None:
     with files_of(checkpoint):
         content = _describe(formats, checkpoint)
     if as_json:
-        click.echo(json.dumps(content, indent=2, default=repr))
+        click.echo(json.dumps(content, indent=2))
         return
-    layout = ", ".join(f"{axis} {size}" for axis, size in (content["layout"] or {}).items())
+    layout = content["layout"]
+    axes = [f"{axis} {size}" for axis, size in layout.items()] if isinstance(layout, dict) else []
     lines = [
         ("checkpoint", content["path"]),
         ("format", content["format"]),
         ("step", content["step"]),
-        ("layout", layout or "unknown"),
+        ("layout", ", ".join(axes) or "unknown"),
         ("tensors", f"{len(content['tensors'])}, {size_text(content['nbytes'])}"),
         ("shards", ", ".join(f"{one['file']} ({size_text(one['nbytes'])})" for one in content["shards"])),
-        *((key, json.dumps(value, default=repr)) for key, value in content["values"].items()),
+        *((key, json.dumps(value)) for key, value in content["values"].items()),
     ]
-    click.echo("\n".join(f"{key:<12} {value}" for key, value in lines if key != "optimizer_numbers"))
+    click.echo("\n".join(f"{key:<12} {escaped(str(value))}" for key, value in lines if key != "optimizer_numbers"))
     rows = [
         (
             name,
@@ -47,10 +49,8 @@ def show(formats: Formats, checkpoint: Path, as_json: bool) -> None:
 
 
 def _describe(formats: Formats, path: Path) -> dict[str, Any]:
-    from hpctrain.loop.metrics import finite
-
     found = formats.find(path)
-    values, tensors = found.format.read_values(path), found.format.tensors(path)
+    values, tensors = _as_json(found.format.read_values(path)), found.format.tensors(path)
     sizes = found.files()
     shards = dict.fromkeys(chunk.file for tensor in tensors.values() for chunk in tensor.chunks)
     return {
@@ -60,7 +60,7 @@ def _describe(formats: Formats, path: Path) -> dict[str, Any]:
         "layout": values.get("layout"),
         "nbytes": sum(tensor.nbytes for tensor in tensors.values()),
         "shards": [{"file": file, "nbytes": sizes.get(file, 0)} for file in shards],
-        "values": finite({key: value for key, value in values.items() if key not in ("step", "layout")}),
+        "values": {key: value for key, value in values.items() if key not in ("step", "layout")},
         "tensors": {
             name: {
                 "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -71,3 +71,14 @@ def _describe(formats: Formats, path: Path) -> dict[str, Any]:
             for name, tensor in tensors.items()
         },
     }
+
+
+def _as_json(value: Any) -> Any:
+    """`value` as JSON has it: keys are text, a number that isn't finite is null, and what JSON lacks is its repr."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else repr(value)

@@ -51,8 +51,7 @@ class Dcp(CheckpointFormat):
     def read_values(self, directory: Path) -> dict[str, Any]:
         """The small values; none in a checkpoint that another program wrote."""
         sealed = self._sealed(directory)
-        plain: dict[str, Any] = {} if sealed is None else values.decode(sealed["values"])
-        return plain
+        return {} if sealed is None else values.decode_all(sealed["values"])
 
     def tensors(self, directory: Path) -> dict[str, StoredTensor]:
         """Every tensor with its dtype, its whole shape and where its parts lie."""
@@ -102,10 +101,11 @@ class Dcp(CheckpointFormat):
         try:
             with opened(path) as fd:
                 content: dict[str, Any] = unseal(read_at(fd, path.stat().st_size, 0).numpy().tobytes())
+            if not {"values", "metadata_xxh3"} <= set(content):
+                raise CheckpointError(f"it holds {list(content)}, expected values and metadata_xxh3")
+            values.decode_all(content["values"])
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        if not {"values", "metadata_xxh3"} <= set(content):
-            raise CheckpointError(f"{path}: it holds {list(content)}, expected values and metadata_xxh3")
         return content
 
 

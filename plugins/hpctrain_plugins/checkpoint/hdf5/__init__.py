@@ -38,8 +38,7 @@ class Hdf5(CheckpointFormat):
 
     def read_values(self, directory: Path) -> dict[str, Any]:
         """The small values, checked."""
-        plain: dict[str, Any] = values.decode(self._reader(directory).values)
-        return plain
+        return values.decode_all(self._reader(directory).values)
 
     def tensors(self, directory: Path) -> dict[str, StoredTensor]:
         """Every tensor with its dtype, its whole shape and where its chunks lie."""

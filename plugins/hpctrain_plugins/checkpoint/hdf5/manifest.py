@@ -12,6 +12,7 @@ import torch
 
 from hpctrain.api import CheckpointError
 
+from ..common import values
 from ..common.collector import collector_waits
 from ..common.rectangles import Dims, Rectangle, tiling_fault
 from ..common.sealed import seal, unseal
@@ -147,6 +148,7 @@ def _parse(content: Any) -> Manifest:
             )
         files = [ShardFile(_shard_name(one["name"]), _natural(one["size"]), one["xxh3"]) for one in content["files"]]
         tensors = {name: _entry(name, one, files) for name, one in content["tensors"].items()}
+        values.decode_all(content["values"])  # so that whoever reads a manifest hears of what is wrong with them
         return Manifest(files, tensors, content["values"], _all_holes(files, tensors))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"malformed content: {type(error).__name__}: {error}") from error
