@@ -41,6 +41,7 @@ def open_safetensors(path: Path) -> Source:
     try:
         file: Any = safe_open(path, framework="pt")
         for name in file.keys():  # noqa: SIM118 - no mapping
+            _check_name(path, name)
             piece = file.get_slice(name)
             if piece.get_dtype() not in dtypes:
                 raise CheckpointError(
@@ -69,11 +70,35 @@ def open_torch(path: Path) -> Source:
         # Its first lines are advice to switch the safety off; the reason is marked.
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"{path} isn't a file of tensors that torch.load accepts: {reason}") from error
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    ):
         found = list(content)[:3] if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"{path} holds {found}, expected a state dict: parameter names with their tensors")
+    for name, tensor in content.items():
+        _check_name(path, name)
+        kind = _odd_kind(tensor)
+        if kind is not None:
+            raise CheckpointError(
+                f"{path}: {name} is a tensor of the kind {kind}, expected a dense one with its values"
+            )
     tensors = {name: StoredTensor(tensor.dtype, tuple(tensor.shape), ()) for name, tensor in content.items()}
     return Source(tensors, lambda pieces: _fill(path, pieces, lambda piece: content[piece.name][_slices(piece)]))
+
+
+def _odd_kind(tensor: Tensor) -> str | None:
+    """What sets it apart from a rectangle of numbers; None if it is one."""
+    if tensor.is_nested or tensor.is_meta:
+        return "nested" if tensor.is_nested else "meta"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout)
+    return str(tensor.dtype) if tensor.is_quantized else None
+
+
+def _check_name(path: Path, name: str) -> None:
+    """As in our checkpoints: it is shown on terminals."""
+    if not name.isprintable():
+        raise CheckpointError(f"{path}: {name!r} can't name a tensor: expected printable characters")
 
 
 def _slices(piece: Piece) -> tuple[slice, ...]:

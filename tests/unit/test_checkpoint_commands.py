@@ -139,10 +139,13 @@ def test_verify_is_silent_about_nothing(command: Command, newest: Path) -> None:
     assert done.code == 0 and "whole, 7 tensors" in done.out and done.err == ""
     chunk = read.read_manifest(newest).tensors["model/a.weight"].chunks[1]
     flip(newest / "shard-00000.h5", chunk.at)
+    done = command("verify", newest)
+    assert "1 fault\n" in done.err
     (newest / "notes.txt").write_text("x")
+    (newest / "\x1b[2J").write_text("x")
     done = command("verify", newest)
     assert done.code == 5 and done.out == ""
-    assert "2 faults" in done.err
+    assert "3 faults" in done.err and r"\x1b[2J: the manifest" in done.err and "\x1b" not in done.err
     assert "shard-00000.h5: tensor model/a.weight is corrupt: the checksum of its part [2, 5] at [2, 0]" in done.err
     assert f"{newest / 'notes.txt'}: the manifest doesn't know this file" in done.err
 
@@ -296,6 +299,27 @@ def test_a_full_disk_is_told_and_leaves_nothing(command: Command, tmp_path: Path
             assert "no space left on device" in done.err.lower() and not list(disk.iterdir())
     finally:
         subprocess.run(["umount", str(disk)], check=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({1: torch.ones(1)}, "holds [1], expected a state dict"),
+        ({"\x1b[2J": torch.ones(1)}, r"'\x1b[2J' can't name a tensor"),
+        ({"w": torch.eye(2).to_sparse()}, "w is a tensor of the kind torch.sparse_coo, expected a dense one"),
+        ({"w": torch.eye(2).to_sparse_csr()}, "w is a tensor of the kind torch.sparse_csr"),
+        ({"w": torch.ones(2, device="meta")}, "w is a tensor of the kind meta"),
+        ({"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, "w is a tensor of the kind torch.qint8"),
+        ({"w": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}, "w is a tensor of the kind nested"),
+    ],
+)
+def test_import_refuses_what_is_no_state_dict_of_plain_tensors(
+    command: Command, content: dict[object, Tensor], says: str
+) -> None:
+    torch.save(content, "w.pt")
+    done = command("import", "w.pt", "out")
+    assert done.code == 5 and f"w.pt: {says}" in done.err.replace("w.pt holds", "w.pt: holds"), done
+    assert not Path("out").exists()
 
 
 def test_import_runs_nothing_of_a_file(command: Command) -> None:

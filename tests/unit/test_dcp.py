@@ -215,6 +215,9 @@ CRAFTED: dict[str, tuple[Callable[[Table], Any], str]] = {
     "another dtype": (
         lambda t: setattr(t.state_dict_metadata["model/a.weight"].properties, "dtype", torch.float64), "promises",
     ),
+    "a name that steers a terminal": (
+        lambda t: t.state_dict_metadata.update({"\x1b[2J": t.state_dict_metadata["model/a.weight"]}), "can't name",
+    ),
     "no table": (lambda t: t.__dict__.clear(), "malformed"),
     "an extension": (lambda t: setattr(_places(t)[0], "transform_descriptors", ["zstd"]), "zstd"),
 }  # fmt: skip

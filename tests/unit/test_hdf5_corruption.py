@@ -223,13 +223,19 @@ CRAFTED: dict[str, tuple[Callable[[Content], Any], str]] = {
     "an unknown dtype": (lambda c: bias(c).update(dtype="object"), "unknown dtype"),
     "text for a number": (set_bias(at="0"), "zero or more"),
     "a later version": (lambda c: c.update(version=2), "version 2"),
+    "a name that steers a terminal": (
+        lambda c: c["tensors"].update({"\x1b[2J": c["tensors"].pop("model/a.bias")}), r"'\\x1b\[2J' can't name",
+    ),
+    "a name that can't be shown": (
+        lambda c: c["tensors"].update({"\ud800": c["tensors"].pop("model/a.bias")}), r"'\\ud800' can't name",
+    ),
     "values that are a list": (lambda c: c.update(values=[1]), "values are no object"),
     "values that are null": (lambda c: c.update(values=None), "values are no object"),
     "values with odd names": (lambda c: c.update(values={"\x1b[2J": 1}), "values are no object"),
     "values nested deep": (lambda c: c.update(values={"x": nested(600)}), "nested more than 64 deep"),
     "a float beyond all": (lambda c: c.update(values={"x": {"$float": 10**400}}), "malformed .float"),
     "no tensors": (lambda c: c.pop("tensors"), "malformed"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", CRAFTED)

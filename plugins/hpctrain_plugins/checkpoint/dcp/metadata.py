@@ -20,6 +20,7 @@ from torch.serialization import _get_layout
 from hpctrain.api import CheckpointError
 
 from ..common.files import opened, read_at
+from ..common.names import check_printable
 from ..common.rectangles import Rectangle, tiling_fault
 from . import METADATA_FILE
 
@@ -111,10 +112,11 @@ def parse(raw: bytes) -> Contents:
         places = {(index.fqn, _dims(index.offset)): place for index, place in table.storage_data.items()}
         tensors, others = {}, {}
         for name, entry in table.state_dict_metadata.items():
+            check_printable(name)
             if isinstance(entry, dcp.TensorStorageMetadata):
-                tensors[str(name)] = _tensor(str(name), entry, places)
+                tensors[name] = _tensor(name, entry, places)
             elif (name, ()) in places:
-                others[str(name)] = _item(Rectangle((), ()), places[name, ()])
+                others[name] = _item(Rectangle((), ()), places[name, ()])
         return Contents(tensors, others)
     except CheckpointError:
         raise

@@ -23,6 +23,7 @@ from hpctrain.api import CheckpointError, Piece, State, sync_directory
 
 from ..common import values
 from ..common.files import write_file
+from ..common.names import check_printable
 from ..common.rectangles import Rectangle, tiling_fault
 from ..common.sealed import seal
 from . import VALUES_FILE
@@ -108,6 +109,7 @@ class PiecePlanner(SavePlanner):
         for name, part in holders:
             tensors[name].chunks.append(dcp.ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)))
         for name, tensor in tensors.items():
+            check_printable(name)
             parts = [Rectangle(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
             fault = tiling_fault(tuple(tensor.size), parts)
             if fault is not None:

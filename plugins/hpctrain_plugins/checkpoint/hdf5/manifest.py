@@ -14,6 +14,7 @@ from hpctrain.api import CheckpointError
 
 from ..common import values
 from ..common.collector import collector_waits
+from ..common.names import check_printable
 from ..common.rectangles import Dims, Rectangle, tiling_fault
 from ..common.sealed import seal, unseal
 from . import dtypes
@@ -155,6 +156,7 @@ def _parse(content: Any) -> Manifest:
 
 
 def _entry(name: str, raw: dict[str, Any], files: list[ShardFile]) -> Entry:
+    check_printable(name)
     dtype, shape = dtypes.by_name(raw["dtype"]), _dims(raw["shape"])
     chunks = []
     for one in raw["chunks"]:

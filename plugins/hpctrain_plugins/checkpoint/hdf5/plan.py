@@ -16,6 +16,7 @@ from typing import NamedTuple
 from hpctrain.api import CheckpointError, Piece
 
 from ..common.collector import collector_waits
+from ..common.names import check_printable
 from ..common.rectangles import Dims, Rectangle, tiling_fault
 from . import dtypes
 
@@ -184,7 +185,8 @@ def _check_names(tensors: dict[str, tuple[str, Dims]]) -> None:
     """Refuse names that are no path in an HDF5 file, or that need a group where another has its dataset."""
     for name, (_, shape) in tensors.items():
         parts = name.split("/")
-        if not all(parts) or "." in parts or "@" in name or "\0" in name:
+        check_printable(name)
+        if not all(parts) or "." in parts or "@" in name:
             raise CheckpointError(f"{name!r} can't name a saved tensor: expected words joined by '/', without '@'")
         for depth in range(1, len(parts)):
             if "/".join(parts[:depth]) in tensors:

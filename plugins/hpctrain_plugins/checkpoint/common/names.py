@@ -1,0 +1,11 @@
+"""What a saved tensor may be called in any format."""
+
+from __future__ import annotations
+
+from hpctrain.api import CheckpointError
+
+
+def check_printable(name: str) -> None:
+    """CheckpointError for a name that would steer the terminal that it is shown on, or can't be shown at all."""
+    if not name.isprintable():
+        raise CheckpointError(f"{name!r} can't name a saved tensor: expected printable characters")
