@@ -18,6 +18,7 @@ from hpctrain_plugins.checkpoint.common.sealed import seal, unseal
 from hpctrain_plugins.checkpoint.dcp import Dcp
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from hpctrain.api import CheckpointError, Piece, State
 from hpctrain.checkpoint.conversion import alone
@@ -181,6 +182,38 @@ def test_a_crafted_metadata_runs_nothing(
         load(checkpoint)
     assert Dcp().verify(checkpoint)
     assert not (tmp_path / "exploded").exists()
+
+
+def placed(*operations: bytes) -> bytes:
+    return b"\x80\x04N" + b"".join(operations) + b"."
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (placed(b"r" + (2**28).to_bytes(4, "little")), "asks for room for 268435456"),
+        (placed(b"p%d\n" % 2**40), "asks for room for 1099511627776"),
+        (placed(b"\x96" + (2**40).to_bytes(8, "little")), "asks for room for 1099511627776"),
+        (placed(b"\xff"), "no whole pickle"),
+        (b"\x80\x04N", "no whole pickle"),
+    ],
+    ids=["a memo", "a memo in text", "a bytearray", "an unknown operation", "no end"],
+)
+def test_a_metadata_that_asks_for_much_memory_is_refused(raw: bytes, says: str, checkpoint: Path) -> None:
+    (checkpoint / "hpctrain.json").unlink()
+    (checkpoint / ".metadata").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=says):
+        load(checkpoint)
+
+
+def test_a_metadata_changes_no_class(checkpoint: Path) -> None:
+    names = [b"ctorch.distributed.checkpoint.metadata\nMetadata\n", b"ctorch.serialization\n_get_layout\n"]
+    state = b"(N}\x8c\x07__doc__\x8c\x06hackedstb"  # what sets attributes instead of keys
+    (checkpoint / "hpctrain.json").unlink()
+    (checkpoint / ".metadata").write_bytes(placed(*(name + state for name in names)))
+    with pytest.raises(CheckpointError, match="malformed"):
+        load(checkpoint)
+    assert "hacked" not in (Metadata.__doc__ or "", torch.serialization._get_layout.__doc__)
 
 
 def test_a_crafted_item_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

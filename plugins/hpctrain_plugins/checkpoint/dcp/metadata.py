@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import io
 import math
-import pathlib
 import pickle
 import re
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.serialization import _get_layout
 
 from hpctrain.api import CheckpointError
 
@@ -23,22 +21,43 @@ from ..common.files import opened, read_at
 from ..common.names import check_printable
 from ..common.rectangles import Rectangle, tiling_fault
 from . import METADATA_FILE
+from .opcodes import check_sizes
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 _RECORDS = (
-    dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.TensorProperties, dcp.ChunkStorageMetadata,
-    dcp.BytesStorageMetadata, dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING, _StorageInfo,
+    dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.ChunkStorageMetadata, dcp.BytesStorageMetadata,
+    dcp.StorageMeta, _StorageInfo,
 )  # fmt: skip
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{(one.__module__, one.__qualname__): one for one in _RECORDS},
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    # Where the checkpoint lay when it was written; nothing looks there.
-    **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
-}
-"""All that a metadata file may name: DCP's records and plain containers. None of them does anything when it is made."""
+_UNUSED = (
+    ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+)  # fmt: skip
+"""Names that a table may have for what nothing here looks at, such as where the checkpoint lay when it was written."""
+
+
+class _Properties:
+    """Of TensorProperties what counts."""
+
+    dtype: object = None
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype = state[0]
+
+
+def _stand_ins() -> dict[tuple[str, str], Any]:
+    """All that a metadata file may name: DCP's records and plain containers. None of them does anything when it is made.
+
+    New ones for each file: a pickle can set attributes of what it names, and those of the real classes are everybody's.
+    """
+    properties = dcp.TensorProperties
+    return {
+        **{(one.__module__, one.__qualname__): type(one.__name__, (one,), {}) for one in _RECORDS},
+        (properties.__module__, properties.__qualname__): type(properties.__name__, (_Properties,), {}),
+        **{name: lambda *_: None for name in _UNUSED},
+        ("torch", "Size"): torch.Size,  # these two can't be changed
+        ("collections", "OrderedDict"): collections.OrderedDict,
+    }
 
 
 @dataclass(frozen=True)
@@ -77,9 +96,13 @@ class Contents:
 class _TableUnpickler(pickle.Unpickler):
     """Refuses to look up anything but DCP's own records, so that no other code can be called."""
 
+    def __init__(self, raw: bytes) -> None:
+        super().__init__(io.BytesIO(raw))
+        self._allowed = _stand_ins()
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
+        if (module, name) in self._allowed:
+            return self._allowed[module, name]
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
@@ -108,7 +131,8 @@ def read_contents(directory: Path) -> Contents:
 def parse(raw: bytes) -> Contents:
     """Check everything that the bytes of a metadata file claim."""
     try:
-        table = _TableUnpickler(io.BytesIO(raw)).load()
+        check_sizes(raw)
+        table = _TableUnpickler(raw).load()
         places = {(index.fqn, _dims(index.offset)): place for index, place in table.storage_data.items()}
         tensors, others = {}, {}
         for name, entry in table.state_dict_metadata.items():
