@@ -130,6 +130,18 @@ def test_plan_and_layout_are_kept_while_shapes_stay_and_remade_when_they_change(
     assert made == [1, 1]
 
 
+def test_a_system_without_files_in_memory_writes_the_same(
+    tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = State([Piece.whole("a/w", torch.randn(5, 3)), Piece.whole("b", torch.zeros(0))])
+    for name in ("with", "without"):
+        (tmp_path / name).mkdir()
+        Hdf5().write(state, tmp_path / name, group)
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+    for file in ("shard-00000.h5", "index.h5", "manifest.json"):
+        assert (tmp_path / "with" / file).read_bytes() == (tmp_path / "without" / file).read_bytes()
+
+
 def test_a_system_that_writes_less_than_it_was_asked_for_is_asked_again(
     tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -111,6 +113,13 @@ class Output:
             if written:
                 self._buffers[0] = self._buffers[0][written:]
         self._waiting = 0
+
+
+def memory_file() -> BinaryIO:
+    """An unnamed file without a buffer, in memory where the system has that (Linux), else among temporary files."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("hpctrain"), "w+b", buffering=0)
+    return cast(BinaryIO, tempfile.TemporaryFile(buffering=0))
 
 
 def write_file(path: Path, content: bytes, rank: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from h5py import h5d, h5p, h5s
 
+from ..common.files import memory_file
 from . import dtypes
 from .plan import Offer, Plan
 from .template import create_dataset, create_links
@@ -31,7 +32,7 @@ def make_index(plan: Plan, shard_names: Sequence[str]) -> bytes | None:
             chunks[offer.name].append((file, offer))
     if sum(map(len, chunks.values())) > MAX_CHUNKS:
         return None
-    with open(os.memfd_create("hpctrain-index"), "w+b", buffering=0) as memory:
+    with memory_file() as memory:
         with h5py.File(memory, "w", libver=("v110", "v110")) as file:
             for name, (dtype, shape) in plan.tensors.items():
                 if math.prod(shape) == 0 or not shape:  # neither can be virtual

@@ -19,6 +19,7 @@ from h5py import h5a, h5d, h5p, h5s, h5t
 
 from hpctrain.api import CheckpointError
 
+from ..common.files import memory_file
 from . import dtypes
 from .manifest import holes
 from .plan import Offer
@@ -37,7 +38,7 @@ class Template:
 
 def make_template(offers: Sequence[Offer]) -> Template:
     """Let HDF5 lay out a file with one dataset per offer."""
-    with open(os.memfd_create("hpctrain-shard"), "w+b", buffering=0) as memory:
+    with memory_file() as memory:
         # v110 keeps the file readable for tools of HDF5 1.10. Alignment lets large tensors begin on a page, and
         # large metadata blocks keep HDF5's own structures together.
         with h5py.File(
