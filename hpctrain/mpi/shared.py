@@ -42,26 +42,31 @@ def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor, pass_on: _
 
     pass_on: gathers a large tensor with one copy where the outboxes need two.
     """
-    own, targets = _bytes(tensor), [_bytes(output) for output in outputs]
-    if own.numel() * node.size > SMALL:
-        place = _place(node, targets)
-        if place and not same_memory(own, targets[node.rank]):
-            targets[node.rank].copy_(own)
+    if tensor.nbytes * node.size > SMALL:
+        place = _place(node, outputs)
+        if place and not same_memory(tensor, outputs[node.rank]):
+            outputs[node.rank].view(-1).copy_(tensor.view(-1))
         if node.sync(place):
-            for rank in range(node.size):
-                if rank != node.rank:
-                    targets[rank].copy_(node.at(node.place(targets[rank]), targets[rank])[rank])
-            node.sync()  # nobody may write into what others still read
+            _collect_where_it_lies(node, [output.view(-1) for output in outputs])
             return
-        if pass_on is not None and own.numel() >= _WORTH_PASSING_ON:
+        if pass_on is not None and tensor.nbytes >= _WORTH_PASSING_ON:
             pass_on(outputs, tensor)
             return
+    own, targets = _bytes(tensor), [_bytes(output) for output in outputs]
     for start in range(0, max(own.numel(), 1), OUTBOX):
         block = own[start : start + OUTBOX]
         node.outbox[: block.numel()].copy_(block)
         node.sync()
         for rank in range(node.size):
             targets[rank][start : start + OUTBOX].copy_(node.read(rank)[: block.numel()])
+
+
+def _collect_where_it_lies(node: Node, outputs: Sequence[Tensor]) -> None:
+    """Each rank has filled its own output, and copies the others' from their memories."""
+    for rank, output in enumerate(outputs):
+        if rank != node.rank:
+            output.copy_(node.at(node.place(output), output)[rank])
+    node.sync()  # nobody may write into what others still read
 
 
 def all_gather_small(node: Node, output: Tensor, tensor: Tensor) -> None:
