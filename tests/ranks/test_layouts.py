@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from math import prod
 from typing import Any
 
@@ -142,6 +143,27 @@ def test_an_embedding_that_is_also_the_head(root, record, case) -> None:
 )
 def test_16_bits(root, record, mode: str, case) -> None:
     run(root, record, case, mode)
+
+
+@pytest.mark.ranks(2)
+def test_compiled_blocks_around_a_ring(root, monkeypatch) -> None:
+    """Traced by Dynamo, but run without generated code, which takes a minute."""
+    if dist.get_world_size() > 2:
+        pytest.skip("2 ranks have shown it")
+    frames: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        frames.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=backend))
+    tables = job(
+        job={"output_dir": str(root), "steps": 2}, parallelism={"context": 2}, optimizer=OPTIMIZERS["sgd"],
+        batch={"micro_size": 6}, compile={"enabled": True},
+    )  # fmt: skip
+    compare(train_here(tables).rows, reference(tables)[1], *BOUNDS["fp32"])
+    assert len(frames) > 2, "of each block, what is before the ring and what is after it"
+    torch._dynamo.reset()
 
 
 @pytest.mark.ranks(4)
