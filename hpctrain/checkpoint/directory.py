@@ -30,6 +30,9 @@ class CheckpointDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.began = 0
+        """The step that this training went on from. What there is beyond it and isn't its own was left behind."""
+        self._own: set[str] = set()
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` lies."""
@@ -38,8 +41,8 @@ class CheckpointDirectory:
     def candidates(self) -> list[Path]:
         """The checkpoints from the one to take first to the one to take last.
 
-        Newest step first; but steps beyond the last one of a training that began again from an older checkpoint
-        belong to what it left behind, and come after all others.
+        Newest step first; but what a training that began again from an older checkpoint left behind comes after all
+        others.
         """
         if not self.root.is_dir():
             return []
@@ -67,16 +70,17 @@ class CheckpointDirectory:
     def commit(self, temporary: Path) -> Path:
         """Give a complete and synced checkpoint its name, in place of an older one of the same step."""
         final = temporary.with_suffix("")
-        beyond = [path.name for path in self.candidates() if step_of(path) > step_of(final)]
+        beyond = {path.name for path in self.candidates() if step_of(path) > self.began}
         # Before the new one appears: or a crash right after would take the one that was left behind.
-        self._abandon({*self._abandoned(), *beyond})
+        self._abandon(self._abandoned() | beyond - self._own)
         sync_directory(temporary)
         replaced = os.path.lexists(final)
         if replaced:
             final.rename(final.with_suffix(".old"))
         temporary.rename(final)
         sync_directory(self.root)
-        self._abandon(self._abandoned() - {final.name})
+        self._own.add(final.name)
+        self._abandon(self._abandoned() - self._own)
         try:
             _write_text(self.root / "latest", final.name + "\n")
         except OSError as error:  # only a hint for people: the checkpoint itself is safe
@@ -118,7 +122,7 @@ class CheckpointDirectory:
 
     def _abandoned(self) -> set[str]:
         try:
-            return set((self.root / "abandoned").read_text().split())
+            return set((self.root / "abandoned").read_text(encoding="utf-8", errors="replace").split())
         except FileNotFoundError:
             return set()
 

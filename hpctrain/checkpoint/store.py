@@ -146,6 +146,7 @@ class CheckpointStore:
         for directory, format_name in candidates:
             outcome = self._restore_one(directory, format_name, pieces, optional, required)
             if isinstance(outcome, Restored):
+                self._directory.began = outcome.step
                 return outcome
             reasons.append(outcome)
             if path is None and self._group.rank() == 0:

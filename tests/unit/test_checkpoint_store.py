@@ -217,14 +217,41 @@ def test_training_again_from_an_older_one_replaces_and_does_not_jump_ahead(
     assert (result.step, target[0, 0].item()) == (20, -1)
     corrupt(tmp_path / "step-00000020")
     assert step_of(tmp_path, group) == 10  # and 30, of the training that was left, only after it
-    save(tmp_path, group, 20, 30)
+    again = store(tmp_path, group)
+    assert again.restore([Piece.whole("model/w", target)]) is not None
+    for step in (20, 30):
+        again.save(step, state(step))
     assert step_of(tmp_path, group) == 30
     assert names(tmp_path) == ["latest", "step-00000010", "step-00000020", "step-00000030"]
 
 
+@pytest.mark.parametrize(("resumed", "then"), [(10, 10), (None, 30)])
+def test_steps_between_where_it_began_and_its_first_save_were_left_behind(
+    resumed: int | None, then: int, tmp_path: Path, group: dist.ProcessGroup
+) -> None:
+    save(tmp_path, group, 10, 20, 30)
+    again = store(tmp_path, group)
+    if resumed is not None:
+        again.restore([Piece.whole("model/w", torch.zeros(4, 3))], tmp_path / f"step-{resumed:08d}")
+    again.save(25, state(25))
+    assert step_of(tmp_path, group) == 25
+    corrupt(tmp_path / "step-00000025")
+    assert step_of(tmp_path, group) == then
+
+
+def test_a_hint_that_is_no_text_is_no_obstacle(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    save(tmp_path, group, 1, 2)
+    (tmp_path / "abandoned").write_bytes(b"\xff\xfe\nstep-00000002\n")
+    assert step_of(tmp_path, group) == 1
+    save(tmp_path, group, 3)
+    assert names(tmp_path) == ["abandoned", "latest", "step-00000001", "step-00000002", "step-00000003"]
+
+
 def test_keep_prefers_the_new_training_to_the_one_that_was_left(tmp_path: Path, group: dist.ProcessGroup) -> None:
     save(tmp_path, group, 10, 20, 30)
-    save(tmp_path, group, 15, keep=2)
+    again = store(tmp_path, group, keep=2)
+    again.restore([Piece.whole("model/w", torch.zeros(4, 3))], tmp_path / "step-00000010")
+    again.save(15, state(15))
     assert names(tmp_path) == ["latest", "step-00000010", "step-00000015"]
 
 
@@ -242,10 +269,10 @@ def test_a_crash_while_replacing_leaves_the_old_or_the_new_one(
     monkeypatch.setattr(Path, "rename", crash)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, group, 1)
-    assert names(tmp_path) == ["latest", "step-00000001.old", "step-00000001.tmp"]
+    assert names(tmp_path) == ["abandoned", "latest", "step-00000001.old", "step-00000001.tmp"]
     monkeypatch.undo()
     assert step_of(tmp_path, group) == 1
-    assert names(tmp_path) == ["latest", "step-00000001"]
+    assert names(tmp_path) == ["abandoned", "latest", "step-00000001"]
 
 
 def test_a_failed_rename_puts_the_old_one_back(
@@ -263,7 +290,7 @@ def test_a_failed_rename_puts_the_old_one_back(
         patched.setattr(Path, "rename", fail)
         with pytest.raises(OSError, match="Input/output"):
             save(tmp_path, group, 1)
-    assert names(tmp_path) == ["latest", "step-00000001"]
+    assert names(tmp_path) == ["abandoned", "latest", "step-00000001"]
     assert step_of(tmp_path, group) == 1
 
 
