@@ -5,7 +5,7 @@ Every MPI call here is nonblocking and then waited for under the watch, so that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -62,10 +62,20 @@ class Channel:
         memory = MPI.buffer.fromaddress(output.data_ptr(), output.nbytes)
         self._wait([self.comm.Iallgatherv(MPI.IN_PLACE, [memory, (counts, offsets), MPI.BYTE])])
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        """Plain tensors to and from single ranks; at most one each way per rank. Any size."""
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Plain tensors to and from single ranks; at most one each way per rank. Any size.
+
+        meanwhile: what to do while they travel.
+        """
         requests = [self.comm.Irecv(message(t), rank, self._tag) for rank, t in receives if t.nbytes]
         requests += [self.comm.Isend(message(t), rank, self._tag) for rank, t in sends if t.nbytes]
+        if meanwhile is not None:
+            meanwhile()
         if requests:
             self._wait(requests)
 

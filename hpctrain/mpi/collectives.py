@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -34,15 +35,15 @@ def all_gather(channel: Channel, outputs: Sequence[Tensor], tensor: Tensor, *, e
                 output.view(-1).copy_(part)
         return
     others = [rank for rank in range(channel.size) if rank != channel.rank]
-    channel.exchange([(r, tensor) for r in others], [(r, outputs[r]) for r in others])
-    _copy(outputs[channel.rank], tensor)
+    own = partial(_copy, outputs[channel.rank], tensor)
+    channel.exchange([(r, tensor) for r in others], [(r, outputs[r]) for r in others], meanwhile=own)
 
 
 def all_to_all(channel: Channel, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """`inputs[r]` to rank r, whose own comes into `outputs[r]`. Outputs and inputs share no memory."""
     others = [rank for rank in range(channel.size) if rank != channel.rank]
-    channel.exchange([(r, inputs[r]) for r in others], [(r, outputs[r]) for r in others])
-    _copy(outputs[channel.rank], inputs[channel.rank])
+    own = partial(_copy, outputs[channel.rank], inputs[channel.rank])
+    channel.exchange([(r, inputs[r]) for r in others], [(r, outputs[r]) for r in others], meanwhile=own)
 
 
 def gather(channel: Channel, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
