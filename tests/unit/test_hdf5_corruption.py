@@ -337,6 +337,7 @@ def add_attribute(value: Any) -> Callable[[h5py.File], Any]:
         (swap_bias(shape=(20,), dtype=h5py.ref_dtype), "isn't of the type"),
         (swap_bias(shape=(10,), dtype=[("x", h5py.vlen_dtype("u1"))]), "isn't of the type"),
         (swap_bias(shape=(20,), dtype=[("x", h5py.ref_dtype)]), "isn't of the type"),
+        (swap_bias(shape=(5, 8)), "has the shape [5, 8], in the manifest [40]"),
         (swap_bias(), "has 160 bytes from byte None"),  # of the right type, elsewhere
         (add_attribute("any length"), "has the attribute 'dtype'"),
         (add_attribute(5), "has the attribute 'dtype'"),

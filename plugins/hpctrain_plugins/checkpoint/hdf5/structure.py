@@ -15,8 +15,10 @@ from h5py import h5a, h5d, h5g, h5l, h5t
 
 _LINKS = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "an external link"}
 
-Expected = dict[str, tuple[int, int, str]]
-"""The manifest's datasets: path -> (first byte, number of bytes, the HDF5 datatype as it is encoded, in hexadecimal)."""
+Place = tuple[int, int, str, list[int]]
+"""First byte, number of bytes, the HDF5 datatype as it is encoded, in hexadecimal, and the shape."""
+Expected = dict[str, Place]
+"""The manifest's datasets by their paths."""
 
 
 def faults(path: str, expected: Expected) -> list[str]:
@@ -57,7 +59,7 @@ def _walk(
             yield name, f"is a {type(item).__name__}; only datasets belong into a shard"
 
 
-def _dataset_fault(dataset: h5d.DatasetID, place: tuple[int, int, str] | None) -> str | None:
+def _dataset_fault(dataset: h5d.DatasetID, place: Place | None) -> str | None:
     """Why a dataset isn't a contiguous, internal, unfiltered one of the type and at the place that the manifest says."""
     creation = dataset.get_create_plist()
     layout = creation.get_layout()
@@ -73,6 +75,8 @@ def _dataset_fault(dataset: h5d.DatasetID, place: tuple[int, int, str] | None) -
         return "isn't in the manifest"
     if not dataset.get_type().equal(h5t.decode(bytes.fromhex(place[2]))):
         return "isn't of the type that the manifest says"
+    if list(dataset.shape) != place[3]:
+        return f"has the shape {list(dataset.shape)}, in the manifest {place[3]}"
     nbytes = dataset.get_space().get_simple_extent_npoints() * dataset.get_type().get_size()
     if (dataset.get_offset() or 0, nbytes) != place[:2]:
         return f"has {nbytes} bytes from byte {dataset.get_offset()} on, in the manifest {place[1]} from {place[0]} on"

@@ -64,10 +64,15 @@ def _file_faults(path: Path, content: Manifest, index: int, advance: Callable[[i
             check_frame(fd, content, index)
     except (CheckpointError, OSError) as error:
         found.append(str(error))
-    expected = {}
+    expected: structure.Expected = {}
     for name, entry, chunk in chunks:
         offer = Offer(name, dtypes.name_of(entry.dtype), entry.shape, chunk.part)
-        expected[offer.dataset] = (chunk.at, offer.nbytes, dtypes.hdf5_type(entry.dtype).encode().hex())
+        expected[offer.dataset] = (
+            chunk.at,
+            offer.nbytes,
+            dtypes.hdf5_type(entry.dtype).encode().hex(),
+            list(chunk.part.shape),
+        )
     return found + _structure_faults(path, expected)
 
 
