@@ -79,6 +79,7 @@ def import_weights(
     Holds them all in memory. Returns how many tensors there are. CheckpointError when none has the prefix.
     """
     source = open_weights(path, formats)
+    source.check()
     chosen = {name: one for name, one in source.tensors.items() if name.startswith(prefix)}
     if not chosen:
         found = ", ".join(list(source.tensors)[:3]) or "no tensor at all"

@@ -26,10 +26,14 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class Source:
-    """`tensors` by name, and `fill`, which puts their values into pieces named as they are."""
+    """`tensors` by name, and `fill`, which puts their values into pieces named as they are.
+
+    `check` reads all that `fill` would believe, so once is enough; it raises CheckpointError for what is damaged.
+    """
 
     tensors: Mapping[str, StoredTensor]
     fill: Callable[[list[Piece]], None]
+    check: Callable[[], None] = lambda: None
 
 
 def open_safetensors(path: Path) -> Source:
@@ -83,7 +87,29 @@ def open_torch(path: Path) -> Source:
                 f"{path}: {name} is a tensor of the kind {kind}, expected a dense one with its values"
             )
     tensors = {name: StoredTensor(tensor.dtype, tuple(tensor.shape), ()) for name, tensor in content.items()}
-    return Source(tensors, lambda pieces: _fill(path, pieces, lambda piece: content[piece.name][_slices(piece)]))
+    return Source(
+        tensors,
+        lambda pieces: _fill(path, pieces, lambda piece: content[piece.name][_slices(piece)]),
+        lambda: _check_records(path),
+    )
+
+
+def _check_records(path: Path) -> None:
+    """The CRC-32 of each record; a file of the oldest layout, which is no zip, has none."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as records:
+            damaged = records.testzip()
+    except OSError:
+        raise
+    except Exception as error:  # zipfile raises several things for a damaged structure
+        raise CheckpointError(f"{path} is corrupt: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(
+            f"{path} is corrupt: the CRC of {damaged} is wrong; it was damaged, or saved without CRCs "
+            "(torch.serialization.set_crc32_options(False)): copy it anew, or save it with them"
+        )
 
 
 def _odd_kind(tensor: Tensor) -> str | None:

@@ -30,6 +30,7 @@ def load_weights(
     if not share(group, path.exists):
         raise UsageError(f"there are no weights at {path}")
     source = together(group, lambda: open_weights(path, formats))
+    share(group, source.check)
     shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
     differences = describe_differences(group, {piece.name: piece.shape for piece in pieces}, shapes)
     if differences is not None:

@@ -448,6 +448,20 @@ def test_what_is_no_weights_is_refused_with_a_sentence(tmp_path: Path, group: di
         load_weights(tmp_path, [Hdf5(None)], [], group)
 
 
+def test_a_flipped_bit_in_a_torch_file_is_found(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    path = tmp_path / "w.pt"
+    torch.save(weights(), path)
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(weights()["layer.weight"].numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(raw)
+    pieces = [Piece.whole(name, torch.zeros_like(tensor)) for name, tensor in weights().items()]
+    with pytest.raises(CheckpointError, match=r"w\.pt is corrupt: the CRC of .*data/0 is wrong"):
+        load_weights(path, [Hdf5(None)], pieces, group)
+    torch.save(weights(), path, _use_new_zipfile_serialization=False)
+    load_weights(path, [Hdf5(None)], pieces, group)
+    assert torch.equal(pieces[0].tensor, weights()["layer.weight"])
+
+
 class Exploding:
     """What a crafted torch file would run if it were unpickled freely."""
 
