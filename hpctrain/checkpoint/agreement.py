@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 import torch
@@ -57,18 +57,15 @@ def describe_differences(
 ) -> str | None:
     """How the tensors that the ranks want together differ from those of a file; None when they don't.
 
-    `wanted` is this rank's part; `found` must be equal on all ranks. Only a bit per tensor travels.
+    `wanted` is this rank's part; `found` must be equal on all ranks.
     """
-    used = torch.tensor([name in wanted for name in found], dtype=torch.uint8)
-    if len(used):
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
     missing = [f"{name} isn't there" for name in wanted if name not in found]
     reshaped = [
         f"{name} is {list(found[name])}, expected {list(shape)}"
         for name, shape in wanted.items()
         if name in found and tuple(found[name]) != tuple(shape)
     ]
-    unused = [f"{name} isn't in the model" for name, taken in zip(found, used.tolist(), strict=True) if not taken]
+    unused = [f"{name} isn't in the model" for name in not_wanted(group, wanted, found)]
 
     def check() -> None:
         if missing or reshaped:
@@ -78,6 +75,15 @@ def describe_differences(
     if isinstance(outcome, Exception):
         return str(outcome)
     return _first_few(unused) if unused else None  # all ranks have the same ones
+
+
+def not_wanted(group: dist.ProcessGroup, wanted: Collection[str], found: Iterable[str]) -> list[str]:
+    """Those of `found` that no rank wants; `found` must be equal on all ranks. Only a bit per name travels."""
+    names = list(found)
+    used = torch.tensor([name in wanted for name in names], dtype=torch.uint8)
+    if names:
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    return [name for name, taken in zip(names, used.tolist(), strict=True) if not taken]
 
 
 def _first_few(sentences: list[str]) -> str:

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.agreement import describe_differences, share, survey, together
+from hpctrain.checkpoint.agreement import describe_differences, not_wanted, share, survey, together
 from hpctrain.checkpoint.directory import CheckpointDirectory
 from hpctrain.checkpoint.finding import recognize
 from hpctrain.checkpoint.retention import Retention
@@ -242,7 +243,15 @@ class CheckpointStore:
         if type(step) is not int:
             return f"{directory}: its values have no step"
         names = {piece.name for piece in there}
+        self._tell_of_unused(directory, names, [name for name in shapes if name not in stored])
         return Restored(step, directory, values, [piece.name for piece in pieces if piece.name not in names])
+
+    def _tell_of_unused(self, directory: Path, used: set[str], optional: list[str]) -> None:
+        """What the checkpoint has and this run does without, by the names' beginnings; collective."""
+        counts = Counter(name.rpartition("/")[0] for name in not_wanted(self._group, used, optional))
+        if counts and self._group.rank() == 0:
+            listed = ", ".join(f"{prefix} ({count})" for prefix, count in counts.items())
+            LOG.warning("checkpoint %s has tensors that this run doesn't use: %s", directory.name, listed)
 
 
 def _give_way() -> None:

@@ -384,7 +384,9 @@ def weights() -> dict[str, Tensor]:
     return {"layer.weight": torch.arange(12.0).reshape(4, 3), "layer.scale": torch.tensor(2.0)}
 
 
-def test_optional_tensors_may_be_missing_there_or_here(tmp_path: Path, group: dist.ProcessGroup) -> None:
+def test_optional_tensors_may_be_missing_there_or_here(
+    tmp_path: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
     weight = Piece.whole("model/w", torch.ones(3))
     store(tmp_path, group).save(
         1, State([weight, Piece.whole("memory/a", torch.ones(2)), Piece.whole("memory/b", torch.ones(2))])
@@ -394,8 +396,10 @@ def test_optional_tensors_may_be_missing_there_or_here(tmp_path: Path, group: di
     restored = store(tmp_path, group).restore(wanted, optional=("memory/",))
     assert restored is not None and restored.absent == ["memory/b", "memory/c"]
     assert kept.tolist() == [1, 1] and not reshaped.any() and not new.any()
+    assert "step-00000001 has tensors that this run doesn't use: memory (1)" in caplog.text
     restored = store(tmp_path, group).restore([weight], optional=("memory/",))
     assert restored is not None and not restored.absent
+    assert "use: memory (2)" in caplog.text and len(caplog.messages) == 2
     with pytest.raises(CheckpointError, match="memory/a isn't in the model"):
         store(tmp_path, group).restore([weight])
     with pytest.raises(CheckpointError, match="model/v isn't there"):
