@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,20 @@ def test_missing_and_unknown_files_are_named(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
     checkpoint.mkdir()
     assert not Dcp().recognizes(checkpoint)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
+@pytest.mark.parametrize("room", [0, 1, 5, 64])
+def test_a_full_disk_is_told_with_directory_and_rank(room: int, tmp_path: Path, group: dist.ProcessGroup) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True, timeout=30)
+    try:
+        (tmp_path / "filler").write_bytes(bytes(2**20 - room * 4096))
+        (tmp_path / "c").mkdir()
+        many = State([Piece.whole(f"w{number}", torch.ones(1000)) for number in range(60)])
+        with pytest.raises(OSError, match=rf"no space left on device while writing {tmp_path}/c.* \(rank 0, node "):
+            Dcp().write(many, tmp_path / "c", group)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True, timeout=30)
 
 
 @pytest.mark.parametrize(

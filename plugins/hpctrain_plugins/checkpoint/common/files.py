@@ -68,13 +68,20 @@ def empty(nbytes: int) -> Tensor:
 @contextmanager
 def created(path: Path, rank: int) -> Iterator[int]:
     """The descriptor of a new file, on disk when the block ends; an OSError names the file, the rank and the node."""
-    try:
+    with naming(path, rank):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             yield fd
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+@contextmanager
+def naming(path: Path, rank: int) -> Iterator[None]:
+    """An OSError within the block, which writes `path`, becomes one that names the path, the rank and the node."""
+    try:
+        yield
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         where = f"while writing {path} (rank {rank}, node {socket.gethostname()})"

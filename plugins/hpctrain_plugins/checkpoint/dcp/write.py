@@ -18,11 +18,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from hpctrain.api import CheckpointError, Piece, State, sync_directory
 
 from ..common import values
-from ..common.files import write_file
+from ..common.files import naming, write_file
 from ..common.names import check_printable
 from ..common.rectangles import Rectangle, tiling_fault
 from ..common.sealed import seal
@@ -32,7 +34,7 @@ from .metadata import read_bytes
 
 def write(state: State, directory: Path, group: dist.ProcessGroup) -> None:
     """Collective over `group`; an error on any rank is raised on all."""
-    writer = FileSystemWriter(directory, sync_files=True)
+    writer = _Writer(directory, group.rank())
     planner = PiecePlanner(state)
     try:
         save({}, storage_writer=writer, planner=planner, process_group=group)
@@ -64,6 +66,29 @@ def _reason(error: CheckpointException) -> Exception:
     if isinstance(found, (OSError, CheckpointError, TypeError)):
         return found
     return CheckpointError(f"DCP failed on rank {rank}: {type(found).__name__}: {found}")
+
+
+class _Writer(FileSystemWriter):
+    """DCP's own, that says what could not be written, and where."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        super().__init__(directory, sync_files=True)
+        self._directory, self._rank = directory, rank
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """This rank's file; in this thread, so that what goes wrong is raised here."""
+        with naming(self._directory, self._rank):
+            try:
+                return super().write_data(plan, planner)
+            except RuntimeError as error:  # of the end of torch.save's zip, which hides what the system said before
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        """`.metadata`."""
+        with naming(self._directory, self._rank):
+            super().finish(metadata, results)
 
 
 class PiecePlanner(SavePlanner):
