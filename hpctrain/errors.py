@@ -24,6 +24,13 @@ class HpctrainError(Exception):
         self.everywhere = everywhere
 
 
+def reason(error: Exception) -> str:
+    """What it says, and what the operating system says without the number in front."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error)
+
+
 class UsageError(HpctrainError):
     """Bad usage or a bad job file: exit 2."""
 

@@ -118,5 +118,8 @@ def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) ->
     if result["exit_code"] == EXIT_STOPPED:
         session.say(f"stopped at step {result['step']} of {session.steps}, saved in {session.saving.newest}")
         return
-    session.say(f"done         step {result['step']}, loss {result['loss']:.4f}, {seconds:.0f} s")
+    if session.step == session.first_step:
+        session.say(f"done         step {result['step']}, nothing left to train: raise [job] steps or epochs to go on")
+    else:
+        session.say(f"done         step {result['step']}, loss {result['loss']:.4f}, {seconds:.0f} s")
     session.say(f"results      {directory / 'metrics.jsonl'}, {session.saving.newest}")

@@ -81,8 +81,10 @@ def import_weights(
     source = open_weights(path, formats)
     source.check()
     chosen = {name: one for name, one in source.tensors.items() if name.startswith(prefix)}
+    if not source.tensors:
+        raise CheckpointError(f"{path} holds no tensor at all, expected a model's weights")
     if not chosen:
-        found = ", ".join(list(source.tensors)[:3]) or "no tensor at all"
+        found = ", ".join(list(source.tensors)[:3])
         raise CheckpointError(f"{path} has no tensor whose name begins with {prefix!r}; found {found}")
     tensors = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in chosen.items()}
     _fill(Source(chosen, source.fill), tensors, progress)

@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.errors import reason
+
 if TYPE_CHECKING:
     from hpctrain.checkpoint.retention import Retention
 
@@ -58,7 +60,7 @@ class CheckpointDirectory:
                 try:
                     _remove(left)
                 except OSError as error:
-                    LOG.warning("could not remove %s, which a crash left: %s", left, error)
+                    LOG.warning("could not remove %s, which a crash left: %s", left, reason(error))
 
     def begin(self, step: int) -> Path:
         """A new, empty directory to write the checkpoint of `step` into."""
@@ -84,7 +86,7 @@ class CheckpointDirectory:
         try:
             _write_text(self.root / "latest", final.name + "\n")
         except OSError as error:  # only a hint for people: the checkpoint itself is safe
-            LOG.warning("could not update %s: %s", self.root / "latest", error)
+            LOG.warning("could not update %s: %s", self.root / "latest", reason(error))
         if replaced:
             self._delete(final.with_suffix(".old"))
         return final
@@ -109,7 +111,7 @@ class CheckpointDirectory:
                 try:
                     old.rename(old.with_suffix(""))
                 except OSError as error:
-                    LOG.warning("could not give %s its name back: %s", old, error)
+                    LOG.warning("could not give %s its name back: %s", old, reason(error))
 
     def _delete(self, path: Path) -> None:
         """Rename first: a crash in the middle must not leave half a checkpoint under a good name."""
@@ -118,7 +120,7 @@ class CheckpointDirectory:
             path.rename(doomed)
             _remove(doomed)
         except OSError as error:
-            LOG.warning("could not delete the old checkpoint %s: %s", path, error)
+            LOG.warning("could not delete the old checkpoint %s: %s", path, reason(error))
 
     def _abandoned(self) -> set[str]:
         try:

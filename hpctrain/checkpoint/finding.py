@@ -36,11 +36,15 @@ def find_checkpoint(path: Path, formats: Sequence[CheckpointFormat]) -> Checkpoi
         raise UsageError(f"there is no checkpoint {path}")
     format = recognize(path, formats)
     if format is None:
-        run = root_of(path)
         known = ", ".join(one.name for one in formats)
-        hint = f"; this run has {', '.join(str(one) for one in run.candidates()[:3])}" if run is not None else ""
-        raise UsageError(f"{path} isn't a checkpoint of a known format ({known}){hint}")
+        raise UsageError(f"{path} isn't a checkpoint of a known format ({known}){hint_of(path)}")
     return Checkpoint(path, format)
+
+
+def hint_of(path: Path) -> str:
+    """The end of a sentence that refuses `path` as a checkpoint: those of the run, if it is one."""
+    run = root_of(path)
+    return "" if run is None else f"; this run has {', '.join(str(one) for one in run.candidates()[:3])}"
 
 
 def recognize(path: Path, formats: Iterable[CheckpointFormat]) -> CheckpointFormat | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.directory import step_of
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, reason
 
 LOG = logging.getLogger("hpctrain")
 EVALUATION_LOSS = "evaluation_loss"
@@ -53,7 +53,7 @@ class Retention:
             try:
                 self._losses[path] = _loss(self.read_values(path))
             except (CheckpointError, OSError) as error:
-                LOG.warning("checkpoint %s has no evaluation loss that can be read: %s", path, error)
+                LOG.warning("checkpoint %s has no evaluation loss that can be read: %s", path, reason(error))
                 self._losses[path] = math.inf
         return self._losses[path]
 

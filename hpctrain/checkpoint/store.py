@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from hpctrain.checkpoint.agreement import describe_differences, not_wanted, share, survey, together
 from hpctrain.checkpoint.directory import CheckpointDirectory
-from hpctrain.checkpoint.finding import recognize
+from hpctrain.checkpoint.finding import hint_of, recognize
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import CheckpointError, UsageError, reason
 
 LOG = logging.getLogger("hpctrain")
 _NICENESS = 19
@@ -153,7 +153,8 @@ class CheckpointStore:
             if path is None and self._group.rank() == 0:
                 LOG.warning("checkpoint %s can't be used and is passed over: %s", directory.name, outcome)
         if path is not None:
-            raise CheckpointError(f"checkpoint {path} can't be used: {reasons[0]}")
+            hint = share(self._group, lambda: hint_of(path))
+            raise CheckpointError(f"checkpoint {path} can't be used: {reasons[0]}{hint}")
         if reasons:
             listed = "".join(f"\n  {reason}" for reason in reasons)
             raise CheckpointError(f"none of the checkpoints in {self._directory.root} can be used:{listed}")
@@ -175,7 +176,7 @@ class CheckpointStore:
             try:
                 self._directory.retain(self._retention, final)
             except OSError as error:  # what is too many does no harm
-                LOG.warning("could not delete old checkpoints in %s: %s", self._directory.root, error)
+                LOG.warning("could not delete old checkpoints in %s: %s", self._directory.root, reason(error))
         return final
 
     def _begin(self, step: int) -> Path:
@@ -221,7 +222,7 @@ class CheckpointStore:
             # Read once and told to all: the ranks must decide from the same values and names.
             values, shapes = share(self._group, lambda: (format.read_values(directory), format.names(directory)))
         except (CheckpointError, OSError) as error:
-            return str(error)
+            return reason(error)
         lacking = [key for key in required if key not in values]
         if lacking:
             raise CheckpointError(
@@ -236,7 +237,7 @@ class CheckpointStore:
         there = [piece for piece in pieces if piece.name in needed or shapes.get(piece.name) == tuple(piece.shape)]
         fault = survey(self._group, lambda: format.load(directory, there))
         if isinstance(fault, CheckpointError | OSError):
-            return str(fault)
+            return reason(fault)
         if isinstance(fault, Exception):
             raise fault
         step = values.get("step")

@@ -47,6 +47,7 @@ class Session:
         self.evaluation: tuple[int, float] | None = None  # step and loss of the newest one
         self.saving = Saving(self)
         self.saving.restore(resume)
+        self.first_step = self.step
         self._open_outputs()
 
     # ------------------------------------------------------------------ putting together

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hpctrain.data.loader import Loader
-from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, CheckpointError, TrainingError
+from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, CheckpointError, TrainingError, reason
 from hpctrain.loop.metrics import StepTimes, gather_row, memory_bytes
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import StopRequest
@@ -157,6 +157,6 @@ def save_failed(session: Session, step: int, error: Exception, excused: bool) ->
     """Say it and go on, or stop with exit 4; the older checkpoints are as they were."""
     if not excused:
         newest = session.saving.newest or "there is none"
-        message = f"step {step} could not be saved: {error} (newest checkpoint: {newest})"
+        message = f"step {step} could not be saved: {reason(error)} (newest checkpoint: {newest})"
         raise TrainingError(message, everywhere=True) from error
-    session.say(f"step {step} could not be saved, training goes on: {error}")
+    session.say(f"step {step} could not be saved, training goes on: {reason(error)}")

@@ -121,6 +121,8 @@ def test_show_prints_tensors_shards_step_and_layout(command: Command, newest: Pa
     assert (weight["dtype"], weight["shape"], weight["nbytes"]) == ("float32", [6, 5], 120)
     assert [one["offsets"] for one in weight["chunks"]] == [[0, 0], [2, 0], [4, 0]]
     assert len(content["tensors"]) == 7
+    (newest / "shard-00000.h5").unlink()
+    assert "shard-00000.h5 (missing)" in command("show", newest).out
 
 
 def test_show_takes_any_values(command: Command) -> None:
@@ -264,6 +266,8 @@ def test_import_makes_a_checkpoint_to_start_from(command: Command, newest: Path,
     form.load(Path("made"), [Piece.whole(f"model/{name}", tensor) for name, tensor in target.items()])
     assert all(torch.equal(target[name], tensor) for name, tensor in weights(2).items())
     assert command("import", source, "made", "--prefix", prefix).code == 2
+    torch.save({}, "empty.pt")
+    assert "empty.pt holds no tensor at all" in command("import", "empty.pt", "other").err
     none = command("import", source, "other", "--prefix", "x.")
     assert none.code == 5 and "begins with 'x.'" in none.err and not Path("other").exists()
 

@@ -150,6 +150,13 @@ def test_a_background_save_is_announced_when_it_is_complete(capsys: pytest.Captu
     assert Path("saved").read_text().splitlines() == ["2 True", "4 True", "6 True"]
 
 
+def test_nothing_left_to_train_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        train(job={"steps": 1})
+    out = capsys.readouterr().out
+    assert out.count("done         step 1, loss 4.") == 1 and "done         step 1, nothing left to train" in out
+
+
 def test_a_checkpoint_of_weights_only_is_nothing_to_go_on_from() -> None:
     tables = {"optimizer": {"name": "sgd", "lr": 0.1}}
     train(job={"steps": 1}, **tables)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, size_text, table
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import CheckpointError, UsageError, reason
 
 
 @click.command("list")
@@ -44,5 +44,5 @@ def _row(formats: Formats, path: Path) -> tuple[str, ...]:
         found = format.read_values(path).get("evaluation_loss")
         loss = f"{found:.4f}" if isinstance(found, float) else "-"
     except (CheckpointError, OSError) as error:
-        note = f"damaged: {error}"
+        note = f"damaged: {reason(error)}"
     return str(path), format.name, size_text(sum(files.values())), str(len(files)), saved, loss, note

@@ -31,7 +31,13 @@ def show(formats: Formats, checkpoint: Path, as_json: bool) -> None:
         ("step", content["step"]),
         ("layout", ", ".join(axes) or "unknown"),
         ("tensors", f"{len(content['tensors'])}, {size_text(content['nbytes'])}"),
-        ("shards", ", ".join(f"{one['file']} ({size_text(one['nbytes'])})" for one in content["shards"])),
+        (
+            "shards",
+            ", ".join(
+                f"{one['file']} ({'missing' if one['nbytes'] is None else size_text(one['nbytes'])})"
+                for one in content["shards"]
+            ),
+        ),
         *((key, json.dumps(value)) for key, value in content["values"].items()),
     ]
     click.echo("\n".join(f"{key:<12} {escaped(str(value))}" for key, value in lines if key != "optimizer_numbers"))
@@ -59,7 +65,7 @@ def _describe(formats: Formats, path: Path) -> dict[str, Any]:
         "step": values.get("step"),
         "layout": values.get("layout"),
         "nbytes": sum(tensor.nbytes for tensor in tensors.values()),
-        "shards": [{"file": file, "nbytes": sizes.get(file, 0)} for file in shards],
+        "shards": [{"file": file, "nbytes": sizes.get(file)} for file in shards],
         "values": {key: value for key, value in values.items() if key not in ("step", "layout")},
         "tensors": {
             name: {

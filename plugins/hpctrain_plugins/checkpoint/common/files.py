@@ -87,7 +87,7 @@ def naming(path: Path, rank: int) -> Iterator[None]:
         where = f"while writing {path} (rank {rank}, node {socket.gethostname()})"
         if isinstance(error, FileNotFoundError):
             where += "; is the directory on a file system that all nodes share?"
-        raise OSError(error.errno, f"{reason} {where}") from error
+        raise OSError(f"{reason} {where}") from error  # without its number, which would stand in front
 
 
 class Output:
