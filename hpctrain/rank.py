@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hpctrain.errors import EXIT_STOPPED, HpctrainError
 from hpctrain.job.check import CheckedJob, check
+from hpctrain.job.output_lock import OutputLock
 from hpctrain.job.reading import RawJob
 from hpctrain.job.resolved import write_resolved
 from hpctrain.job.tables import Job
@@ -41,9 +42,10 @@ def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
 def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, front: Front) -> dict[str, Any]:
     """Meet the other ranks, agree on the job that rank 0 reads, and train it."""
     world = meet(identity, front)
+    lock = OutputLock()
     try:
         with StopRequest() as stop:  # from here on: a signal while the model is built must not end one rank alone
-            result = _run_in(world, read, resume, stop)
+            result = _run_in(world, read, resume, stop, lock)
         front.report_exit(result["exit_code"])
         return result
     except BaseException as error:
@@ -51,18 +53,21 @@ def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, front:
             raise
         leave(world, error)
     finally:
+        lock.release()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _run_in(world: World, read: Callable[[], RawJob], resume: str, stop: StopRequest) -> dict[str, Any]:
+def _run_in(
+    world: World, read: Callable[[], RawJob], resume: str, stop: StopRequest, lock: OutputLock
+) -> dict[str, Any]:
     begin, identity = time.monotonic(), world.identity
     checked = agree_on_job(world, read)
     notice = fallback_notice(identity)
     if notice and identity.rank == 0:
         print(f"hpctrain: {notice}", file=sys.stderr, flush=True)
     # the directory is written to by rank 0, before anything is built
-    world.share("output", lambda: write_resolved(checked, identity.size))
+    world.share("output", lambda: write_resolved(checked, identity.size, lock))
     _log_to_file(checked.job.output_dir, identity)
     communicator = checked.parts.communicator.choose(identity, checked.parts.communicators)
     device = start_communication(world, communicator, checked.job.communicator.timeout_seconds)

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.errors import UsageError
 from hpctrain.job.check import CheckedJob
+from hpctrain.job.output_lock import OutputLock
 
 FILE_NAME = "job.resolved.toml"
 _IDENTITY = ("job.name", "job.seed", "model", "dataset")
@@ -42,13 +43,14 @@ def _options(plugin: Plugin) -> dict[str, Any]:
     return options.model_dump(mode="json", exclude_none=True) if isinstance(options, BaseModel) else dict(options)
 
 
-def write_resolved(checked: CheckedJob, ranks: int) -> None:
-    """Write the file into the output directory; UsageError when that holds another job's files."""
+def write_resolved(checked: CheckedJob, ranks: int, lock: OutputLock) -> None:
+    """Take the output directory and write the file; UsageError when it holds another job's files or is in use."""
     directory, tables = checked.job.output_dir, resolved_tables(checked)
     path = directory / FILE_NAME
     refuse_other_job(path, tables)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        lock.take(directory)
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(
             f"# Every key of the job as it ran, on {ranks} ranks.\n{tomli_w.dumps(tables)}", encoding="utf-8"

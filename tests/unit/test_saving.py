@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,8 @@ from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 import hpctrain
 from hpctrain.checkpoint.conversion import import_weights
 from hpctrain.checkpoint.retention import Retention
-from hpctrain.errors import CheckpointError, HpctrainError, TrainingError
+from hpctrain.errors import CheckpointError, HpctrainError, TrainingError, UsageError
+from hpctrain.job import output_lock
 
 BREAKS = """
 import time
@@ -155,6 +160,23 @@ def test_nothing_left_to_train_is_said(capsys: pytest.CaptureFixture[str]) -> No
         train(job={"steps": 1})
     out = capsys.readouterr().out
     assert out.count("done         step 1, loss 4.") == 1 and "done         step 1, nothing left to train" in out
+
+
+def test_one_run_at_a_time_in_an_output_directory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output_lock, "PATIENCE_SECONDS", 0.2)
+    train(job={"steps": 1})
+    holds = "import fcntl, sys; f = open('out/lock', 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(UsageError, match=rf"out is in use by process {os.getpid()} on .*delete out/lock"):
+            train(job={"steps": 2})
+        monkeypatch.setattr(output_lock, "PATIENCE_SECONDS", 20)
+        threading.Timer(0.3, other.kill).start()  # as kill -9 does: it goes on once the other is gone
+        assert train(job={"steps": 2})["step"] == 2
+    assert "waiting for its end" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_weights_only_is_nothing_to_go_on_from() -> None:

@@ -1,0 +1,65 @@
+"""One run at a time in an output directory: two would remove each other's unfinished checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+from hpctrain.errors import UsageError
+
+FILE_NAME = "lock"
+PATIENCE_SECONDS = 30.0
+"""How long a run waits for one that is just ending: a job that was killed is often started again at once."""
+
+
+class OutputLock:
+    """Rank 0's claim. The system lets go of it when this process ends, however it ends: nothing is left to clean up.
+
+    A record lock: unlike flock's it is no child's that outlives this process, and NFS has it.
+    """
+
+    def __init__(self) -> None:
+        self._file: IO[str] | None = None
+
+    def take(self, directory: Path) -> None:
+        """UsageError when another run keeps it. Where the file system has no locks there is none."""
+        path, waits = directory / FILE_NAME, False
+        file = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open means locked
+        give_up = time.monotonic() + PATIENCE_SECONDS
+        while not _locked(file):
+            file.seek(0)
+            owner = file.read(200).strip() or "another run"
+            if time.monotonic() > give_up:
+                raise UsageError(
+                    f"[job] output_dir: {directory} is in use by {owner}; wait for its end or use another output_dir "
+                    f"(if that run is gone, delete {path})"
+                )
+            if not waits:
+                print(f"hpctrain: {directory} is in use by {owner}; waiting for its end", file=sys.stderr, flush=True)
+                waits = True
+            time.sleep(0.1)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        """Let the next one in."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _locked(file: IO[str]) -> bool:
+    """Whether nobody else has it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # else there are no locks here
+    return True
