@@ -32,7 +32,7 @@ ONE_AXIS: list[tuple[dict[str, Any], int, str, int, str]] = [
     ({"tensor": SEQUENCE}, 0, "sgd", 2, "full"),
     ({"tensor": SEQUENCE}, 3, "adamw", 2, "none"),
     ({"context": 2}, 0, "sgd", 2, "none"),
-    ({"context": 2}, 3, "sgd", 1, "full"),
+    ({"context": 2}, 3, "sgd", 1, "selective"),
     ({"context": ULYSSES}, 0, "adamw", 1, "none"),
     ({"context": ULYSSES}, 3, "sgd", 2, "none"),
     ({"pipeline": 2}, 0, "sgd", 2, "full"),

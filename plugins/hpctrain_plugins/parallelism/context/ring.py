@@ -69,7 +69,8 @@ class _Ring(torch.autograd.Function):
             mine, theirs, queries, _, causal = _visible(rank, (rank - step) % size, query, both)
             part, part_rows = forward(mine, theirs[0], theirs[1], causal)
             if step == 0:
-                output, rows = part.to(wide), part_rows
+                # copies: selective checkpointing may have kept the operator's outputs, and these are changed
+                output, rows = part.to(wide, copy=True), part_rows.clone()
             else:
                 before = output[:, :, queries], rows[:, :, queries]
                 output[:, :, queries], rows[:, :, queries] = merge(before, (part.to(wide), part_rows))
