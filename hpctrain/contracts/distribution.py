@@ -82,6 +82,9 @@ class Parallelism(Plugin):
 class ActivationCheckpointing(Plugin):
     """Trades activation memory for a second forward pass."""
 
+    is_compiled: ClassVar[bool] = False
+    """Whether `[compile]` takes the blocks as `apply` leaves them. If not, `apply` gets blocks whose forward is compiled."""
+
     @abstractmethod
     def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
         """Change the blocks of `module` in place without renaming any parameter.

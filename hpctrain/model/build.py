@@ -41,7 +41,7 @@ class Built:
 
 
 def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, device: torch.device) -> Built:
-    """Build -> precision -> parallelism -> activation checkpointing -> compile -> sharding -> materialize and initialize."""
+    """Build -> precision -> parallelism -> compile and activation checkpointing -> sharding -> materialize and initialize."""
     spec, dtype = parts.model, parts.precision.parameter_dtype
     with _default_dtype(dtype):
         module = _on_meta(spec) if spec.meta else _under_seed(spec, job.job.seed)
@@ -52,10 +52,12 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     for plugin in sorted(parts.parallelism.values(), key=lambda p: -p.order):  # the pipeline last: plans name all
         module = plugin.apply(module, spec, meshes.axis(plugin.axis))
     alike = [meshes.axis(plugin.axis) for plugin in parts.parallelism.values() if plugin.repeats_activations]
-    parts.activation_checkpointing.apply(module, spec, alike[0] if alike else None)
-    if job.compile.enabled:
-        for block in spec.blocks(module) or [module]:
-            block.compile()  # in place: a wrapper would rename the parameters
+    checkpointing = parts.activation_checkpointing
+    if job.compile.enabled and not checkpointing.is_compiled:
+        _compile_blocks(module, spec)
+    checkpointing.apply(module, spec, alike[0] if alike else None)
+    if job.compile.enabled and checkpointing.is_compiled:
+        _compile_blocks(module, spec)
     module = parts.sharding.apply(module, spec, meshes.model[DATA_AXES], sums)
     home = parts.sharding.home(device)
     if spec.meta:
@@ -67,6 +69,12 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     _place_buffers(module, device, job.precision.buffer_dtype)
     parts.sharding.materialized(module)
     return Built(module, trained, elements)
+
+
+def _compile_blocks(module: nn.Module, spec: ModelSpec) -> None:
+    for block in spec.blocks(module) or [module]:
+        # the bound method is replaced, not the module wrapped: parameter names stay as they are
+        block.forward = torch.compile(block.forward)
 
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: str | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partialmethod
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -156,7 +156,7 @@ def test_compiled_blocks_around_a_ring(root, monkeypatch) -> None:
         frames.append(graph)
         return graph
 
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=backend))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     tables = job(
         job={"output_dir": str(root), "steps": 2}, parallelism={"context": 2}, optimizer=OPTIMIZERS["sgd"],
         batch={"micro_size": 6}, compile={"enabled": True},

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import TINY
 from live_bytes import LiveBytes
 
+import hpctrain
 from hpctrain.job.check import check
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
@@ -60,6 +64,28 @@ def test_same_gradients_from_less_memory(everything, table: dict[str, Any], most
 
 def test_every_other_block_keeps_more_than_every_block() -> None:
     assert run({"mode": "full"})[0] < run({"mode": "full", "every": 2})[0] < run({"mode": "none"})[0]
+
+
+@pytest.mark.parametrize("table", [{"mode": "full", "offload": True}, {"mode": "selective"}], ids=str)
+def test_blocks_are_compiled_and_computed_again(
+    table: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced by Dynamo, but run without generated code, which takes half a minute."""
+    monkeypatch.chdir(tmp_path)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    tables = {**TINY, "job": {"name": "tiny", "steps": 2}, "activation_checkpointing": table}
+    curves = []
+    for enabled in (False, True):
+        tables["job"]["output_dir"] = f"compiled-{enabled}"
+        curves.append(hpctrain.run({**tables, "compile": {"enabled": enabled}})["loss"])
+    torch._dynamo.reset()
+    assert graphs and curves[1] == pytest.approx(curves[0], rel=1e-6)
 
 
 def test_an_operator_that_does_not_exist(everything) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ class Selective(ActivationCheckpointing):
     """Recompute blocks in backward, but for some operators."""
 
     name = "selective"
+    is_compiled = True  # compiled code has no operators that could be told apart from outside
     Options = SelectiveOptions
     options: SelectiveOptions
 
@@ -54,7 +56,13 @@ class Selective(ActivationCheckpointing):
 
         contexts = partial(create_selective_checkpoint_contexts, policy)
         for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+            # the bound method is replaced, not the module wrapped: parameter names stay as they are
+            block.forward = partial(_recomputed, contexts, block.forward)
+
+
+def _recomputed(contexts: Callable[[], Any], forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    # a frame of our own: Dynamo compiles none of torch.utils.checkpoint's, and nothing that is called from there
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
 
 
 @hookimpl
