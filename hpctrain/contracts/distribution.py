@@ -62,6 +62,13 @@ class Parallelism(Plugin):
         """Why `size` ranks of this axis cannot run a step of `count` micro batches, in a sentence; None when they can."""
         return None
 
+    def refuse_compile(self, whole: bool) -> str | None:
+        """Why `[compile]` does not go with this axis, in a sentence; None when it does.
+
+        whole: a block must be compiled in one piece (`ActivationCheckpointing.is_compiled`), or as far as it can be.
+        """
+        return None
+
     @abstractmethod
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
         """Change the module (on the meta device) for this rank's place on the axis; `mesh` is one-dimensional."""

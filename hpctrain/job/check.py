@@ -45,7 +45,7 @@ def check(raw: RawJob, world_size: int | None) -> CheckedJob:
     if job.checkpoint.keep_best is not None and not job.evaluation.every_steps:
         why = "[checkpoint] keep_best: it goes by the evaluation loss; expected [evaluation] every_steps, found none"
         problems.append(Problem(("checkpoint", "keep_best"), why))
-    problems += _token_problems(job, parts)
+    problems += [*_token_problems(job, parts), *_compile_problems(job, parts)]
     if world_size is not None:
         problems += _layout_problems(job, parts, world_size)
     if problems:
@@ -265,4 +265,12 @@ def _token_problems(job: Job, parts: Parts) -> list[Problem]:
         if plugin.one_shape:
             why = f"{name} needs micro batches of one shape, and those of a token budget differ"
             problems.append(Problem(("batch", "tokens"), f"[batch] tokens: {why}; {instead}, or {name} = 1"))
+    return problems
+
+
+def _compile_problems(job: Job, parts: Parts) -> list[Problem]:
+    problems: list[Problem] = []
+    for name, plugin in parts.parallelism.items() if job.compile.enabled else ():
+        ask = partial(plugin.refuse_compile, parts.activation_checkpointing.is_compiled)
+        problems += _refusal(("compile", "enabled"), f"[compile] enabled: {name}", ask)
     return problems

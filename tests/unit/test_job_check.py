@@ -246,6 +246,16 @@ def test_a_pipeline_runs_so_many_micro_batches_or_not(
         assert message.startswith(f"[batch] micro_size: 1 makes {count} micro batches") and sentence in message
 
 
+def test_what_cannot_be_compiled() -> None:
+    compiled, selective = {"compile": {"enabled": True}}, {"activation_checkpointing": {"mode": "selective"}}
+    (message,) = problems(parallelism={"pipeline": {"size": 2, **ZERO_BUBBLE}}, **compiled)
+    assert message.startswith("[compile] enabled: pipeline: schedule = "), message
+    (message,) = problems(parallelism={"context": 2}, **compiled, **selective)
+    assert message.startswith("[compile] enabled: context: method = "), message
+    checked(parallelism={"context": 2}, **compiled)
+    checked(parallelism={"context": {"size": 2, "method": "ulysses"}}, **compiled, **selective)
+
+
 def test_callables_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"

@@ -42,6 +42,14 @@ class Context(Parallelism):
             return f'the model has {heads} attention heads, which {size} ranks do not divide; use method = "ring"'
         return None
 
+    def refuse_compile(self, whole: bool) -> str | None:
+        if whole and self.options.method == "ring":
+            return (
+                'method = "ring" is not compiled, and this activation checkpointing needs each block in one piece; use method = '
+                '"ulysses", or [activation_checkpointing] mode = "full"'
+            )
+        return None
+
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
         self._dims, self._rank, self._size = spec.sequence_dims(), mesh.get_local_rank(), mesh.size()
         # what sends and receives is no graph: the compiler takes what is before and after it

@@ -67,6 +67,13 @@ class Pipeline(Parallelism):
             )
         return None
 
+    def refuse_compile(self, whole: bool) -> str | None:
+        if self.options.schedule == "zero-bubble":
+            return (
+                'schedule = "zero-bubble" takes backward apart, and compiled code has it in one; use another schedule'
+            )
+        return None
+
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
         blocks, (before, after) = spec.blocks(module), spec.ends(module)
         stages = mesh.size() * self.options.stages_per_rank
