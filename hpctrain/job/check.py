@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.contracts.plugin import Options
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError
 from hpctrain.foreign import as_plugin, is_reference
+from hpctrain.job.combinations import combination_problems
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import JobError, Problem, dotted, problems_of, validate
 from hpctrain.job.reading import Key, RawJob
 from hpctrain.job.tables import AxisTable, Job, LoggerTable, ParameterGroup
-from hpctrain.mesh import layout_of
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.slots import SLOTS, Slot
 
@@ -42,12 +41,7 @@ def check(raw: RawJob, world_size: int | None) -> CheckedJob:
     if problems or job is None:
         raise JobError(raw, problems)
     parts = Parts(**made, **_installed(registry))
-    if job.checkpoint.keep_best is not None and not job.evaluation.every_steps:
-        why = "[checkpoint] keep_best: it goes by the evaluation loss; expected [evaluation] every_steps, found none"
-        problems.append(Problem(("checkpoint", "keep_best"), why))
-    problems += [*_token_problems(job, parts), *_compile_problems(job, parts)]
-    if world_size is not None:
-        problems += _layout_problems(job, parts, world_size)
+    problems = combination_problems(job, parts, world_size)
     if problems:
         raise JobError(raw, problems)
     return CheckedJob(job, parts, registry, raw)
@@ -188,89 +182,3 @@ class _Maker:
 def _installed(registry: Registry) -> dict[str, Any]:
     """Every format and communicator that can be made without options."""
     return {"formats": registry.made("checkpoint"), "communicators": registry.made("communicator")}
-
-
-def _layout_problems(job: Job, parts: Parts, world_size: int) -> list[Problem]:
-    """The ranks must be a product, and the batch must divide over them."""
-    problems: list[Problem] = []
-    for name, plugin in parts.parallelism.items():
-        axis: Key = ("parallelism", name)
-        ask = partial(plugin.refuse, parts.model, job.parallelism[name].size)
-        problems += _refusal(axis, dotted(axis), ask)
-    try:
-        layout = layout_of(job, parts, world_size)
-    except HpctrainError as error:
-        return [*problems, Problem(("parallelism",), str(error))]
-    replicate = job.parallelism.get("replicate")
-    if replicate is not None and layout.axes["dp_replicate"] != replicate.size:
-        problems.append(
-            Problem(
-                ("parallelism", "replicate"),
-                f"[parallelism] replicate: found {replicate.size}, but with [sharding] stage = {parts.sharding.name} all "
-                f"{layout.data_ranks} data-parallel ranks hold the same; leave it out, or take a stage that shards",
-            )
-        )
-    stage: Key = ("sharding", "stage")
-    ask = partial(parts.sharding.refuse, parts.model, layout.axes)
-    problems += _refusal(stage, f"{dotted(stage)} = {parts.sharding.name}", ask)
-    compression: Key = ("compression", "name")
-    ask = partial(parts.compression.refuse, parts.sharding, layout.model_axes)
-    problems += _refusal(compression, f"{dotted(compression)} = {parts.compression.name!r}", ask)
-    return [*problems, *_batch_problems(job, parts, layout.data_ranks)]
-
-
-def _refusal(key: Key, what: str, ask: Callable[[], str | None]) -> list[Problem]:
-    """What a plugin has against the job: the sentence that it returns, or an error that says where it is."""
-    try:
-        why = ask()
-    except UsageError as error:
-        return [Problem(key, str(error))]
-    return [Problem(key, f"{what}: {why}")] if why else []
-
-
-def _batch_problems(job: Job, parts: Parts, data_ranks: int) -> list[Problem]:
-    """Whether a global batch of samples divides over the ranks, into micro batches that they can run.
-
-    One of tokens divides over any, and an axis that minds the number of micro batches can't have it (`one_shape`).
-    """
-    size, micro_size = job.batch.global_size, job.batch.micro_size
-    if size is None or micro_size is None:
-        return []
-    per_step = data_ranks * micro_size
-    if size % per_step:
-        near = max(per_step, round(size / per_step) * per_step)
-        why = (
-            f"[batch] global_size: {size} does not divide over {data_ranks} data-parallel ranks x micro_size {micro_size}; "
-            f"expected a multiple of {per_step}, such as {near}"
-        )
-        return [Problem(("batch", "global_size"), why)]
-    count, problems = size // per_step, []
-    for name, plugin in parts.parallelism.items():
-        what = f"[batch] micro_size: {micro_size} makes {count} micro batches per step; {name}"
-        ask = partial(plugin.refuse_micro_batches, count, job.parallelism[name].size)
-        problems += _refusal(("batch", "micro_size"), what, ask)
-    return problems
-
-
-def _token_problems(job: Job, parts: Parts) -> list[Problem]:
-    """Batches by token budget need a model that can be padded, and axes that take micro batches of any shape."""
-    if job.batch.tokens is None:
-        return []
-    instead = "use global_size and micro_size"
-    problems = []
-    if not parts.model.padding():
-        why = f"the model {parts.model.name!r} does not say how to pad samples of different lengths (padding)"
-        problems.append(Problem(("batch", "tokens"), f"[batch] tokens: {why}; {instead}"))
-    for name, plugin in parts.parallelism.items():
-        if plugin.one_shape:
-            why = f"{name} needs micro batches of one shape, and those of a token budget differ"
-            problems.append(Problem(("batch", "tokens"), f"[batch] tokens: {why}; {instead}, or {name} = 1"))
-    return problems
-
-
-def _compile_problems(job: Job, parts: Parts) -> list[Problem]:
-    problems: list[Problem] = []
-    for name, plugin in parts.parallelism.items() if job.compile.enabled else ():
-        ask = partial(plugin.refuse_compile, parts.activation_checkpointing.is_compiled)
-        problems += _refusal(("compile", "enabled"), f"[compile] enabled: {name}", ask)
-    return problems
