@@ -55,6 +55,7 @@ EIGHT = [  # with a data axis of 2
     ({"pipeline": 2, "tensor": TENSOR}, 0, "sgd", 2, "none"),
     ({"pipeline": ZERO_BUBBLE, "tensor": SEQUENCE}, 2, "adamw", 2, "none"),
     ({"context": 2, "tensor": SEQUENCE}, 3, "sgd", 2, "full"),
+    ({"tensor": TENSOR, "replicate": 2}, 3, "sgd", 1, "none"),
 ]
 SIXTEEN = [({"pipeline": 2, "context": 2, "tensor": SEQUENCE}, 2, "sgd", 2, "none")]
 
