@@ -124,9 +124,11 @@ def _refuse_uneven(job: Job, parts: Parts, length: int) -> None:
     """What batches by tokens are padded for; a dataset that does not know its lengths may meet this in the first step."""
     multiple = sequence_multiple(job, parts)
     if length % multiple:
+        sizes = {name: job.parallelism[name].size for name in parts.parallelism}
+        cutting = [f"{name} = {n}" for name, n in sizes.items() if parts.parallelism[name].sequence_multiple(n) > 1]
         raise UsageError(
             f"[dataset] seq_length: the samples of {job.dataset.name!r} have {length} tokens, and [parallelism] "
-            f"{', '.join(parts.parallelism)} needs equal parts; expected a multiple of {multiple}, such as "
+            f"{' with '.join(cutting)} cuts sequences into equal parts; expected a multiple of {multiple}, such as "
             f"{max(multiple, length - length % multiple)}"
         )
 

@@ -82,7 +82,7 @@ def _batch_problems(job: Job, parts: Parts, data_ranks: int) -> list[Problem]:
         return [Problem(("batch", "global_size"), why)]
     count, problems = size // per_step, []
     for name, plugin in parts.parallelism.items():
-        what = f"[batch] micro_size: {micro_size} makes {count} micro batches per step; {name}"
+        what = f"[batch] micro_size: {micro_size} makes {count} micro batch{'es' * (count > 1)} per step; {name}"
         ask = partial(plugin.refuse_micro_batches, count, job.parallelism[name].size)
         problems += _refusal(("batch", "micro_size"), what, ask)
     return problems

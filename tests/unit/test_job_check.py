@@ -243,7 +243,7 @@ def test_a_pipeline_runs_so_many_micro_batches_or_not(
         checked(size, **changes)
     else:
         (message,) = problems(size, **changes)
-        assert message.startswith(f"[batch] micro_size: 1 makes {count} micro batches") and sentence in message
+        assert message.startswith(f"[batch] micro_size: 1 makes {count} micro batch") and sentence in message
 
 
 def test_what_cannot_be_compiled() -> None:
