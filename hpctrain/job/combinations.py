@@ -38,7 +38,7 @@ def _layout_problems(job: Job, parts: Parts, world_size: int) -> list[Problem]:
     except HpctrainError as error:
         return [*problems, Problem(("parallelism",), str(error))]
     replicate = job.parallelism.get("replicate")
-    if replicate is not None and layout.axes["dp_replicate"] != replicate.size:
+    if replicate is not None and replicate.size not in (1, layout.axes["dp_replicate"]):
         problems.append(
             Problem(
                 ("parallelism", "replicate"),

@@ -138,7 +138,8 @@ def test_options_that_do_nothing_are_refused() -> None:
         assert problems(parallelism=axis)[0].startswith("unknown key 'foo' in [parallelism]")
     (message,) = problems(4, parallelism={"replicate": 2})
     assert "all 4 data-parallel ranks hold the same" in message
-    assert checked(2, parallelism={"replicate": 2}) and checked(4, parallelism={"replicate": 2}, sharding={"stage": 1})
+    for world, replicate, stage in ((4, 1, 0), (2, 2, 0), (4, 2, 1)):
+        assert checked(world, parallelism={"replicate": replicate}, sharding={"stage": stage})
 
 
 def test_sizes_have_units() -> None:
