@@ -47,12 +47,6 @@ def read_at(fd: int, nbytes: int, at: int) -> Tensor:
     return data
 
 
-def announce(fd: int, begin: int, end: int) -> None:
-    """These bytes are read next: after a jump the system reads ahead slowly unless it is told."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
-
-
 def read_into(fd: int, view: memoryview, at: int) -> None:
     """Fill `view` from byte `at` on; one call of the system reads 2 GiB at most."""
     done = 0

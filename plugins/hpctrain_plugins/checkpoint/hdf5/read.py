@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpctrain.api import CheckpointError, Piece
 
-from ..common.files import announce, empty, opened, read_at, read_into
+from ..common.files import empty, opened, read_at, read_into
 from ..common.fitting import check_fits
 from ..common.rectangles import Rectangle
 from . import manifest
@@ -111,12 +111,10 @@ def _chunks_for(directory: Path, content: Manifest, piece: Piece) -> list[Chunk]
 def _fill(fd: int, need: Need, dtype: torch.dtype, scratch: Scratch) -> None:
     """Copy what the chunk has of the piece, reading the blocks that hold some of it."""
     target = Rectangle(tuple(need.piece.offsets), tuple(need.piece.tensor.shape))
-    blocks = list(enumerate(manifest.blocks(need.chunk.part, need.chunk.at, dtype.itemsize)))
-    overlaps = [(number, block, part) for number, block in blocks if (part := block.part.overlap(target))]
-    if len(overlaps) < len(blocks):
-        first, last = overlaps[0][1], overlaps[-1][1]
-        announce(fd, first.at, last.at + last.nbytes)
-    for number, block, part in overlaps:
+    for number, block in enumerate(manifest.blocks(need.chunk.part, need.chunk.at, dtype.itemsize)):
+        part = block.part.overlap(target)
+        if part is None:
+            continue
         reading = BlockReading(fd, block, need.chunk.checksums[number], need.piece.name)
         wanted = need.piece.tensor.detach()[target.slices(part)]
         direct = part == block.part and wanted.dtype == dtype and wanted.is_cpu and wanted.is_contiguous()
