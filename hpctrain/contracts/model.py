@@ -79,8 +79,10 @@ class ModelSpec(Plugin):
 
         None where `meta` is false.
         """
-        if not self.meta:
-            return None
+        return self.build_on_meta() if self.meta else None
+
+    def build_on_meta(self) -> nn.Module:
+        """A new module whose tensors have no memory."""
         with torch.device("meta"):
             return self.build()
 

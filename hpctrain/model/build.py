@@ -44,7 +44,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     """Build -> precision -> parallelism -> compile and activation checkpointing -> sharding -> materialize and initialize."""
     spec, dtype = parts.model, parts.precision.parameter_dtype
     with _default_dtype(dtype):
-        module = _on_meta(spec) if spec.meta else _under_seed(spec, job.job.seed)
+        module = spec.build_on_meta() if spec.meta else _under_seed(spec, job.job.seed)
     freeze(module, job.model.freeze)
     parts.precision.convert(module)
     trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
@@ -127,11 +127,6 @@ def freeze(module: nn.Module, patterns: list[str]) -> None:
             parameter.requires_grad_(False)
     if patterns and not any(p.requires_grad for p in module.parameters()):
         raise UsageError("[model] freeze: every parameter is frozen, expected at least one to train")
-
-
-def _on_meta(spec: ModelSpec) -> nn.Module:
-    with torch.device("meta"):
-        return spec.build()
 
 
 def _under_seed(spec: ModelSpec, seed: int) -> nn.Module:

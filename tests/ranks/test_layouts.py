@@ -147,10 +147,9 @@ def test_16_bits(root, record, mode: str, case) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.shown_on(2)
 def test_compiled_blocks_around_a_ring(root, monkeypatch) -> None:
     """Traced by Dynamo, but run without generated code, which takes a minute."""
-    if dist.get_world_size() > 2:
-        pytest.skip("2 ranks have shown it")
     frames: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:

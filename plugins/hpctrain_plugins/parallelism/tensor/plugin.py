@@ -84,9 +84,8 @@ class Tensor(Parallelism):
             try:
                 yield
             except RuntimeError as error:
-                if (
-                    self._has_run or type(error) is not RuntimeError
-                ):  # those of collectives and of memory have their own
+                # collectives and memory have errors of their own
+                if self._has_run or type(error) is not RuntimeError:
                     raise
                 LOG.info("the first micro batch failed", exc_info=True)
                 given = ", ".join(f"{pattern} as {cut.style}" for pattern, cut in self.options.plan.items())
