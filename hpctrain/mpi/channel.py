@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hpctrain.mpi.buffers import MAX_COUNT, message
+from hpctrain.mpi.buffers import MAX_COUNT, flattened, message, message_at
 from hpctrain.mpi.library import MPI, highest_tag
 from hpctrain.mpi.watch import Watch
 
@@ -24,6 +24,7 @@ class Channel:
         self.rank = comm.rank
         self.size = comm.size
         self._watch = watch
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         # The highest tag is ours; point-to-point messages of the user have the others.
         self._tag = highest_tag()
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -44,18 +45,26 @@ class Channel:
 
     def all_gather(self, output: Tensor, tensor: Tensor | None) -> None:
         """Equal pieces of all ranks into `output`, (size * piece,); None: mine already lies at its place there."""
-        piece = output.nbytes // self.size
         if output.nbytes > MAX_COUNT:
-            pieces = output.view(-1).tensor_split(self.size)
-            if tensor is not None:
-                pieces[self.rank].copy_(tensor.view(-1))
-            mine = pieces[self.rank]
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            self.exchange([(rank, mine) for rank in others], [(rank, pieces[rank]) for rank in others])
+            self.all_gather_directly(output, tensor)
             return
         memory = MPI.buffer.fromaddress(output.data_ptr(), output.nbytes)
         source = MPI.IN_PLACE if tensor is None else message(tensor)
-        self._wait([self.comm.Iallgather(source, [memory, piece, MPI.BYTE])])
+        self._wait([self.comm.Iallgather(source, [memory, output.nbytes // self.size, MPI.BYTE])])
+
+    def all_gather_directly(self, output: Tensor, tensor: Tensor | None) -> None:
+        """As all_gather, by a message from each rank to each: the fastest way inside a node. Any size."""
+        nbytes, start = output.nbytes // self.size, output.data_ptr()
+        # Not from the slice of `output`: lines that were just written are dear to read from another core.
+        mine = message_at(start + self.rank * nbytes, nbytes) if tensor is None else message(tensor)
+        requests = [
+            self.comm.Irecv(message_at(start + rank * nbytes, nbytes), rank, self._tag) for rank in self._others
+        ]
+        requests += [self.comm.Isend(mine, rank, self._tag) for rank in self._others]
+        if tensor is not None:
+            first, elements = self.rank * tensor.numel(), tensor.numel()
+            flattened(output)[first : first + elements].copy_(flattened(tensor))
+        self._wait(requests)
 
     def all_gather_pieces(self, output: Tensor, counts: Sequence[int], offsets: Sequence[int]) -> None:
         """Unequal pieces, in bytes, that each lie at their place in every rank's `output` (below 2 GiB)."""

@@ -11,10 +11,12 @@ from hpctrain.mpi.buffers import ready
 
 def views_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, ready to be sent; at least one, all of one dtype."""
+    if len(tensors) == 1:
+        return [ready(tensors[0])]
     views = [ready(tensor) for tensor in tensors]
     if not views:
         raise ValueError("found an empty list, expected at least one tensor")
-    if len(views) > 1 and any(view.dtype != views[0].dtype for view in views):
+    if any(view.dtype != views[0].dtype for view in views):
         raise ValueError(f"found tensors of {', '.join(sorted({str(v.dtype) for v in views}))}, expected one dtype")
     return views
 

@@ -64,8 +64,9 @@ class Reduction:
         Raises ValueError where the two do not go together.
         """
         kind = kind_of(op)
-        if kind.value != _PREMUL_SUM:
-            return _plain_reduction(kind, dtype, size)
+        number = kind.value
+        if number != _PREMUL_SUM:
+            return _plain_reduction(number, dtype, size)
         # Python gets at the factor only by way of the pickled form.
         factor = op.__getstate__()[1]  # type: ignore[attr-defined]
         return Reduction(_arithmetic(kind, dtype), factor)
@@ -103,8 +104,9 @@ class Reduction:
             output.div_(self.divisor)
 
 
-@cache
-def _plain_reduction(kind: ReduceOp.RedOpType, dtype: torch.dtype, size: int) -> Reduction:
+@cache  # by the number, since hashing torch's enum takes longer than the rest
+def _plain_reduction(number: int, dtype: torch.dtype, size: int) -> Reduction:
+    kind = ReduceOp.RedOpType(number)
     return Reduction(_arithmetic(kind, dtype), None, size if kind == ReduceOp.AVG else None)
 
 

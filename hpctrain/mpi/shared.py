@@ -25,6 +25,7 @@ _CHUNK = 2**20  # bytes
 _WORTH_PASSING_ON = 256 * 1024
 
 _PassOn = Callable[[Sequence[Tensor], Tensor], None]
+_PassOnSingle = Callable[[Tensor, Tensor | None], None]
 _Finish = Callable[[Tensor], None]
 
 
@@ -53,6 +54,28 @@ def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor, pass_on: _
         if pass_on is not None and tensor.nbytes >= _WORTH_PASSING_ON:
             pass_on(outputs, tensor)
             return
+    _all_gather_in_blocks(node, outputs, tensor)
+
+
+def all_gather_single(node: Node, output: Tensor, tensor: Tensor, pass_on: _PassOnSingle) -> None:
+    """All ranks' `tensor` one after the other into `output`, of more than SMALL bytes; it may be this rank's slice.
+
+    pass_on: as for all_gather; None for a tensor that already lies in its slice.
+    """
+    place = node.place(output)
+    own = None if tensor.data_ptr() == output.data_ptr() + node.rank * tensor.nbytes else tensor
+    if place and own is not None:
+        flattened(output).tensor_split(node.size)[node.rank].copy_(flattened(own))
+        own = None
+    if node.sync(place):
+        _collect_where_it_lies(node, flattened(output).tensor_split(node.size))
+    elif tensor.nbytes >= _WORTH_PASSING_ON:
+        pass_on(output, own)
+    else:
+        _all_gather_in_blocks(node, flattened(output).tensor_split(node.size), tensor)
+
+
+def _all_gather_in_blocks(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
     own, targets = _bytes(tensor), [_bytes(output) for output in outputs]
     for start in range(0, max(own.numel(), 1), OUTBOX):
         block = own[start : start + OUTBOX]
@@ -138,18 +161,20 @@ def _all_reduce_in_blocks(node: Node, flat: Tensor, reduction: Reduction, finish
     for pieces in _blocks(flat, node.size):
         width = pieces[0].numel()
         _put(node, pieces, width)
+        versions, sums = _versions(node, pieces, width), _sums(node, before)
         node.sync()
-        _collect(node, before)
+        _collect(node, sums, before)
         own = pieces[node.rank]
         if own.numel():
-            result = _reduced(node.outbox, own)
-            reduction(_arrived(node, pieces, width), result, spare=result)
+            result = _sum(node, own)
+            reduction(versions, result, spare=result)
             if finish is not None:
                 finish(result)
             own.copy_(result)
         before = pieces
+    sums = _sums(node, before)
     node.sync()
-    _collect(node, before)
+    _collect(node, sums, before)
 
 
 def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> None:
@@ -157,7 +182,7 @@ def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reducti
 
     `output` may be the same memory as the own input, and must not overlap the others.
     """
-    flat, sources = output.view(-1), [tensor.view(-1) for tensor in inputs]
+    flat, sources = flattened(output), [flattened(tensor) for tensor in inputs]
     if flat.nbytes * node.size > SMALL and node.sync(_place(node, sources)):
         own = sources[node.rank]
         _reduce(node, node.at(node.place(own), own), flat, reduction)
@@ -165,12 +190,14 @@ def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reducti
         return
     widest = _RAW // node.size // _ALIGNMENT * _ALIGNMENT // flat.element_size()
     for start in range(0, max(flat.numel(), 1), widest):
-        pieces = [source[start : start + widest] for source in sources]
+        whole = flat.numel() <= widest
+        pieces = sources if whole else [source[start : start + widest] for source in sources]
         width = pieces[0].numel()
         _put(node, pieces, width)
+        versions = _versions(node, pieces, width)
         node.sync()
-        spare = _reduced(node.outbox, pieces[node.rank])
-        reduction(_arrived(node, pieces, width), flat[start : start + widest], spare=spare)
+        target = flat if whole else flat[start : start + widest]
+        reduction(versions, target, spare=_sum(node, target))
 
 
 def reduce_scatter_small(node: Node, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
@@ -197,7 +224,7 @@ def _reduce(node: Node, versions: Sequence[Tensor], output: Tensor, reduction: R
     width = _CHUNK // output.element_size()
     for start in range(0, output.numel(), width):
         chunk = output[start : start + width]
-        spare = _typed(node.outbox, chunk, chunk.numel())
+        spare = node.boxes(chunk.dtype, chunk.numel())[node.rank]
         reduction([version[start : start + width] for version in versions], chunk, spare)
 
 
@@ -219,37 +246,40 @@ def _pieces(flat: Tensor, start: int, width: int, size: int) -> list[Tensor]:
     return [flat[start + rank * width : start + (rank + 1) * width] for rank in range(size)]
 
 
+# Views of the outboxes are taken before the sync after which they are read: so node.boxes can keep them.
+
+
 def _put(node: Node, pieces: Sequence[Tensor], width: int) -> None:
     """Write the others' pieces of a block into the outbox, `width` elements apart."""
     for rank, piece in enumerate(pieces):
         if rank != node.rank and piece.numel():
-            _typed(node.outbox, piece, piece.numel(), rank * width).copy_(piece)
+            node.boxes(piece.dtype, piece.numel(), rank * width)[node.rank].copy_(piece)
 
 
-def _arrived(node: Node, pieces: Sequence[Tensor], width: int) -> list[Tensor]:
-    """Every rank's version of this rank's piece."""
+def _versions(node: Node, pieces: Sequence[Tensor], width: int) -> list[Tensor]:
+    """Every rank's version of this rank's piece, after the next sync."""
     own = pieces[node.rank]
+    boxes = node.boxes(own.dtype, own.numel(), node.rank * width)
+    return [own if rank == node.rank else box for rank, box in enumerate(boxes)]
+
+
+def _sum(node: Node, piece: Tensor) -> Tensor:
+    """Where this rank puts its sum of a piece, for the others to collect after the next sync."""
+    return _sums(node, [piece] * node.size)[node.rank]
+
+
+def _sums(node: Node, pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Where each rank puts its sum of its piece, after the next sync."""
     return [
-        own if rank == node.rank else _typed(node.read(rank), own, own.numel(), node.rank * width)
-        for rank in range(node.size)
+        node.boxes(piece.dtype, piece.numel(), _RAW // piece.element_size())[rank] for rank, piece in enumerate(pieces)
     ]
 
 
-def _collect(node: Node, pieces: Sequence[Tensor]) -> None:
+def _collect(node: Node, sums: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
     """Copy what the others have reduced."""
-    for rank, piece in enumerate(pieces):
+    for rank, (reduced, piece) in enumerate(zip(sums, pieces, strict=True)):
         if rank != node.rank and piece.numel():
-            piece.copy_(_reduced(node.read(rank), piece))
-
-
-def _reduced(box: Tensor, like: Tensor) -> Tensor:
-    return _typed(box[_RAW:], like, like.numel())
-
-
-def _typed(box: Tensor, like: Tensor, elements: int, offset: int = 0) -> Tensor:
-    """`elements` of the box, from `offset`, in the dtype of `like`."""
-    size = like.element_size()
-    return box[offset * size : (offset + elements) * size].view(like.dtype)
+            piece.copy_(reduced)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.mpi import collectives, hierarchy, reduction, shared
-from hpctrain.mpi.buffers import overlap, same_memory
+from hpctrain.mpi.buffers import flattened, overlap, same_memory
 from hpctrain.mpi.channel import Channel
 from hpctrain.mpi.hierarchy import Hierarchy
 from hpctrain.mpi.library import MPI
@@ -106,7 +106,7 @@ class Transport:
         if self._node is not None and tensor.nbytes <= SMALL:
             shared.reduce_scatter_small(self._node, output, tensor, reduce)
             return
-        pieces = list(tensor.view(-1).tensor_split(self.size))
+        pieces = list(flattened(tensor).tensor_split(self.size))
         if overlap(output, tensor) and not same_memory(output, pieces[self.rank]):
             pieces = [piece.clone() for piece in pieces]
         self.reduce_scatter(output, pieces, reduce)
@@ -119,15 +119,17 @@ class Transport:
         in_place = tensor.data_ptr() == output.data_ptr() + self.rank * tensor.nbytes
         if not in_place and overlap(tensor, output):
             tensor = tensor.clone()
-        if self._node is None and (self._hierarchy is None or output.nbytes <= SMALL):
-            collectives.all_gather_single(self.network, output, tensor)
+        if self._node is not None:
+            # MPI copies from one process's memory to another's, which takes calls to the system that Python lacks.
+            shared.all_gather_single(self._node, output, tensor, self.network.all_gather_directly)
+        elif self._hierarchy is not None and output.nbytes > SMALL:
+            hierarchy.all_gather(self._hierarchy, output.view(-1).tensor_split(self.size), tensor)
         else:
-            self.all_gather(output.view(-1).tensor_split(self.size), tensor, even=True)
+            collectives.all_gather_single(self.network, output, tensor)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
         """All ranks' `tensor` into one output for each. even: all are of one size."""
         if self._node is not None and even:
-            # MPI copies from one process's memory to another's, which takes calls to the system that Python lacks.
             shared.all_gather(self._node, outputs, tensor, partial(collectives.all_gather, self.network, even=True))
         elif self._hierarchy is not None and even and tensor.nbytes * self.size > SMALL:
             hierarchy.all_gather(self._hierarchy, outputs, tensor)
