@@ -43,7 +43,7 @@ def make(kind: str, hidden: int, vocabulary: int) -> tuple[Callable[[], torch.Te
     with torch.no_grad():
         for name, tensor in named_tensors(module):
             spec.initialize(name, tensor, (0, len(tensor)), 1)
-    parts.activation_checkpointing.apply(module, spec)
+    parts.activation_checkpointing.apply(module, spec, None)
     optimizer = parts.optimizer.build([{"params": list(module.parameters())}])
     ids = torch.randint(vocabulary, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
+from torch._C._distributed_c10d import FileStore, HashStore
 
 from hpctrain.api import Piece, State
 from hpctrain.checkpoint.store import CheckpointStore, Restored
@@ -58,7 +59,7 @@ def restore(root: Path, ranks: int, rank: int) -> Restored | None:
 
 def save_for_ever(root: Path, meeting: str, ranks: int, rank: int, ready: Connection) -> None:
     """A rank: goes on from what is there, and saves each step twice, so that replacing one is interrupted, too."""
-    store = dist.FileStore(meeting, ranks)
+    store = FileStore(meeting, ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=PATIENCE))
     found, saver = restore(root, ranks, rank), store_in(root)
     step = found.step if found else 0
@@ -111,7 +112,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     words = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     chance, last, torn = random.Random(words.seed), 0, 0
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)

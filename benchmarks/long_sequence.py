@@ -12,59 +12,42 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
+import steps
 import torch
 import torch.distributed as dist
 from live_bytes import LiveBytes
 from torch.distributed.device_mesh import init_device_mesh
 
 import hpctrain.mpi
-from hpctrain.contracts.runner import MicroBatch, RunnerParts
 from hpctrain.job.check import check
 from hpctrain.job.reading import RawJob
-from hpctrain.loop.runner import PlainRunner
 from hpctrain.mesh import Meshes, build_meshes, layout_of
-from hpctrain.model.build import build_model
-from hpctrain.model.groups import parameter_groups
 
-CONTEXT, ROOM, CPU = 4, 1.25, torch.device("cpu")
+CONTEXT, ROOM = 4, 1.25
 MODEL = {"name": "gpt", "hidden_size": 128, "layers": 4, "attention_heads": 4, "vocab_size": 256}
 
 
 def make_step(length: int, parallelism: dict[str, Any]) -> Callable[[], float]:
-    """A training step on one sequence, put together as a session does; it returns this rank's part of the mean loss."""
+    """A training step on one sequence; it returns this rank's part of the mean loss."""
     tables: dict[str, Any] = {
         "job": {"name": "long", "steps": 1}, "model": {**MODEL, "max_seq_length": length},
         "dataset": {"name": "synthetic"}, "optimizer": {"name": "adamw", "lr": 1e-3},
         "batch": {"global_size": 1, "micro_size": 1}, "precision": {"mode": "fp32"}, "parallelism": parallelism,
     }  # fmt: skip
     checked = check(RawJob(tables, {}, "benchmark"), dist.get_world_size() if parallelism else None)
-    parts = checked.parts
     if parallelism:
-        meshes = build_meshes(layout_of(checked.job, parts, dist.get_world_size()), CPU)
+        meshes = build_meshes(layout_of(checked.job, checked.parts, dist.get_world_size()), steps.CPU)
     else:  # each rank by itself
         axes = ("ranks", "dp_replicate", "dp_shard")
         alone = init_device_mesh("cpu", (dist.get_world_size(), 1, 1), mesh_dim_names=axes)
         meshes = Meshes(alone, alone)
-    built = build_model(checked.job, parts, meshes, CPU)
-    groups = parameter_groups(parts.sharding.pieces(), list(built.trained), [])
-    optimizer = parts.sharding.optimizer(groups, parts.optimizer.build)
-    runner = PlainRunner(RunnerParts(built.module, parts.model, parts.precision, parts.sharding, CPU, 0, nullcontext))
     ids = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(length))
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-    for plugin in parts.parallelism.values():
+    for plugin in checked.parts.parallelism.values():
         batch = plugin.split_batch(batch)
-
-    def step() -> float:
-        loss = runner.train([MicroBatch(batch, 0)], length, 0)
-        parts.sharding.synchronize()
-        optimizer.step()
-        parts.sharding.refresh()
-        return float(loss)
-
-    return step
+    return steps.make_step(checked, meshes, batch, length)
 
 
 def measure(length: int, parallelism: dict[str, Any], limit: int | None) -> tuple[int, float]:

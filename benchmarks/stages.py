@@ -15,23 +15,18 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
+import steps
 import tomli
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hpctrain.mpi
-from hpctrain.contracts.runner import MicroBatch, RunnerParts
-from hpctrain.gradients.sums import GradientSums
 from hpctrain.job.check import check
 from hpctrain.job.reading import RawJob
-from hpctrain.loop.runner import PlainRunner
 from hpctrain.mesh import Meshes
-from hpctrain.model.build import build_model
-from hpctrain.model.groups import parameter_groups
 
 VOCABULARY, SEQUENCE = 4096, 128
 MODEL = {
@@ -40,36 +35,21 @@ MODEL = {
 }  # fmt: skip
 BATCH = 4  # per rank
 PARTS = 3
-CPU = torch.device("cpu")
 
 
-def make_step(kind: str, precision: str, mesh: DeviceMesh, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
-    """One training step of a kind on `mesh`, put together as a session does."""
+def make_step(kind: str, precision: str, mesh: DeviceMesh, batch: dict[str, torch.Tensor]) -> Callable[[], float]:
+    """One training step of a kind on `mesh`."""
     stage, _, options = kind.partition(" ")
     tables: dict[str, Any] = {
         "job": {"name": "stages", "steps": 1}, "model": MODEL, "dataset": {"name": "synthetic"},
         "optimizer": {"name": "adamw", "lr": 1e-4}, "batch": {"global_size": BATCH, "micro_size": BATCH},
         "precision": {"mode": precision}, "sharding": {"stage": int(stage), **tomli.loads("\n".join(options.split()))},
     }  # fmt: skip
-    checked = check(RawJob(tables, {}, "benchmark"), None)
-    parts, sharding = checked.parts, checked.parts.sharding
-    sums = GradientSums(parts.compression, mesh, "")
-    built = build_model(checked.job, parts, Meshes(mesh, mesh), sums, CPU)
-    groups = parameter_groups(sharding.pieces(), list(built.trained), [])
-    optimizer = sharding.optimizer(groups, parts.optimizer.build)
-    runner = PlainRunner(RunnerParts(built.module, parts.model, parts.precision, sharding, CPU, 0, nullcontext))
     divisor = BATCH * SEQUENCE * mesh["dp_replicate"].size() * mesh["dp_shard"].size()
-
-    def step() -> None:
-        runner.train([MicroBatch(batch, 0)], divisor, 0)
-        sharding.synchronize()
-        optimizer.step()
-        sharding.refresh()
-
-    return step
+    return steps.make_step(check(RawJob(tables, {}, "benchmark"), None), Meshes(mesh, mesh), batch, divisor)
 
 
-def measure(steps: dict[str, Callable[[], None]], rounds: int) -> torch.Tensor:
+def measure(steps: dict[str, Callable[[], float]], rounds: int) -> torch.Tensor:
     """Seconds of the slowest rank: (rounds, kinds). Two rounds before them are not counted."""
     seconds = torch.zeros(rounds + 2, len(steps), dtype=torch.float64)
     for number in range(rounds + 2):
