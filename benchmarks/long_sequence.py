@@ -45,8 +45,6 @@ def make_step(length: int, parallelism: dict[str, Any]) -> Callable[[], float]:
         meshes = Meshes(alone, alone)
     ids = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(length))
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-    for plugin in checked.parts.parallelism.values():
-        batch = plugin.split_batch(batch)
     return steps.make_step(checked, meshes, batch, length)
 
 

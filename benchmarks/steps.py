@@ -19,12 +19,17 @@ CPU = torch.device("cpu")
 
 
 def make_step(checked: CheckedJob, meshes: Meshes, batch: dict[str, torch.Tensor], divisor: int) -> Callable[[], float]:
-    """Trains on `batch`, this rank's, once for each call; gives this rank's part of the mean loss over `divisor`."""
+    """Trains on this rank's part of `batch`, of which parallel ranks have the same, once for each call.
+
+    It gives this rank's part of the mean loss over `divisor`.
+    """
     parts, sharding = checked.parts, checked.parts.sharding
     sums = GradientSums(parts.compression, meshes.model[DATA_AXES], "")
     built = build_model(checked.job, parts, meshes, sums, CPU)
     groups = parameter_groups(sharding.pieces(), list(built.trained), [])
     optimizer = sharding.optimizer(groups, parts.optimizer.build)
+    for plugin in parts.parallelism.values():
+        batch = plugin.split_batch(batch)
     runner = PlainRunner(RunnerParts(built.module, parts.model, parts.precision, sharding, CPU, 0, nullcontext))
 
     def step() -> float:
