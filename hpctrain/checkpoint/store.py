@@ -27,8 +27,6 @@ from hpctrain.contracts.pieces import Piece, State
 from hpctrain.errors import CheckpointError, UsageError, reason
 
 LOG = logging.getLogger("hpctrain")
-_NICENESS = 19
-"""Of a thread that writes in the background."""
 
 
 @dataclass(frozen=True)
@@ -256,9 +254,9 @@ class CheckpointStore:
 
 
 def _give_way() -> None:
-    """Let this thread have 1 or 2% of a processor that training needs as well, and all of one that is idle.
+    """Let this thread have what training leaves of the processors: all of one that is idle, hardly any of a busy one.
 
     It isn't starved: when training waits for the save, its processor is idle.
     """
-    if sys.platform == "linux":  # where each thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    if sys.platform == "linux":  # where each thread has a policy of its own
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))

@@ -22,8 +22,9 @@ from . import dtypes
 FILE_NAME = "manifest.json"
 FORMAT = "hpctrain-hdf5"
 VERSION = 1
-BLOCK_BYTES = 4 * 2**20
-"""A checksum covers whole rows (of dim 0) of about so many bytes: partial reads check what they read and no more."""
+BLOCK_BYTES = 2**20
+"""A checksum covers whole rows (of dim 0) of at most so many bytes, at least one row: a partial read has to read and check
+whole blocks, and at its two ends half a block too much on average."""
 
 FRAME_BYTES = 16 * 2**20
 """The most that HDF5's own structures can reasonably take in a shard, and again for each chunk."""
@@ -77,12 +78,7 @@ class Manifest:
 
 def blocks(part: Rectangle, at: int, itemsize: int) -> Iterator[Block]:
     """Cut a chunk into the blocks that have a checksum each."""
-    return strips(part, at, itemsize, BLOCK_BYTES)
-
-
-def strips(part: Rectangle, at: int, itemsize: int, nbytes: int) -> Iterator[Block]:
-    """Cut a rectangle that lies from byte `at` on into whole rows of about `nbytes`."""
-    rows, row_bytes, step = _rows(part, itemsize, nbytes)
+    rows, row_bytes, step = _rows(part, itemsize)
     for first in range(0, rows, step):
         count = min(step, rows - first)
         inner = part
@@ -91,18 +87,18 @@ def strips(part: Rectangle, at: int, itemsize: int, nbytes: int) -> Iterator[Blo
         yield Block(inner, at + first * row_bytes, count * row_bytes)
 
 
-def _rows(part: Rectangle, itemsize: int, nbytes: int) -> tuple[int, int, int]:
-    """Rows of a chunk (none if it is empty), the bytes of one, and how many are about `nbytes`."""
+def _rows(part: Rectangle, itemsize: int) -> tuple[int, int, int]:
+    """Rows of a chunk (none if it is empty), the bytes of one, and how many make a block."""
     if part.volume == 0:
         return 0, 0, 1
     rows = part.shape[0] if part.shape else 1
     row_bytes = part.volume * itemsize // rows
-    return rows, row_bytes, max(1, nbytes // row_bytes)
+    return rows, row_bytes, max(1, BLOCK_BYTES // row_bytes)
 
 
 def _block_count(part: Rectangle, itemsize: int) -> int:
     """How many blocks there are, without listing those of an absurd size."""
-    rows, _, step = _rows(part, itemsize, BLOCK_BYTES)
+    rows, _, step = _rows(part, itemsize)
     return -(-rows // step)
 
 

@@ -24,7 +24,7 @@ from . import manifest
 from .manifest import Block, Chunk, Manifest
 
 STEP_BYTES = 256 * 1024
-"""Read at a time: so many bytes are still in a core's cache when they are checked, and copied out."""
+"""Read at a time: so many bytes are still in a core's cache when they are checked."""
 
 
 class Need(NamedTuple):
@@ -120,22 +120,13 @@ def _fill(fd: int, need: Need, dtype: torch.dtype, scratch: Scratch) -> None:
         direct = part == block.part and wanted.dtype == dtype and wanted.is_cpu and wanted.is_contiguous()
         # A byte other than 0 and 1 is no bool: then the copy converts it.
         if direct and dtype != torch.bool:
-            for into in torch.split(wanted.reshape(-1).view(torch.uint8), STEP_BYTES):
-                reading.read(into)
+            reading.read(wanted.reshape(-1).view(torch.uint8))
         else:
-            for strip in manifest.strips(block.part, block.at, dtype.itemsize, STEP_BYTES):
-                data = scratch.take(strip.nbytes)
-                reading.read(data)
-                values = data.view(torch.uint8 if dtype == torch.bool else dtype).view(strip.part.shape)
-                _copy_overlap(strip.part, values, part, wanted)
+            data = scratch.take(block.nbytes)
+            reading.read(data)
+            values = data.view(torch.uint8 if dtype == torch.bool else dtype).view(block.part.shape)
+            wanted.copy_(values[block.part.slices(part)])
         reading.check()
-
-
-def _copy_overlap(one: Rectangle, values: Tensor, other: Rectangle, wanted: Tensor) -> None:
-    """Copy what both rectangles cover from the values of one to those of the other."""
-    both = one.overlap(other)
-    if both is not None:
-        wanted[other.slices(both)].copy_(values[one.slices(both)])
 
 
 class BlockReading:
@@ -147,10 +138,12 @@ class BlockReading:
 
     def read(self, into: Tensor) -> None:
         """The next bytes to a uint8 tensor."""
-        view = into.numpy().data
-        read_into(self._fd, view, self._at)
-        self._digest.update(view)
-        self._at += len(view)
+        whole = into.numpy().data
+        for begin in range(0, len(whole), STEP_BYTES):
+            view = whole[begin : begin + STEP_BYTES]
+            read_into(self._fd, view, self._at)
+            self._digest.update(view)
+            self._at += len(view)
 
     def check(self) -> None:
         """Raises CheckpointError where the bytes aren't those that were written."""
