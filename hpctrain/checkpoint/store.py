@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,4 +260,5 @@ def _give_way() -> None:
     It isn't starved: when training waits for the save, its processor is idle.
     """
     if sys.platform == "linux":  # where each thread has a policy of its own
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+        with suppress(OSError):  # some containers forbid it
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))

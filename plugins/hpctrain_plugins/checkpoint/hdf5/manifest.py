@@ -21,7 +21,7 @@ from . import dtypes
 
 FILE_NAME = "manifest.json"
 FORMAT = "hpctrain-hdf5"
-VERSION = 1
+VERSION = 2
 BLOCK_BYTES = 2**20
 """A checksum covers whole rows (of dim 0) of at most so many bytes, at least one row: a partial read has to read and check
 whole blocks, and at its two ends half a block too much on average."""
