@@ -16,8 +16,9 @@ from typing import TypeVar
 
 from hpctrain_plugins.checkpoint.common.collector import collector_waits
 from hpctrain_plugins.checkpoint.common.rectangles import Rectangle
-from hpctrain_plugins.checkpoint.hdf5 import dtypes, manifest, plan
-from hpctrain_plugins.checkpoint.hdf5.manifest import Chunk, Entry, Manifest, ShardFile
+from hpctrain_plugins.checkpoint.common.sealed import checksum_of
+from hpctrain_plugins.checkpoint.hdf5 import manifest, plan, table, write
+from hpctrain_plugins.checkpoint.hdf5.manifest import Manifest, Shard
 
 T = TypeVar("T")
 ROWS, COLUMNS = 4, 1024
@@ -44,28 +45,22 @@ def main() -> None:
     words = parser.parse_args()
     names = [f"optimizer/layers.{number}.mlp.up.weight/exp_avg" for number in range(words.tensors)]
     mine = offers_of(0, names, words.ranks)
-    packed = timed("every rank: pack its offers", lambda: plan.pack(mine))
+    packed = timed("every rank, when shapes change: pack its offers", lambda: plan.pack(mine))
     print(f"{'every rank sends':58} {len(packed) / 1e6:9.3f} MB")
     everyone = [plan.pack(offers_of(rank, names, words.ranks)) for rank in range(words.ranks)]
     made = timed("rank 0, when shapes change: plan", lambda: plan.make_plan(everyone))
-    chunks: dict[str, list[Chunk]] = {name: [] for name in names}
-
-    def gathered() -> Manifest:
-        for rank, offers in enumerate(made.offers):
-            for number, offer in enumerate(offers):
-                chunks[offer.name].append(Chunk(rank, 4096 + 16384 * number, offer.part, ("0123456789abcdef",)))
-        files = [
-            ShardFile(f"shard-{rank:05d}.h5", 2**20 + 16384 * words.tensors, "0" * 16) for rank in range(words.ranks)
-        ]
-        dtype = dtypes.by_name("float32")
-        tensors = {name: Entry(dtype, shape, tuple(chunks[name])) for name, (_, shape) in made.tensors.items()}
-        return Manifest(files, tensors, {})
-
     with collector_waits():  # as a save does it
-        content = timed("rank 0, every save: put the reports together", gathered)
-        raw = timed("rank 0, every save: make manifest.json", lambda: manifest.dump(content))
+        tensors = timed("rank 0, when shapes change: what the manifest says of it", lambda: write.entries(made))
+    places = [(name, 4096 + 16384 * number, ("0123456789abcdef",)) for number, name in enumerate(names)]
+    own = timed(
+        "every rank, every save: make its table", lambda: table.dump(2**20 + 16384 * len(names), "0" * 16, places)
+    )
+    print(f"{'a table':58} {len(own) / 1e6:9.1f} MB")
+    shards = [Shard(f"shard-{rank:05d}.h5", checksum_of(own)) for rank in range(words.ranks)]
+    raw = timed("rank 0, every save: make manifest.json", lambda: manifest.dump(Manifest(shards, tensors, {})))
     print(f"{'manifest.json':58} {len(raw) / 1e6:9.1f} MB")
-    timed("every rank, at a restore: read and check manifest.json", lambda: manifest.parse(raw))
+    content = timed("every rank, at a restore: read and check manifest.json", lambda: manifest.parse(raw))
+    timed("every rank, at a restore: read and check a table", lambda: table.parse(own, content, 0))
 
 
 if __name__ == "__main__":

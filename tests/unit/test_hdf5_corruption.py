@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
-from hpctrain_plugins.checkpoint.hdf5 import Hdf5, manifest, read
+from hpctrain_plugins.checkpoint.hdf5 import Hdf5, read, table
 from torch import Tensor
 
 from hpctrain.api import CheckpointError, Piece, State
 
-SHARD = "shard-00000.h5"
+SHARD, TABLE, MANIFEST = "shard-00000.h5", "shard-00000.json", "manifest.json"
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +64,25 @@ def flip(path: Path, position: int, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit]))
 
 
-def rewrite(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest as someone who means harm would: with a checksum that fits."""
-    path = directory / "manifest.json"
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> str:
+    """Change a file as someone who means harm would: with a checksum that fits, which is returned."""
     content = json.loads(path.read_text())
     del content["checksum"]
     change(content)
     rest = json.dumps(content).encode()[1:]
-    path.write_bytes(b'{"checksum":"%s",\n' % xxhash.xxh3_64_hexdigest(rest).encode() + rest)
+    checksum = xxhash.xxh3_64_hexdigest(rest)
+    path.write_bytes(b'{"checksum":"%s",\n' % checksum.encode() + rest)
+    return checksum
+
+
+def rewrite_table(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the table, and the manifest so that it fits."""
+    checksum = rewrite(directory / TABLE, change)
+    rewrite(directory / MANIFEST, lambda content: content["shards"][0].update(table=checksum))
 
 
 def plant(directory: Path, change: Callable[[h5py.File], None]) -> None:
-    """Change a shard through HDF5 and make the manifest fit the file as it is then."""
+    """Change a shard through HDF5 and make table and manifest fit the file as it is then."""
     with h5py.File(directory / SHARD, "r+") as file:
         change(file)
     fit(directory)
@@ -83,18 +90,19 @@ def plant(directory: Path, change: Callable[[h5py.File], None]) -> None:
 
 def fit(directory: Path) -> None:
     raw = (directory / SHARD).read_bytes()
+    chunks = table_of(directory).chunks
 
     def change(content: dict[str, Any]) -> None:
-        content["files"][0]["size"] = len(raw)
-        spans = sorted(
-            (chunk["at"], chunk["at"] + 4 * int(np.prod(chunk["shape"])))
-            for one in content["tensors"].values()
-            for chunk in one["chunks"]
-        )
-        frame = b"".join(raw[begin:end] for begin, end in manifest.holes(spans, len(raw)))
-        content["files"][0]["xxh3"] = xxhash.xxh3_64_hexdigest(frame)
+        content["size"] = len(raw)
+        spans = sorted((chunk.at, chunk.end) for chunk in chunks)
+        frame = b"".join(raw[begin:end] for begin, end in table.holes(spans, len(raw)))
+        content["xxh3"] = xxhash.xxh3_64_hexdigest(frame)
 
-    rewrite(directory, change)
+    rewrite_table(directory, change)
+
+
+def table_of(directory: Path) -> table.Table:
+    return read.read_table(directory, read.read_manifest(directory), 0)
 
 
 def test_a_whole_one_loads_without_pickle_and_without_hdf5(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,18 +117,19 @@ def test_a_whole_one_loads_without_pickle_and_without_hdf5(checkpoint: Path, mon
 
 
 def positions(directory: Path, what: str) -> list[tuple[str, int]]:
-    """Where to flip: up to 200 places in the data, the HDF5 structure or the manifest."""
-    content = read.read_manifest(directory)
-    inside = {place for begin, end in content.holes[0] for place in range(begin, end)}
+    """Where to flip: up to 200 places in the data, the HDF5 structure, the table or the manifest."""
+    content = table_of(directory)
+    inside = {place for begin, end in content.holes for place in range(begin, end)}
     every: list[tuple[str, int]] = {
-        "data": [(SHARD, place) for place in range(content.files[0].size) if place not in inside],
+        "data": [(SHARD, place) for place in range(content.size) if place not in inside],
         "structure": [(SHARD, place) for place in sorted(inside)],
-        "manifest": [("manifest.json", place) for place in range((directory / "manifest.json").stat().st_size)],
+        "table": [(TABLE, place) for place in range((directory / TABLE).stat().st_size)],
+        "manifest": [(MANIFEST, place) for place in range((directory / MANIFEST).stat().st_size)],
     }[what]
     return random.Random(what).sample(every, 200)
 
 
-@pytest.mark.parametrize("what", ["data", "structure", "manifest"])
+@pytest.mark.parametrize("what", ["data", "structure", "table", "manifest"])
 def test_every_flipped_bit_is_found_while_loading(what: str, checkpoint: Path) -> None:
     for name, position in positions(checkpoint, what):
         flip(checkpoint / name, position, position % 8)
@@ -130,7 +139,7 @@ def test_every_flipped_bit_is_found_while_loading(what: str, checkpoint: Path) -
     load(checkpoint)
 
 
-@pytest.mark.parametrize("what", ["data", "structure", "manifest"])
+@pytest.mark.parametrize("what", ["data", "structure", "table", "manifest"])
 def test_verify_names_the_file_of_a_flipped_bit(what: str, checkpoint: Path) -> None:
     for name, position in positions(checkpoint, what)[:4]:
         flip(checkpoint / name, position, 0)
@@ -141,7 +150,7 @@ def test_verify_names_the_file_of_a_flipped_bit(what: str, checkpoint: Path) -> 
 
 
 def test_a_flipped_bit_in_the_data_names_the_tensor(checkpoint: Path) -> None:
-    chunk = read.read_manifest(checkpoint).tensors["model/a.bias"].chunks[0]
+    chunk = next(one for one in table_of(checkpoint).chunks if one.name == "model/a.bias")
     flip(checkpoint / SHARD, chunk.at + 17, 3)
     with pytest.raises(CheckpointError, match=rf"{SHARD}: tensor model/a\.bias is corrupt"):
         load(checkpoint)
@@ -176,32 +185,41 @@ def test_cut_off_missing_and_replaced_files_are_named(checkpoint: Path) -> None:
     assert Hdf5().recognizes(checkpoint)
 
 
+def test_a_table_of_another_save_is_told(checkpoint: Path) -> None:
+    rewrite(checkpoint / TABLE, lambda content: content["chunks"]["model/a.bias"][0].update(xxh3=["0" * 16]))
+    with pytest.raises(CheckpointError, match=rf"{TABLE}: .*of another save"):
+        load(checkpoint)
+    assert any(TABLE in fault and "of another save" in fault for fault in Hdf5().verify(checkpoint))
+    (checkpoint / TABLE).unlink()
+    with pytest.raises(CheckpointError, match=rf"{TABLE}: the file is missing"):
+        load(checkpoint)
+
+
 Content = dict[str, Any]
 
 
-def bias(content: Content) -> Any:
-    return content["tensors"]["model/a.bias"]
+def layout_of(content: Content, name: str) -> Any:
+    return content["layouts"][content["tensors"][name]["layout"]]
 
 
-def at_of_weight(content: Content) -> Any:
-    return content["tensors"]["model/a.weight"]["chunks"][0]["at"]
+def set_shard(**keys: Any) -> Callable[[Content], Any]:
+    return lambda content: content["shards"][0].update(keys)
+
+
+def set_bias_part(**keys: Any) -> Callable[[Content], Any]:
+    return lambda content: layout_of(content, "model/a.bias")["parts"][0].update(keys)
 
 
 def set_bias(**keys: Any) -> Callable[[Content], Any]:
-    """Change the keys of the bias' chunk."""
-    return lambda content: bias(content)["chunks"][0].update(keys)
+    return lambda content: content["tensors"]["model/a.bias"].update(keys)
 
 
-def grow_bias(content: Content) -> None:
-    bias(content)["shape"] = bias(content)["chunks"][0]["shape"] = [2**58]
+def double_bias(content: Content) -> None:
+    layout_of(content, "model/a.bias")["parts"] *= 2
 
 
-def move_bias_into_weight(content: Content) -> None:
-    bias(content)["chunks"][0]["at"] = at_of_weight(content) + 8
-
-
-def drop_weight(content: Content) -> None:
-    content["tensors"]["model/a.weight"]["chunks"].clear()
+def rename_bias(name: str) -> Callable[[Content], Any]:
+    return lambda content: content["tensors"].update({name: content["tensors"].pop("model/a.bias")})
 
 
 def nested(depth: int) -> list[Any]:
@@ -209,42 +227,79 @@ def nested(depth: int) -> list[Any]:
 
 
 CRAFTED: dict[str, tuple[Callable[[Content], Any], str]] = {
-    "a dropped chunk": (drop_weight, "model/a.weight.*hole"),
-    "a doubled chunk": (lambda c: bias(c)["chunks"].extend(bias(c)["chunks"]), "model/a.bias.*overlap"),
-    "a path up": (lambda c: c["files"][0].update(name="../shard-00000.h5"), "no name of a shard"),
-    "an absolute path": (lambda c: c["files"][0].update(name="/etc/passwd"), "no name of a shard"),
-    "2^60 bytes": (grow_bias, "model/a.bias.*beyond its file"),
-    "a file of 2^60 bytes": (lambda c: c["files"][0].update(size=2**60), "far more bytes"),
-    "a place beyond the file": (set_bias(at=10**9), "model/a.bias.*beyond its file"),
-    "a negative place": (set_bias(at=-8), "zero or more"),
-    "a place in another chunk": (move_bias_into_weight, "overlap"),
-    "an unknown file": (set_bias(file=7), "beyond its file"),
-    "a checksum too many": (set_bias(xxh3=["0" * 16] * 2), "checksums"),
-    "an unknown dtype": (lambda c: bias(c).update(dtype="object"), "unknown dtype"),
-    "text for a number": (set_bias(at="0"), "zero or more"),
-    "a later version": (lambda c: c.update(version=2), "version 2"),
-    "a name that steers a terminal": (
-        lambda c: c["tensors"].update({"\x1b[2J": c["tensors"].pop("model/a.bias")}), r"'\\x1b\[2J' can't name",
-    ),
-    "a name that can't be shown": (
-        lambda c: c["tensors"].update({"\ud800": c["tensors"].pop("model/a.bias")}), r"'\\ud800' can't name",
-    ),
+    "a dropped part": (lambda c: layout_of(c, "model/a.weight")["parts"].clear(), "model/a.weight.*hole"),
+    "a doubled part": (double_bias, "model/a.bias.*overlap"),
+    "a path up": (set_shard(name="../shard-00000.h5"), "no name of a shard"),
+    "an absolute path": (set_shard(name="/etc/passwd"), "no name of a shard"),
+    "a shard twice": (lambda c: c["shards"].extend(c["shards"]), "a shard twice"),
+    "an unknown shard": (set_bias_part(shard=7), "model/a.bias.*shard 7 of 1"),
+    "an unknown layout": (set_bias(layout=7), "model/a.bias.*layout 7 of 3"),
+    "a negative place": (set_bias_part(offsets=[-8]), "zero or more"),
+    "text for a number": (set_bias(layout="0"), "zero or more"),
+    "an unknown dtype": (set_bias(dtype="object"), "unknown dtype"),
+    "a later version": (lambda c: c.update(version=3), "version 3"),
+    "a name that steers a terminal": (rename_bias("\x1b[2J"), r"'\\x1b\[2J' can't name"),
+    "a name that can't be shown": (rename_bias("\ud800"), r"'\\ud800' can't name"),
     "values that are a list": (lambda c: c.update(values=[1]), "values are no object"),
     "values that are null": (lambda c: c.update(values=None), "values are no object"),
     "values with odd names": (lambda c: c.update(values={"\x1b[2J": 1}), "values are no object"),
     "values nested deep": (lambda c: c.update(values={"x": nested(600)}), "nested more than 64 deep"),
     "a float beyond all": (lambda c: c.update(values={"x": {"$float": 10**400}}), "malformed .float"),
     "no tensors": (lambda c: c.pop("tensors"), "malformed"),
-}  # fmt: skip
+    "no layouts": (lambda c: c.update(layouts=None), "malformed"),
+}
 
 
 @pytest.mark.parametrize("what", CRAFTED)
 def test_crafted_manifests_are_refused(what: str, checkpoint: Path) -> None:
     change, says = CRAFTED[what]
-    rewrite(checkpoint, change)
+    rewrite(checkpoint / MANIFEST, change)
     with pytest.raises(CheckpointError, match=rf"manifest\.json: .*{says}"):
         load(checkpoint)
     assert Hdf5().verify(checkpoint)
+
+
+def set_place(**keys: Any) -> Callable[[Content], Any]:
+    """Change the keys of the bias' chunk."""
+    return lambda content: content["chunks"]["model/a.bias"][0].update(keys)
+
+
+def move_bias_into_weight(content: Content) -> None:
+    content["chunks"]["model/a.bias"][0]["at"] = content["chunks"]["model/a.weight"][0]["at"] + 8
+
+
+CRAFTED_TABLES: dict[str, tuple[Callable[[Content], Any], str]] = {
+    "a file of 2^60 bytes": (lambda c: c.update(size=2**60), "far more bytes"),
+    "a place beyond the file": (set_place(at=10**9), "model/a.bias.*beyond its file"),
+    "a negative place": (set_place(at=-8), "zero or more"),
+    "text for a number": (set_place(at="0"), "zero or more"),
+    "a place in another chunk": (move_bias_into_weight, "overlap"),
+    "a checksum too many": (set_place(xxh3=["0" * 16] * 2), "model/a.bias.*2 checksums"),
+    "a chunk too many": (lambda c: c["chunks"]["model/a.bias"].append({"at": 0, "xxh3": []}), "model/a.bias.*2 chunks"),
+    "a missing chunk": (lambda c: c["chunks"].pop("model/a.bias"), "model/a.bias.*0 chunks here"),
+    "an unknown tensor": (lambda c: c["chunks"].update(x=[]), "4 tensors, 3 in the manifest"),
+    "chunks that are a list": (lambda c: c.update(chunks=[]), "malformed"),
+    "a chunk that is a number": (lambda c: c["chunks"].update({"model/a.bias": [5]}), "malformed"),
+}
+
+
+@pytest.mark.parametrize("what", CRAFTED_TABLES)
+def test_crafted_tables_are_refused(what: str, checkpoint: Path) -> None:
+    change, says = CRAFTED_TABLES[what]
+    rewrite_table(checkpoint, change)
+    with pytest.raises(CheckpointError, match=rf"{TABLE}: .*{says}"):
+        load(checkpoint)
+    assert any(TABLE in fault for fault in Hdf5().verify(checkpoint))
+
+
+def test_a_tensor_of_2_to_the_60_bytes_is_refused(checkpoint: Path) -> None:
+    def grow(content: Content) -> None:
+        layout = layout_of(content, "model/a.bias")
+        layout["shape"] = layout["parts"][0]["shape"] = [2**58]
+
+    rewrite(checkpoint / MANIFEST, grow)
+    rewrite_table(checkpoint, set_place(xxh3=["0" * 16] * 2))
+    assert any("model/a.bias" in fault and "checksums" in fault for fault in Hdf5().verify(checkpoint))
 
 
 def test_deep_nesting_is_refused(checkpoint: Path) -> None:
@@ -279,10 +334,10 @@ HOSTILE: dict[str, tuple[Callable[[h5py.File], Any], str]] = {
     "external storage": (dataset(external=[("/etc/passwd", 0, 16)]), "/etc/passwd"),
     "filter": (dataset(chunks=(4,), compression="gzip"), "filter 'deflate'"),
     "chunked": (dataset(chunks=(4,)), "contiguously"),
-    "text": (dataset(shape=(), dtype=h5py.string_dtype()), "isn't in the manifest"),
-    "object references": (dataset(dtype=h5py.ref_dtype), "isn't in the manifest"),
-    "region references": (dataset(dtype=h5py.regionref_dtype), "isn't in the manifest"),
-    "extra dataset": (dataset(), "isn't in the manifest"),
+    "text": (dataset(shape=(), dtype=h5py.string_dtype()), "isn't in the table"),
+    "object references": (dataset(dtype=h5py.ref_dtype), "isn't in the table"),
+    "region references": (dataset(dtype=h5py.regionref_dtype), "isn't in the table"),
+    "extra dataset": (dataset(), "isn't in the table"),
 }
 
 
@@ -296,8 +351,9 @@ def test_hostile_objects_are_refused_by_name(what: str, checkpoint: Path, tmp_pa
     assert len(faults) == 1
     assert f"{SHARD}: model/planted" in faults[0]
     assert says in faults[0]
-    # Without the manifest's consent loading refuses the file, too, and verify still names the object.
-    shutil.copy(untouched / "manifest.json", checkpoint)
+    # Without the table's consent loading refuses the file, too, and verify still names the object.
+    shutil.copy(untouched / TABLE, checkpoint)
+    shutil.copy(untouched / MANIFEST, checkpoint)
     with pytest.raises(CheckpointError, match=SHARD):
         load(checkpoint)
     assert any("model/planted" in fault for fault in Hdf5().verify(checkpoint))
@@ -337,7 +393,7 @@ def add_attribute(value: Any) -> Callable[[h5py.File], Any]:
         (swap_bias(shape=(20,), dtype=h5py.ref_dtype), "isn't of the type"),
         (swap_bias(shape=(10,), dtype=[("x", h5py.vlen_dtype("u1"))]), "isn't of the type"),
         (swap_bias(shape=(20,), dtype=[("x", h5py.ref_dtype)]), "isn't of the type"),
-        (swap_bias(shape=(5, 8)), "has the shape [5, 8], in the manifest [40]"),
+        (swap_bias(shape=(5, 8)), "has the shape [5, 8], in the table [40]"),
         (swap_bias(), "has 160 bytes from byte None"),  # of the right type, elsewhere
         (add_attribute("any length"), "has the attribute 'dtype'"),
         (add_attribute(5), "has the attribute 'dtype'"),

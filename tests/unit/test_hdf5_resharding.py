@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hpctrain_plugins.checkpoint.common.rectangles import Rectangle
-from hpctrain_plugins.checkpoint.hdf5 import Hdf5, manifest, read
+from hpctrain_plugins.checkpoint.hdf5 import Hdf5, read, table
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -66,7 +66,7 @@ def test_any_tiling_is_read_under_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape, written, wanted = case
-    monkeypatch.setattr(manifest, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(table, "BLOCK_BYTES", block_bytes)
     source = torch.randn(shape)
     with tempfile.TemporaryDirectory() as name:
         form = Hdf5()
@@ -79,7 +79,7 @@ def test_any_tiling_is_read_under_any_other(
 def test_a_part_is_read_from_the_blocks_that_hold_it_and_no_others(
     tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(table, "BLOCK_BYTES", 1024)
     source = torch.randn(64, 32)  # rows of 128 bytes: 8 rows a block
     form = Hdf5()
     form.write(State(pieces_of(source, [Rectangle((0, 0), (32, 32)), Rectangle((32, 0), (32, 32))])), tmp_path, group)
@@ -90,9 +90,10 @@ def test_a_part_is_read_from_the_blocks_that_hold_it_and_no_others(
     form.load(tmp_path, [Piece("w", (64, 32), (7, 0), target)])
     assert torch.equal(target, source[7:17])
     assert sizes.count(1024) == 3  # rows 0-7, 8-15, 16-23
-    frame = [end - begin for begin, end in read.read_manifest(tmp_path).holes[0]]
-    manifest_bytes = (tmp_path / "manifest.json").stat().st_size
-    assert sorted(size for size in sizes[: len(frame) + 4] if size != 1024) == sorted([manifest_bytes, *frame])
+    others = [(tmp_path / name).stat().st_size for name in ("manifest.json", "shard-00000.json")]
+    others += [end - begin for begin, end in read.read_table(tmp_path, read.read_manifest(tmp_path), 0).holes]
+    found = sizes[: len(others) + 3]
+    assert sorted(size for size in found if size != 1024) == sorted(others)
 
 
 def test_another_shape_a_missing_name_and_a_rectangle_outside_are_named(
@@ -138,7 +139,7 @@ def test_a_system_without_files_in_memory_writes_the_same(
         (tmp_path / name).mkdir()
         Hdf5().write(state, tmp_path / name, group)
         monkeypatch.delattr(os, "memfd_create", raising=False)
-    for file in ("shard-00000.h5", "index.h5", "manifest.json"):
+    for file in ("shard-00000.h5", "shard-00000.json", "index.h5", "manifest.json"):
         assert (tmp_path / "with" / file).read_bytes() == (tmp_path / "without" / file).read_bytes()
 
 

@@ -23,6 +23,13 @@ def seal(content: dict[str, Any]) -> bytes:
     return b'{"checksum":"%s",\n' % xxhash.xxh3_64_hexdigest(rest).encode() + rest
 
 
+def checksum_of(raw: bytes) -> str:
+    """The checksum that `seal` put in front."""
+    head = _HEAD.match(raw)
+    assert head is not None
+    return head[1].decode()
+
+
 def unseal(raw: bytes) -> Any:
     """What `seal` was given; CheckpointError when a bit is another one, or it is no JSON."""
     head = _HEAD.match(raw)

@@ -1,4 +1,4 @@
-"""The checkpoint format `hdf5`: one HDF5 file per rank and a manifest. docs/checkpoint-format.md has the layout."""
+"""The checkpoint format `hdf5`: an HDF5 file and a table of it per rank, and a manifest; see docs/checkpoint-format.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Hdf5(CheckpointFormat):
         return self._snapshots.take(state)
 
     def write(self, snapshot: State, directory: Path, group: dist.ProcessGroup) -> None:
-        """Collective over `group`; makes at most one file per rank, and rank 0's manifest.json last."""
+        """Collective over `group`; makes at most a shard and its table per rank, and rank 0's manifest.json last."""
         self._writer.write(snapshot, directory, group)
 
     def read_values(self, directory: Path) -> dict[str, Any]:
@@ -43,17 +43,17 @@ class Hdf5(CheckpointFormat):
     def tensors(self, directory: Path) -> dict[str, StoredTensor]:
         """Every tensor with its dtype, its whole shape and where its chunks lie."""
         content = self._reader(directory)
-        files = [file.name for file in content.files]
-        return {
-            name: StoredTensor(
-                entry.dtype, entry.shape, tuple(StoredChunk(files[one.file], *one.part) for one in entry.chunks)
-            )
-            for name, entry in content.tensors.items()
-        }
+        chunks: dict[int, tuple[StoredChunk, ...]] = {}  # most tensors share their layout with others
+        found = {}
+        for name, (dtype, layout) in content.tensors.items():
+            if id(layout) not in chunks:
+                chunks[id(layout)] = tuple(StoredChunk(content.shards[file].name, *part) for file, part in layout.parts)
+            found[name] = StoredTensor(dtype, layout.shape, chunks[id(layout)])
+        return found
 
     def names(self, directory: Path) -> dict[str, tuple[int, ...]]:
         """Every tensor with its whole shape."""
-        return {name: entry.shape for name, entry in self._reader(directory).tensors.items()}
+        return {name: entry.layout.shape for name, entry in self._reader(directory).tensors.items()}
 
     def load(self, directory: Path, pieces: list[Piece]) -> None:
         """Fill the pieces, reading and checking only the blocks that hold some of them."""

@@ -1,11 +1,16 @@
-"""manifest.json: what is where, with checksums. The only file that a reader trusts, and only after its own checksum."""
+"""manifest.json: the tensors, how they are cut, and the tables' checksums. The only file that a reader trusts by itself,
+and only after its own checksum.
+
+It is the same size however many ranks cut a tensor alike: tensors that are cut alike share a layout, and where each chunk
+lies, with its checksums, stands in the table of its shard (see table.py), which is read where something of it is needed.
+"""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,113 +27,88 @@ from . import dtypes
 FILE_NAME = "manifest.json"
 FORMAT = "hpctrain-hdf5"
 VERSION = 2
-BLOCK_BYTES = 2**20
-"""A checksum covers whole rows (of dim 0) of at most so many bytes, at least one row: a partial read has to read and check
-whole blocks, and at its two ends half a block too much on average."""
-
-FRAME_BYTES = 16 * 2**20
-"""The most that HDF5's own structures can reasonably take in a shard, and again for each chunk."""
 
 _SHARD = re.compile(r"shard-\d{5,}\.h5")
 
 
-class Block(NamedTuple):
-    """Consecutive rows of a chunk that share a checksum; `at` and `nbytes` say where they lie in the file."""
-
-    part: Rectangle
-    at: int
-    nbytes: int
-
-
-class Chunk(NamedTuple):
-    """A rectangle of a tensor, C-ordered and contiguous in a shard from byte `at` on."""
-
-    file: int
-    at: int
-    part: Rectangle
-    checksums: tuple[str, ...]
-
-
-class ShardFile(NamedTuple):
-    """A shard; `checksum` is over its bytes outside of all chunks: HDF5's own structures and the padding."""
+class Shard(NamedTuple):
+    """A shard; `table` is the checksum of its table."""
 
     name: str
-    size: int
-    checksum: str
+    table: str
+
+
+class Part(NamedTuple):
+    """A rectangle of a tensor, and the number of the shard that has it."""
+
+    file: int
+    rectangle: Rectangle
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tensors of one shape are cut, and which shard has which part."""
+
+    shape: Dims
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def by_file(self) -> dict[int, list[Rectangle]]:
+        """What each shard has, in the order of the parts."""
+        found: dict[int, list[Rectangle]] = {}
+        for file, rectangle in self.parts:
+            found.setdefault(file, []).append(rectangle)
+        return found
 
 
 class Entry(NamedTuple):
     """A tensor."""
 
     dtype: torch.dtype
-    shape: Dims
-    chunks: tuple[Chunk, ...]
+    layout: Layout
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The parsed and validated content; `values` is still in its JSON form."""
 
-    files: list[ShardFile]
+    shards: list[Shard]
     tensors: dict[str, Entry]
     values: Any
-    holes: list[list[tuple[int, int]]] = field(default_factory=list)
-    """Per file the (begin, end) of every stretch of bytes outside of chunks, filled by `parse`."""
 
-
-def blocks(part: Rectangle, at: int, itemsize: int) -> Iterator[Block]:
-    """Cut a chunk into the blocks that have a checksum each."""
-    rows, row_bytes, step = _rows(part, itemsize)
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        inner = part
-        if part.shape:
-            inner = Rectangle((part.offsets[0] + first, *part.offsets[1:]), (count, *part.shape[1:]))
-        yield Block(inner, at + first * row_bytes, count * row_bytes)
-
-
-def _rows(part: Rectangle, itemsize: int) -> tuple[int, int, int]:
-    """Rows of a chunk (none if it is empty), the bytes of one, and how many make a block."""
-    if part.volume == 0:
-        return 0, 0, 1
-    rows = part.shape[0] if part.shape else 1
-    row_bytes = part.volume * itemsize // rows
-    return rows, row_bytes, max(1, BLOCK_BYTES // row_bytes)
-
-
-def _block_count(part: Rectangle, itemsize: int) -> int:
-    """How many blocks there are, without listing those of an absurd size."""
-    rows, _, step = _rows(part, itemsize)
-    return -(-rows // step)
-
-
-def holes(spans: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """The (begin, end) stretches of a file of `size` bytes outside of `spans`, which must be sorted and disjoint."""
-    edges = [0, *(edge for span in spans for edge in span), size]
-    return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
+    def parts_in(self, file: int) -> Iterator[tuple[str, torch.dtype, list[Rectangle]]]:
+        """The tensors of which that shard has something, with what it has."""
+        for name, (dtype, layout) in self.tensors.items():
+            rectangles = layout.by_file.get(file)
+            if rectangles is not None:
+                yield name, dtype, rectangles
 
 
 def dump(manifest: Manifest) -> bytes:
     """The bytes of manifest.json."""
+    layouts = {id(entry.layout): entry.layout for entry in manifest.tensors.values()}
+    numbers = {known: number for number, known in enumerate(layouts)}
     content = {
         "format": FORMAT,
         "version": VERSION,
-        "files": [{"name": name, "size": size, "xxh3": checksum} for name, size, checksum in manifest.files],
-        "tensors": {name: _entry_json(entry) for name, entry in manifest.tensors.items()},
+        "shards": [shard._asdict() for shard in manifest.shards],
+        "layouts": [
+            {
+                "shape": layout.shape,
+                "parts": [
+                    {"shard": file, "offsets": rectangle.offsets, "shape": rectangle.shape}
+                    for file, rectangle in layout.parts
+                ],
+            }
+            for layout in layouts.values()
+        ],
+        "tensors": {
+            name: {"dtype": dtypes.name_of(entry.dtype), "layout": numbers[id(entry.layout)]}
+            for name, entry in manifest.tensors.items()
+        },
         "values": manifest.values,
     }
     return seal(content)
-
-
-def _entry_json(entry: Entry) -> dict[str, Any]:
-    return {
-        "dtype": dtypes.name_of(entry.dtype),
-        "shape": entry.shape,
-        "chunks": [
-            {"file": file, "at": at, "offsets": part.offsets, "shape": part.shape, "xxh3": checksums}
-            for file, at, part, checksums in entry.chunks
-        ],
-    }
 
 
 def parse(raw: bytes) -> Manifest:
@@ -143,48 +123,38 @@ def _parse(content: Any) -> Manifest:
             raise CheckpointError(
                 f"it is {content['format']!r} version {content['version']!r}; this reader knows {FORMAT} {VERSION}"
             )
-        files = [ShardFile(_shard_name(one["name"]), _natural(one["size"]), one["xxh3"]) for one in content["files"]]
-        tensors = {name: _entry(name, one, files) for name, one in content["tensors"].items()}
+        shards = [Shard(_shard_name(one["name"]), one["table"]) for one in content["shards"]]
+        if len({shard.name for shard in shards}) < len(shards):
+            raise CheckpointError("it lists a shard twice")
+        layouts = [_layout(one, len(shards)) for one in content["layouts"]]
+        tensors = {name: _entry(name, one, layouts) for name, one in content["tensors"].items()}
         values.decode_all(content["values"])  # so that whoever reads a manifest hears of what is wrong with them
-        return Manifest(files, tensors, content["values"], _all_holes(files, tensors))
+        return Manifest(shards, tensors, content["values"])
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"malformed content: {type(error).__name__}: {error}") from error
 
 
-def _entry(name: str, raw: dict[str, Any], files: list[ShardFile]) -> Entry:
+def _layout(raw: dict[str, Any], shards: int) -> Layout | str:
+    """A layout, or what is wrong with it: the tensors that have it are to be named."""
+    shape = _dims(raw["shape"])
+    parts = tuple(
+        Part(natural(one["shard"]), Rectangle(_dims(one["offsets"]), _dims(one["shape"]))) for one in raw["parts"]
+    )
+    unknown = [part.file for part in parts if part.file >= shards]
+    if unknown:
+        return f"a part is in shard {unknown[0]} of {shards}"
+    return tiling_fault(shape, [part.rectangle for part in parts]) or Layout(shape, parts)
+
+
+def _entry(name: str, raw: dict[str, Any], layouts: list[Layout | str]) -> Entry:
     check_printable(name)
-    dtype, shape = dtypes.by_name(raw["dtype"]), _dims(raw["shape"])
-    chunks = []
-    for one in raw["chunks"]:
-        part = Rectangle(_dims(one["offsets"]), _dims(one["shape"]))
-        chunk = Chunk(_natural(one["file"]), _natural(one["at"]), part, tuple(one["xxh3"]))
-        end = chunk.at + part.volume * dtype.itemsize
-        if chunk.file >= len(files) or end > files[chunk.file].size:
-            raise CheckpointError(f"tensor {name}: a chunk of {end - chunk.at} bytes ends beyond its file")
-        if len(chunk.checksums) != _block_count(part, dtype.itemsize):
-            raise CheckpointError(f"tensor {name}: a chunk has {len(chunk.checksums)} checksums, not one per block")
-        chunks.append(chunk)
-    fault = tiling_fault(shape, [chunk.part for chunk in chunks])
-    if fault is not None:
-        raise CheckpointError(f"tensor {name}: {fault}")
-    return Entry(dtype, shape, tuple(chunks))
-
-
-def _all_holes(files: list[ShardFile], tensors: dict[str, Entry]) -> list[list[tuple[int, int]]]:
-    spans: list[list[tuple[int, int]]] = [[] for _ in files]
-    for entry in tensors.values():
-        for chunk in entry.chunks:
-            if chunk.part.volume:
-                spans[chunk.file].append((chunk.at, chunk.at + chunk.part.volume * entry.dtype.itemsize))
-    for file, mine in zip(files, spans, strict=True):
-        mine.sort()
-        if any(end > begin for (_, end), (begin, _) in itertools.pairwise(mine)):
-            raise CheckpointError(f"two chunks overlap in {file.name}")
-    found = [holes(mine, file.size) for file, mine in zip(files, spans, strict=True)]
-    for file, mine, stretches in zip(files, spans, found, strict=True):
-        if sum(end - begin for begin, end in stretches) > FRAME_BYTES * (1 + len(mine)):
-            raise CheckpointError(f"{file.name} declares far more bytes ({file.size}) than its chunks need")
-    return found
+    dtype, number = dtypes.by_name(raw["dtype"]), natural(raw["layout"])
+    if number >= len(layouts):
+        raise CheckpointError(f"tensor {name}: it has layout {number} of {len(layouts)}")
+    layout = layouts[number]
+    if isinstance(layout, str):
+        raise CheckpointError(f"tensor {name}: {layout}")
+    return Entry(dtype, layout)
 
 
 def _shard_name(name: object) -> str:
@@ -194,11 +164,12 @@ def _shard_name(name: object) -> str:
     return name
 
 
-def _natural(number: object) -> int:
+def natural(number: object) -> int:
+    """A number that is zero or more; CheckpointError for anything else."""
     if type(number) is not int or number < 0:
         raise CheckpointError(f"found {number!r}, expected a number that is zero or more")
     return number
 
 
 def _dims(numbers: list[object]) -> Dims:
-    return tuple(map(_natural, numbers))
+    return tuple(map(natural, numbers))

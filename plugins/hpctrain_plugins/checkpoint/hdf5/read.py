@@ -1,4 +1,4 @@
-"""Reading: any rectangles from a checkpoint, by plain reads at the manifest's positions, each block checked.
+"""Reading: any rectangles from a checkpoint, by plain reads at the tables' positions, each block checked.
 
 HDF5 itself takes no part in it: what a crafted file makes HDF5 do (follow links to other files, load filters, unpack
 bombs) can't happen, and a damaged structure can't hang it.
@@ -7,9 +7,7 @@ bombs) can't happen, and a damaged structure can't hang it.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import xxhash
@@ -20,18 +18,12 @@ from hpctrain.api import CheckpointError, Piece
 from ..common.files import empty, opened, read_at, read_into
 from ..common.fitting import check_fits
 from ..common.rectangles import Rectangle
-from . import manifest
-from .manifest import Block, Chunk, Manifest
+from . import manifest, table
+from .manifest import Entry, Manifest
+from .table import Block, Chunk, Table, table_name
 
 STEP_BYTES = 256 * 1024
 """Read at a time: so many bytes are still in a core's cache when they are checked."""
-
-
-class Need(NamedTuple):
-    """A chunk that a piece needs some of."""
-
-    chunk: Chunk
-    piece: Piece
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -40,6 +32,16 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         with opened(path) as fd:
             return manifest.parse(read_at(fd, os.fstat(fd).st_size, 0).numpy().tobytes())
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def read_table(directory: Path, content: Manifest, file: int) -> Table:
+    """The checked table of a shard."""
+    path = directory / table_name(content.shards[file].name)
+    try:
+        with opened(path) as fd:
+            return table.parse(read_at(fd, os.fstat(fd).st_size, 0).numpy().tobytes(), content, file)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -77,54 +79,70 @@ class Scratch:
 
 def load(directory: Path, content: Manifest, pieces: list[Piece]) -> None:
     """Fill the pieces; CheckpointError names the file and the tensor of whatever is wrong."""
-    needs: dict[int, list[Need]] = defaultdict(list)
+    needs: dict[int, dict[str, list[Piece]]] = {}  # by shard, then by tensor
+    known: dict[tuple[int, Rectangle], set[int]] = {}  # most tensors are cut alike, and so are the pieces
     for piece in pieces:
-        for chunk in _chunks_for(directory, content, piece):
-            needs[chunk.file].append(Need(chunk, piece))
+        entry, target = _entry_of(directory, content, piece), _target(piece)
+        files = known.get((id(entry.layout), target))
+        if files is None:
+            files = known[id(entry.layout), target] = _shards_with(directory, piece.name, entry, target)
+        for file in files:
+            needs.setdefault(file, {}).setdefault(piece.name, []).append(piece)
     scratch = Scratch()
-    for index, wanted in sorted(needs.items()):
-        file = content.files[index]
+    for file, wanted in sorted(needs.items()):
+        found, path = read_table(directory, content, file), directory / content.shards[file].name
         try:
-            with opened(directory / file.name, file.size) as fd:
-                check_frame(fd, content, index)
-                for need in sorted(wanted, key=lambda one: one.chunk.at):  # in the order of the file
-                    _fill(fd, need, content.tensors[need.piece.name].dtype, scratch)
+            with opened(path, found.size) as fd:
+                check_frame(fd, found)
+                for chunk in sorted(found.chunks, key=lambda one: one.at):  # in the order of the file
+                    for piece in wanted.get(chunk.name, ()):
+                        _fill(fd, chunk, piece, scratch)
         except CheckpointError as error:
-            raise CheckpointError(f"{directory / file.name}: {error}") from error
+            raise CheckpointError(f"{path}: {error}") from error
 
 
-def _chunks_for(directory: Path, content: Manifest, piece: Piece) -> list[Chunk]:
-    """The chunks that overlap a piece, after checking that together they fill it."""
-    where = directory / manifest.FILE_NAME
-    entry = content.tensors.get(piece.name)
+def _entry_of(directory: Path, content: Manifest, piece: Piece) -> Entry:
+    """The tensor that a piece is of, after checking that it fits."""
+    where, entry = directory / manifest.FILE_NAME, content.tensors.get(piece.name)
     if entry is None:
         raise CheckpointError(f"{where}: there is no tensor {piece.name}")
-    check_fits(where, piece, entry.shape, entry.dtype)
-    target = Rectangle(tuple(piece.offsets), tuple(piece.tensor.shape))
-    parts = [(chunk, chunk.part.overlap(target)) for chunk in entry.chunks]
+    check_fits(where, piece, entry.layout.shape, entry.dtype)
+    return entry
+
+
+def _shards_with(directory: Path, name: str, entry: Entry, target: Rectangle) -> set[int]:
+    """The shards that have something of `target`, after checking that together they have all of it."""
+    parts = [(file, rectangle.overlap(target)) for file, rectangle in entry.layout.parts]
     found = sum(part.volume for _, part in parts if part)
     if found != target.volume:
-        raise CheckpointError(f"{where}: tensor {piece.name} has {found} of the {target.volume} elements asked for")
-    return [chunk for chunk, part in parts if part]
+        where = directory / manifest.FILE_NAME
+        raise CheckpointError(f"{where}: tensor {name} has {found} of the {target.volume} elements asked for")
+    return {file for file, part in parts if part}
 
 
-def _fill(fd: int, need: Need, dtype: torch.dtype, scratch: Scratch) -> None:
+def _target(piece: Piece) -> Rectangle:
+    return Rectangle(tuple(piece.offsets), tuple(piece.tensor.shape))
+
+
+def _fill(fd: int, chunk: Chunk, piece: Piece, scratch: Scratch) -> None:
     """Copy what the chunk has of the piece, reading the blocks that hold some of it."""
-    target = Rectangle(tuple(need.piece.offsets), tuple(need.piece.tensor.shape))
-    for number, block in enumerate(manifest.blocks(need.chunk.part, need.chunk.at, dtype.itemsize)):
+    target = _target(piece)
+    if not chunk.part.overlap(target):
+        return
+    for block, checksum in chunk.blocks():
         part = block.part.overlap(target)
         if part is None:
             continue
-        reading = BlockReading(fd, block, need.chunk.checksums[number], need.piece.name)
-        wanted = need.piece.tensor.detach()[target.slices(part)]
-        direct = part == block.part and wanted.dtype == dtype and wanted.is_cpu and wanted.is_contiguous()
+        reading = BlockReading(fd, block, checksum, chunk.name)
+        wanted = piece.tensor.detach()[target.slices(part)]
+        direct = part == block.part and wanted.dtype == chunk.dtype and wanted.is_cpu and wanted.is_contiguous()
         # A byte other than 0 and 1 is no bool: then the copy converts it.
-        if direct and dtype != torch.bool:
+        if direct and chunk.dtype != torch.bool:
             reading.read(wanted.reshape(-1).view(torch.uint8))
         else:
             data = scratch.take(block.nbytes)
             reading.read(data)
-            values = data.view(torch.uint8 if dtype == torch.bool else dtype).view(block.part.shape)
+            values = data.view(torch.uint8 if chunk.dtype == torch.bool else chunk.dtype).view(block.part.shape)
             wanted.copy_(values[block.part.slices(part)])
         reading.check()
 
@@ -155,10 +173,10 @@ class BlockReading:
             )
 
 
-def check_frame(fd: int, content: Manifest, index: int) -> None:
+def check_frame(fd: int, found: Table) -> None:
     """Check the bytes of a shard that belong to no tensor."""
     digest = xxhash.xxh3_64()
-    for begin, end in content.holes[index]:
+    for begin, end in found.holes:
         digest.update(read_at(fd, end - begin, begin).numpy().data)
-    if digest.hexdigest() != content.files[index].checksum:
+    if digest.hexdigest() != found.checksum:
         raise CheckpointError("its HDF5 structure isn't the one that was written: the file is corrupt or was changed")

@@ -18,11 +18,11 @@ _LINKS = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "an external link"}
 Place = tuple[int, int, str, list[int]]
 """First byte, number of bytes, the HDF5 datatype as it is encoded, in hexadecimal, and the shape."""
 Expected = dict[str, Place]
-"""The manifest's datasets by their paths."""
+"""The table's datasets by their paths."""
 
 
 def faults(path: str, expected: Expected) -> list[str]:
-    """One sentence per object that isn't a plain dataset of the manifest, and per dataset that isn't there."""
+    """One sentence per object that isn't a plain dataset of the table, and per dataset that isn't there."""
     found: set[str] = set()
     sentences: list[str] = []
     with h5py.File(path, "r", locking=False) as file:
@@ -72,14 +72,14 @@ def _dataset_fault(dataset: h5d.DatasetID, place: Place | None) -> str | None:
     if layout != h5d.CONTIGUOUS:
         return "isn't stored contiguously"
     if place is None:
-        return "isn't in the manifest"
+        return "isn't in the table"
     if not dataset.get_type().equal(h5t.decode(bytes.fromhex(place[2]))):
         return "isn't of the type that the manifest says"
     if list(dataset.shape) != place[3]:
-        return f"has the shape {list(dataset.shape)}, in the manifest {place[3]}"
+        return f"has the shape {list(dataset.shape)}, in the table {place[3]}"
     nbytes = dataset.get_space().get_simple_extent_npoints() * dataset.get_type().get_size()
     if (dataset.get_offset() or 0, nbytes) != place[:2]:
-        return f"has {nbytes} bytes from byte {dataset.get_offset()} on, in the manifest {place[1]} from {place[0]} on"
+        return f"has {nbytes} bytes from byte {dataset.get_offset()} on, in the table {place[1]} from {place[0]} on"
     return _attribute_fault(dataset)
 
 

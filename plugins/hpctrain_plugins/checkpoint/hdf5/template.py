@@ -21,8 +21,8 @@ from hpctrain.api import CheckpointError
 
 from ..common.files import memory_file
 from . import dtypes
-from .manifest import holes
 from .plan import Offer
+from .table import holes
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from hpctrain.api import CheckpointError
 
 from ..common.files import opened
 from . import dtypes, index, manifest, structure
-from .manifest import Chunk, Entry, Manifest
+from .manifest import Manifest
 from .plan import Offer
-from .read import STEP_BYTES, BlockReading, Scratch, check_frame, read_manifest
+from .read import STEP_BYTES, BlockReading, Scratch, check_frame, read_manifest, read_table
+from .table import Chunk, Table, table_name
 
 STRUCTURE_SECONDS = 300
 """How long HDF5 may take over one shard's structure; 10,000 datasets take about a second."""
@@ -29,7 +30,7 @@ def verify(directory: Path, progress: Progress | None = None) -> list[str]:
         content = read_manifest(directory)
     except (CheckpointError, OSError) as error:
         return [str(error)]
-    done, total = 0, sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in content.tensors.values())
+    done, total = 0, sum(math.prod(entry.layout.shape) * entry.dtype.itemsize for entry in content.tensors.values())
     found: list[str] = []
 
     def advance(nbytes: int) -> None:
@@ -38,49 +39,52 @@ def verify(directory: Path, progress: Progress | None = None) -> list[str]:
         if progress is not None:
             progress(done, total)
 
-    for number, file in enumerate(content.files):
-        path = directory / file.name
-        found += [f"{path}: {fault}" for fault in _file_faults(path, content, number, advance)]
+    for number, shard in enumerate(content.shards):
+        try:
+            found_table = read_table(directory, content, number)
+        except (CheckpointError, OSError) as error:
+            found.append(str(error))
+            continue
+        path = directory / shard.name
+        found += [f"{path}: {fault}" for fault in _file_faults(path, content, found_table, advance)]
     return found + _unknown_files(directory, content)
 
 
 def _unknown_files(directory: Path, content: Manifest) -> list[str]:
     """index.h5 is known, whatever it holds: loading never opens it."""
-    known = {manifest.FILE_NAME, index.FILE_NAME, *(file.name for file in content.files)}
+    known = {manifest.FILE_NAME, index.FILE_NAME}
+    known.update(name for shard in content.shards for name in (shard.name, table_name(shard.name)))
     return [
         f"{path}: the manifest doesn't know this file" for path in sorted(directory.iterdir()) if path.name not in known
     ]
 
 
-def _file_faults(path: Path, content: Manifest, index: int, advance: Callable[[int], None]) -> list[str]:
+def _file_faults(path: Path, content: Manifest, table: Table, advance: Callable[[int], None]) -> list[str]:
     found = []
-    chunks = [
-        (name, entry, chunk) for name, entry in content.tensors.items() for chunk in entry.chunks if chunk.file == index
-    ]
     try:
-        with opened(path, content.files[index].size) as fd:
-            for name, entry, chunk in sorted(chunks, key=lambda one: one[2].at):
-                found += _chunk_faults(fd, name, entry, chunk, advance)
-            check_frame(fd, content, index)
+        with opened(path, table.size) as fd:
+            for chunk in sorted(table.chunks, key=lambda one: one.at):
+                found += _chunk_faults(fd, chunk, advance)
+            check_frame(fd, table)
     except (CheckpointError, OSError) as error:
         found.append(str(error))
     expected: structure.Expected = {}
-    for name, entry, chunk in chunks:
-        offer = Offer(name, dtypes.name_of(entry.dtype), entry.shape, chunk.part)
+    for chunk in table.chunks:
+        offer = Offer(chunk.name, dtypes.name_of(chunk.dtype), content.tensors[chunk.name].layout.shape, chunk.part)
         expected[offer.dataset] = (
             chunk.at,
             offer.nbytes,
-            dtypes.hdf5_type(entry.dtype).encode().hex(),
+            dtypes.hdf5_type(chunk.dtype).encode().hex(),
             list(chunk.part.shape),
         )
     return found + _structure_faults(path, expected)
 
 
-def _chunk_faults(fd: int, name: str, entry: Entry, chunk: Chunk, advance: Callable[[int], None]) -> list[str]:
+def _chunk_faults(fd: int, chunk: Chunk, advance: Callable[[int], None]) -> list[str]:
     found, scratch = [], Scratch()
-    for number, block in enumerate(manifest.blocks(chunk.part, chunk.at, entry.dtype.itemsize)):
+    for block, checksum in chunk.blocks():
         try:
-            reading = BlockReading(fd, block, chunk.checksums[number], name)
+            reading = BlockReading(fd, block, checksum, chunk.name)
             for begin in range(0, block.nbytes, STEP_BYTES):
                 reading.read(scratch.take(min(STEP_BYTES, block.nbytes - begin)))
             reading.check()

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: agree on a plan, write the shards side by side, then rank 0 writes the manifest."""
+"""Writing a checkpoint: agree on a plan, write the shards and their tables side by side, then rank 0 the manifest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,20 +17,15 @@ from hpctrain.api import Piece, State, sync_directory
 from ..common import values
 from ..common.collector import collector_waits
 from ..common.files import Output, created, write_file
-from . import dtypes, index, manifest
+from ..common.rectangles import Dims, Rectangle
+from ..common.sealed import checksum_of
+from . import dtypes, index, manifest, table
 from .exchange import Outcome, agree, attempt, gather, scatter
-from .manifest import Chunk, Entry, Manifest, ShardFile
+from .manifest import Entry, Layout, Manifest, Part, Shard
 from .plan import Offer, Plan, describe, make_plan, pack
 from .template import Template, make_template
 
 LOG = logging.getLogger("hpctrain")
-
-
-class ShardReport(NamedTuple):
-    """What rank 0 needs for the manifest: `chunks` are (position, checksums) in the order of the plan."""
-
-    file: ShardFile | None
-    chunks: list[tuple[int, tuple[str, ...]]]
 
 
 @dataclass
@@ -51,6 +45,12 @@ class Agreement:
         """The bytes of index.h5, if it has one."""
         shards = [shard_name(rank) for rank in range(self.group.size())]
         return None if self.plan is None else index.make_index(self.plan, shards)
+
+    @cached_property
+    def tensors(self) -> dict[str, Entry]:
+        """What the manifest says of them."""
+        with collector_waits():
+            return {} if self.plan is None else entries(self.plan)
 
 
 class Views:
@@ -84,14 +84,13 @@ class Writer:
     def write(self, state: State, directory: Path, group: dist.ProcessGroup) -> None:
         """Collective over `group`; an error on any rank is raised on all."""
         agreement = self._agree(state, group)
-        reports = gather(attempt(lambda: _write_shard(agreement, state.pieces, directory)), group)
-        if isinstance(reports, Exception):
-            agree(reports, group)
+        tables = gather(attempt(lambda: _write_shard(agreement, state.pieces, directory)), group)
+        if isinstance(tables, Exception):
+            agree(tables, group)
         elif agreement.plan is None:
             agree(None, group)
         else:
-            plan = agreement.plan
-            agree(attempt(lambda: _finish(plan, agreement, reports, state, directory)), group)
+            agree(attempt(lambda: _finish(agreement, tables, state, directory)), group)
 
     def _agree(self, state: State, group: dist.ProcessGroup) -> Agreement:
         """The plan of the last time, or a new one if on any rank something other than the values changed."""
@@ -122,10 +121,10 @@ def shard_name(rank: int) -> str:
     return f"shard-{rank:05d}.h5"
 
 
-def _write_shard(agreement: Agreement, pieces: list[Piece], directory: Path) -> ShardReport:
-    """Write and fsync this rank's file; a rank with nothing to write makes none."""
+def _write_shard(agreement: Agreement, pieces: list[Piece], directory: Path) -> str | None:
+    """Write and fsync this rank's shard and its table; the table's checksum. A rank with nothing to write makes none."""
     if not agreement.mine:
-        return ShardReport(None, [])
+        return None
     offers = [agreement.offers[index] for index in agreement.mine]
     if agreement.template is None:
         agreement.template = make_template(offers)
@@ -141,17 +140,20 @@ def _write_shard(agreement: Agreement, pieces: list[Piece], directory: Path) -> 
                 content = agreement.views.of(pieces, agreement.mine[what])
                 checksums[what] = _write_chunk(output, content, offers[what])
         output.flush()
-    file = ShardFile(path.name, template.size, template.checksum)
-    return ShardReport(file, list(zip(template.positions, checksums, strict=True)))
+    places = zip((offer.name for offer in offers), template.positions, checksums, strict=True)
+    with collector_waits():
+        raw = table.dump(template.size, template.checksum, places)
+    write_file(directory / table.table_name(path.name), raw, rank)
+    return checksum_of(raw)
 
 
 def _write_chunk(output: Output, content: memoryview, offer: Offer) -> tuple[str, ...]:
     """Write a tensor's bytes block by block; returns the blocks' checksums."""
-    if len(content) <= manifest.BLOCK_BYTES:
+    if len(content) <= table.BLOCK_BYTES:
         output.add(content)
         return (xxhash.xxh3_64_hexdigest(content),)
     checksums = []
-    for block in manifest.blocks(offer.part, 0, offer.nbytes // offer.part.volume):
+    for block in table.blocks(offer.part, 0, offer.nbytes // offer.part.volume):
         part = content[block.at : block.at + block.nbytes]
         checksums.append(xxhash.xxh3_64_hexdigest(part))
         output.add(part)
@@ -163,29 +165,35 @@ def host_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def _finish(plan: Plan, agreement: Agreement, reports: list[ShardReport], state: State, directory: Path) -> None:
-    """The manifest from the ranks' reports, and the index; rank 0 only."""
+def _finish(agreement: Agreement, tables: list[str | None], state: State, directory: Path) -> None:
+    """The manifest, with the checksums of the ranks' tables, and the index; rank 0 only."""
+    shards = [Shard(shard_name(rank), checksum) for rank, checksum in enumerate(tables) if checksum is not None]
     with collector_waits():
-        content = _manifest(plan, reports, state)
+        content = manifest.dump(Manifest(shards, agreement.tensors, values.encode(state.values)))
     write_file(directory / manifest.FILE_NAME, content, rank=0)
     if agreement.index is not None:
         _write_index(directory / index.FILE_NAME, agreement.index)
     sync_directory(directory)
 
 
-def _manifest(plan: Plan, reports: list[ShardReport], state: State) -> bytes:
-    """The bytes of manifest.json."""
-    files = [report.file for report in reports if report.file is not None]
-    chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
-    number = 0
-    for offers, report in zip(plan.offers, reports, strict=True):
-        for offer, (at, checksums) in zip(offers, report.chunks, strict=True):
-            chunks[offer.name].append(Chunk(number, at, offer.part, checksums))
-        number += report.file is not None
-    tensors = {
-        name: Entry(dtypes.by_name(dtype), shape, tuple(chunks[name])) for name, (dtype, shape) in plan.tensors.items()
-    }
-    return manifest.dump(Manifest(files, tensors, values.encode(state.values)))
+def entries(plan: Plan) -> dict[str, Entry]:
+    """The plan as the manifest has it: shards are numbered as ranks, without those that write nothing."""
+    cuts: dict[str, list[int]] = {name: [] for name in plan.tensors}
+    rectangles: dict[int, Rectangle] = {}
+    # By identity, since a plan has one object for what many tensors share, and comparing millions takes long.
+    for file, offers in enumerate(offers for offers in plan.offers if offers):
+        for offer in offers:
+            cuts[offer.name] += (file, id(offer.part))
+            rectangles[id(offer.part)] = offer.part
+    layouts: dict[tuple[Dims, tuple[int, ...]], Layout] = {}
+    found = {}
+    for name, (dtype, shape) in plan.tensors.items():
+        key = (shape, tuple(cuts.pop(name)))
+        if key not in layouts:
+            files, parts = key[1][::2], (rectangles[known] for known in key[1][1::2])
+            layouts[key] = Layout(shape, tuple(map(Part, files, parts)))
+        found[name] = Entry(dtypes.by_name(dtype), layouts[key])
+    return found
 
 
 def _write_index(path: Path, content: bytes) -> None:
