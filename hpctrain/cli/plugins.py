@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.contracts.plugin import Plugin
-from hpctrain.plugins.listing import Listed, describe_options, list_plugins
-from hpctrain.plugins.registry import build_registry
+if TYPE_CHECKING:
+    from hpctrain.contracts.plugin import Plugin
+    from hpctrain.plugins.listing import Listed
 
 
 @click.group("plugins", invoke_without_command=True)
@@ -17,6 +18,9 @@ from hpctrain.plugins.registry import build_registry
 @click.pass_context
 def command(ctx: click.Context, as_json: bool, load: tuple[str, ...]) -> None:
     """List every plugin by slot, with its distribution, entry point and state."""
+    from hpctrain.plugins.listing import list_plugins
+    from hpctrain.plugins.registry import build_registry
+
     ctx.obj = registry = build_registry(load)
     if ctx.invoked_subcommand is not None:
         return
@@ -34,6 +38,7 @@ def command(ctx: click.Context, as_json: bool, load: tuple[str, ...]) -> None:
 def show(registry: object, slot: str, name: str) -> None:
     """Print what the plugin NAME of SLOT does, and its options with types, defaults, units and help."""
     from hpctrain.errors import UsageError
+    from hpctrain.plugins.listing import describe_options
     from hpctrain.plugins.registry import Registry
     from hpctrain.plugins.slots import SLOTS
 

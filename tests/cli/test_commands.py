@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -89,6 +90,8 @@ def test_help_and_usage(tmp_path: Path) -> None:
     text = run(hpctrain("--help"), tmp_path)
     assert text.code == 0 and all(name in text.out for name in ("run", "check", "new", "plugins", "schema", "bench"))
     assert run(hpctrain("--version"), tmp_path).out.startswith("hpctrain, version ")
+    quick = "import sys; from hpctrain.cli import cli; cli(['--help'], standalone_mode=False); sys.exit('torch' in sys.modules)"
+    assert run([sys.executable, "-c", quick], tmp_path).code == 0
     for words in (["fly"], ["run"], ["run", "a.toml", "--fast"], ["new", "--template", "x"]):
         done = run(hpctrain(*words), tmp_path)
         assert done.code == 2 and "Traceback" not in done.err and done.err, done
