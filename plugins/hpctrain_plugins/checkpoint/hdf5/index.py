@@ -26,12 +26,12 @@ MAX_CHUNKS = 100_000
 
 def make_index(plan: Plan, shard_names: Sequence[str]) -> bytes | None:
     """The bytes of index.h5, with `shard_names[rank]`; None where there are too many chunks."""
+    if sum(map(len, plan.offers)) > MAX_CHUNKS:
+        return None
     chunks: dict[str, list[tuple[str, Offer]]] = {name: [] for name in plan.tensors}
     for file, offers in zip(shard_names, plan.offers, strict=True):
         for offer in offers:
             chunks[offer.name].append((file, offer))
-    if sum(map(len, chunks.values())) > MAX_CHUNKS:
-        return None
     with memory_file() as memory:
         with h5py.File(memory, "w", libver=("v110", "v110")) as file:
             for name, (dtype, shape) in plan.tensors.items():

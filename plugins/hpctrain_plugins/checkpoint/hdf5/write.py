@@ -28,10 +28,19 @@ from .template import Template, make_template
 LOG = logging.getLogger("hpctrain")
 
 
+@dataclass(frozen=True)
+class Summary:
+    """What every save of a plan writes again: what the manifest says of the tensors, and the bytes of index.h5, if it
+    has one."""
+
+    tensors: dict[str, Entry]
+    index: bytes | None
+
+
 @dataclass
 class Agreement:
-    """The plan as one rank knows it, kept while no rank's pieces change their shape; only rank 0 has
-    `plan`."""
+    """What was planned, as one rank knows it; kept while no rank's pieces change their shape. Only rank 0 has `plan`, and
+    only until it is summarized."""
 
     group: dist.ProcessGroup
     offers: list[Offer]
@@ -41,16 +50,14 @@ class Agreement:
     views: Views = field(default_factory=lambda: Views())
 
     @cached_property
-    def index(self) -> bytes | None:
-        """The bytes of index.h5, if it has one."""
-        shards = [shard_name(rank) for rank in range(self.group.size())]
-        return None if self.plan is None else index.make_index(self.plan, shards)
-
-    @cached_property
-    def tensors(self) -> dict[str, Entry]:
-        """What the manifest says of them."""
+    def summary(self) -> Summary:
+        """On rank 0. The plan goes: on many ranks it takes gigabytes."""
+        assert self.plan is not None
         with collector_waits():
-            return {} if self.plan is None else entries(self.plan)
+            shards = [shard_name(rank) for rank in range(self.group.size())]
+            summary = Summary(entries(self.plan), index.make_index(self.plan, shards))
+        self.plan = None
+        return summary
 
 
 class Views:
@@ -87,10 +94,10 @@ class Writer:
         tables = gather(attempt(lambda: _write_shard(agreement, state.pieces, directory)), group)
         if isinstance(tables, Exception):
             agree(tables, group)
-        elif agreement.plan is None:
+        elif group.rank() != 0:
             agree(None, group)
         else:
-            agree(attempt(lambda: _finish(agreement, tables, state, directory)), group)
+            agree(attempt(lambda: _finish(agreement.summary, tables, state, directory)), group)
 
     def _agree(self, state: State, group: dist.ProcessGroup) -> Agreement:
         """The plan of the last time, or a new one if on any rank something other than the values changed."""
@@ -165,14 +172,14 @@ def host_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def _finish(agreement: Agreement, tables: list[str | None], state: State, directory: Path) -> None:
+def _finish(summary: Summary, tables: list[str | None], state: State, directory: Path) -> None:
     """The manifest, with the checksums of the ranks' tables, and the index; rank 0 only."""
     shards = [Shard(shard_name(rank), checksum) for rank, checksum in enumerate(tables) if checksum is not None]
     with collector_waits():
-        content = manifest.dump(Manifest(shards, agreement.tensors, values.encode(state.values)))
+        content = manifest.dump(Manifest(shards, summary.tensors, values.encode(state.values)))
     write_file(directory / manifest.FILE_NAME, content, rank=0)
-    if agreement.index is not None:
-        _write_index(directory / index.FILE_NAME, agreement.index)
+    if summary.index is not None:
+        _write_index(directory / index.FILE_NAME, summary.index)
     sync_directory(directory)
 
 
