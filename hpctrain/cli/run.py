@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.options import job_arguments
-from hpctrain.errors import EXIT_STOPPED, UsageError
+from hpctrain.errors import EXIT_STOPPED, HpctrainError, UsageError
 
 
 @click.command("run")
@@ -39,7 +39,7 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...], resume: st
     from hpctrain.job.reading import RawJob, read_job
     from hpctrain.rank import run_rank
     from hpctrain.starter.link import attach
-    from hpctrain.world.failure import delay_terminate, ignore_terminate
+    from hpctrain.world.failure import delay_terminate, describe, exit_code_of, ignore_terminate
     from hpctrain.world.front import Front
 
     if started_by_srun():
@@ -55,7 +55,13 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...], resume: st
         return read_job(job, overrides)
 
     front = attach(started_by, identity) if started_by else Front()
-    code = int(run_rank(identity, read, resume, front)["exit_code"])
+    try:
+        code = int(run_rank(identity, read, resume, front)["exit_code"])
+    except HpctrainError:
+        raise
+    except Exception as error:  # of the only rank: of several, the one that failed has ended all
+        click.echo(describe(error, identity), err=True)
+        code = exit_code_of(error)
     if started_by_srun():
         ignore_terminate()
     if identity.rank == 0 and started_by is None:

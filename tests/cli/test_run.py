@@ -140,6 +140,15 @@ def test_an_exception_on_one_rank_ends_the_job_with_one_traceback(job: JobFile) 
     assert "rank 1 on " in done.err
 
 
+def test_an_exception_on_the_only_rank_is_exit_4_too(job: JobFile) -> None:
+    (job.directory / "faulty.py").write_text("def build(): raise ZeroDivisionError('on purpose')\n")
+    job.tables["model"] = {"name": "faulty:build", "loss": "torch.nn.functional:cross_entropy"}
+    job.write()
+    done = run(hpctrain("run", "job.toml"), job.directory)
+    assert done.code == 4 and done.err.count("Traceback") == 1, done
+    assert "rank 0 on " in done.err and "ZeroDivisionError: on purpose" in done.err and "click" not in done.err, done
+
+
 def test_a_nonfinite_loss_stops_with_a_sentence(job: JobFile) -> None:
     job.set(optimizer={"name": "sgd", "lr": 1e30}, job={"steps": 50})
     done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
