@@ -45,6 +45,7 @@ def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, front:
     lock = OutputLock()
     try:
         with StopRequest() as stop:  # from here on: a signal while the model is built must not end one rank alone
+            front.answers_signals()
             result = _run_in(world, read, resume, stop, lock)
         front.report_exit(result["exit_code"])
         return result

@@ -1,5 +1,7 @@
 """What ties ranks to the `hpctrain run -n` that started them: a directory with their pids, a pipe, and the exit code.
 
+A rank that is still coming up cannot answer a signal yet, so a request to stop is kept for it until it can.
+
 The pipe is held open by the starter: when that is killed, the ranks read its end and leave, so no orphan goes on
 writing. Launchers give no such promise (and MPICH ORs the ranks' exit codes: the code goes through a file).
 """
@@ -10,6 +12,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.world.front import Front
@@ -30,14 +34,21 @@ class Link:
         os.mkfifo(directory / _PIPE)
         # both ends: so that opening does not wait for a rank, and the pipe stays open until this process ends
         self._pipe = os.open(directory / _PIPE, os.O_RDWR | os.O_CLOEXEC)
+        self._passed_on: dict[Path, int] = {}  # how many signals each rank has got
 
-    def signal_ranks(self, number: int) -> None:
-        """Send a signal to every rank that has come up."""
+    def pass_on(self, numbers: Sequence[int]) -> int:
+        """Send these signals, each once, to every rank that answers them by now; how many ranks do."""
+        ready = list(self.directory.glob("*.ready"))
+        for file in ready:
+            for number in numbers[self._passed_on.get(file, 0) :]:
+                _send(file.with_suffix(".pid"), number)
+            self._passed_on[file] = len(numbers)
+        return len(ready)
+
+    def kill_ranks(self) -> None:
+        """End every rank that has come up."""
         for file in self.directory.glob("*.pid"):
-            try:
-                os.kill(int(file.read_text()), number)
-            except (ProcessLookupError, ValueError):
-                continue  # it has left
+            _send(file, signal.SIGKILL)
 
     @property
     def exit_code(self) -> int | None:
@@ -64,13 +75,18 @@ def attach(directory: Path, identity: Identity) -> Front:
         except OSError:
             return  # another rank was first, or the starter is gone
 
-    return Front((directory / _TERMINAL).exists(), report_exit)
+    return Front((directory / _TERMINAL).exists(), report_exit, (directory / f"{identity.rank}.ready").touch)
+
+
+def _send(file: Path, number: int) -> None:
+    with suppress(OSError, ValueError):  # it has left
+        os.kill(int(file.read_text()), number)
 
 
 def _leave_with_starter(pipe: Path) -> None:
-    try:
-        with open(pipe, "rb") as alive:
-            alive.read()
-    except OSError:
-        pass
+    with suppress(OSError):
+        # not blocking: a starter that was killed before this rank came up never opens the other end again
+        alive = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        os.set_blocking(alive, True)
+        os.read(alive, 1)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -17,8 +17,10 @@ from hpctrain.starter.link import Link
 from hpctrain.starter.mpiexec import find_mpiexec
 from hpctrain.starter.processes import Processes
 
-_GRACE = 10.0
-"""Seconds between asking ranks to leave and ending them."""
+_POLL = 0.1
+"""Seconds between two looks for signals and for ranks that can be told of them."""
+_GRACE = 2.0
+"""Seconds that a launcher has to notice that its ranks were killed."""
 
 
 def start_ranks(job: Path, ranks: int, overrides: tuple[str, ...], resume: str) -> int:
@@ -57,9 +59,10 @@ def _run(link: Link, command: list[str], ranks: int) -> int:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    before = {n: signal.signal(n, lambda number, _: link.signal_ranks(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    signals: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: signals.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        status = process.wait()
+        status = _wait(process, link, ranks, signals)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -69,6 +72,8 @@ def _run(link: Link, command: list[str], ranks: int) -> int:
         return code
     if status == 0:
         return 0
+    if len(signals) > 1:
+        return 128 + signals[1]
     print(
         f"hpctrain: a rank ended without a word (the launcher's status is {status}): killed, or out of memory? "
         "The same command continues from the newest checkpoint",
@@ -77,10 +82,21 @@ def _run(link: Link, command: list[str], ranks: int) -> int:
     return EXIT_TRAINING
 
 
+def _wait(process: subprocess.Popen[bytes] | Processes, link: Link, ranks: int, signals: list[int]) -> int | None:
+    """The launcher's status; None when it was told twice to stop before all ranks could be asked to."""
+    while True:
+        try:
+            return process.wait(timeout=_POLL)
+        except subprocess.TimeoutExpired:
+            asked = tuple(signals)
+            if asked and link.pass_on(asked) < ranks and len(asked) > 1:
+                return None
+
+
 def _end(process: subprocess.Popen[bytes] | Processes, link: Link) -> None:
     """Leave nothing behind, whatever made this process stop waiting."""
     if process.poll() is None:
-        link.signal_ranks(signal.SIGKILL)
+        link.kill_ranks()
         try:
             process.wait(timeout=_GRACE)
         except subprocess.TimeoutExpired:

@@ -113,6 +113,22 @@ def test_a_signal_before_the_first_step_saves_after_it(job: JobFile) -> None:
     assert done.code == 75 and len(job.losses()) == 1, done
 
 
+@pytest.mark.parametrize(
+    ("numbers", "code", "steps"), [([TERMINATE], 75, 1), ([INTERRUPT] * 2, 130, 0), ([KILL], -KILL, 0)]
+)
+def test_a_signal_while_the_ranks_come_up_is_not_lost(job: JobFile, numbers: list[int], code: int, steps: int) -> None:
+    """They are processes already, but import torch: they can't answer, and don't see yet that their starter is gone."""
+    job.set(job={"steps": 10**6})
+    with started(hpctrain("run", "job.toml", "-n", "2"), job.directory) as command:
+        wait_until(lambda: len(command.ranks()) == 2, 60, "two ranks")
+        for number in numbers:
+            command.process.send_signal(number)
+            time.sleep(0.3)
+        done = command.finish(30)  # and nothing is left running
+    assert done.code == code, done
+    assert (len(job.losses()) if (job.output / "metrics.jsonl").exists() else 0) == steps
+
+
 def test_a_signal_twice_leaves_at_once(job: JobFile) -> None:
     job.set(job={"steps": 10**6}).set(checkpoint={"every_steps": 0})
     with started(hpctrain("run", "job.toml"), job.directory) as command:
