@@ -94,7 +94,7 @@ def test_only_the_last_ones_are_kept(tmp_path: Path, group: dist.ProcessGroup) -
     assert names(tmp_path) == ["latest", "step-00000003", "step-00000004"]
 
 
-@pytest.mark.parametrize("name", ["shard-00000.h5", "manifest.json"])
+@pytest.mark.parametrize("name", ["shard-00000.h5", "shard-00000.json", "manifest.json"])
 def test_a_damaged_newest_is_passed_over_with_one_warning(
     name: str, tmp_path: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,7 +119,7 @@ def test_the_warning_names_the_tensor(
     assert "tensor model/w is corrupt" in caplog.text
 
 
-@pytest.mark.parametrize("lost", ["manifest.json", "shard-00000.h5", "everything"])
+@pytest.mark.parametrize("lost", ["manifest.json", "shard-00000.h5", "shard-00000.json", "everything"])
 def test_an_incomplete_newest_is_passed_over(lost: str, tmp_path: Path, group: dist.ProcessGroup) -> None:
     save(tmp_path, group, 1, 2)
     for file in (tmp_path / "step-00000002").iterdir():
