@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
@@ -198,9 +199,10 @@ class MessageWork(Work):
                     f"{self._messages.describe(self)} got {arrived} bytes, expected {nbytes}: pass a tensor of the "
                     "sender's size and dtype"
                 )
-            for buffer, tensor in zip(self._buffers, self._tensors, strict=True):
-                if buffer is not tensor:
-                    tensor.copy_(buffer)
+            with torch.inference_mode():  # where tensors of both kinds can be written to, whatever thread this is
+                for buffer, tensor in zip(self._buffers, self._tensors, strict=True):
+                    if buffer is not tensor:
+                        tensor.copy_(buffer)
         accounting.record(self.name, nbytes, time.perf_counter() - self._posted)
         self._done = True
         self._messages.finished(self)

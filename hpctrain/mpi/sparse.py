@@ -20,6 +20,11 @@ def check(tensor: Tensor, op: ReduceOp) -> None:
 
 def all_reduce(channel: Channel, tensor: Tensor, op: ReduceOp) -> None:
     """Replace `tensor` by the coalesced sum of all ranks' tensors, added in rank order."""
+    with torch.inference_mode(tensor.is_inference()):  # its new indices and values are to be of its own kind
+        _all_reduce(channel, tensor, op)
+
+
+def _all_reduce(channel: Channel, tensor: Tensor, op: ReduceOp) -> None:
     own = tensor.coalesce()
     counts = torch.empty(channel.size, dtype=torch.int64)
     channel.all_gather(counts, torch.tensor([own._nnz()]))

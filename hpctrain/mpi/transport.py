@@ -47,13 +47,17 @@ class Transport:
             self.network.meet()
         elif operation.meet_first:
             self.barrier()
-        operation.run(self)
+        # In the caller's mode, buffers that are kept from one operation to the next would take that of the first, and a
+        # worker could not write to a tensor of inference mode. In this mode both kinds can be written to.
+        with torch.inference_mode():
+            operation.run(self)
 
     def allocate(self, nbytes: int) -> Tensor:
         """Zeros, (nbytes,) uint8, in memory that the ranks of a node share where there is any. Collective."""
         node = self._hierarchy.node if self._hierarchy is not None else self._node
-        memory = node.allocate(nbytes) if node is not None and nbytes else None
-        return torch.zeros(nbytes, dtype=torch.uint8) if memory is None else memory
+        with torch.inference_mode(False):  # it outlasts the operation
+            memory = node.allocate(nbytes) if node is not None and nbytes else None
+            return torch.zeros(nbytes, dtype=torch.uint8) if memory is None else memory
 
     def free(self) -> None:
         """Give the communicators back. Collective."""
