@@ -38,6 +38,11 @@ def check_size(name: str, large: Tensor, other: str, small: Tensor, factor: int)
         )
 
 
+def check_own_part(output: Tensor, part: Tensor) -> None:
+    """What a rank gives itself fits where it comes."""
+    check_size("output for this rank", output, "the input", part, 1)
+
+
 def check_list(name: str, tensors: Sequence[Tensor], like: Tensor, size: int, *, any_size: bool = False) -> None:
     """One tensor for each of `size` ranks, like `like`."""
     if len(tensors) != size:

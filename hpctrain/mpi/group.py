@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import AllToAllOptions, BarrierOptions, BroadcastOptions
 
 from hpctrain.mpi.buffers import overlap, plain
-from hpctrain.mpi.checks import check_list, check_root, split_sizes, views_of
+from hpctrain.mpi.checks import check_list, check_own_part, check_root, split_sizes, views_of
 from hpctrain.mpi.group_base import apart, into
 from hpctrain.mpi.group_gathering import Gathering
 from hpctrain.mpi.group_reductions import Reductions
@@ -90,6 +90,8 @@ class MPIProcessGroup(Reductions, Gathering):
         even = not output_split_sizes and not input_split_sizes
         output_sizes = split_sizes("output", target, output_split_sizes, self._size)
         input_sizes = split_sizes("input", source, input_split_sizes, self._size)
+        own = self._transport.rank
+        check_own_part(torch.split(target, output_sizes)[own], torch.split(source, input_sizes)[own])
 
         def run(transport: Transport) -> None:
             def move(buffers: Sequence[Tensor]) -> None:
@@ -109,6 +111,7 @@ class MPIProcessGroup(Reductions, Gathering):
         targets, sources = views_of(outputs), views_of(inputs)
         check_list("outputs", targets, sources[0], self._size, any_size=True)
         check_list("inputs", sources, targets[0], self._size, any_size=True)
+        check_own_part(targets[self._transport.rank], sources[self._transport.rank])
 
         def run(transport: Transport) -> None:
             def move(buffers: Sequence[Tensor]) -> None:

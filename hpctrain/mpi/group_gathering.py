@@ -11,7 +11,7 @@ from torch.distributed import GatherOptions, ScatterOptions
 
 from hpctrain.mpi import collectives
 from hpctrain.mpi.buffers import overlap, plain, plain_like, same_memory
-from hpctrain.mpi.checks import check_list, check_root, check_size, views_of
+from hpctrain.mpi.checks import check_list, check_own_part, check_root, check_size, views_of
 from hpctrain.mpi.group_base import GroupBase, apart, into
 from hpctrain.mpi.transport import Transport
 
@@ -50,7 +50,7 @@ class Gathering(GroupBase):
         sources, lists = views_of(tensors), [views_of(targets) for targets in outputs]
         for targets, source in zip(lists, sources, strict=True):
             check_list("outputs", targets, source, self._size, any_size=True)
-            check_size("output for this rank", targets[self._transport.rank], "the input", source, 1)
+            check_own_part(targets[self._transport.rank], source)
         # Every rank passes all outputs, so all ranks see alike whether the sizes differ.
         even = all(target.nbytes == targets[0].nbytes for targets in lists for target in targets)
 

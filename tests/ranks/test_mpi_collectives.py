@@ -299,6 +299,10 @@ def test_misuse_is_told_to_the_caller(world):
         dist.all_gather([torch.zeros(2)] * (size + 1), torch.zeros(2))
     with pytest.raises(ValueError, match="input_split_sizes"):
         dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [4] + [0] * (size - 1), [9] * size)
+    with pytest.raises(ValueError, match=r"output for this rank of 3 elements .* expected 2"):
+        dist.all_to_all_single(torch.zeros(size, 3), torch.zeros(size, 2))
+    with pytest.raises(ValueError, match=r"output for this rank of 3 elements .* expected 2"):
+        dist.all_to_all([torch.zeros(3)] * size, [torch.zeros(2)] * size)
     with pytest.raises(ValueError, match="on meta"):
         dist.all_reduce(torch.zeros(3, device="meta"))
     if size > 1:
