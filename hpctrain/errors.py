@@ -37,6 +37,10 @@ class UsageError(HpctrainError):
     exit_code = EXIT_USAGE
 
 
+class JobFileError(UsageError):
+    """A job file that cannot be read; the message begins with `file:line`."""
+
+
 class EnvironmentUnfitError(HpctrainError):
     """MPI, a GPU, a plugin or the agreement between ranks is not fit for the job: exit 3."""
 

@@ -117,7 +117,8 @@ class _Maker:
         assert slot.key is not None
         field = table_class(slot).model_fields[slot.key]
         name = table.get(slot.key, None if field.is_required() else field.default)
-        if name is None or isinstance(name, (dict, list, bool, float)):
+        kind: Any = field.annotation
+        if not isinstance(name, kind) or isinstance(name, bool):
             return None  # missing or of a wrong type: the core's table has said so
         return self._plugin(slot, str(name), table, key)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpctrain.errors import EXIT_ENVIRONMENT, EXIT_USAGE, HpctrainError
+from hpctrain.errors import EXIT_ENVIRONMENT, EXIT_USAGE, HpctrainError, JobFileError
 from hpctrain.job.reading import Key, RawJob
 
 
@@ -34,7 +34,7 @@ class JobError(HpctrainError):
 
 def sentence(error: HpctrainError) -> str:
     """A job's problems begin with file:line, as editors like it; everything else with the program's name."""
-    return str(error) if isinstance(error, JobError) else f"hpctrain: {error}"
+    return str(error) if isinstance(error, (JobError, JobFileError)) else f"hpctrain: {error}"
 
 
 def dotted(key: Key) -> str:
@@ -70,6 +70,9 @@ def _problem(
     item: Any, prefix: Key, tables: Any, known: Callable[[Key], Sequence[str]], owners: Callable[[str], str | None]
 ) -> Problem:
     place = _existing((*prefix, *item["loc"]), tables)
+    if item["type"] == "missing" and isinstance(item["loc"][-1], int):
+        found = json.dumps(item["input"], default=str)
+        return Problem(place, f"{dotted(place)}: expected at least {item['loc'][-1] + 1} values, found {found}")
     if item["type"] == "missing":
         name = str(item["loc"][-1])
         what = f"lacks the key {name!r}" if place else f"lacks the table [{name}]"

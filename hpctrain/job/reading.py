@@ -10,7 +10,7 @@ from typing import Any
 
 import tomli
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import JobFileError, UsageError
 
 Key = tuple[str | int, ...]
 """A place in the job: ("optimizer", "lr") or ("logger", 0, "name")."""
@@ -62,26 +62,32 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
     resolved = path.resolve()
     if resolved in chain:
         loop = " -> ".join(str(p) for p in [*chain[chain.index(resolved) :], resolved])
-        raise UsageError(f"{path}:1: extends goes in a circle: {loop}; remove one of them")
+        raise JobFileError(f"{path}:1: extends goes in a circle: {loop}; remove one of them")
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
-        raise UsageError(f"{path}: there is no such file; expected a job file (hpctrain new writes one)") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read as a job file: {error}") from None
+        raise JobFileError(f"{path}: there is no such file; expected a job file (hpctrain new writes one)") from None
+    except OSError as error:
+        raise JobFileError(f"{path}: cannot be read as a job file: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise JobFileError(
+            f"{path}:{line}: found byte {content[error.start]:#04x}, expected UTF-8; save it so"
+        ) from None
     try:
         tables = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        raise UsageError(f"{path}:{error.lineno}: not valid TOML: {error.msg} (column {error.colno})") from None
+        raise JobFileError(f"{path}:{error.lineno}: not valid TOML: {error.msg} (column {error.colno})") from None
     raw = RawJob(tables, {key: f"{path}:{line}" for key, line in key_lines(text)}, str(path))
     base = tables.pop("extends", None)
     if base is None:
         return raw
     place = raw.places.pop(("extends",))
     if not isinstance(base, str):
-        raise UsageError(f"{place}: extends: expected the path of one job file, found {base!r}")
+        raise JobFileError(f"{place}: extends: expected the path of one job file, found {base!r}")
     if not (path.parent / base).is_file():
-        raise UsageError(
+        raise JobFileError(
             f"{place}: extends: there is no file {path.parent / base}; a path is relative to the file that wrote it"
         )
     below = _read_file(path.parent / base, [*chain, resolved])

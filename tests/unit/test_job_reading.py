@@ -121,3 +121,13 @@ def test_merge_leaves_its_inputs_alone() -> None:
     below, above = {"a": {"x": 1}}, {"a": {"y": 2}}
     assert merge(below, above) == {"a": {"x": 1, "y": 2}}
     assert below == {"a": {"x": 1}} and above == {"a": {"y": 2}}
+
+
+def test_files_of_other_editors(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(b'\xef\xbb\xbf[job]\r\nname = "a"\r\n')
+    raw = read_job(path)
+    assert raw.tables == {"job": {"name": "a"}} and raw.place(("job", "name")) == f"{path}:2"
+    path.write_bytes(b'[job]\nname = "\xe9"\n')
+    with pytest.raises(UsageError, match=r"job.toml:2: found byte 0xe9, expected UTF-8"):
+        read_job(path)
