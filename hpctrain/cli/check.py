@@ -15,10 +15,14 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     """Check JOB.toml without training: keys, types, plugins, data, and with -n the layout and the batch."""
     from hpctrain.data.opening import open_data
     from hpctrain.job.check import check
+    from hpctrain.job.problems import JobError, Problem
     from hpctrain.job.reading import read_job
     from hpctrain.job.resolved import FILE_NAME, refuse_other_job, resolved_tables
 
     checked = check(read_job(job, overrides), ranks)
+    weights = checked.job.model.weights
+    if weights is not None and not weights.exists():
+        raise JobError(checked.raw, [Problem(("model", "weights"), f"[model] weights: there are none at {weights}")])
     data = open_data(checked.job, checked.parts)
     refuse_other_job(checked.job.output_dir / FILE_NAME, resolved_tables(checked))
     click.echo(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +35,7 @@ class ForeignModel(ModelSpec):
             raise UsageError(
                 f'{reference} needs [model] loss = "package.module:callable", such as "torch.nn.functional:cross_entropy"'
             )
-        return cls(reference, factory, resolve(loss), options)
+        return cls(reference, factory, _resolve_loss(loss), options)
 
     def build(self) -> nn.Module:
         module = self._factory(**self.options)
@@ -67,7 +68,28 @@ class ForeignModel(ModelSpec):
 
     @staticmethod
     def _target(batch: Batch) -> Tensor:
+        if not isinstance(batch, (Mapping, Sequence)):
+            raise TrainingError(
+                f"found samples that are one {type(batch).__name__} each, expected (input, target), or a dict with labels"
+            )
         target = batch["labels"] if isinstance(batch, Mapping) else batch[-1]
         if not isinstance(target, torch.Tensor):
             raise TrainingError(f"expected a batch whose target is a tensor, found {type(target).__name__}")
         return target
+
+
+def _resolve_loss(reference: str) -> Callable[..., Any]:
+    """Raises UsageError for what cannot be called as loss(outputs, target)."""
+    loss = resolve(reference)
+    if isinstance(loss, type):
+        raise UsageError(
+            f"the loss {reference} is a class, expected a function that is called as loss(outputs, target), such as "
+            '"torch.nn.functional:cross_entropy"'
+        )
+    try:
+        inspect.signature(loss).bind("outputs", "target")
+    except TypeError as error:
+        raise UsageError(f"the loss {reference} is called as loss(outputs, target): {error}") from None
+    except ValueError:
+        pass  # a builtin without a signature: the call itself will tell
+    return loss

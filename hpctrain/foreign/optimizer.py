@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -43,4 +44,9 @@ class ForeignOptimizer(Optimizer):
         optimizer = self._factory(groups, **self.options.model_dump())
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"{self.reference} returned {type(optimizer).__name__}, expected a torch.optim.Optimizer")
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise UsageError(
+                f"{self.reference} evaluates the model several times a step, expected an optimizer that does not"
+            )
         return optimizer

@@ -11,11 +11,17 @@ from hpctrain.job.problems import Problem, dotted
 from hpctrain.job.reading import Key
 from hpctrain.job.tables import Job
 from hpctrain.mesh import layout_of
+from hpctrain.model.build import freeze
 
 
 def combination_problems(job: Job, parts: Parts, world_size: int | None) -> list[Problem]:
     """All that is known without the number of ranks; with it also the layout and the batch."""
-    problems = [*_evaluation_problems(job), *_token_problems(job, parts), *_compile_problems(job, parts)]
+    problems = [
+        *_evaluation_problems(job),
+        *_freeze_problems(job, parts),
+        *_token_problems(job, parts),
+        *_compile_problems(job, parts),
+    ]
     return problems if world_size is None else [*problems, *_layout_problems(job, parts, world_size)]
 
 
@@ -24,6 +30,17 @@ def _evaluation_problems(job: Job) -> list[Problem]:
         return []
     why = "[checkpoint] keep_best: it goes by the evaluation loss; expected [evaluation] every_steps, found none"
     return [Problem(("checkpoint", "keep_best"), why)]
+
+
+def _freeze_problems(job: Job, parts: Parts) -> list[Problem]:
+    """Patterns that match nothing, where the names are known before the model is built."""
+    if not job.model.freeze or not parts.model.meta:
+        return []
+    try:
+        freeze(parts.model.build_on_meta(), job.model.freeze)
+    except UsageError as error:
+        return [Problem(("model", "freeze"), str(error))]
+    return []
 
 
 def _layout_problems(job: Job, parts: Parts, world_size: int) -> list[Problem]:

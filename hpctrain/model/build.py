@@ -48,6 +48,8 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     freeze(module, job.model.freeze)
     parts.precision.convert(module)
     trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+    if not trained:
+        raise UsageError(f"[model] {spec.name}: it has no parameter to train")
     elements = sum(tensor.numel() for _, tensor in named_tensors(module))
     for plugin in sorted(parts.parallelism.values(), key=lambda p: -p.order):  # the pipeline last: plans name all
         module = plugin.apply(module, spec, meshes.axis(plugin.axis))

@@ -59,6 +59,14 @@ def test_missing_files_and_bad_toml(job: JobFile) -> None:
     refused(run(hpctrain("run", "job.toml"), job.directory), 2, "nothing matches '*.nothing'")
 
 
+def test_weights_that_are_not_there_and_a_model_without_parameters(job: JobFile) -> None:
+    missing = run(hpctrain("check", "job.toml", "--set", "model.weights='gone'"), job.directory)
+    refused(missing, 2, "--set model.weights='gone': [model] weights: there are none at gone")
+    job.tables["model"] = {"name": "torch.nn:ReLU", "loss": "torch.nn.functional:cross_entropy"}
+    job.write()
+    refused(run(hpctrain("run", "job.toml"), job.directory), 2, "it has no parameter to train")
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -14,7 +14,7 @@ import torch
 from conftest import TINY
 
 from hpctrain.data.opening import open_data, sequence_multiple
-from hpctrain.errors import UsageError
+from hpctrain.errors import TrainingError, UsageError
 from hpctrain.job.check import CheckedJob, check
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
@@ -115,6 +115,8 @@ def test_every_compression_but_those_goes_with_every_stage() -> None:
         ("optimizer", {"lr_scaling": "linear"}, "lr_reference_batch"),
         ("optimizer", {"lr_scaling": "cubic"}, "'none', 'linear' or 'sqrt'"),
         ("model", {"attention_heads": 3}, "expected attention_heads that divide hidden_size 16"),
+        ("model", {"freeze": ["nothing.*"]}, "no parameter matches 'nothing.*'"),
+        ("model", {"freeze": ["*"]}, "every parameter is frozen"),
         ("sharding", {"reduce_bucket_size": "25 parsecs"}, '"500MB" or "64KiB"'),
         ("parallelism", {"replicate": 0}, "greater than or equal to 1"),
         ("precision", {"mode": "fp16", "initial_scale": 1.0, "minimum_scale": 2.0}, "minimum_scale 2 is above"),
@@ -264,6 +266,7 @@ def test_callables_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "def build(width): return torch.nn.Linear(width, 2)\n"
         "def data(split): return [(torch.zeros(3), torch.tensor(1))] if split == 'train' else None\n"
         "thing = 3\n"
+        "def one(outputs): return outputs\n"
     )
     monkeypatch.chdir(tmp_path)
     own = {
@@ -275,12 +278,20 @@ def test_callables_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     module = parts.model.build()
     optimizer = parts.optimizer.build([{"params": list(module.parameters())}])
     assert isinstance(optimizer, torch.optim.Adagrad) and optimizer.param_groups[0]["lr_decay"] == 0.5
+    with pytest.raises(TrainingError, match="one Tensor each, expected \\(input, target\\)"):
+        parts.model.count(torch.zeros(2, 3))
+    second_order = {"name": "torch.optim:LBFGS", "lr": 0.1}
+    with pytest.raises(UsageError, match="several times a step"):
+        again = check(RawJob({**base, "optimizer": second_order}, {}, "j"), 1)
+        again.parts.optimizer.build([{"params": list(module.parameters())}])
     wrong = [
         ("model", "width", None, "missing a required argument: 'width'"),
         ("model", "name", "mine:bild", "did you mean 'build'"),
         ("model", "name", "mine:thing", "expected something callable"),
         ("model", "name", "minne:build", "No module named 'minne'"),
         ("model", "loss", None, "needs [model] loss"),
+        ("model", "loss", "torch.nn:CrossEntropyLoss", "is a class, expected a function"),
+        ("model", "loss", "mine:one", "is called as loss(outputs, target): too many positional arguments"),
         ("dataset", "spilt", 1, "takes no argument 'spilt'"),
         ("optimizer", "lr", None, "needs [optimizer] lr"),
         ("optimizer", "lr_decai", 1, "did you mean 'lr_decay'"),
