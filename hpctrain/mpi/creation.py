@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
 from hpctrain.errors import EnvironmentUnfitError
@@ -33,11 +33,18 @@ def create_group(options: Any) -> MPIProcessGroup:
             f"rank {world.rank} of {world.size}: start all ranks with one mpiexec or srun, and use "
             'init_method="mpi://"'
         )
-    _meet(options.store, options.group_rank, ranks, options.group_id, options.timeout)
+    # torch gives a group that is made again after its destruction the same name and store, with what the first left there
+    made = f"made/{options.group_rank}"
+    store = PrefixStore(str(options.store.add(made, 1)), options.store)
+    try:
+        _meet(store, options.group_rank, ranks, options.group_id, options.timeout)
+    except CommunicationTimeoutError:
+        options.store.add(made, -1)  # as if it had not tried: so all can try again
+        raise
     # A tag keeps apart groups of the same ranks that are made at the same time.
     tag = zlib.crc32(options.group_id.encode()) % 2**15
     comm = world.Create_group(world.group.Incl(ranks), tag)
-    presence = Presence(options.store, options.group_rank, ranks, options.group_id)
+    presence = Presence(store, options.group_rank, ranks, options.group_id)
     transport = Transport(comm, presence, settings.current())
     group = MPIProcessGroup(transport, options.group_id, options.timeout)
     leaving.finish_at_exit(group)
@@ -52,6 +59,7 @@ def _meet(store: Store, group_rank: int, ranks: Sequence[int], name: str, timeou
         store.wait(keys, timeout)
     except DistStoreError as error:
         missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        store.delete_key(keys[group_rank])
         raise CommunicationTimeoutError(
             f"group {name!r} of {name_ranks(ranks)} was not complete within {timeout.total_seconds():g} s: "
             f"{name_ranks(missing)} did not create it; new_group must be called by all ranks, in the same order"

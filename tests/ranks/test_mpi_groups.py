@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from datetime import timedelta
 
 import pytest
 import torch
@@ -59,6 +60,23 @@ def test_members_alone_make_a_group(world):
     mine = [rank for rank in range(world.size) if rank % 2 == world.rank % 2]
     group = dist.new_group(mine, use_local_synchronization=True)
     assert total(group) == sum(mine)
+
+
+@pytest.mark.ranks(2)
+def test_a_group_that_is_made_again_waits_for_its_members_again(world):
+    """torch gives it the first one's name, and so its keys in the store."""
+    if world.rank < 2:
+        for again in (False, True):
+            if again and world.rank == 0:
+                with pytest.raises(hpctrain.mpi.CommunicationTimeoutError, match="rank 1 did not create it"):
+                    dist.new_group([0, 1], timeout=timedelta(seconds=0.5), use_local_synchronization=True)
+            if again:
+                dist.barrier()
+            group = dist.new_group([0, 1], use_local_synchronization=True)
+            assert total(group) == 1
+            dist.destroy_process_group(group)
+    else:
+        dist.barrier()
 
 
 def test_subgroups_by_size(world):
