@@ -24,7 +24,7 @@ def resolve(reference: str) -> Callable[..., Any]:
     module_name, _, path = reference.partition(":")
     try:
         found: Any = import_from_here(module_name)
-    except Exception as error:  # the user's module may raise anything at import
+    except (Exception, SystemExit) as error:  # the user's module may raise anything at import
         raise UsageError(f"{reference}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     for part in path.split("."):
         if not hasattr(found, part):

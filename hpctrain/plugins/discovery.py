@@ -106,7 +106,7 @@ def _register(manager: pluggy.PluginManager, source: Source) -> str | None:
         if missing and missing != source.module and not source.module.startswith(f"{missing}."):
             return f"it needs the package {missing!r}, which is not installed ({error})"
         return f"the module cannot be imported: {error}"
-    except Exception as error:  # whatever a third party's module does at import must not end the command
+    except (Exception, SystemExit) as error:  # whatever a third party's module does at import must not end the command
         return f"importing it raised {type(error).__name__}: {error}"
     wanted = getattr(module, "HPCTRAIN_API", 1)
     if wanted != API_VERSION:

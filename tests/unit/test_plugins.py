@@ -89,6 +89,7 @@ def test_two_of_one_name_are_refused_by_both_names_and_only_when_used(site: Site
     ("source", "sentence"),
     [
         ("1/0", "importing it raised ZeroDivisionError"),
+        ("raise SystemExit(0)", "importing it raised SystemExit"),
         ("import no_such_package", "it needs the package 'no_such_package'"),
         ("x = 1", "it implements no hook"),
         (
