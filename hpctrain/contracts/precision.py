@@ -21,6 +21,10 @@ class Precision(Plugin):
     def parameter_dtype(self) -> torch.dtype:
         """The dtype that parameters, gradients and optimizer state are held in."""
 
+    def describe(self, device: torch.device) -> str:
+        """The mode that `device` computes in, for the screen."""
+        return self.name
+
     def unfit(self, device: torch.device) -> str | None:
         """Why `device` cannot run this mode, as the end of a sentence; None when it can."""
         return None

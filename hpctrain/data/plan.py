@@ -70,8 +70,6 @@ class BatchPlan:
                 yield Planned(range(1), 0, counts=False)
 
     def __str__(self) -> str:
-        several = "es" if self.micro_batches > 1 else ""
-        return (
-            f"{self.global_size} samples = {self.ranks} data-parallel ranks x {self.micro_batches} micro batch{several} "
-            f"x {self.micro_size}"
-        )
+        ranks = f"{self.ranks} data-parallel rank{'s' * (self.ranks > 1)}"
+        micro_batches = f"{self.micro_batches} micro batch{'es' * (self.micro_batches > 1)}"
+        return f"{self.global_size} samples = {ranks} x {micro_batches} x {self.micro_size}"

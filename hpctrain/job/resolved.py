@@ -53,7 +53,8 @@ def write_resolved(checked: CheckedJob, ranks: int, lock: OutputLock) -> None:
         lock.take(directory)
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(
-            f"# Every key of the job as it ran, on {ranks} ranks.\n{tomli_w.dumps(tables)}", encoding="utf-8"
+            f"# Every key of the job as it ran, on {ranks} rank{'s' * (ranks > 1)}.\n{tomli_w.dumps(tables)}",
+            encoding="utf-8",
         )
         os.replace(temporary, path)
     except OSError as error:

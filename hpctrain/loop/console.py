@@ -101,7 +101,7 @@ def describe(session: Session) -> dict[str, str]:
         "batch": str(plan),
         "data": f"{len(session.training):,} samples, {epochs:.2f} epochs",
         "parameters": f"{everything:,}" + (f", {trained:,} trained" if trained != everything else ""),
-        "precision": parts.precision.name,
+        "precision": parts.precision.describe(session.device),
         **({"compression": compression} if compression else {}),
         "plugins": ", ".join(plugin.name for plugin in chosen) + f", {parts.checkpoint.name} checkpoints",
     }

@@ -1,7 +1,6 @@
 """torch.distributed over MPI, with stock PyTorch: `import hpctrain.mpi` registers the backend and the rendezvous.
 
-    import torch
-import torch.distributed as dist
+    import torch.distributed as dist
     import hpctrain.mpi
 
     dist.init_process_group("mpi4py", init_method="mpi://")  # CPU tensors over MPI

@@ -102,3 +102,9 @@ def test_decay_ends_at_the_final_factor() -> None:
     assert schedule("constant").factor(10**6, 10) == 1.0
     assert schedule("cosine", warmup_steps=50).factor(30, 10) < 1, "a warm-up longer than the job"
     assert schedule("cosine").factor(0, 1) == 1.0, "a job of one step"
+
+
+def test_auto_says_what_it_took() -> None:
+    (auto,) = (one for one in REGISTRY.made("precision") if one.name == "auto")
+    assert auto.describe(torch.device("cpu")) == "fp32 (auto)"
+    assert fp16().describe(torch.device("cpu")) == "fp16"

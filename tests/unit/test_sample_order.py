@@ -73,3 +73,8 @@ def test_evaluation_takes_every_sample_once_in_as_many_forwards_on_all_ranks(
     assert all(0 <= i < samples for plan in plans for one in plan for i in one.indices) and all(
         len(one.indices) for plan in plans for one in plan
     )
+
+
+def test_the_batch_as_a_person_reads_it() -> None:
+    assert str(BatchPlan(4, 2, 0, 1)) == "4 samples = 1 data-parallel rank x 2 micro batches x 2"
+    assert str(BatchPlan(4, 2, 0, 2)) == "4 samples = 2 data-parallel ranks x 1 micro batch x 2"

@@ -55,10 +55,15 @@ class Auto(FP32):
 
     name = "auto"
 
+    def describe(self, device: torch.device) -> str:
+        return f"{'bf16' if _takes_bf16(device) else 'fp32'} (auto)"
+
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        if device.type == "cuda" and torch.cuda.is_bf16_supported():
-            return torch.autocast(device.type, torch.bfloat16)
-        return nullcontext()
+        return torch.autocast(device.type, torch.bfloat16) if _takes_bf16(device) else nullcontext()
+
+
+def _takes_bf16(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_bf16_supported()
 
 
 @hookimpl
