@@ -30,6 +30,7 @@ class Processes:
             )
             for rank in range(ranks)
         ]
+        self._failed_at: float | None = None
 
     def _environment(self, rank: int, ranks: int) -> dict[str, str]:
         """torch's names for the rendezvous env://, with a store that somebody else holds."""
@@ -53,14 +54,13 @@ class Processes:
     def wait(self, timeout: float | None = None) -> int:
         """Wait for all ranks; when one fails, the others get a while to follow and are then ended."""
         give_up = None if timeout is None else time.monotonic() + timeout
-        failed_at: float | None = None
         while (status := self.poll()) is None:
             now = time.monotonic()
             if give_up is not None and now > give_up:
                 raise subprocess.TimeoutExpired("ranks", timeout or 0)
-            if failed_at is None and any(rank.poll() for rank in self._ranks):
-                failed_at = now
-            if failed_at is not None and now > failed_at + _GRACE:
+            if self._failed_at is None and any(rank.poll() for rank in self._ranks):
+                self._failed_at = now
+            if self._failed_at is not None and now > self._failed_at + _GRACE:
                 self.kill()
             time.sleep(_POLL)
         return status
