@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpctrain.errors import EXIT_STOPPED, HpctrainError
+from hpctrain.errors import EXIT_STOPPED, HpctrainError, UsageError
 from hpctrain.job.check import CheckedJob, check
 from hpctrain.job.output_lock import OutputLock
 from hpctrain.job.reading import RawJob
@@ -35,6 +35,10 @@ def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
     The result has `step`, `loss` and `exit_code`: 0, or 75 when a signal stopped training after a save. Errors that a
     user can mend are HpctrainError. With several ranks an error on one ends the processes of all.
     """
+    if dist.is_initialized():
+        raise UsageError(
+            "hpctrain.run sets torch.distributed up itself, and found it set up; call destroy_process_group() before"
+        )
     tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else dict(job)
     return run_rank(detect(), lambda: RawJob(tables, {}, "job"), resume, Front())
 

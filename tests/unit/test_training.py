@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import TINY
 from plain import batches_of, module_of
 
 import hpctrain
-from hpctrain.errors import TrainingError
+from hpctrain.errors import TrainingError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +140,7 @@ def test_every_optimizer_resumes_where_it_was(
 
 DIGITS = """
 import torch
+import torch.distributed as dist
 from torch import nn
 
 def build(width):
@@ -259,3 +261,13 @@ def test_unused_parameters_and_nonfinite_losses(tmp_path: Path, monkeypatch: pyt
     assert hpctrain.run(tables)["step"] == 5
     done = rows("on")
     assert done[2]["loss"] is None and done[2]["skipped"] and done[3]["loss"] is not None
+
+
+def test_a_program_that_has_set_up_torch_distributed_itself() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match=r"call destroy_process_group\(\) before"):
+            hpctrain.run({})
+        assert dist.is_initialized()  # it is the program's
+    finally:
+        dist.destroy_process_group()
