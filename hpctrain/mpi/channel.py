@@ -24,7 +24,7 @@ class Channel:
         self.rank = comm.rank
         self.size = comm.size
         self._watch = watch
-        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self.others = [rank for rank in range(comm.size) if rank != comm.rank]
         # The highest tag is ours; point-to-point messages of the user have the others.
         self._tag = highest_tag()
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -57,10 +57,8 @@ class Channel:
         nbytes, start = output.nbytes // self.size, output.data_ptr()
         # Not from the slice of `output`: lines that were just written are dear to read from another core.
         mine = message_at(start + self.rank * nbytes, nbytes) if tensor is None else message(tensor)
-        requests = [
-            self.comm.Irecv(message_at(start + rank * nbytes, nbytes), rank, self._tag) for rank in self._others
-        ]
-        requests += [self.comm.Isend(mine, rank, self._tag) for rank in self._others]
+        requests = [self.comm.Irecv(message_at(start + rank * nbytes, nbytes), rank, self._tag) for rank in self.others]
+        requests += [self.comm.Isend(mine, rank, self._tag) for rank in self.others]
         if tensor is not None:
             first, elements = self.rank * tensor.numel(), tensor.numel()
             flattened(output)[first : first + elements].copy_(flattened(tensor))

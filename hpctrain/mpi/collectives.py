@@ -34,16 +34,14 @@ def all_gather(channel: Channel, outputs: Sequence[Tensor], tensor: Tensor, *, e
             for output, part in zip(outputs, gathered.chunk(channel.size), strict=True):
                 output.view(-1).copy_(part)
         return
-    others = [rank for rank in range(channel.size) if rank != channel.rank]
     own = partial(_copy, outputs[channel.rank], tensor)
-    channel.exchange([(r, tensor) for r in others], [(r, outputs[r]) for r in others], meanwhile=own)
+    channel.exchange([(r, tensor) for r in channel.others], [(r, outputs[r]) for r in channel.others], meanwhile=own)
 
 
 def all_to_all(channel: Channel, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """`inputs[r]` to rank r, whose own comes into `outputs[r]`. Outputs and inputs share no memory."""
-    others = [rank for rank in range(channel.size) if rank != channel.rank]
     own = partial(_copy, outputs[channel.rank], inputs[channel.rank])
-    channel.exchange([(r, inputs[r]) for r in others], [(r, outputs[r]) for r in others], meanwhile=own)
+    channel.exchange([(r, inputs[r]) for r in channel.others], [(r, outputs[r]) for r in channel.others], meanwhile=own)
 
 
 def gather(channel: Channel, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:

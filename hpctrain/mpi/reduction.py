@@ -186,8 +186,7 @@ def _reduce_own_piece(channel: Channel, pieces: Sequence[Tensor], reduction: Red
     scratch = channel.scratch(own.nbytes * channel.size).view(own.dtype)
     width = own.numel()
     arrived = [own if r == channel.rank else scratch[r * width : (r + 1) * width] for r in range(channel.size)]
-    others = [rank for rank in range(channel.size) if rank != channel.rank]
-    channel.exchange([(r, pieces[r]) for r in others], [(r, arrived[r]) for r in others])
+    channel.exchange([(r, pieces[r]) for r in channel.others], [(r, arrived[r]) for r in channel.others])
     # The own piece is still to be read, and the first two others are not read again.
     reduction(arrived, output, spare=arrived[1 if channel.rank == 0 and channel.size > 1 else 0])
 

@@ -166,7 +166,7 @@ def _all_reduce_in_blocks(node: Node, flat: Tensor, reduction: Reduction, finish
         _collect(node, sums, before)
         own = pieces[node.rank]
         if own.numel():
-            result = _sum(node, own)
+            result = _sum(node, own, node.rank)
             reduction(versions, result, spare=result)
             if finish is not None:
                 finish(result)
@@ -197,7 +197,7 @@ def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reducti
         versions = _versions(node, pieces, width)
         node.sync()
         target = flat if whole else flat[start : start + widest]
-        reduction(versions, target, spare=_sum(node, target))
+        reduction(versions, target, spare=_sum(node, target, node.rank))
 
 
 def reduce_scatter_small(node: Node, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
@@ -263,16 +263,14 @@ def _versions(node: Node, pieces: Sequence[Tensor], width: int) -> list[Tensor]:
     return [own if rank == node.rank else box for rank, box in enumerate(boxes)]
 
 
-def _sum(node: Node, piece: Tensor) -> Tensor:
-    """Where this rank puts its sum of a piece, for the others to collect after the next sync."""
-    return _sums(node, [piece] * node.size)[node.rank]
+def _sum(node: Node, piece: Tensor, rank: int) -> Tensor:
+    """Where that rank puts its sum of its piece, for the others to collect after the next sync."""
+    return node.boxes(piece.dtype, piece.numel(), _RAW // piece.element_size())[rank]
 
 
 def _sums(node: Node, pieces: Sequence[Tensor]) -> list[Tensor]:
     """Where each rank puts its sum of its piece, after the next sync."""
-    return [
-        node.boxes(piece.dtype, piece.numel(), _RAW // piece.element_size())[rank] for rank, piece in enumerate(pieces)
-    ]
+    return [_sum(node, piece, rank) for rank, piece in enumerate(pieces)]
 
 
 def _collect(node: Node, sums: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:

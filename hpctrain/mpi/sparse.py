@@ -41,6 +41,5 @@ def _all_reduce(channel: Channel, tensor: Tensor, op: ReduceOp) -> None:
 def _exchange(channel: Channel, own: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
     parts = [torch.empty(shape, dtype=own.dtype) for shape in shapes]
     parts[channel.rank] = own
-    others = [rank for rank in range(channel.size) if rank != channel.rank]
-    channel.exchange([(r, own) for r in others], [(r, parts[r]) for r in others])
+    channel.exchange([(r, own) for r in channel.others], [(r, parts[r]) for r in channel.others])
     return parts
