@@ -14,9 +14,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-import steps
 import torch
 import torch.distributed as dist
+import training_step
 from live_bytes import LiveBytes
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -38,14 +38,14 @@ def make_step(length: int, parallelism: dict[str, Any]) -> Callable[[], float]:
     }  # fmt: skip
     checked = check(RawJob(tables, {}, "benchmark"), dist.get_world_size() if parallelism else None)
     if parallelism:
-        meshes = build_meshes(layout_of(checked.job, checked.parts, dist.get_world_size()), steps.CPU)
+        meshes = build_meshes(layout_of(checked.job, checked.parts, dist.get_world_size()), training_step.CPU)
     else:  # each rank by itself
         axes = ("ranks", "dp_replicate", "dp_shard")
         alone = init_device_mesh("cpu", (dist.get_world_size(), 1, 1), mesh_dim_names=axes)
         meshes = Meshes(alone, alone)
     ids = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(length))
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-    return steps.make_step(checked, meshes, batch, length)
+    return training_step.make_step(checked, meshes, batch, length)
 
 
 def measure(length: int, parallelism: dict[str, Any], limit: int | None) -> tuple[int, float]:

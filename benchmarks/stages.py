@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import steps
 import tomli
 import torch
 import torch.distributed as dist
+import training_step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hpctrain.mpi
@@ -46,7 +46,7 @@ def make_step(kind: str, precision: str, mesh: DeviceMesh, batch: dict[str, torc
         "precision": {"mode": precision}, "sharding": {"stage": int(stage), **tomli.loads("\n".join(options.split()))},
     }  # fmt: skip
     divisor = BATCH * SEQUENCE * mesh["dp_replicate"].size() * mesh["dp_shard"].size()
-    return steps.make_step(check(RawJob(tables, {}, "benchmark"), None), Meshes(mesh, mesh), batch, divisor)
+    return training_step.make_step(check(RawJob(tables, {}, "benchmark"), None), Meshes(mesh, mesh), batch, divisor)
 
 
 def measure(steps: dict[str, Callable[[], float]], rounds: int) -> torch.Tensor:
