@@ -2,18 +2,21 @@
 
 Work goes in rounds: every rank writes into its outbox, all `sync`, every rank reads the others' outboxes. Each rank has
 two outboxes, used in turn: while a slow rank still reads those of one round, the others already write the next, and
-nobody can be two rounds ahead. Tensors that were allocated here need no outbox: the others read them where they lie.
+nobody can be two rounds ahead. Tensors that were allocated here need no outbox: the others read them where they lie; and
+large ones elsewhere are copied from their owner's memory, where the system allows it.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hpctrain.mpi import segment
 from hpctrain.mpi.library import MPI
+from hpctrain.mpi.peers import Peers
 from hpctrain.mpi.watch import Watch
 
 OUTBOX = 16 * 2**20
@@ -23,6 +26,7 @@ that share no cache pass fresh lines more slowly than memory does. Pages that no
 _LINE = 128  # bytes: what one rank writes and others poll stands in a cache line of its own, and its neighbour
 # Words of a line: the last round that the rank came to; by the round's parity, what it called and where its tensor lies.
 _ROUND, _DESCRIPTION, _PLACE = 0, 1, 3
+# Above these bits of a place stands which allocation it lies in, the first is 1; 0: these bits are its address.
 _OFFSET_BITS = 48
 _MOST_VIEWS = 64
 """Views of the outboxes that are kept: each costs a microsecond to make, which a small message would notice."""
@@ -31,10 +35,10 @@ _MOST_VIEWS = 64
 class Node:
     """Some ranks' shared memory; used by one thread at a time."""
 
-    def __init__(self, comm: MPI.Comm, parts: list[Tensor], watch: Watch) -> None:
-        """parts: each rank's memory, for its line and its outboxes."""
+    def __init__(self, comm: MPI.Comm, parts: list[Tensor], peers: Peers | None, watch: Watch) -> None:
+        """parts: each rank's memory, for its line and its outboxes. peers: where they can read each other's."""
         self.rank, self.size, self.comm = comm.rank, comm.size, comm
-        self._watch = watch
+        self._peers, self._watch = peers, watch
         self._round = 0
         self._lines = [part[:_LINE].numpy().data.cast("q") for part in parts]
         self._outboxes: list[tuple[Tensor, ...]] = [part[_LINE:].view(2, OUTBOX).unbind() for part in parts]
@@ -47,7 +51,7 @@ class Node:
     def create(comm: MPI.Comm, watch: Watch) -> Node | None:
         """The node of ranks that MPI says can share memory; None where they cannot after all. Collective."""
         parts = segment.create(comm, _LINE + 2 * OUTBOX)
-        return None if parts is None else Node(comm, parts, watch)
+        return None if parts is None else Node(comm, parts, Peers.create(comm), watch)
 
     def allocate(self, nbytes: int) -> Tensor | None:
         """Zeros that the others can read where they lie, (nbytes,) uint8, as many on each rank. Collective."""
@@ -58,19 +62,41 @@ class Node:
         return parts[self.rank]
 
     def place(self, tensor: Tensor) -> int:
-        """Where a tensor lies in the allocated memory; 0 for one that does not."""
+        """Where a plain tensor lies, for `sync`: in the allocated memory, or at its address."""
+        address = tensor.data_ptr()
         for index, parts in enumerate(self._allocated, 1):
             own = parts[self.rank]
-            offset = tensor.data_ptr() - own.data_ptr()
+            offset = address - own.data_ptr()
             if offset >= 0 and offset + tensor.nbytes <= own.nbytes:
                 return index << _OFFSET_BITS | offset
-        return 0
+        return address if address >> _OFFSET_BITS == 0 else 0
 
-    def at(self, place: int, like: Tensor) -> list[Tensor]:
-        """Every rank's tensor at that place, flat, of the size and dtype of `like`."""
-        index, offset = place >> _OFFSET_BITS, place & (1 << _OFFSET_BITS) - 1
-        parts = self._allocated[index - 1]
-        return [part[offset : offset + like.nbytes].view(like.dtype) for part in parts]
+    @staticmethod
+    def is_allocated(place: int) -> bool:
+        """Whether that is a place in the allocated memory."""
+        return place >> _OFFSET_BITS > 0
+
+    @property
+    def places(self) -> list[int]:
+        """What the ranks gave to the last `sync`; valid until the next one."""
+        parity = self._round % 2
+        return [line[_PLACE + parity] for line in self._lines]
+
+    def reaches(self, places: Sequence[int]) -> bool:
+        """Whether `fetch` can copy from there."""
+        return all(self.is_allocated(place) or (place != 0 and self._peers is not None) for place in places)
+
+    def at(self, rank: int, place: int, like: Tensor) -> Tensor:
+        """That rank's tensor at a place in the allocated memory, flat, of the size and dtype of `like`."""
+        offset = place & (1 << _OFFSET_BITS) - 1
+        return self._allocated[(place >> _OFFSET_BITS) - 1][rank][offset : offset + like.nbytes].view(like.dtype)
+
+    def fetch(self, rank: int, place: int, into: Tensor) -> None:
+        """Fill a plain tensor, flat, with what lies at that rank's place."""
+        if self.is_allocated(place):
+            into.copy_(self.at(rank, place, into))
+        elif self._peers is not None:
+            self._peers.read(rank, place, into)
 
     @property
     def outbox(self) -> Tensor:
@@ -93,8 +119,8 @@ class Node:
             self._views[dtype, elements, first, side] = views
         return views
 
-    def sync(self, place: int = 0) -> bool:
-        """Return when every rank is here: whether all gave the same place other than 0.
+    def sync(self, place: int = 0) -> None:
+        """Return when every rank is here. place: where this rank's tensor lies that the others are to read.
 
         The first time in an operation, check that it is the same on all.
         """
@@ -116,7 +142,6 @@ class Node:
         self._order_memory()
         if not self._watch.all_here:
             self._watch.check([line[_DESCRIPTION + parity] for line in self._lines])
-        return place != 0 and all(line[_PLACE + parity] == place for line in self._lines)
 
     def _order_memory(self) -> None:
         """What was written before is seen by others before what is written after; and so for reading.

@@ -1,5 +1,6 @@
 """Collectives through a node's memory. A small message is passed on in one round; a large one is met for first, and read
-where it lies if all ranks allocated it there, else copied through the outboxes, block by block.
+where it lies if all ranks allocated it there. Else it is copied: gathers from the others' memories, where the system
+lets them be read; everything else through the outboxes, block by block.
 
 All tensors are plain (see buffers) and checked. Sums are made by torch in rank order, like those of reduction.py, and so
 have the same bits.
@@ -21,16 +22,22 @@ _ALIGNMENT = 64  # elements
 _RAW = OUTBOX // 2
 _CHUNK = 2**20  # bytes
 
-# Bytes of one rank from which on MPI's way is faster than the outboxes.
-_WORTH_PASSING_ON = 256 * 1024
+# Bytes of one rank from which on one copy by the system is faster than two through the outboxes.
+_WORTH_FETCHING = 256 * 1024
 
-_PassOn = Callable[[Sequence[Tensor], Tensor], None]
-_PassOnSingle = Callable[[Tensor, Tensor | None], None]
 _Finish = Callable[[Tensor], None]
 
 
 def broadcast(node: Node, tensor: Tensor, root: int) -> None:
     """The root's bytes to all."""
+    if tensor.nbytes >= _WORTH_FETCHING:
+        node.sync(node.place(tensor))
+        place = node.places[root]
+        if node.reaches([place]):
+            if node.rank != root:
+                node.fetch(root, place, flattened(tensor))
+            node.sync()  # nobody may write into what others still read
+            return
     for block in torch.split(_bytes(tensor), OUTBOX):
         if node.rank == root:
             node.outbox[: block.numel()].copy_(block)
@@ -39,40 +46,30 @@ def broadcast(node: Node, tensor: Tensor, root: int) -> None:
             block.copy_(node.read(root)[: block.numel()])
 
 
-def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor, pass_on: _PassOn | None = None) -> None:
-    """All ranks' `tensor`, of one size, into one output for each; `tensor` may be this rank's output.
-
-    pass_on: gathers a large tensor with one copy where the outboxes need two.
-    """
-    if tensor.nbytes * node.size > SMALL:
-        place = _place(node, outputs)
-        if place and not same_memory(tensor, outputs[node.rank]):
-            outputs[node.rank].view(-1).copy_(tensor.view(-1))
-        if node.sync(place):
-            _collect_where_it_lies(node, [output.view(-1) for output in outputs])
-            return
-        if pass_on is not None and tensor.nbytes >= _WORTH_PASSING_ON:
-            pass_on(outputs, tensor)
-            return
-    _all_gather_in_blocks(node, outputs, tensor)
-
-
-def all_gather_single(node: Node, output: Tensor, tensor: Tensor, pass_on: _PassOnSingle) -> None:
-    """All ranks' `tensor` one after the other into `output`, of more than SMALL bytes; it may be this rank's slice.
-
-    pass_on: as for all_gather; None for a tensor that already lies in its slice.
-    """
-    place = node.place(output)
-    own = None if tensor.data_ptr() == output.data_ptr() + node.rank * tensor.nbytes else tensor
-    if place and own is not None:
-        flattened(output).tensor_split(node.size)[node.rank].copy_(flattened(own))
-        own = None
-    if node.sync(place):
-        _collect_where_it_lies(node, flattened(output).tensor_split(node.size))
-    elif tensor.nbytes >= _WORTH_PASSING_ON:
-        pass_on(output, own)
-    else:
-        _all_gather_in_blocks(node, flattened(output).tensor_split(node.size), tensor)
+def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    """All ranks' `tensor`, of one size, into one output for each; `tensor` may be this rank's output."""
+    if tensor.nbytes * node.size <= SMALL:
+        _all_gather_in_blocks(node, outputs, tensor)
+        return
+    own = outputs[node.rank]
+    place = node.place(own)
+    if not node.is_allocated(place):
+        # Where the input lies: lines that were just written to the output are dear to read from another core.
+        place = node.place(tensor)
+    elif not same_memory(tensor, own):
+        flattened(own).copy_(flattened(tensor))
+        tensor = own
+    node.sync(place)
+    places = node.places
+    if not _are_allocated(node, places) and (tensor.nbytes < _WORTH_FETCHING or not node.reaches(places)):
+        _all_gather_in_blocks(node, outputs, tensor)
+        return
+    for rank, output in enumerate(outputs):
+        if rank != node.rank:
+            node.fetch(rank, places[rank], flattened(output))
+    if not same_memory(tensor, own):
+        flattened(own).copy_(flattened(tensor))
+    node.sync()  # nobody may write into what others still read
 
 
 def _all_gather_in_blocks(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
@@ -83,14 +80,6 @@ def _all_gather_in_blocks(node: Node, outputs: Sequence[Tensor], tensor: Tensor)
         node.sync()
         for rank in range(node.size):
             targets[rank][start : start + OUTBOX].copy_(node.read(rank)[: block.numel()])
-
-
-def _collect_where_it_lies(node: Node, outputs: Sequence[Tensor]) -> None:
-    """Each rank has filled its own output, and copies the others' from their memories."""
-    for rank, output in enumerate(outputs):
-        if rank != node.rank:
-            output.copy_(node.at(node.place(output), output)[rank])
-    node.sync()  # nobody may write into what others still read
 
 
 def all_gather_small(node: Node, output: Tensor, tensor: Tensor) -> None:
@@ -104,6 +93,8 @@ def all_gather_small(node: Node, output: Tensor, tensor: Tensor) -> None:
 
 def all_to_all(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """`inputs[r]` to rank r, whose own comes into `outputs[r]`; all of one size; outputs and inputs share no memory."""
+    if inputs[0].nbytes >= _WORTH_FETCHING and _all_to_all_where_it_lies(node, outputs, inputs):
+        return
     sources, targets = [_bytes(tensor) for tensor in inputs], [_bytes(tensor) for tensor in outputs]
     width = OUTBOX // node.size // _ALIGNMENT * _ALIGNMENT
     others = [rank for rank in range(node.size) if rank != node.rank]
@@ -116,6 +107,23 @@ def all_to_all(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) 
             place = node.rank * width
             targets[rank][start:end].copy_(node.read(rank)[place : place + end - start])
     targets[node.rank].copy_(sources[node.rank])
+
+
+def _all_to_all_where_it_lies(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Whether it is done: the inputs of all ranks can be read."""
+    boxes = node.boxes(torch.int64, node.size)
+    boxes[node.rank].copy_(torch.tensor([node.place(tensor) for tensor in inputs]))
+    node.sync()
+    places = [box.tolist() for box in boxes]
+    if not node.reaches([place for line in places for place in line]):
+        return False
+    for rank, output in enumerate(outputs):
+        if rank == node.rank:
+            output.view(-1).copy_(inputs[rank].view(-1))
+        else:
+            node.fetch(rank, places[rank][node.rank], flattened(output))
+    node.sync()  # nobody may write into what others still read
+    return True
 
 
 def all_reduce(node: Node, tensor: Tensor, reduction: Reduction, finish: _Finish | None = None) -> None:
@@ -131,9 +139,11 @@ def all_reduce(node: Node, tensor: Tensor, reduction: Reduction, finish: _Finish
         if flat.numel():
             reduction(boxes, flat, spare=flat)
         return
-    place = node.place(flat)
-    if node.sync(place):
-        _all_reduce_where_it_lies(node, node.at(place, flat), reduction, finish)
+    node.sync(node.place(flat))
+    places = node.places
+    if _are_allocated(node, places):
+        versions = [node.at(rank, place, flat) for rank, place in enumerate(places)]
+        _all_reduce_where_it_lies(node, versions, reduction, finish)
     else:
         _all_reduce_in_blocks(node, flat, reduction, finish)
 
@@ -183,11 +193,15 @@ def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reducti
     `output` may be the same memory as the own input, and must not overlap the others.
     """
     flat, sources = flattened(output), [flattened(tensor) for tensor in inputs]
-    if flat.nbytes * node.size > SMALL and node.sync(_place(node, sources)):
-        own = sources[node.rank]
-        _reduce(node, node.at(node.place(own), own), flat, reduction)
-        node.sync()  # nobody may write into what others still read
-        return
+    if flat.nbytes * node.size > SMALL:
+        node.sync(_place(node, sources))
+        places = node.places
+        if _are_allocated(node, places):
+            first = node.rank * flat.nbytes
+            versions = [node.at(rank, place + first, flat) for rank, place in enumerate(places)]
+            _reduce(node, versions, flat, reduction)
+            node.sync()  # nobody may write into what others still read
+            return
     widest = _RAW // node.size // _ALIGNMENT * _ALIGNMENT // flat.element_size()
     for start in range(0, max(flat.numel(), 1), widest):
         whole = flat.numel() <= widest
@@ -216,7 +230,12 @@ def _place(node: Node, tensors: Sequence[Tensor]) -> int:
     first, size = tensors[0], tensors[0].nbytes
     if any(tensor.data_ptr() != first.data_ptr() + rank * size for rank, tensor in enumerate(tensors)):
         return 0
-    return node.place(first) if node.place(tensors[-1]) else 0
+    place = node.place(first)
+    return place if _are_allocated(node, [place, node.place(tensors[-1])]) else 0
+
+
+def _are_allocated(node: Node, places: Sequence[int]) -> bool:
+    return all(node.is_allocated(place) for place in places)
 
 
 def _reduce(node: Node, versions: Sequence[Tensor], output: Tensor, reduction: Reduction) -> None:

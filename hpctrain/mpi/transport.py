@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -124,8 +123,7 @@ class Transport:
         if not in_place and overlap(tensor, output):
             tensor = tensor.clone()
         if self._node is not None:
-            # MPI copies from one process's memory to another's, which takes calls to the system that Python lacks.
-            shared.all_gather_single(self._node, output, tensor, self.network.all_gather_directly)
+            shared.all_gather(self._node, flattened(output).tensor_split(self.size), tensor)
         elif self._hierarchy is not None and output.nbytes > SMALL:
             hierarchy.all_gather(self._hierarchy, output.view(-1).tensor_split(self.size), tensor)
         else:
@@ -134,7 +132,7 @@ class Transport:
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
         """All ranks' `tensor` into one output for each. even: all are of one size."""
         if self._node is not None and even:
-            shared.all_gather(self._node, outputs, tensor, partial(collectives.all_gather, self.network, even=True))
+            shared.all_gather(self._node, outputs, tensor)
         elif self._hierarchy is not None and even and tensor.nbytes * self.size > SMALL:
             hierarchy.all_gather(self._hierarchy, outputs, tensor)
         else:

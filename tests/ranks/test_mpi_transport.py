@@ -13,10 +13,14 @@ from training import job
 import hpctrain.mpi
 from hpctrain.job.check import check
 from hpctrain.job.reading import RawJob
-from hpctrain.mpi import BACKEND
+from hpctrain.mpi import BACKEND, peers
+from hpctrain.mpi.errors import CommunicationError
+from hpctrain.mpi.library import MPI
 
+OUTBOXES = "memory, but not that of others"
 WAYS = {
     "memory": {},
+    OUTBOXES: {},
     "mpi": {"shared_memory": False},
     "two levels": {"ranks_per_node": 2},
     "flat over nodes": {"ranks_per_node": 2, "hierarchical": False},
@@ -28,10 +32,14 @@ BLOCKS = 2_200_003  # more float32 than pass in one round, and no multiple of an
 @pytest.fixture(scope="module", params=list(WAYS))
 def way(world, request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
     hpctrain.mpi.configure(**WAYS[request.param])
-    try:
-        group = dist.new_group(backend=BACKEND)
-    finally:
-        hpctrain.mpi.configure()
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == OUTBOXES:
+            patch.setattr(peers, "_readv", None)
+        try:
+            group = dist.new_group(backend=BACKEND)
+            dist.barrier(group=group)
+        finally:
+            hpctrain.mpi.configure()
     yield group
     dist.destroy_process_group(group)
 
@@ -132,6 +140,32 @@ def test_gathering_in_blocks(world) -> None:
     assert torch.equal(mine, gathered.chunk(world.size)[-1])
     dist.all_to_all_single(gathered, gathered.clone())
     assert torch.equal(gathered.chunk(world.size)[-1], gathered.chunk(world.size)[0])
+
+
+def test_gathering_from_a_shared_buffer_on_one_rank_only(world, way) -> None:
+    """What lies in it is read there, what the others have in theirs."""
+    shared = hpctrain.mpi.shared_zeros(100_000 * world.size, torch.float32, way)
+    mine = shared[100_000 * world.rank :][:100_000] if world.rank == 0 else torch.empty(100_000)
+    output = shared if world.rank == world.size - 1 else torch.empty(len(shared))
+    mine.copy_(values(world.rank, 100_000))
+    dist.all_gather_single(output, mine, group=way)
+    assert torch.equal(output, torch.cat([values(rank, 100_000) for rank in range(world.size)]))
+
+
+def test_the_memory_of_others_is_read_by_all_or_by_none(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = peers.Peers.create(MPI.COMM_WORLD)
+    assert theirs is not None, "this system lets processes of one user read each other"
+    there, found = values(world.rank, 1000), torch.empty(1000)
+    for rank, address in enumerate(MPI.COMM_WORLD.allgather(there.data_ptr())):
+        theirs.read(rank, address, found)
+        assert torch.equal(found, values(rank, 1000))
+    MPI.COMM_WORLD.Barrier()
+    with pytest.raises(CommunicationError, match=r"process \d+ of this node ended or left the operation"):
+        theirs.read(0, 8, found)  # nothing lies there
+
+    if world.rank == world.size - 1:
+        monkeypatch.setattr(peers, "_readv", None)
+    assert peers.Peers.create(MPI.COMM_WORLD) is None
 
 
 def test_a_shared_buffer_on_one_rank_only(world, way) -> None:
