@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +75,19 @@ def _run_in(
         print(f"hpctrain: {notice}", file=sys.stderr, flush=True)
     # the directory is written to by rank 0, before anything is built
     world.share("output", lambda: write_resolved(checked, identity.size, lock))
-    _log_to_file(checked.job.output_dir, identity)
-    communicator = checked.parts.communicator.choose(identity, checked.parts.communicators)
-    device = start_communication(world, communicator, checked.job.communicator.timeout_seconds)
-    try:
-        session = Session(checked, world, device, resume)
+    with _logged_to_file(checked.job.output_dir, identity):
+        checked = _with_communicator(checked, identity)
+        device = start_communication(world, checked.parts.communicator, checked.job.communicator.timeout_seconds)
         try:
-            result = train(session, stop)
-        finally:
-            session.close()
-    except Exception as error:
-        checked.registry.manager.hook.hpctrain_exception(exception=error, identity=identity)
-        raise
-    _say_goodbye(session, result, time.monotonic() - begin)
+            session = Session(checked, world, device, resume)
+            try:
+                result = train(session, stop)
+            finally:
+                session.close()
+        except Exception as error:
+            checked.registry.manager.hook.hpctrain_exception(exception=error, identity=identity)
+            raise
+        _say_goodbye(session, result, time.monotonic() - begin)
     return result
 
 
@@ -107,20 +109,35 @@ def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:
     return checked
 
 
-def _log_to_file(output_dir: Path, identity: Identity) -> None:
+def _with_communicator(checked: CheckedJob, identity: Identity) -> CheckedJob:
+    """The same with the communicator that takes these ranks: `auto` stands for another."""
+    chosen = checked.parts.communicator.choose(identity, checked.parts.communicators)
+    return replace(checked, parts=replace(checked.parts, communicator=chosen))
+
+
+@contextmanager
+def _logged_to_file(output_dir: Path, identity: Identity) -> Iterator[None]:
     """Every rank's own log; warnings of rank 0 on the screen, too."""
     directory = output_dir / "log"
     directory.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(directory / f"rank-{identity.rank:05d}.log", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    LOG.setLevel(logging.INFO)
-    LOG.addHandler(handler)
+    file = logging.FileHandler(directory / f"rank-{identity.rank:05d}.log", encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handlers: list[logging.Handler] = [file]
     if identity.rank == 0:
         screen = logging.StreamHandler()
         screen.setLevel(logging.WARNING)
         screen.setFormatter(logging.Formatter("hpctrain: warning: %(message)s"))
-        LOG.addHandler(screen)
+        handlers.append(screen)
+    LOG.setLevel(logging.INFO)
+    for handler in handlers:
+        LOG.addHandler(handler)
     LOG.info("rank %d of %d on %s (%s)", identity.rank, identity.size, identity.node, identity.source)
+    try:
+        yield
+    finally:  # a program may run another job after this one
+        for handler in handlers:
+            LOG.removeHandler(handler)
+            handler.close()
 
 
 def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> None:

@@ -186,9 +186,11 @@ def _apply_override(raw: RawJob, override: str) -> None:
     if not equals or len(key) < 2 or not all(key):
         raise UsageError(f"--set {override}: expected table.key=value, such as optimizer.lr=0.001")
     try:
-        parsed = tomli.loads(f"value = {value}")["value"]
+        found = tomli.loads(f"value = {value}")
     except tomli.TOMLDecodeError:
-        parsed = value.strip()
+        found = {"value": value.strip()}
+    if len(found) > 1:
+        raise UsageError(f"--set {override!r}: found several keys, expected one; repeat --set for each")
     table = raw.tables
     for part in key[:-1]:
         below = table.setdefault(part, {})
@@ -197,5 +199,5 @@ def _apply_override(raw: RawJob, override: str) -> None:
         if not isinstance(below, dict):
             below = table[part] = {"size": below} if key[0] == "parallelism" else {}
         table = below
-    table[key[-1]] = parsed
+    table[key[-1]] = found["value"]
     raw.places[key] = f"--set {override}"

@@ -31,12 +31,18 @@ def _file_name(name: str) -> str:
     return name
 
 
+def _not_empty(path: object) -> object:
+    if path == "":
+        raise ValueError('expected a directory, "." for the current one')
+    return path
+
+
 class JobTable(Table):
     """[job]"""
 
     name: Annotated[str, AfterValidator(_file_name)]
     """What the run is called."""
-    output_dir: Path | None = None
+    output_dir: Annotated[Path | None, BeforeValidator(_not_empty)] = None
     """Where the files of the run go, relative to the current directory (default: runs/NAME)."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Decides on initial weights, sample order and everything drawn."""

@@ -103,7 +103,8 @@ def describe(session: Session) -> dict[str, str]:
         "parameters": f"{everything:,}" + (f", {trained:,} trained" if trained != everything else ""),
         "precision": parts.precision.describe(session.device),
         **({"compression": compression} if compression else {}),
-        "plugins": ", ".join(plugin.name for plugin in chosen) + f", {parts.checkpoint.name} checkpoints",
+        "plugins": ", ".join(plugin.name for plugin in chosen)
+        + f", {parts.checkpoint.name} checkpoints, {parts.communicator.name} communicator",
     }
 
 

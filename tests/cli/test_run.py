@@ -225,7 +225,7 @@ def test_without_mpi_the_ranks_talk_over_gloo(job: JobFile) -> None:
     hidden = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
     done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory, env=hidden)
     assert done.code == 0, done
-    assert "over gloo" in done.err and "2 (torchrun)" in done.out
+    assert "over gloo" in done.err and "2 (torchrun)" in done.out and "gloo communicator" in done.out
     assert job.losses() == pytest.approx(job.losses("mpi"), rel=2e-6)
 
 
@@ -247,6 +247,6 @@ def test_under_mpiexec_it_is_a_rank_and_n_must_fit(job: JobFile) -> None:
 
     mpiexec = str(Path(sys.executable).parent / "mpiexec")
     done = run([mpiexec, "-n", "2", *hpctrain("run", "job.toml", "-n", "2")], job.directory)
-    assert done.code == 0 and "2 (mpi)" in done.out, done
+    assert done.code == 0 and "2 (mpi)" in done.out and "mpi communicator" in done.out, done
     wrong = run([mpiexec, "-n", "2", *hpctrain("run", "job.toml", "-n", "3")], job.directory)
     assert wrong.code == 2 and "the launcher started 2 ranks" in wrong.err, wrong

@@ -108,6 +108,7 @@ def test_every_compression_but_those_goes_with_every_stage() -> None:
         ("job", {"steps": 4.5}, "found 4.5"),
         ("job", {"seed": True}, "found true"),
         ("job", {"name": "a/b"}, "without '/'"),
+        ("job", {"output_dir": ""}, 'expected a directory, "." for the current one, found ""'),
         ("optimizer", {"betas": [0.9]}, "betas: expected at least 2 values, found [0.9]"),
         ("optimizer", {"name": 3}, "expected a valid string, found 3"),
         ("optimizer", {"betas": [0.9, 1.5]}, "expected less than 1, found 1.5"),

@@ -89,6 +89,14 @@ def test_extends_merges_tables_and_replaces_arrays(tmp_path: Path) -> None:
     assert raw.place(("a", "unwritten")).endswith("job.toml:2"), "the table stands for a key that is not there"
 
 
+def test_one_override_sets_one_key(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("[a]\nx = 1\n")
+    raw = read_job(tmp_path / "job.toml", ["a.list=[1,\n2]", "a.x=2 # more"])
+    assert raw.tables == {"a": {"x": 2, "list": [1, 2]}}
+    with pytest.raises(UsageError, match="found several keys, expected one"):
+        read_job(tmp_path / "job.toml", ["a.x=2\na.y=3"])
+
+
 def test_a_job_survives_the_way_to_another_rank(tmp_path: Path) -> None:
     import json
 

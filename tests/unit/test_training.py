@@ -82,8 +82,10 @@ def test_adamw_with_groups_in_fp32() -> None:
 @pytest.mark.parametrize("changes", [{"activation_checkpointing": {"mode": "full"}}, {"batch": {"micro_size": 4}}])
 def test_what_must_not_change_the_curve(changes: dict[str, Any]) -> None:
     hpctrain.run(job(job={"output_dir": "plain"}))
+    before = Path("plain/log/rank-00000.log").read_text()
     hpctrain.run(job(**changes))
     assert [r["loss"] for r in rows()] == pytest.approx([r["loss"] for r in rows("plain")], rel=2e-6)
+    assert before == Path("plain/log/rank-00000.log").read_text(), "a run logs into its own directory only"
 
 
 def test_fp16_skips_an_overflow_and_the_row_says_so() -> None:
