@@ -63,12 +63,8 @@ def same_memory(one: Tensor, other: Tensor) -> bool:
 
 def message(tensor: Tensor) -> Any:
     """A plain tensor's bytes as an MPI message of any size."""
-    return message_at(tensor.data_ptr(), tensor.nbytes)
-
-
-def message_at(address: int, nbytes: int) -> Any:
-    """Bytes of plain tensors as an MPI message of any size; a view of a tensor would cost more than this."""
-    memory = MPI.buffer.fromaddress(address, nbytes)
+    nbytes = tensor.nbytes
+    memory = MPI.buffer.fromaddress(tensor.data_ptr(), nbytes)
     if nbytes <= MAX_COUNT:
         return [memory, nbytes, MPI.BYTE]
     return [memory, 1, _large_type(nbytes)]

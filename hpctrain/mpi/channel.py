@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hpctrain.mpi.buffers import MAX_COUNT, flattened, message, message_at
+from hpctrain.mpi.buffers import message
 from hpctrain.mpi.library import MPI, highest_tag
 from hpctrain.mpi.watch import Watch
 
@@ -44,25 +44,10 @@ class Channel:
         self._wait([self.comm.Ibcast(message(tensor), root)])
 
     def all_gather(self, output: Tensor, tensor: Tensor | None) -> None:
-        """Equal pieces of all ranks into `output`, (size * piece,); None: mine already lies at its place there."""
-        if output.nbytes > MAX_COUNT:
-            self.all_gather_directly(output, tensor)
-            return
+        """Equal pieces of all ranks into `output`, (size * piece,), below 2 GiB; None: mine already lies there."""
         memory = MPI.buffer.fromaddress(output.data_ptr(), output.nbytes)
         source = MPI.IN_PLACE if tensor is None else message(tensor)
         self._wait([self.comm.Iallgather(source, [memory, output.nbytes // self.size, MPI.BYTE])])
-
-    def all_gather_directly(self, output: Tensor, tensor: Tensor | None) -> None:
-        """As all_gather, by a message from each rank to each: the fastest way inside a node. Any size."""
-        nbytes, start = output.nbytes // self.size, output.data_ptr()
-        # Not from the slice of `output`: lines that were just written are dear to read from another core.
-        mine = message_at(start + self.rank * nbytes, nbytes) if tensor is None else message(tensor)
-        requests = [self.comm.Irecv(message_at(start + rank * nbytes, nbytes), rank, self._tag) for rank in self.others]
-        requests += [self.comm.Isend(mine, rank, self._tag) for rank in self.others]
-        if tensor is not None:
-            first, elements = self.rank * tensor.numel(), tensor.numel()
-            flattened(output)[first : first + elements].copy_(flattened(tensor))
-        self._wait(requests)
 
     def all_gather_pieces(self, output: Tensor, counts: Sequence[int], offsets: Sequence[int]) -> None:
         """Unequal pieces, in bytes, that each lie at their place in every rank's `output` (below 2 GiB)."""

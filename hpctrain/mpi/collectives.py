@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from hpctrain.mpi.buffers import same_memory
+from hpctrain.mpi.buffers import MAX_COUNT, same_memory
 from hpctrain.mpi.channel import Channel
 
 # Up to here, over all ranks, a list is gathered in one MPI call and then copied out. Bytes.
@@ -16,18 +16,16 @@ _STAGED = 64 * 1024
 
 def all_gather_single(channel: Channel, output: Tensor, tensor: Tensor) -> None:
     """All ranks' `tensor` one after the other into `output`; it may be this rank's slice of `output`."""
-    piece = tensor.nbytes
-    in_place = tensor.data_ptr() == output.data_ptr() + channel.rank * piece
-    if channel.size == 1:
-        if not in_place:
-            output.view(-1).copy_(tensor.view(-1))
+    if channel.size == 1 or output.nbytes > MAX_COUNT:
+        all_gather(channel, output.view(-1).tensor_split(channel.size), tensor, even=True)
         return
+    in_place = tensor.data_ptr() == output.data_ptr() + channel.rank * tensor.nbytes
     channel.all_gather(output, None if in_place else tensor)
 
 
 def all_gather(channel: Channel, outputs: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
     """All ranks' `tensor` into one output for each. even: all are of one size."""
-    if even and tensor.nbytes * channel.size <= _STAGED:
+    if even and channel.size > 1 and tensor.nbytes * channel.size <= _STAGED:
         gathered = channel.scratch(tensor.nbytes * channel.size).view(tensor.dtype)
         channel.all_gather(gathered, tensor)
         if tensor.numel():
