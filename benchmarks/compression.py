@@ -34,7 +34,7 @@ from hpctrain.world.meeting import World
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 LAST = 20
-KINDS = ["none", "top-k ratio=0.01", "powersgd rank=2"]
+KINDS = ["none", "top-k ratio=0.01", "powersgd rank=16"]
 
 
 class Recorder:

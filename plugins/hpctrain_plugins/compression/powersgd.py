@@ -32,7 +32,7 @@ from hpctrain.api import (
 
 
 class PowerSGDOptions(CompressionOptions):
-    rank: int = Field(default=2, ge=1, description="columns of the narrow matrices: more is nearer to the gradient")
+    rank: int = Field(default=16, ge=1, description="columns of the narrow matrices: more is nearer to the gradient")
 
 
 class PowerSGD(LossyCompression):
