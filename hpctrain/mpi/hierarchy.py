@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hpctrain.mpi import collectives, reduction, shared
+from hpctrain.mpi import collectives, reduction, shared_collectives, shared_reduction
 from hpctrain.mpi.channel import Channel
 from hpctrain.mpi.node import Node
 from hpctrain.mpi.reduction import Reduction
@@ -36,7 +36,7 @@ def all_reduce(hierarchy: Hierarchy, tensor: Tensor, whole: Reduction) -> None:
     def finish(piece: Tensor) -> None:
         reduction.all_reduce(hierarchy.rail, piece, over_nodes)
 
-    shared.all_reduce(hierarchy.node, tensor, in_node, finish)
+    shared_reduction.all_reduce(hierarchy.node, tensor, in_node, finish)
 
 
 def reduce_scatter(hierarchy: Hierarchy, output: Tensor, inputs: Sequence[Tensor], whole: Reduction) -> None:
@@ -45,7 +45,7 @@ def reduce_scatter(hierarchy: Hierarchy, output: Tensor, inputs: Sequence[Tensor
     # What this rank's rail is to get, of each of its ranks, summed over this node.
     partial = output.new_empty(len(hierarchy.members), output.numel())
     for members, part in zip(hierarchy.members, partial, strict=True):
-        shared.reduce_scatter(hierarchy.node, part, [inputs[rank] for rank in members], in_node)
+        shared_reduction.reduce_scatter(hierarchy.node, part, [inputs[rank] for rank in members], in_node)
     reduction.reduce_scatter(hierarchy.rail, output, list(partial), over_nodes)
 
 
@@ -56,7 +56,7 @@ def all_gather(hierarchy: Hierarchy, outputs: Sequence[Tensor], tensor: Tensor) 
         hierarchy.rail, [outputs[members[place]] for members in hierarchy.members], tensor, even=True
     )
     for members in hierarchy.members:
-        shared.all_gather(hierarchy.node, [outputs[rank] for rank in members], outputs[members[place]])
+        shared_collectives.all_gather(hierarchy.node, [outputs[rank] for rank in members], outputs[members[place]])
 
 
 def _split(whole: Reduction) -> tuple[Reduction, Reduction]:

@@ -72,9 +72,9 @@ class Node:
         return address if address >> _OFFSET_BITS == 0 else 0
 
     @staticmethod
-    def is_allocated(place: int) -> bool:
-        """Whether that is a place in the allocated memory."""
-        return place >> _OFFSET_BITS > 0
+    def is_allocated(*places: int) -> bool:
+        """Whether those are places in the allocated memory."""
+        return all(place >> _OFFSET_BITS for place in places)
 
     @property
     def places(self) -> list[int]:

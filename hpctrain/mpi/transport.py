@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hpctrain.mpi import collectives, hierarchy, reduction, shared
+from hpctrain.mpi import collectives, hierarchy, reduction, shared_collectives, shared_reduction
 from hpctrain.mpi.buffers import flattened, overlap, same_memory
 from hpctrain.mpi.channel import Channel
 from hpctrain.mpi.hierarchy import Hierarchy
@@ -79,14 +79,14 @@ class Transport:
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """The root's bytes to all."""
         if self._node is not None:
-            shared.broadcast(self._node, tensor, root)
+            shared_collectives.broadcast(self._node, tensor, root)
         else:
             self.network.broadcast(tensor, root)
 
     def all_reduce(self, tensor: Tensor, reduce: Reduction) -> None:
         """Reduce in place on all ranks."""
         if self._node is not None:
-            shared.all_reduce(self._node, tensor, reduce)
+            shared_reduction.all_reduce(self._node, tensor, reduce)
         elif self._hierarchy is not None and tensor.nbytes * self.size > SMALL:
             hierarchy.all_reduce(self._hierarchy, tensor, reduce)
         else:
@@ -98,7 +98,7 @@ class Transport:
         `output` may be the same memory as the own input, and must not overlap the others.
         """
         if self._node is not None:
-            shared.reduce_scatter(self._node, output, inputs, reduce)
+            shared_reduction.reduce_scatter(self._node, output, inputs, reduce)
         elif self._hierarchy is not None and output.nbytes * self.size > SMALL:
             hierarchy.reduce_scatter(self._hierarchy, output, inputs, reduce)
         else:
@@ -107,7 +107,7 @@ class Transport:
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, reduce: Reduction) -> None:
         """Reduce `tensor`, the ranks' pieces one after the other; `output` gets the own one. They may share memory."""
         if self._node is not None and tensor.nbytes <= SMALL:
-            shared.reduce_scatter_small(self._node, output, tensor, reduce)
+            shared_reduction.reduce_scatter_small(self._node, output, tensor, reduce)
             return
         pieces = list(flattened(tensor).tensor_split(self.size))
         if overlap(output, tensor) and not same_memory(output, pieces[self.rank]):
@@ -117,13 +117,13 @@ class Transport:
     def all_gather_single(self, output: Tensor, tensor: Tensor) -> None:
         """All ranks' `tensor` one after the other into `output`; they may share memory."""
         if self._node is not None and output.nbytes <= SMALL:
-            shared.all_gather_small(self._node, output, tensor)
+            shared_collectives.all_gather_small(self._node, output, tensor)
             return
         in_place = tensor.data_ptr() == output.data_ptr() + self.rank * tensor.nbytes
         if not in_place and overlap(tensor, output):
             tensor = tensor.clone()
         if self._node is not None:
-            shared.all_gather(self._node, flattened(output).tensor_split(self.size), tensor)
+            shared_collectives.all_gather(self._node, flattened(output).tensor_split(self.size), tensor)
         elif self._hierarchy is not None and output.nbytes > SMALL:
             hierarchy.all_gather(self._hierarchy, output.view(-1).tensor_split(self.size), tensor)
         else:
@@ -132,7 +132,7 @@ class Transport:
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
         """All ranks' `tensor` into one output for each. even: all are of one size."""
         if self._node is not None and even:
-            shared.all_gather(self._node, outputs, tensor)
+            shared_collectives.all_gather(self._node, outputs, tensor)
         elif self._hierarchy is not None and even and tensor.nbytes * self.size > SMALL:
             hierarchy.all_gather(self._hierarchy, outputs, tensor)
         else:
@@ -141,7 +141,7 @@ class Transport:
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, even: bool) -> None:
         """`inputs[r]` to rank r, whose own comes into `outputs[r]`. Outputs and inputs share no memory."""
         if self._node is not None and even:
-            shared.all_to_all(self._node, outputs, inputs)
+            shared_collectives.all_to_all(self._node, outputs, inputs)
         else:
             collectives.all_to_all(self.network, outputs, inputs)
 

@@ -1,6 +1,5 @@
-"""Collectives through a node's memory. A small message is passed on in one round; a large one is met for first, and read
-where it lies if all ranks allocated it there. Else it is copied: gathers from the others' memories, where the system
-lets them be read; everything else through the outboxes, block by block.
+"""Reductions through a node's memory. A small message is passed on in one round; a large one is met for first, and read
+where it lies if all ranks allocated it there, else copied through the outboxes, block by block.
 
 All tensors are plain (see buffers) and checked. Sums are made by torch in rank order, like those of reduction.py, and so
 have the same bits.
@@ -10,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
-from hpctrain.mpi.buffers import flattened, same_memory
+from hpctrain.mpi.buffers import flattened
 from hpctrain.mpi.node import OUTBOX, Node
 from hpctrain.mpi.reduction import SMALL, Reduction
 
@@ -22,108 +20,7 @@ _ALIGNMENT = 64  # elements
 _RAW = OUTBOX // 2
 _CHUNK = 2**20  # bytes
 
-# Bytes of one rank from which on one copy by the system is faster than two through the outboxes.
-_WORTH_FETCHING = 256 * 1024
-
 _Finish = Callable[[Tensor], None]
-
-
-def broadcast(node: Node, tensor: Tensor, root: int) -> None:
-    """The root's bytes to all."""
-    if tensor.nbytes >= _WORTH_FETCHING:
-        node.sync(node.place(tensor))
-        place = node.places[root]
-        if node.reaches([place]):
-            if node.rank != root:
-                node.fetch(root, place, flattened(tensor))
-            node.sync()  # nobody may write into what others still read
-            return
-    for block in torch.split(_bytes(tensor), OUTBOX):
-        if node.rank == root:
-            node.outbox[: block.numel()].copy_(block)
-        node.sync()
-        if node.rank != root:
-            block.copy_(node.read(root)[: block.numel()])
-
-
-def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-    """All ranks' `tensor`, of one size, into one output for each; `tensor` may be this rank's output."""
-    if tensor.nbytes * node.size <= SMALL:
-        _all_gather_in_blocks(node, outputs, tensor)
-        return
-    own = outputs[node.rank]
-    place = node.place(own)
-    if not node.is_allocated(place):
-        # Where the input lies: lines that were just written to the output are dear to read from another core.
-        place = node.place(tensor)
-    elif not same_memory(tensor, own):
-        flattened(own).copy_(flattened(tensor))
-        tensor = own
-    node.sync(place)
-    places = node.places
-    if not _are_allocated(node, places) and (tensor.nbytes < _WORTH_FETCHING or not node.reaches(places)):
-        _all_gather_in_blocks(node, outputs, tensor)
-        return
-    for rank, output in enumerate(outputs):
-        if rank != node.rank:
-            node.fetch(rank, places[rank], flattened(output))
-    if not same_memory(tensor, own):
-        flattened(own).copy_(flattened(tensor))
-    node.sync()  # nobody may write into what others still read
-
-
-def _all_gather_in_blocks(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-    own, targets = _bytes(tensor), [_bytes(output) for output in outputs]
-    for start in range(0, max(own.numel(), 1), OUTBOX):
-        block = own[start : start + OUTBOX]
-        node.outbox[: block.numel()].copy_(block)
-        node.sync()
-        for rank in range(node.size):
-            targets[rank][start : start + OUTBOX].copy_(node.read(rank)[: block.numel()])
-
-
-def all_gather_small(node: Node, output: Tensor, tensor: Tensor) -> None:
-    """All ranks' `tensor` one after the other into `output`, of at most SMALL bytes; they may share memory."""
-    own = flattened(tensor)
-    boxes = node.boxes(own.dtype, own.numel())
-    boxes[node.rank].copy_(own)
-    node.sync()
-    torch.cat(boxes, out=flattened(output))
-
-
-def all_to_all(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """`inputs[r]` to rank r, whose own comes into `outputs[r]`; all of one size; outputs and inputs share no memory."""
-    if inputs[0].nbytes >= _WORTH_FETCHING and _all_to_all_where_it_lies(node, outputs, inputs):
-        return
-    sources, targets = [_bytes(tensor) for tensor in inputs], [_bytes(tensor) for tensor in outputs]
-    width = OUTBOX // node.size // _ALIGNMENT * _ALIGNMENT
-    others = [rank for rank in range(node.size) if rank != node.rank]
-    for start in range(0, max(sources[0].numel(), 1), width):
-        end = min(start + width, sources[0].numel())
-        for rank in others:
-            node.outbox[rank * width : rank * width + end - start].copy_(sources[rank][start:end])
-        node.sync()
-        for rank in others:
-            place = node.rank * width
-            targets[rank][start:end].copy_(node.read(rank)[place : place + end - start])
-    targets[node.rank].copy_(sources[node.rank])
-
-
-def _all_to_all_where_it_lies(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """Whether it is done: the inputs of all ranks can be read."""
-    boxes = node.boxes(torch.int64, node.size)
-    boxes[node.rank].copy_(torch.tensor([node.place(tensor) for tensor in inputs]))
-    node.sync()
-    places = [box.tolist() for box in boxes]
-    if not node.reaches([place for line in places for place in line]):
-        return False
-    for rank, output in enumerate(outputs):
-        if rank == node.rank:
-            output.view(-1).copy_(inputs[rank].view(-1))
-        else:
-            node.fetch(rank, places[rank][node.rank], flattened(output))
-    node.sync()  # nobody may write into what others still read
-    return True
 
 
 def all_reduce(node: Node, tensor: Tensor, reduction: Reduction, finish: _Finish | None = None) -> None:
@@ -141,7 +38,7 @@ def all_reduce(node: Node, tensor: Tensor, reduction: Reduction, finish: _Finish
         return
     node.sync(node.place(flat))
     places = node.places
-    if _are_allocated(node, places):
+    if node.is_allocated(*places):
         versions = [node.at(rank, place, flat) for rank, place in enumerate(places)]
         _all_reduce_where_it_lies(node, versions, reduction, finish)
     else:
@@ -196,7 +93,7 @@ def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reducti
     if flat.nbytes * node.size > SMALL:
         node.sync(_place(node, sources))
         places = node.places
-        if _are_allocated(node, places):
+        if node.is_allocated(*places):
             first = node.rank * flat.nbytes
             versions = [node.at(rank, place + first, flat) for rank, place in enumerate(places)]
             _reduce(node, versions, flat, reduction)
@@ -231,11 +128,7 @@ def _place(node: Node, tensors: Sequence[Tensor]) -> int:
     if any(tensor.data_ptr() != first.data_ptr() + rank * size for rank, tensor in enumerate(tensors)):
         return 0
     place = node.place(first)
-    return place if _are_allocated(node, [place, node.place(tensors[-1])]) else 0
-
-
-def _are_allocated(node: Node, places: Sequence[int]) -> bool:
-    return all(node.is_allocated(place) for place in places)
+    return place if node.is_allocated(place, node.place(tensors[-1])) else 0
 
 
 def _reduce(node: Node, versions: Sequence[Tensor], output: Tensor, reduction: Reduction) -> None:
@@ -297,7 +190,3 @@ def _collect(node: Node, sums: Sequence[Tensor], pieces: Sequence[Tensor]) -> No
     for rank, (reduced, piece) in enumerate(zip(sums, pieces, strict=True)):
         if rank != node.rank and piece.numel():
             piece.copy_(reduced)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
