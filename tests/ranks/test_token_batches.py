@@ -71,7 +71,7 @@ def _plain(text: str) -> list[Step]:
 
 
 def reference() -> list[Step]:
-    return _plain(json.dumps(tables_of("", {}, 0)))
+    return _plain(json.dumps(tables_of(".", {}, 0)))
 
 
 def somewhere(parallelism: dict[str, Any], *values: Any) -> Any:
