@@ -45,6 +45,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     spec, dtype = parts.model, parts.precision.parameter_dtype
     with _default_dtype(dtype):
         module = spec.build_on_meta() if spec.meta else _under_seed(spec, job.job.seed)
+    _lay_out_in_rows(module)
     freeze(module, job.model.freeze)
     parts.precision.convert(module)
     trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
@@ -135,7 +136,23 @@ def _under_seed(spec: ModelSpec, seed: int) -> nn.Module:
     """A module that cannot be built without values draws the same ones on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "model"))
-        return spec.build().to(dtype=torch.get_default_dtype())
+        module = spec.build()
+    dtype = torch.get_default_dtype()
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(dtype.to_complex())
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    module._apply(cast)  # type: ignore[no-untyped-call]  # Module.to would drop imaginary parts
+    return module
+
+
+def _lay_out_in_rows(module: nn.Module) -> None:
+    """Give parameters of another memory layout (channels last, transposed) the usual one, which their gradients have in
+    flat buckets: torch's fused optimizers take both for laid out alike, and fully_shard knows no other."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()
 
 
 @contextmanager

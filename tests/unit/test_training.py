@@ -14,6 +14,7 @@ from plain import batches_of, module_of
 
 import hpctrain
 from hpctrain.errors import TrainingError, UsageError
+from hpctrain.model.seeded import derive_seed
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +221,48 @@ def test_buffers_in_a_dtype_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
     hpctrain.run(tables)
     third = torch.tensor(1 / 3, dtype=torch.bfloat16).item()
     assert __import__("buffered").seen == [(torch.bfloat16, [1.0, third], 1), (torch.bfloat16, [1.0, third], 2)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_transposed_and_complex_parameters(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memory layout of their own, as channels_last gives it, and numbers that are not real, as a Fourier layer has."""
+    (tmp_path / "spectral.py").write_text(
+        "import torch\n"
+        "class Waves(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.spectrum = torch.nn.Parameter(torch.randn(3, dtype=torch.complex64))\n"
+        "    def forward(self, x):\n"
+        "        return torch.fft.irfft(torch.fft.rfft(x) * self.spectrum, n=4)\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.waves, self.weight = Waves(), torch.nn.Parameter(torch.randn(5, 4).t())\n"
+        "    def forward(self, x):\n"
+        "        return self.waves(x) @ self.weight\n"
+        "def data(split):\n"
+        "    one = torch.Generator().manual_seed(1)\n"
+        "    made = [(torch.randn(4, generator=one), torch.randn(5, generator=one)) for _ in range(8)]\n"
+        "    return made if split == 'train' else None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tables: dict[str, Any] = {
+        "job": {"name": "spectral", "steps": 4, "output_dir": "out", "seed": 7},
+        "model": {"name": "spectral:Net", "loss": "torch.nn.functional:mse_loss"}, "dataset": {"name": "spectral:data"},
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "batch": {"global_size": 8, "micro_size": 4},
+        "precision": {"mode": "fp32"}, "sharding": {"stage": stage, **({"wrap": "class:Waves"} if stage == 3 else {})},
+    }  # fmt: skip
+    hpctrain.run(tables)
+    code = __import__("spectral")
+    torch.manual_seed(derive_seed(7, "model"))
+    module, (inputs, targets) = code.Net(), map(torch.stack, zip(*code.data("train"), strict=True))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for row in rows():
+        loss = torch.nn.functional.mse_loss(module(inputs), targets)
+        assert row["loss"] == pytest.approx(loss.item(), rel=2e-6)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 
 
 @pytest.mark.usefixtures("digits_module")
