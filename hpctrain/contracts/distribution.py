@@ -44,6 +44,11 @@ class Parallelism(Plugin):
         """Whether all ranks of the axis have the same activations between the blocks (tp without sequence parallelism)."""
         return False
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a block's backward comes in two: one for its input, one for its parameters (pp's zero bubble)."""
+        return False
+
     one_shape: ClassVar[bool] = False
     """Whether all micro batches must have the same shape, so that batches by token budget can't be had (pp)."""
 
@@ -91,6 +96,13 @@ class ActivationCheckpointing(Plugin):
 
     is_compiled: ClassVar[bool] = False
     """Whether `[compile]` takes the blocks as `apply` leaves them. If not, `apply` gets blocks whose forward is compiled."""
+
+    def refuse(self, spec: ModelSpec, splits_backward: bool) -> str | None:
+        """Why this mode can't be had, in a sentence; None when it can. A UsageError that it raises is told as it is.
+
+        splits_backward: that of any axis (`Parallelism.splits_backward`). `spec.outline` shows the modules of most models.
+        """
+        return None
 
     @abstractmethod
     def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:

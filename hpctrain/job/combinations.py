@@ -21,6 +21,7 @@ def combination_problems(job: Job, parts: Parts, world_size: int | None) -> list
         *_freeze_problems(job, parts),
         *_token_problems(job, parts),
         *_compile_problems(job, parts),
+        *_checkpointing_problems(parts),
     ]
     return problems if world_size is None else [*problems, *_layout_problems(job, parts, world_size)]
 
@@ -127,3 +128,11 @@ def _compile_problems(job: Job, parts: Parts) -> list[Problem]:
         ask = partial(plugin.refuse_compile, parts.activation_checkpointing.is_compiled)
         problems += _refusal(("compile", "enabled"), f"[compile] enabled: {name}", ask)
     return problems
+
+
+def _checkpointing_problems(parts: Parts) -> list[Problem]:
+    key: Key = ("activation_checkpointing", "mode")
+    checkpointing = parts.activation_checkpointing
+    splits_backward = any(plugin.splits_backward for plugin in parts.parallelism.values())
+    ask = partial(checkpointing.refuse, parts.model, splits_backward)
+    return _refusal(key, f"{dotted(key)} = {checkpointing.name!r}", ask)

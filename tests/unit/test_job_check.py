@@ -251,6 +251,18 @@ def test_a_pipeline_runs_so_many_micro_batches_or_not(
         assert message.startswith(f"[batch] micro_size: 1 makes {count} micro batch") and sentence in message
 
 
+def test_what_cannot_be_computed_again() -> None:
+    selective = {"activation_checkpointing": {"mode": "selective"}}
+    pipeline = {"parallelism": {"pipeline": {"size": 2, **ZERO_BUBBLE}}}
+    (message,) = problems(**pipeline, **selective)
+    assert message.startswith("[activation_checkpointing] mode = 'selective': schedule = \"zero-bubble\" takes"), (
+        message
+    )
+    checked(**pipeline, activation_checkpointing={"mode": "full"})
+    (message,) = problems(activation_checkpointing={"mode": "selective", "keep": ["mm", "matmuul"]})
+    assert message.startswith("[activation_checkpointing] keep: torch has no operator matmuul;"), message
+
+
 def test_what_cannot_be_compiled() -> None:
     compiled, selective = {"compile": {"enabled": True}}, {"activation_checkpointing": {"mode": "selective"}}
     (message,) = problems(parallelism={"pipeline": {"size": 2, **ZERO_BUBBLE}}, **compiled)

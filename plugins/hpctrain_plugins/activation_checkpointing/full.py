@@ -47,6 +47,11 @@ class Full(ActivationCheckpointing):
     Options = FullOptions
     options: FullOptions
 
+    def refuse(self, spec: ModelSpec, splits_backward: bool) -> str | None:
+        if spec.outline is not None:
+            blocks_of(spec.outline, spec, self.name)
+        return None
+
     def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
         blocks, keeping = blocks_of(module, spec, self.name), self._keeping(replicas)
         for block in blocks[:: self.options.every]:

@@ -39,8 +39,12 @@ class Selective(ActivationCheckpointing):
     Options = SelectiveOptions
     options: SelectiveOptions
 
-    def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
-        blocks = blocks_of(module, spec, self.name)
+    def refuse(self, spec: ModelSpec, splits_backward: bool) -> str | None:
+        if splits_backward:  # torch's selective checkpoint gives what it kept to one backward only
+            return (
+                'schedule = "zero-bubble" takes the backward of a block apart, and what is kept can be used once; use '
+                'mode = "full", or another schedule'
+            )
         unknown = [name for name in self.options.keep if not hasattr(torch.ops.aten, name)]
         if unknown:
             raise UsageError(
@@ -48,6 +52,12 @@ class Selective(ActivationCheckpointing):
                 "or addmm",
                 everywhere=True,
             )
+        if spec.outline is not None:
+            blocks_of(spec.outline, spec, self.name)
+        return None
+
+    def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
+        blocks = blocks_of(module, spec, self.name)
         kept = {getattr(torch.ops.aten, name) for name in self.options.keep}
 
         def policy(_: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:

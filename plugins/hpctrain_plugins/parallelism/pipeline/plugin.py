@@ -43,6 +43,10 @@ class Pipeline(Parallelism):
     Options = PipelineOptions
     options: PipelineOptions
 
+    @property
+    def splits_backward(self) -> bool:
+        return self.options.schedule == "zero-bubble"
+
     def refuse(self, spec: ModelSpec, size: int) -> str | None:
         if spec.outline is None:
             return None  # apply() tells
