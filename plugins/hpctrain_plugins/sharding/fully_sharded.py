@@ -35,7 +35,7 @@ from hpctrain.api import (
 from hpctrain_plugins.sharding.buckets import trained
 from hpctrain_plugins.sharding.communication import AsynchronousAllGather, Buffers, Pending, SummingReduceScatter
 from hpctrain_plugins.sharding.offload import host_copy, is_needed
-from hpctrain_plugins.sharding.wrapping import units_of
+from hpctrain_plugins.sharding.wrapping import refuse_mixed, units_of
 
 
 class FullyShardedOptions(Options):
@@ -103,19 +103,15 @@ class FullySharded(Sharding):
                 "a pipeline interleaves the forwards and backwards of micro batches, and stage 3 would gather every "
                 "parameter for each; use stage = 2 or less with pipeline"
             )
-        if spec.outline is not None and self.options.wrap.startswith("class:"):
-            units_of(spec.outline, spec, self.options.wrap, self.options.min_parameters)
+        if spec.outline is not None:
+            _refuse_scalars(spec.outline, spec)
+            if self.options.wrap.startswith("class:"):
+                units_of(spec.outline, spec, self.options.wrap, self.options.min_parameters)
         return None
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> nn.Module:
         options = self.options
-        scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
-        if scalars:
-            raise UsageError(
-                f"[sharding] stage = 3: {', '.join(scalars)} of the model {spec.name!r} is a scalar, and has no rows to share; "
-                "give it the shape (1,), or use stage = 2",
-                everywhere=True,
-            )
+        _refuse_scalars(module, spec)
         self._replicate, self._sums = mesh["dp_replicate"].get_group(), sums
         self._over_replicas: dict[torch.dtype, BucketSum] = {}
         device = torch.device(mesh.device_type)
@@ -123,6 +119,7 @@ class FullySharded(Sharding):
         self._offloads = is_needed(options.offload_optimizer, device) and not self._offloads_parameters
         policy = CPUOffloadPolicy(options.pin_memory) if self._offloads_parameters else OffloadPolicy()
         units = units_of(module, spec, options.wrap, options.min_parameters)
+        refuse_mixed(module, units)
         for unit in reversed(units):  # inner ones first
             fully_shard(
                 unit,
@@ -229,6 +226,16 @@ class FullySharded(Sharding):
         self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
         return build(groups)
+
+
+def _refuse_scalars(module: nn.Module, spec: ModelSpec) -> None:
+    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise UsageError(
+            f"[sharding] stage = 3: {', '.join(scalars)} of the model {spec.name!r} is a scalar, and has no rows to share; "
+            "give it the shape (1,), or use stage = 2",
+            everywhere=True,
+        )
 
 
 @hookimpl

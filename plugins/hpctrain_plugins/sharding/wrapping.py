@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from hpctrain.api import ModelSpec, UsageError
 
 LOG = logging.getLogger("hpctrain")
+
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Containers: nothing would gather them."""
+_INDIVISIBLE = nn.MultiheadAttention
+"""Its forward takes the parameters of a module in it without calling that."""
 
 
 def units_of(module: nn.Module, spec: ModelSpec, wrap: str, min_parameters: int) -> list[nn.Module]:
@@ -40,15 +45,37 @@ def _by_class(module: nn.Module, name: str) -> list[nn.Module]:
         raise UsageError(
             f"[sharding] wrap: no module is a {name!r}; the model is made of {', '.join(classes)}", everywhere=True
         )
+    if isinstance(found[0], _WITHOUT_FORWARD):
+        raise UsageError(
+            f"[sharding] wrap: a {name} has no forward before which it could be gathered; name the class of what is in it",
+            everywhere=True,
+        )
     return found
+
+
+def refuse_mixed(module: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Raises UsageError where what is gathered at once has trained parameters of several dtypes."""
+    for unit in (module, *units):
+        inner = {one for one in units if one is not unit}
+        held = [p for _, m in unit.named_modules(memo=inner) for p in m.parameters(recurse=False)]
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in held if p.requires_grad}
+        if len(dtypes) > 1:
+            raise UsageError(
+                f"[sharding] stage = 3: parameters of {' and '.join(sorted(dtypes))} in a {type(unit).__name__} would be gathered "
+                'at once, expected one dtype; cut them apart with wrap = "class:NAME" or "size", or use stage = 2',
+                everywhere=True,
+            )
 
 
 def _by_size(module: nn.Module, minimum: int) -> Iterator[nn.Module]:
     """The smallest modules that have at least `minimum` parameters outside of smaller units."""
 
     def rest_of(one: nn.Module) -> int:
-        rest = sum(p.numel() for p in one.parameters(recurse=False)) + sum(rest_of(child) for child in one.children())
-        if rest < minimum or isinstance(one, (nn.ModuleList, nn.ModuleDict)):  # a container has no forward
+        if isinstance(one, _INDIVISIBLE):
+            rest = sum(p.numel() for p in one.parameters())
+        else:
+            rest = sum(p.numel() for p in one.parameters(recurse=False)) + sum(map(rest_of, one.children()))
+        if rest < minimum or isinstance(one, _WITHOUT_FORWARD):
             return rest
         units.append(one)
         return 0
