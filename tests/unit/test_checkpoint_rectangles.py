@@ -37,6 +37,26 @@ def test_tilings(rectangles: list[tuple[tuple[int, ...], tuple[int, ...]]], faul
     assert found is None if fault is None else found is not None and fault in found
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("axes", [(0, 1), (1, 0)])
+def test_rectangles_that_all_reach_far_take_no_time_to_check(axes: tuple[int, int]) -> None:
+    count = 5000
+
+    def turned(one: int, other: int) -> tuple[int, ...]:
+        return tuple((one, other)[axis] for axis in axes)
+
+    stairs = [Rectangle(turned(row, 0), turned(1, count - row)) for row in range(count)]
+    stairs += [Rectangle(turned(1 + row, count - 1 - row), turned(count - 1 - row, 1)) for row in range(count - 1)]
+    assert tiling_fault((count, count), stairs) is None
+    assert "hole" in str(tiling_fault((count, count), stairs[1:]))
+    assert "some overlap" in str(tiling_fault((count, count), [*stairs, stairs[0]]))
+
+
+def test_a_tensor_cut_along_many_dims_is_refused_at_once() -> None:
+    halves = [Rectangle((0,) * dim + (half,) + (0,) * (31 - dim), (1,) * 32) for dim in range(32) for half in (0, 1)]
+    assert "cut along 32 dims, expected at most 8" in str(tiling_fault((2,) * 32, halves))
+
+
 def offers(*pieces: Piece) -> bytes:
     return pack(describe(list(pieces)))
 

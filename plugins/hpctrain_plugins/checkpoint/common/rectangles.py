@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 Dims = tuple[int, ...]
+
+MOST_DIMS_CUT = 8
+"""Along how many dims a tensor may be cut: checking takes time in proportion to 2 to this power."""
+MOST_COMPARED = 1000
+"""Of so many rectangles the two that overlap are looked for: the search compares them with one another."""
 
 
 class Rectangle(NamedTuple):
@@ -44,11 +51,34 @@ def tiling_fault(shape: Dims, rectangles: Sequence[Rectangle]) -> str | None:
         inside = zip(rectangle.offsets, rectangle.shape, shape, strict=True)
         if not all(offset >= 0 and length >= 0 and offset + length <= whole for offset, length, whole in inside):
             return f"{_text(rectangle)} lies outside of {list(shape)}"
-    clash = _first_overlap([rectangle for rectangle in rectangles if rectangle.volume > 0])
+    filled = [rectangle for rectangle in rectangles if rectangle.volume > 0]
+    cut = [dim for dim, whole in enumerate(shape) if any(rectangle.shape[dim] != whole for rectangle in filled)]
+    if len(cut) > MOST_DIMS_CUT:
+        return f"it is cut along {len(cut)} dims, expected at most {MOST_DIMS_CUT}"
+    if _cover_once(Rectangle((0,) * len(shape), shape), filled, cut):
+        return None
+    clash = _first_overlap(filled) if len(filled) <= MOST_COMPARED else None
     if clash is not None:
         return f"{_text(clash[0])} and {_text(clash[1])} overlap"
-    held, whole = sum(rectangle.volume for rectangle in rectangles), math.prod(shape)
-    return None if held == whole else f"its parts hold {held} of the {whole} elements of {list(shape)}: there is a hole"
+    held, whole = sum(rectangle.volume for rectangle in filled), math.prod(shape)
+    why = "there is a hole" if held < whole else "some overlap"
+    return f"its parts hold {held} of the {whole} elements of {list(shape)}: {why}"
+
+
+def _cover_once(whole: Rectangle, rectangles: Sequence[Rectangle], cut: Sequence[int]) -> bool:
+    """Whether each element of `whole` is in exactly one of the rectangles, which span all dims but those in `cut`.
+
+    The corners of a rectangle, those with an odd number of ends counted negative, are the mixed differences of the function
+    that is 1 in it and 0 elsewhere. Such functions are equal exactly if their differences are: no two rectangles have
+    to be compared, however they lie.
+    """
+    corners: Counter[Dims] = Counter()
+    signs = [math.prod(signs) for signs in itertools.product((1, -1), repeat=len(cut))]
+    for rectangle, factor in [(whole, -1), *((one, 1) for one in rectangles)] if whole.volume else []:
+        edges = [(rectangle.offsets[dim], rectangle.offsets[dim] + rectangle.shape[dim]) for dim in cut]
+        for corner, sign in zip(itertools.product(*edges), signs, strict=True):
+            corners[corner] += factor * sign
+    return not any(corners.values())
 
 
 def _first_overlap(rectangles: list[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
