@@ -302,6 +302,17 @@ def test_a_tensor_of_2_to_the_60_bytes_is_refused(checkpoint: Path) -> None:
     assert any("model/a.bias" in fault and "checksums" in fault for fault in Hdf5().verify(checkpoint))
 
 
+def test_a_crafted_file_of_mostly_nothing_takes_no_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = 3 * 16 * 2**20
+    os.truncate(checkpoint / SHARD, nbytes)
+    rewrite_table(checkpoint, lambda content: content.update(size=nbytes))
+    asked, preadv = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: asked.append(len(buffers[0])) or preadv(fd, buffers, at))
+    with pytest.raises(CheckpointError, match=f"{SHARD}: its HDF5 structure isn't"):
+        load(checkpoint)
+    assert max(asked) <= read.STEP_BYTES
+
+
 def test_deep_nesting_is_refused(checkpoint: Path) -> None:
     rest = b'"format":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     head = b'{"checksum":"%s",\n' % xxhash.xxh3_64_hexdigest(rest).encode()
