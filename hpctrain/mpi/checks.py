@@ -21,6 +21,20 @@ def views_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
+def outputs_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As views_of, for tensors that are written to: each element has memory of its own."""
+    views = views_of(tensors)
+    for view in views:
+        if not view.is_contiguous() and any(
+            n > 1 and not step for n, step in zip(view.shape, view.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"found a tensor {tuple(view.shape)} to write to whose elements share memory, as expand() makes them; "
+                "expected one with memory for each: clone() it first"
+            )
+    return views
+
+
 def check_root(rank: int, size: int) -> int:
     """A rank of a group of `size`."""
     if not 0 <= rank < size:

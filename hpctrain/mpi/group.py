@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import AllToAllOptions, BarrierOptions, BroadcastOptions
 
 from hpctrain.mpi.buffers import overlap, plain
-from hpctrain.mpi.checks import check_list, check_own_part, check_root, split_sizes, views_of
+from hpctrain.mpi.checks import check_list, check_own_part, check_root, outputs_of, split_sizes, views_of
 from hpctrain.mpi.group_base import apart, into
 from hpctrain.mpi.group_gathering import Gathering
 from hpctrain.mpi.group_reductions import Reductions
@@ -67,13 +67,14 @@ class MPIProcessGroup(Reductions, Gathering):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> Work:  # type: ignore[override]
         root = check_root(opts.rootRank, self._size)
-        views = views_of(tensors)
+        is_root = self._transport.rank == root
+        views = views_of(tensors) if is_root else outputs_of(tensors)
 
         def run(transport: Transport) -> None:
             for view in views:
                 buffer = plain(view)
                 transport.broadcast(buffer, root)
-                if buffer is not view:
+                if buffer is not view and not is_root:
                     view.copy_(buffer)
 
         return self._submit("broadcast", run, list(tensors), views, opts)
@@ -86,7 +87,7 @@ class MPIProcessGroup(Reductions, Gathering):
         input_split_sizes: Sequence[int] | None = None,
         opts: AllToAllOptions | None = None,
     ) -> Work:
-        target, source = views_of([output])[0], views_of([tensor])[0]
+        target, source = outputs_of([output])[0], views_of([tensor])[0]
         even = not output_split_sizes and not input_split_sizes
         output_sizes = split_sizes("output", target, output_split_sizes, self._size)
         input_sizes = split_sizes("input", source, input_split_sizes, self._size)
@@ -108,7 +109,7 @@ class MPIProcessGroup(Reductions, Gathering):
     def alltoall(  # type: ignore[override]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: AllToAllOptions | None = None
     ) -> Work:
-        targets, sources = views_of(outputs), views_of(inputs)
+        targets, sources = outputs_of(outputs), views_of(inputs)
         check_list("outputs", targets, sources[0], self._size, any_size=True)
         check_list("inputs", sources, targets[0], self._size, any_size=True)
         check_own_part(targets[self._transport.rank], sources[self._transport.rank])
@@ -153,7 +154,7 @@ class MPIProcessGroup(Reductions, Gathering):
         return self._messages.send([plain(view) for view in views_of(tensors)], dst, tag)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Work:
-        return self._messages.receive(views_of(tensors), src, tag)
+        return self._messages.receive(outputs_of(tensors), src, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
-        return self._messages.receive(views_of(tensors), ANY_SOURCE, tag)
+        return self._messages.receive(outputs_of(tensors), ANY_SOURCE, tag)

@@ -11,7 +11,7 @@ from torch.distributed import GatherOptions, ScatterOptions
 
 from hpctrain.mpi import collectives
 from hpctrain.mpi.buffers import overlap, plain, plain_like, same_memory
-from hpctrain.mpi.checks import check_list, check_own_part, check_root, check_size, views_of
+from hpctrain.mpi.checks import check_list, check_own_part, check_root, check_size, outputs_of, views_of
 from hpctrain.mpi.group_base import GroupBase, apart, into
 from hpctrain.mpi.transport import Transport
 
@@ -28,7 +28,7 @@ class Gathering(GroupBase):
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: AllgatherOptions | None = None
     ) -> Work:
         opts = opts or AllgatherOptions()
-        targets, sources = views_of(outputs), views_of(tensors)
+        targets, sources = outputs_of(outputs), views_of(tensors)
         for target, source in zip(targets, sources, strict=True):
             check_size("output", target, "the input", source, self._size)
 
@@ -47,7 +47,7 @@ class Gathering(GroupBase):
         self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: AllgatherOptions | None = None
     ) -> Work:
         opts = opts or AllgatherOptions()
-        sources, lists = views_of(tensors), [views_of(targets) for targets in outputs]
+        sources, lists = views_of(tensors), [outputs_of(targets) for targets in outputs]
         for targets, source in zip(lists, sources, strict=True):
             check_list("outputs", targets, source, self._size, any_size=True)
             check_own_part(targets[self._transport.rank], source)
@@ -73,7 +73,7 @@ class Gathering(GroupBase):
     ) -> Work:
         root = check_root(opts.rootRank, self._size)
         source = views_of(tensors)[0]
-        targets = views_of(outputs[0]) if self._transport.rank == root else []
+        targets = outputs_of(outputs[0]) if self._transport.rank == root else []
         if self._transport.rank == root:
             check_list("outputs", targets, source, self._size)
 
@@ -86,7 +86,7 @@ class Gathering(GroupBase):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ScatterOptions
     ) -> Work:
         root = check_root(opts.rootRank, self._size)
-        targets = views_of(outputs)
+        targets = outputs_of(outputs)
         sources = views_of(inputs[0]) if self._transport.rank == root else []
         if self._transport.rank == root:
             check_list("inputs", sources, targets[0], self._size)

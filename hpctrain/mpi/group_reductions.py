@@ -17,7 +17,7 @@ from torch.distributed import (
 
 from hpctrain.mpi import reduction, sparse
 from hpctrain.mpi.buffers import plain, plain_like
-from hpctrain.mpi.checks import check_list, check_root, check_size, views_of
+from hpctrain.mpi.checks import check_list, check_root, check_size, outputs_of, views_of
 from hpctrain.mpi.group_base import GroupBase, apart
 from hpctrain.mpi.reduction import Reduction
 from hpctrain.mpi.transport import Transport
@@ -30,7 +30,8 @@ class Reductions(GroupBase):
         opts = opts or AllreduceOptions()
         if tensors[0].layout != torch.strided:
             return self._sparse_all_reduce(tensors, opts)
-        reduce, views = self._reduction(opts.reduceOp, tensors)
+        views = outputs_of(tensors)
+        reduce = self._reduction(opts.reduceOp, views)
 
         def run(transport: Transport) -> None:
             for view in views:
@@ -59,8 +60,9 @@ class Reductions(GroupBase):
         )
 
     def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions) -> Work:  # type: ignore[override]
-        reduce, views = self._reduction(opts.reduceOp, tensors)
         root = check_root(opts.rootRank, self._size)
+        views = outputs_of(tensors) if self._transport.rank == root else views_of(tensors)
+        reduce = self._reduction(opts.reduceOp, views)
 
         def run(transport: Transport) -> None:
             for view in views:
@@ -80,8 +82,8 @@ class Reductions(GroupBase):
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: ReduceScatterOptions | None = None
     ) -> Work:
         opts = opts or ReduceScatterOptions()
-        reduce, inputs = self._reduction(opts.reduceOp, tensors)
-        targets = views_of(outputs)
+        targets, inputs = outputs_of(outputs), views_of(tensors)
+        reduce = self._reduction(opts.reduceOp, inputs)
         for target, source in zip(targets, inputs, strict=True):
             check_size("input", source, "the output", target, self._size)
 
@@ -100,8 +102,8 @@ class Reductions(GroupBase):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ReduceScatterOptions | None = None
     ) -> Work:
         opts = opts or ReduceScatterOptions()
-        targets = views_of(outputs)
-        reduce, _ = self._reduction(opts.reduceOp, outputs)
+        targets = outputs_of(outputs)
+        reduce = self._reduction(opts.reduceOp, targets)
         lists = [views_of(tensors) for tensors in inputs]
         for target, sources in zip(targets, lists, strict=True):
             check_list("inputs", sources, target, self._size)
@@ -117,6 +119,5 @@ class Reductions(GroupBase):
         sources = [source for tensors in lists for source in tensors]
         return self._submit("reduce_scatter", run, list(outputs), sources, opts, meet_first=True)
 
-    def _reduction(self, op: ReduceOp, tensors: Sequence[Tensor]) -> tuple[Reduction, list[Tensor]]:
-        views = views_of(tensors)
-        return Reduction.of(op, views[0].dtype, self._size), views
+    def _reduction(self, op: ReduceOp, tensors: Sequence[Tensor]) -> Reduction:
+        return Reduction.of(op, tensors[0].dtype, self._size)
