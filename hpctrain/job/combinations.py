@@ -12,13 +12,14 @@ from hpctrain.job.reading import Key
 from hpctrain.job.tables import Job
 from hpctrain.mesh import layout_of
 from hpctrain.model.build import freeze
+from hpctrain.model.groups import refuse_unmatched
 
 
 def combination_problems(job: Job, parts: Parts, world_size: int | None) -> list[Problem]:
     """All that is known without the number of ranks; with it also the layout and the batch."""
     problems = [
         *_evaluation_problems(job),
-        *_freeze_problems(job, parts),
+        *_pattern_problems(job, parts),
         *_token_problems(job, parts),
         *_compile_problems(job, parts),
         *_checkpointing_problems(parts),
@@ -33,14 +34,20 @@ def _evaluation_problems(job: Job) -> list[Problem]:
     return [Problem(("checkpoint", "keep_best"), why)]
 
 
-def _freeze_problems(job: Job, parts: Parts) -> list[Problem]:
+def _pattern_problems(job: Job, parts: Parts) -> list[Problem]:
     """Patterns that match nothing, where the names are known before the model is built."""
-    if not job.model.freeze or not parts.model.meta:
+    if not (job.model.freeze or parts.optimizer_groups) or not parts.model.meta:
         return []
+    module = parts.model.build_on_meta()
     try:
-        freeze(parts.model.build_on_meta(), job.model.freeze)
+        freeze(module, job.model.freeze)
     except UsageError as error:
         return [Problem(("model", "freeze"), str(error))]
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    try:
+        refuse_unmatched(trained, parts.optimizer_groups)
+    except UsageError as error:
+        return [Problem(("optimizer", "groups"), str(error))]
     return []
 
 

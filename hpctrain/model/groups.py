@@ -24,6 +24,13 @@ def parameter_groups(
     ]
     for piece in pieces:
         _group_of(piece.name, patterns, groups, rest)["params"].append(piece.tensor)
+    refuse_unmatched(trained, patterns)
+    used = {id(_group_of(name, patterns, groups, rest)) for name in trained}
+    return [group for group in [*groups, rest] if id(group) in used]
+
+
+def refuse_unmatched(trained: Sequence[str], patterns: Sequence[dict[str, Any]]) -> None:
+    """Raises UsageError for a pattern that matches none of the names of trained parameters."""
     for entry in patterns:
         for pattern in entry["pattern"]:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in trained):
@@ -31,8 +38,6 @@ def parameter_groups(
                 raise UsageError(
                     f"[[optimizer.groups]] pattern: no trained parameter matches {pattern!r}; the names are like {names}, ..."
                 )
-    used = {id(_group_of(name, patterns, groups, rest)) for name in trained}
-    return [group for group in [*groups, rest] if id(group) in used]
 
 
 def _group_of(

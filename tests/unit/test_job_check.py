@@ -151,11 +151,18 @@ def test_sizes_have_units() -> None:
         assert checked(sharding={"reduce_bucket_size": text}).parts.sharding.options.reduce_bucket_size == size
 
 
+def test_patterns_of_groups_that_match_nothing() -> None:
+    (message,) = problems(optimizer={"groups": [{"pattern": ["*norm*", "lyers.*"], "weight_decay": 0.0}]})
+    assert "pattern: no trained parameter matches 'lyers.*'; the names are like token_embedding.weight, " in message
+    (message,) = problems(model={"freeze": ["head.*"]}, optimizer={"groups": [{"pattern": "head.*", "lr": 0.1}]})
+    assert "no trained parameter matches 'head.*'" in message
+
+
 def test_groups_inherit_what_they_do_not_change() -> None:
-    groups = [{"pattern": "*.bias", "weight_decay": 0.0}, {"pattern": ["a*", "b*"], "lr": 1.0}]
+    groups = [{"pattern": "*.bias", "weight_decay": 0.0}, {"pattern": ["head*", "layers*"], "lr": 1.0}]
     first, second = checked(optimizer={"weight_decay": 0.3, "groups": groups}).parts.optimizer_groups
     assert (first["pattern"], first["weight_decay"], first["lr"]) == (["*.bias"], 0.0, 0.01)
-    assert (second["pattern"], second["weight_decay"], second["lr"]) == (["a*", "b*"], 0.3, 1.0)
+    assert (second["pattern"], second["weight_decay"], second["lr"]) == (["head*", "layers*"], 0.3, 1.0)
     (message,) = problems(optimizer={"groups": [{"pattern": "x", "weight_decai": 1}]})
     assert "did you mean 'weight_decay'" in message
 
