@@ -45,6 +45,11 @@ class Parallelism(Plugin):
         return False
 
     @property
+    def shares_heads(self) -> bool:
+        """Whether each rank has some of the attention heads (tp, Ulysses): the sizes of all such axes divide them together."""
+        return False
+
+    @property
     def splits_backward(self) -> bool:
         """Whether a block's backward comes in two: one for its input, one for its parameters (pp's zero bubble)."""
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.job.parts import Parts
@@ -58,6 +59,7 @@ def _layout_problems(job: Job, parts: Parts, world_size: int) -> list[Problem]:
         axis: Key = ("parallelism", name)
         ask = partial(plugin.refuse, parts.model, job.parallelism[name].size)
         problems += _refusal(axis, dotted(axis), ask)
+    problems += _head_problems(job, parts)
     try:
         layout = layout_of(job, parts, world_size)
     except HpctrainError as error:
@@ -78,6 +80,19 @@ def _layout_problems(job: Job, parts: Parts, world_size: int) -> list[Problem]:
     ask = partial(parts.compression.refuse, parts.sharding, layout.model_axes)
     problems += _refusal(compression, f"{dotted(compression)} = {parts.compression.name!r}", ask)
     return [*problems, *_batch_problems(job, parts, layout.data_ranks)]
+
+
+def _head_problems(job: Job, parts: Parts) -> list[Problem]:
+    """Several axes that share out the attention heads; one alone knows by itself."""
+    sharing = {name: job.parallelism[name].size for name, plugin in parts.parallelism.items() if plugin.shares_heads}
+    heads, ranks = parts.model.attention_heads, prod(sharing.values())
+    if heads is None or len(sharing) < 2 or heads % ranks == 0 or any(heads % size for size in sharing.values()):
+        return []
+    axes = " x ".join(f"{name} {size}" for name, size in sharing.items())
+    why = (
+        f"{axes} share out the model's {heads} attention heads, which {ranks} ranks do not divide; choose smaller sizes"
+    )
+    return [Problem(("parallelism",), f"[parallelism]: {why}")]
 
 
 def _refusal(key: Key, what: str, ask: Callable[[], str | None]) -> list[Problem]:

@@ -196,6 +196,13 @@ def test_what_the_modules_show_is_refused_before_they_are_built(changes: dict[st
     assert sentence in message, message
 
 
+def test_axes_that_share_the_heads_divide_them_together() -> None:
+    axes = {"context": {"size": 2, "method": "ulysses"}, "tensor": 2}
+    (message,) = problems(4, parallelism=axes)
+    assert message.startswith("[parallelism]: context 2 x tensor 2 share out the model's 2 attention heads, which 4")
+    checked(4, parallelism={**axes, "context": 2})
+
+
 @pytest.mark.parametrize("head", ["vocabulary", "colwise_rep"])
 def test_a_plan_of_whole_pairs_is_taken(head: str) -> None:
     checked(2, **plan({**MLP, "head": head}))

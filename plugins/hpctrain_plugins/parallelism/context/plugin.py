@@ -31,6 +31,10 @@ class Context(Parallelism):
     Options = ContextOptions
     options: ContextOptions
 
+    @property
+    def shares_heads(self) -> bool:
+        return self.options.method == "ulysses"
+
     def sequence_multiple(self, size: int) -> int:
         return size * (2 if self.options.method == "ring" else 1)
 

@@ -45,6 +45,10 @@ class Tensor(Parallelism):
     def repeats_activations(self) -> bool:
         return not self.options.sequence_parallel
 
+    @property
+    def shares_heads(self) -> bool:
+        return not self.options.plan  # one of the job's may leave attention whole
+
     def sequence_multiple(self, size: int) -> int:
         return size if self.options.sequence_parallel else 1
 
