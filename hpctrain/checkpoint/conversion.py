@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from hpctrain.checkpoint.directory import sync_directory
-from hpctrain.checkpoint.finding import batches
+from hpctrain.checkpoint.finding import batches, memory_for
 from hpctrain.checkpoint.sources import SAFETENSORS_DTYPES, Source
 from hpctrain.checkpoint.weights import MODEL, open_weights
 from hpctrain.contracts.checkpoint import CheckpointFormat
@@ -44,7 +44,7 @@ def export_safetensors(source: Source, path: Path, progress: Progress) -> None:
         # Not through a mapping of the file: where there is no room, that ends the process by a signal.
         write_at(fd, len(text).to_bytes(8, "little") + text, 0, path)
         for pieces in _read(
-            source, lambda name, _, shape: torch.empty(shape, dtype=source.tensors[name].dtype), progress
+            source, lambda name, _, shape: memory_for(name, shape, source.tensors[name].dtype), progress
         ):
             for piece in pieces:
                 rows = piece.tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -54,7 +54,7 @@ def export_safetensors(source: Source, path: Path, progress: Progress) -> None:
 
 def export_torch(source: Source, path: Path, progress: Progress) -> None:
     """Write `source` as a state dict to the new file `path` with torch.save; holds all of it in memory."""
-    tensors = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in source.tensors.items()}
+    tensors = {name: memory_for(name, one.shape, one.dtype) for name, one in source.tensors.items()}
     with new_file(path) as fd:
         _fill(source, tensors, progress)
         with writing(path), open(fd, "wb", closefd=False) as file:
@@ -86,7 +86,7 @@ def import_weights(
     if not chosen:
         found = ", ".join(list(source.tensors)[:3])
         raise CheckpointError(f"{path} has no tensor whose name begins with {prefix!r}; found {found}")
-    tensors = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in chosen.items()}
+    tensors = {name: memory_for(name, one.shape, one.dtype) for name, one in chosen.items()}
     _fill(Source(chosen, source.fill), tensors, progress)
     pieces = [Piece.whole(MODEL + name.removeprefix(prefix), tensor) for name, tensor in tensors.items()]
     with writing(out), new_directory(out) as temporary, alone() as group:

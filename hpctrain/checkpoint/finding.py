@@ -11,7 +11,7 @@ import torch
 from hpctrain.checkpoint.directory import CheckpointDirectory
 from hpctrain.contracts.checkpoint import CheckpointFormat, StoredTensor
 from hpctrain.contracts.pieces import Piece
-from hpctrain.errors import UsageError
+from hpctrain.errors import CheckpointError, UsageError
 
 BATCH_BYTES = 256 * 2**20
 """What commands hold of a checkpoint in memory at a time."""
@@ -89,9 +89,17 @@ def read_batch(
     batch: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]],
 ) -> list[torch.Tensor]:
     """The values of a batch, in its order."""
-    parts = [torch.empty(shape, dtype=tensors[name].dtype) for name, _, shape in batch]
+    parts = [memory_for(name, shape, tensors[name].dtype) for name, _, shape in batch]
     pieces = [
         Piece(name, tensors[name].shape, offsets, part) for (name, offsets, _), part in zip(batch, parts, strict=True)
     ]
     checkpoint.format.load(checkpoint.path, pieces)
     return parts
+
+
+def memory_for(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for values of the tensor `name`; a crafted file can tell of any shape."""
+    try:
+        return torch.empty(tuple(shape), dtype=dtype)
+    except (RuntimeError, TypeError) as error:  # torch says so that there is too little, or could never be enough
+        raise CheckpointError(f"{list(shape)} values of the tensor {name} ({dtype}) don't fit into memory") from error

@@ -44,6 +44,8 @@ def open_weights(path: Path, formats: Sequence[CheckpointFormat]) -> Source:
     Of a checkpoint that has names with "model/" (as ours have) those are taken; of one made elsewhere, all.
     """
     if not path.is_dir():
+        if not path.is_file():  # opening a pipe would wait for a writer, and a device may have no end
+            raise UsageError(f"{path} is no regular file, expected one with weights, or a checkpoint's directory")
         return open_safetensors(path) if path.suffix == ".safetensors" else open_torch(path)
     found = find_checkpoint(path, formats)
     stored = found.format.tensors(path)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hpctrain_plugins.checkpoint.common.sealed import seal
 from hpctrain_plugins.checkpoint.dcp import Dcp
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5, read
 from launching import Finished
@@ -288,6 +289,34 @@ def test_what_has_the_temporary_name_stays_and_a_missing_directory_is_told(comma
     for words in [("import", newest), ("export", newest, "--to", "torch"), ("export", newest, "--to", "safetensors")]:
         done = command(*words, "gone/out")
         assert done.code == 2 and "gone/out: there is no directory gone" in done.err, done
+
+
+@pytest.mark.parametrize("shape", [[1, 2**60], [2**70]])
+def test_a_tensor_that_no_memory_holds_is_told_and_leaves_nothing(
+    command: Command, newest: Path, shape: list[int]
+) -> None:
+    content = json.loads((newest / "manifest.json").read_bytes())
+    del content["checksum"]
+    part = {"shard": 0, "offsets": [0] * len(shape), "shape": shape}
+    content["layouts"].append({"shape": shape, "parts": [part]})
+    content["tensors"]["model/huge"] = {"dtype": "float32", "layout": len(content["layouts"]) - 1}
+    (newest / "manifest.json").write_bytes(seal(content))
+    for words in [
+        ("diff", newest, newest),
+        ("export", newest, "--to", "torch", "out"),
+        ("export", newest, "--to", "safetensors", "out"),
+        ("import", newest, "out"),
+    ]:
+        done = command(*words)
+        assert done.code == 5 and "huge" in done.err and not list(Path().glob("out*")), done
+
+
+@pytest.mark.timeout(20)
+def test_import_refuses_a_pipe_instead_of_waiting_for_its_writer(command: Command) -> None:
+    os.mkfifo("w.pt")
+    for path in ("w.pt", "/dev/zero"):
+        done = command("import", path, "out")
+        assert done.code == 2 and f"{path} is no regular file" in done.err, done
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
