@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
+from hpctrain_plugins.sharding.communication import Buffers
 from hpctrain_plugins.sharding.rectangles import rectangles
 from hpctrain_plugins.sharding.wrapping import refuse_mixed, units_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hpctrain
 from hpctrain.errors import UsageError
@@ -128,6 +130,16 @@ def test_units_by_size_leave_tied_parameters_to_the_whole(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING, "hpctrain"):
         assert units_of(module, spec, "block", 1) == []
     assert "names no blocks, so all of it is gathered at once" in caplog.text
+
+
+def test_a_buffer_that_is_given_back_while_torch_only_pretends() -> None:
+    """Memory may be collected at any time, as while a DTensor finds out shapes."""
+    buffers = Buffers()
+    first = buffers.take([3], torch.float32)
+    with FakeTensorMode():
+        buffers.give_back(first)
+    again = buffers.take([6], torch.bfloat16)
+    assert again.data_ptr() == first.data_ptr() and type(again) is torch.Tensor and again.shape == (6,)
 
 
 class Borrowing(nn.Module):

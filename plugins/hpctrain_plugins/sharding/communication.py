@@ -37,9 +37,9 @@ class Buffers:
     def take(self, size: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """A flat buffer of unknown content, nobody else's until it is given back."""
         nbytes = prod(size) * dtype.itemsize
-        fitting = [number for number, one in enumerate(self._free) if one.numel() >= nbytes]
+        fitting = [number for number, one in enumerate(self._free) if one.untyped_storage().nbytes() >= nbytes]
         if fitting:
-            whole = self._free.pop(fitting[0])
+            whole = torch.empty(0, dtype=torch.uint8).set_(self._free.pop(fitting[0]).untyped_storage())
         else:
             if self._free:
                 self._free.pop()  # too small: the new one takes its place
@@ -47,8 +47,9 @@ class Buffers:
         return whole[:nbytes].view(dtype)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Nobody uses what `take` gave any more."""
-        self._free.append(torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()))
+        """Nobody uses what `take` gave any more. May be called wherever memory is collected, in any mode of torch's: no
+        operator here."""
+        self._free.append(buffer)
 
 
 class AsynchronousAllGather:
