@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hpctrain_plugins.parallelism.tensor.blocks import plan_of_blocks
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
 from modules import Transformer, built, foreign_steps
 from test_stages import compare
+from torch import nn
+from torch.nn.functional import normalize, silu
 from training import job, session_of, train_here
 
 from hpctrain.errors import UsageError
@@ -112,6 +117,39 @@ def test_an_attention_that_cannot_be_cut_as_guessed_is_left_whole(root, caplog, 
     assert held_rows(tables) == list(range(24))
     assert "is left whole on every rank: with qkv cut in parts of 8, 8, 8 rows, " in caplog.text
     compare(train_here(tables).rows, alone(tables), losses=1e-10, norms=1e-10)
+
+
+class Between(nn.Module):
+    """fc1, something between, fc2, and a residual."""
+
+    def __init__(self, between: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.between, self.fc1, self.fc2 = between, nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc2(self.between(self.fc1(x)))
+
+
+class Masked(Between):
+    """Takes more than a trial can give."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * mask
+
+
+def test_a_guess_that_does_not_add_up_is_left_whole(caplog) -> None:
+    """What lies between two Linears may look at all of what a rank has a part of."""
+    whole = nn.ModuleList(
+        [nn.Sequential(nn.Linear(8, 12), nn.Softmax(-1), nn.Linear(12, 8)), Between(partial(normalize, dim=-1))]
+    )
+    assert plan_of_blocks(whole, 2) == {}
+    assert (
+        "a Sequential is left whole on every rank: with 0 cut in parts of 12 rows, the parts of the ranks"
+        in caplog.text
+    )
+    cut = nn.ModuleList([nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)), Between(silu)])
+    assert plan_of_blocks(cut, 2).keys() == {"0.0", "0.2", "1.fc1", "1.fc2"}
+    assert plan_of_blocks(Masked(silu), 2).keys() == {"fc1", "fc2"}, "its names are all there is to go by"
 
 
 def test_a_model_brings_the_plan_of_a_fused_projection() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -26,24 +26,48 @@ _WIDTHS = ("split_size", "q_size", "kv_size")
 def plan_of_blocks(module: nn.Module, size: int) -> dict[str, Cut]:
     """colwise and rowwise for every module that has Linear children going in and one coming out.
 
-    One whose matrices going in are fused is cut only if the parts of `size` ranks then add up to the whole: their rows
-    may be in another order than [q; k; v] or [gate; up], or the forward may count on all heads.
+    It is cut only if the parts of `size` ranks then add up to the whole: what lies between may look at all of it (a
+    softmax, a norm), fused rows may be in another order than [q; k; v] or [gate; up], or the forward counts on all heads.
     """
     plan: dict[str, Cut] = {}
     tried: dict[object, bool] = {}
     for name, inner in module.named_modules():
-        linears = {key: child for key, child in inner.named_children() if isinstance(child, nn.Linear)}
-        into = [key for key in linears if _INTO.match(key)]
-        fused = [key for key in linears if is_fused(key)]
-        out = [key for key in linears if _OUT.match(key) or (fused and key == "proj")]
-        path = f"{name}." if name else ""
-        if into and len(out) == 1 and len({linears[key].out_features for key in into}) <= 2:
-            plan |= {path + key: Cut(style="colwise") for key in into} | {path + out[0]: Cut(style="rowwise")}
-        elif len(fused) == len(out) == 1 and not into:
-            plan |= {path + key: cut for key, cut in _fused(inner, fused[0], out[0], size, tried).items()}
-        elif not into and not out:
-            plan |= dict(_sequence(name, inner))
+        cuts, out = _guess(inner)
+        if cuts and _adds_up(inner, cuts, out, size, tried):
+            path = f"{name}." if name else ""
+            plan |= {path + key: cut for key, cut in cuts.items()} | {path + out: Cut(style="rowwise")}
     return plan
+
+
+def _guess(block: nn.Module) -> tuple[dict[str, Cut], str]:
+    """The children of an attention or MLP that go in, and the one that comes out; none where it looks like neither."""
+    linears = {key: child for key, child in block.named_children() if isinstance(child, nn.Linear)}
+    into = [key for key in linears if _INTO.match(key)]
+    fused = [key for key in linears if is_fused(key)]
+    out = [key for key in linears if _OUT.match(key) or (fused and key == "proj")]
+    if into and len(out) == 1 and len({linears[key].out_features for key in into}) <= 2:
+        return dict.fromkeys(into, Cut(style="colwise")), out[0]
+    if len(fused) == len(out) == 1 and not into:
+        return _fused(block, fused[0], out[0]), out[0]
+    if not into and not out and isinstance(block, nn.Sequential) and len(linears) == 2:
+        first, last = linears
+        if linears[first].out_features == linears[last].in_features:
+            return {first: Cut(style="colwise")}, last
+    return {}, ""
+
+
+def _adds_up(block: nn.Module, cuts: Mapping[str, Cut], out: str, size: int, tried: dict[object, bool]) -> bool:
+    """tried: what became of blocks alike."""
+    rows = [part for key, cut in cuts.items() for part in cut.rows(key, linear_of(block, key))]
+    if any(number % size for number in (*rows, *heads_of(block).values())):
+        return True  # refused later, with a sentence
+    simple = [(key, value) for key, value in vars(block).items() if isinstance(value, (bool, int, float, str))]
+    called = [(key, id(value)) for key, value in vars(block).items() if callable(value)]
+    alike = (repr(block), *simple, *called)
+    if alike not in tried:
+        untried = all(cut.parts is None for cut in cuts.values())
+        tried[alike] = adds_up(block, cuts, out, size, share_heads, untried)
+    return tried[alike]
 
 
 def is_fused(name: str) -> bool:
@@ -52,33 +76,17 @@ def is_fused(name: str) -> bool:
     return bool(_FUSED_ATTENTION.match(last) or _FUSED_MLP.match(last))
 
 
-def _fused(block: nn.Module, into: str, out: str, size: int, tried: dict[object, bool]) -> dict[str, Cut]:
+def _fused(block: nn.Module, into: str, out: str) -> dict[str, Cut]:
     """The cut of an attention or MLP whose matrices going in are one; empty where it can't be cut.
 
-    q, or gate, has as many rows as the projection out takes; k and v share the rest. tried: what became of blocks alike.
+    q, or gate, has as many rows as the projection out takes; k and v share the rest.
     """
     first, heads = linear_of(block, out).in_features, heads_of(block)
     rest = linear_of(block, into).out_features - first
     mlp = _FUSED_MLP.match(into) is not None
     if (mlp and rest != first) or (not mlp and (rest <= 0 or rest % 2 or not heads)):
         return {}
-    parts = [first, rest] if mlp else [first, rest // 2, rest // 2]
-    cut = Cut(style="colwise", parts=parts)
-    alike = (type(block), *parts, *heads.items())
-    if alike not in tried:
-        uneven = any(number % size for number in (*parts, *heads.values()))  # refused later, with a sentence
-        tried[alike] = uneven or adds_up(block, into, cut, out, size, share_heads)
-    return {into: cut, out: Cut(style="rowwise")} if tried[alike] else {}
-
-
-def _sequence(name: str, module: nn.Module) -> Iterator[tuple[str, Cut]]:
-    """An nn.Sequential of Linear, anything element by element, Linear is an MLP."""
-    if not isinstance(module, nn.Sequential):
-        return
-    linears = [(key, child) for key, child in module.named_children() if isinstance(child, nn.Linear)]
-    if len(linears) == 2 and linears[0][1].out_features == linears[1][1].in_features:
-        yield f"{name}.{linears[0][0]}", Cut(style="colwise")
-        yield f"{name}.{linears[1][0]}", Cut(style="rowwise")
+    return {into: Cut(style="colwise", parts=[first, rest] if mlp else [first, rest // 2, rest // 2])}
 
 
 def share_all_heads(module: nn.Module, plan: Mapping[str, Cut], size: int) -> None:

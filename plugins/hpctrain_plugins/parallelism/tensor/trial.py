@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,34 +16,57 @@ LOG = logging.getLogger("hpctrain")
 
 @torch.no_grad()
 def adds_up(
-    block: nn.Module, into: str, cut: Cut, out: str, size: int, share: Callable[[nn.Module, int], None]
+    block: nn.Module,
+    into: Mapping[str, Cut],
+    out: str,
+    size: int,
+    share: Callable[[nn.Module, int], None],
+    untried: bool,
 ) -> bool:
-    """Whether `block` can be cut over `size` ranks at its children `into`, fused, and `out`.
+    """Whether what the ranks' child `out` gives adds up, when `block` is cut over `size` ranks at its children `into` and
+    `out`.
 
-    share: what makes a copy know its share of the heads only. False as well for a forward that takes more than
-    (batch, seq, hidden), since it can't be tried.
+    share: what makes a copy know its share of the heads only. untried: what to say of a block that can't be tried, such as
+    one whose forward takes more than (batch, seq, hidden).
     """
-    why = "the parts of the ranks do not add up"
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             whole = _with_values(block)
-            x = torch.randn(1, 4, linear_of(whole, into).in_features)
-        expected = _first(whole(x))
-        parts = [_first(_part(whole, into, cut, out, rank, size, share)(x)) for rank in range(size)]
-        total = torch.stack(parts).sum(0)
-        if expected.shape == total.shape and torch.allclose(total, expected, rtol=1e-3, atol=1e-4):
-            return True
+            x = torch.randn(1, 4, linear_of(whole, next(iter(into))).in_features)
+        expected = _given(whole, out, x)
     except Exception as error:  # a forward of the user's own may raise anything
+        if untried:
+            return True
         why = f"it can't be tried ({type(error).__name__}: {error})"
+    else:
+        try:
+            parts = [_given(_part(whole, into, out, rank, size, share), out, x) for rank in range(size)]
+            if torch.allclose(torch.stack(parts).sum(0), expected, rtol=1e-3, atol=1e-4):
+                return True
+            why = "the parts of the ranks do not add up"
+        except Exception as error:
+            why = f"a part fails ({type(error).__name__}: {error})"
     LOG.warning(
-        "[parallelism.tensor] a %s is left whole on every rank: with %s cut in parts of %s rows, %s; a plan says how it is cut",
+        "[parallelism.tensor] a %s is left whole on every rank: with %s, %s; a plan says how it is cut",
         type(block).__name__,
-        into,
-        ", ".join(map(str, cut.rows(into, linear_of(block, into)))),
+        " and ".join(f"{key} cut in parts of {_rows(block, key, cut)} rows" for key, cut in into.items()),
         why,
     )
     return False
+
+
+def _rows(block: nn.Module, key: str, cut: Cut) -> str:
+    return ", ".join(map(str, cut.rows(key, linear_of(block, key))))
+
+
+def _given(block: nn.Module, out: str, x: Tensor) -> Tensor:
+    """What its child `out` gives in all calls of a forward: where the ranks' parts are summed."""
+    given: list[Tensor] = []
+    handle = linear_of(block, out).register_forward_hook(lambda module, inputs, output: given.append(output.flatten()))
+    block(x)
+    handle.remove()
+    return torch.cat(given)
 
 
 def _with_values(block: nn.Module) -> nn.Module:
@@ -60,22 +83,17 @@ def _with_values(block: nn.Module) -> nn.Module:
 
 
 def _part(
-    whole: nn.Module, into: str, cut: Cut, out: str, rank: int, size: int, share: Callable[[nn.Module, int], None]
+    whole: nn.Module, into: Mapping[str, Cut], out: str, rank: int, size: int, share: Callable[[nn.Module, int], None]
 ) -> nn.Module:
     part = copy.deepcopy(whole)
-    first, last = linear_of(part, into), linear_of(part, out)
-    runs = row_runs(cut.rows(into, first), size)[rank]
-    for parameter in first.parameters():
-        parameter.data = torch.cat([parameter[begin : begin + rows] for begin, rows in runs])
+    for key, cut in into.items():
+        first = linear_of(part, key)
+        runs = row_runs(cut.rows(key, first), size)[rank]
+        for parameter in first.parameters():
+            parameter.data = torch.cat([parameter[begin : begin + rows] for begin, rows in runs])
+    last = linear_of(part, out)
     last.weight.data = last.weight.chunk(size, 1)[rank]
     if rank and last.bias is not None:
         last.bias.zero_()
     share(part, size)
     return part
-
-
-def _first(outputs: object) -> Tensor:
-    """Some attentions return their weights, too."""
-    found = outputs[0] if isinstance(outputs, tuple) else outputs
-    assert isinstance(found, Tensor)
-    return found
