@@ -45,6 +45,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     spec, dtype = parts.model, parts.precision.parameter_dtype
     with _default_dtype(dtype):
         module = spec.build_on_meta() if spec.meta else _under_seed(spec, job.job.seed)
+    _refuse_sparse(module, spec)
     _lay_out_in_rows(module)
     freeze(module, job.model.freeze)
     parts.precision.convert(module)
@@ -146,6 +147,18 @@ def _under_seed(spec: ModelSpec, seed: int) -> nn.Module:
 
     module._apply(cast)  # type: ignore[no-untyped-call]  # Module.to would drop imaginary parts
     return module
+
+
+def _refuse_sparse(module: nn.Module, spec: ModelSpec) -> None:
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    found = [(name, one) for name, one in module.named_modules() if isinstance(one, embeddings) and one.sparse]
+    sparse = [name or type(one).__name__ for name, one in found]
+    if sparse:
+        raise UsageError(
+            f"[model] {spec.name}: {', '.join(sparse)} makes sparse gradients, and those of all ranks are summed in dense "
+            "buffers; build it with sparse = False",
+            everywhere=True,
+        )
 
 
 def _lay_out_in_rows(module: nn.Module) -> None:

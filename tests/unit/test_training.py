@@ -223,6 +223,17 @@ def test_buffers_in_a_dtype_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
     assert __import__("buffered").seen == [(torch.bfloat16, [1.0, third], 1), (torch.bfloat16, [1.0, third], 2)]
 
 
+def test_sparse_gradients_are_refused() -> None:
+    tables: dict[str, Any] = {
+        "job": {"name": "sparse", "steps": 1},
+        "model": {"name": "torch.nn:Embedding", "num_embeddings": 2, "embedding_dim": 1, "sparse": True, "loss": "torch:sub"},
+        "dataset": {"name": "synthetic", "seq_length": 4}, "optimizer": {"name": "sgd", "lr": 0.1},
+        "batch": {"global_size": 4, "micro_size": 4},
+    }  # fmt: skip
+    with pytest.raises(UsageError, match=r"Embedding makes sparse gradients, .* build it with sparse = False"):
+        hpctrain.run(tables)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_transposed_and_complex_parameters(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A memory layout of their own, as channels_last gives it, and numbers that are not real, as a Fourier layer has."""
