@@ -25,7 +25,8 @@ class ForeignDataset(Dataset):
 
     def __init__(self, reference: str, factory: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__(options)
-        self.reference, self._factory = reference, factory
+        self.name = self.reference = reference  # type: ignore[misc]  # for messages: what the job file calls it
+        self._factory = factory
 
     @classmethod
     def from_table(cls, reference: str, options: dict[str, Any]) -> ForeignDataset:

@@ -24,7 +24,8 @@ class ForeignModel(ModelSpec):
         self, reference: str, factory: Callable[..., nn.Module], loss: Callable[..., Any], options: dict[str, Any]
     ):
         super().__init__(options)
-        self.reference, self._factory, self._loss = reference, factory, loss
+        self.name = self.reference = reference  # type: ignore[misc]  # for messages: what the job file calls it
+        self._factory, self._loss = factory, loss
 
     @classmethod
     def from_table(cls, reference: str, loss: object, options: dict[str, Any]) -> ForeignModel:

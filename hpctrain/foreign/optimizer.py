@@ -29,7 +29,8 @@ class ForeignOptimizer(Optimizer):
 
     def __init__(self, reference: str, factory: Callable[..., Any], options: OptimizerOptions) -> None:
         super().__init__(options)
-        self.reference, self._factory = reference, factory
+        self.name = self.reference = reference  # type: ignore[misc]  # for messages: what the job file calls it
+        self._factory = factory
 
     @classmethod
     def from_table(cls, reference: str, options: dict[str, Any]) -> ForeignOptimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -330,6 +331,19 @@ def test_callables_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(JobError) as error:
             check(RawJob(changed, {}, "j"), 1)
         assert sentence in str(error.value), (sentence, str(error.value))
+
+
+def test_a_module_of_ones_own_in_a_pipeline_is_told_what_it_lacks() -> None:
+    model = {
+        "name": "torch.nn:Linear",
+        "in_features": 3,
+        "out_features": 2,
+        "loss": "torch.nn.functional:cross_entropy",
+    }
+    parts = check(RawJob({**tables(parallelism={"pipeline": 2}), "model": model}, {}, "j"), None).parts
+    mesh: Any = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(UsageError, match=r"the model 'torch.nn:Linear' does not say where it can be cut; that takes"):
+        parts.parallelism["pipeline"].apply(parts.model.build(), parts.model, mesh)
 
 
 def test_the_resolved_job_is_the_same_job(tmp_path: Path) -> None:

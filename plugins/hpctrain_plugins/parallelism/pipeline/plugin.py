@@ -9,7 +9,7 @@ from pydantic import model_validator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import Field, ModelSpec, Options, Parallelism, Runner, RunnerParts, hookimpl
+from hpctrain.api import Field, ModelSpec, Options, Parallelism, Runner, RunnerParts, UsageError, hookimpl
 from hpctrain_plugins.parallelism.pipeline.shared import SharedParameters, find_shared
 from hpctrain_plugins.parallelism.pipeline.stages import drop, split
 
@@ -48,13 +48,20 @@ class Pipeline(Parallelism):
         return self.options.schedule == "zero-bubble"
 
     def refuse(self, spec: ModelSpec, size: int) -> str | None:
-        if spec.outline is None:
-            return None  # apply() tells
-        blocks = spec.blocks(spec.outline)
-        if not blocks or not any(spec.ends(spec.outline)):
-            return f"the model {spec.name!r} does not say where it can be cut (blocks, ends, embed and head)"
-        split(len(blocks), size * self.options.stages_per_rank, self.options.split)
+        if spec.outline is not None:  # else apply() tells
+            self._split(spec.outline, spec, size)
         return None
+
+    def _split(self, module: nn.Module, spec: ModelSpec, size: int) -> list[range]:
+        """The blocks of each pipeline stage, by number; raises UsageError where the model can't be cut so."""
+        blocks = spec.blocks(module)
+        if not blocks or not any(spec.ends(module)):
+            raise UsageError(
+                f"[parallelism] pipeline: the model {spec.name!r} does not say where it can be cut; that takes a model plugin "
+                "with blocks, ends, embed and head",
+                everywhere=True,
+            )
+        return split(len(blocks), size * self.options.stages_per_rank, self.options.split)
 
     def refuse_micro_batches(self, count: int, size: int) -> str | None:
         schedule = self.options.schedule
@@ -81,7 +88,7 @@ class Pipeline(Parallelism):
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
         blocks, (before, after) = spec.blocks(module), spec.ends(module)
         stages = mesh.size() * self.options.stages_per_rank
-        parts = split(len(blocks), stages, self.options.split)
+        parts = self._split(module, spec, mesh.size())
         ranks = [range(rank, stages, mesh.size()) for rank in range(mesh.size())]
         kept = [[blocks[i] for stage in mine for i in parts[stage]] for mine in ranks]
         kept[0] += before
