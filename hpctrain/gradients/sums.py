@@ -62,8 +62,8 @@ class GradientSums:
 
     def bucket(self, content: GradientBucket, axis: str) -> BucketSum:
         """What sums such a bucket over `axis`; the same buckets in the same order on all its ranks."""
-        if self._ways is None or self._lossy is None or axis != self._axis:
-            return BucketSum(self._groups[axis])
+        if self._ways is None or self._lossy is None or axis != self._axis or content.dtype.is_complex:
+            return BucketSum(self._groups[axis])  # complex gradients travel whole: compressors know real numbers
         number, self._buckets = self._buckets, self._buckets + 1
         compressor = None
         if self._ways.leader(number) == dist.get_rank():

@@ -198,6 +198,17 @@ def losses(tables: dict[str, Any]) -> list[float]:
 
 
 @only(2)
+def test_complex_gradients_travel_whole(root) -> None:
+    """16 bits have no imaginary part, and the factors of a real matrix are not those of a complex one."""
+    plain = tables(root, "bf16", {"name": "bf16", "inside_nodes": True})
+    with session_of(plain) as session:
+        bucket = GradientBucket([], 2, torch.complex64, torch.device("cpu"))
+        gradients = torch.tensor([1 + 2j, 3j]) * (dist.get_rank() + 1)
+        session.sums.bucket(bucket, "dp_replicate").all_reduce(gradients)()
+    assert gradients.tolist() == [3 + 6j, 9j]
+
+
+@only(2)
 def test_everything_kept_or_sent_is_as_without(root) -> None:
     whole = losses(tables(root, "none", {"name": "none"}))
     for number, compression in enumerate([{**TOP_K, "ratio": 1.0}, {**POWERSGD, "rank": 100}]):
