@@ -96,6 +96,28 @@ def test_a_part_is_read_from_the_blocks_that_hold_it_and_no_others(
     assert sorted(size for size in found if size != 1024) == sorted(others)
 
 
+def test_two_checkpoints_that_are_read_in_parts_and_in_turns_have_their_tables_parsed_twice_at_most(
+    tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, sources = Hdf5(), {tmp_path / name: torch.randn(64, 32) for name in "ab"}
+    for directory, source in sources.items():
+        directory.mkdir()
+        form.write(State([Piece.whole("w", source)]), directory, group)
+    asked, manifests, real = list[Path](), list[Path](), read.read_manifest
+    monkeypatch.setattr(read, "read_manifest", lambda one: manifests.append(one) or real(one))
+    monkeypatch.setattr(read, "read_table", lambda *words, real=read.read_table: asked.append(words[0]) or real(*words))
+    for row in range(8):
+        for directory, source in sources.items():
+            target = torch.zeros(1, 32)
+            form.load(directory, [Piece("w", (64, 32), (row, 0), target)])
+            assert torch.equal(target, source[row : row + 1])
+    assert [manifests.count(one) for one in sources] == [1, 1] and [asked.count(one) for one in sources] == [2, 2]
+    changed = next(iter(sources))
+    (changed / "shard-00000.h5").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="it has 0 bytes"):
+        form.load(changed, [Piece.whole("w", torch.zeros(64, 32))])
+
+
 def test_another_shape_a_missing_name_and_a_rectangle_outside_are_named(
     tmp_path: Path, group: dist.ProcessGroup
 ) -> None:

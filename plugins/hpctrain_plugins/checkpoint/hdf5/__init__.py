@@ -26,7 +26,7 @@ class Hdf5(CheckpointFormat):
         super().__init__(options)
         self._writer = write.Writer()
         self._snapshots = Snapshots()
-        self._reader = read.ManifestReader()
+        self._reader = read.Reader()
 
     def snapshot(self, state: State) -> State:
         """A copy in host memory. TypeError names a value that a checkpoint can't hold."""
@@ -38,11 +38,11 @@ class Hdf5(CheckpointFormat):
 
     def read_values(self, directory: Path) -> dict[str, Any]:
         """The small values, checked."""
-        return values.decode_all(self._reader(directory).values)
+        return values.decode_all(self._reader.manifest(directory).values)
 
     def tensors(self, directory: Path) -> dict[str, StoredTensor]:
         """Every tensor with its dtype, its whole shape and where its chunks lie."""
-        content = self._reader(directory)
+        content = self._reader.manifest(directory)
         chunks: dict[int, tuple[StoredChunk, ...]] = {}  # most tensors share their layout with others
         found = {}
         for name, (dtype, layout) in content.tensors.items():
@@ -53,11 +53,11 @@ class Hdf5(CheckpointFormat):
 
     def names(self, directory: Path) -> dict[str, tuple[int, ...]]:
         """Every tensor with its whole shape."""
-        return {name: entry.layout.shape for name, entry in self._reader(directory).tensors.items()}
+        return {name: entry.layout.shape for name, entry in self._reader.manifest(directory).tensors.items()}
 
     def load(self, directory: Path, pieces: list[Piece]) -> None:
         """Fill the pieces, reading and checking only the blocks that hold some of them."""
-        read.load(directory, self._reader(directory), pieces)
+        self._reader.load(directory, pieces)
 
     def verify(self, directory: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
         """Read everything; one sentence per fault."""

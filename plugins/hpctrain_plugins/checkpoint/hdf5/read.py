@@ -7,6 +7,7 @@ bombs) can't happen, and a damaged structure can't hang it.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,6 +25,10 @@ from .table import Block, Chunk, Table, table_name
 
 STEP_BYTES = 256 * 1024
 """Read at a time: so many bytes are still in a core's cache when they are checked."""
+MOST_KNOWN = 2
+"""Checkpoints that are remembered: `diff` reads two in turns."""
+MOST_CHUNKS_KEPT = 2**20
+"""Of each; they take about 300 MB."""
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -46,22 +51,66 @@ def read_table(directory: Path, content: Manifest, file: int) -> Table:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-class ManifestReader:
-    """Reads manifests, and remembers the last one while its file stays the same: a restore asks several times."""
+@dataclass
+class _Known:
+    """A checkpoint's manifest while the file stays the same, and tables whose shard's frame was found whole."""
+
+    identity: tuple[int, int, int] | None
+    manifest: Manifest
+    loads: int = 0
+    tables: dict[int, Table] = field(default_factory=dict)
+
+
+class Reader:
+    """Reads checkpoints, and remembers of the last two what is asked for again.
+
+    That is the manifest, for which a restore asks several times. Tables are kept from the second load on: commands load a
+    checkpoint part by part, and each part may lie in all the shards, but a training loads once and needs its memory.
+    """
 
     def __init__(self) -> None:
-        self._known: tuple[Path, tuple[int, int, int], Manifest] | None = None
+        self._known: dict[Path, _Known] = {}
 
-    def __call__(self, directory: Path) -> Manifest:
+    def manifest(self, directory: Path) -> Manifest:
         """The checked manifest of `directory`."""
+        return self._look_up(directory).manifest
+
+    def load(self, directory: Path, pieces: list[Piece]) -> None:
+        """Fill the pieces; CheckpointError names the file and the tensor of whatever is wrong."""
+        known, scratch = self._look_up(directory), Scratch()
+        known.loads += 1
+        for file, wanted in sorted(_needs(directory, known.manifest, pieces).items()):
+            kept, path = known.tables.get(file), directory / known.manifest.shards[file].name
+            found = kept or read_table(directory, known.manifest, file)
+            try:
+                with opened(path, found.size) as fd:
+                    if kept is None:
+                        check_frame(fd, found)
+                        self._keep(known, file, found)
+                    for chunk in found.chunks:
+                        for piece in wanted.get(chunk.name, ()):
+                            _fill(fd, chunk, piece, scratch)
+            except CheckpointError as error:
+                raise CheckpointError(f"{path}: {error}") from error
+
+    def _look_up(self, directory: Path) -> _Known:
         try:
             found = os.lstat(directory / manifest.FILE_NAME)
+            identity = (found.st_ino, found.st_size, found.st_mtime_ns)
         except OSError:
-            return read_manifest(directory)  # which says it in a sentence
-        identity = (found.st_ino, found.st_size, found.st_mtime_ns)
-        if self._known is None or self._known[:2] != (directory, identity):
-            self._known = (directory, identity, read_manifest(directory))
-        return self._known[2]
+            identity = None  # read_manifest says it in a sentence
+        known = self._known.pop(directory, None)
+        if known is None or identity is None or known.identity != identity:
+            known = _Known(identity, read_manifest(directory))
+        self._known[directory] = known
+        if len(self._known) > MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        return known
+
+    def _keep(self, known: _Known, file: int, found: Table) -> None:
+        held = sum(len(one.chunks) for one in known.tables.values())
+        if known.loads > 1 and held + len(found.chunks) <= MOST_CHUNKS_KEPT:
+            known.tables[file] = found
 
 
 class Scratch:
@@ -77,9 +126,9 @@ class Scratch:
         return self._memory[:nbytes]
 
 
-def load(directory: Path, content: Manifest, pieces: list[Piece]) -> None:
-    """Fill the pieces; CheckpointError names the file and the tensor of whatever is wrong."""
-    needs: dict[int, dict[str, list[Piece]]] = {}  # by shard, then by tensor
+def _needs(directory: Path, content: Manifest, pieces: list[Piece]) -> dict[int, dict[str, list[Piece]]]:
+    """The pieces that have something in each shard, by their tensors, after checking that the shards have all of them."""
+    needs: dict[int, dict[str, list[Piece]]] = {}
     known: dict[tuple[int, Rectangle], set[int]] = {}  # most tensors are cut alike, and so are the pieces
     for piece in pieces:
         entry, target = _entry_of(directory, content, piece), _target(piece)
@@ -88,17 +137,7 @@ def load(directory: Path, content: Manifest, pieces: list[Piece]) -> None:
             files = known[id(entry.layout), target] = _shards_with(directory, piece.name, entry, target)
         for file in files:
             needs.setdefault(file, {}).setdefault(piece.name, []).append(piece)
-    scratch = Scratch()
-    for file, wanted in sorted(needs.items()):
-        found, path = read_table(directory, content, file), directory / content.shards[file].name
-        try:
-            with opened(path, found.size) as fd:
-                check_frame(fd, found)
-                for chunk in sorted(found.chunks, key=lambda one: one.at):  # in the order of the file
-                    for piece in wanted.get(chunk.name, ()):
-                        _fill(fd, chunk, piece, scratch)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+    return needs
 
 
 def _entry_of(directory: Path, content: Manifest, piece: Piece) -> Entry:

@@ -59,7 +59,7 @@ class Chunk(NamedTuple):
 @dataclass(frozen=True)
 class Table:
     """`size`: of the shard, in bytes. `checksum`: over its bytes outside of all chunks, HDF5's own structures and the
-    padding, which are its `holes` as (begin, end)."""
+    padding, which are its `holes` as (begin, end). `chunks`: in the order of the file."""
 
     size: int
     checksum: str
@@ -147,4 +147,4 @@ def _checked(size: int, checksum: str, chunks: list[Chunk]) -> Table:
     stretches = holes(spans, size)
     if sum(end - begin for begin, end in stretches) > FRAME_BYTES * (1 + len(spans)):
         raise CheckpointError(f"it declares far more bytes ({size}) than its chunks need")
-    return Table(size, checksum, chunks, stretches)
+    return Table(size, checksum, sorted(chunks, key=lambda one: one.at), stretches)

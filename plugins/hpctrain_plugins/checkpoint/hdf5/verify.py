@@ -63,7 +63,7 @@ def _file_faults(path: Path, content: Manifest, table: Table, advance: Callable[
     found = []
     try:
         with opened(path, table.size) as fd:
-            for chunk in sorted(table.chunks, key=lambda one: one.at):
+            for chunk in table.chunks:
                 found += _chunk_faults(fd, chunk, advance)
             check_frame(fd, table)
     except (CheckpointError, OSError) as error:
