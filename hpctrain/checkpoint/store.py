@@ -240,8 +240,8 @@ class CheckpointStore:
         if isinstance(fault, Exception):
             raise fault
         step = values.get("step")
-        if type(step) is not int:
-            return f"{directory}: its values have no step"
+        if type(step) is not int or not 0 <= step < 2**63:
+            return f"{directory}: its values have no step, expected a number that is zero or more"
         names = {piece.name for piece in there}
         self._tell_of_unused(directory, names, [name for name in shapes if name not in stored])
         return Restored(step, directory, values, [piece.name for piece in pieces if piece.name not in names])

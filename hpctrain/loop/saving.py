@@ -63,12 +63,13 @@ class Saving:
 
     def _go_on(self, restored: Restored, pieces: list[Piece]) -> None:
         session, values = self._session, restored.values
+        _check_values(restored)
         if values["fingerprint"] != session.fingerprint:
             raise CheckpointError(
                 f"{restored.path} was trained on other data (dataset fingerprint {values['fingerprint']}, found "
                 f"{session.fingerprint}); restore the data, or start anew in another output_dir"
             )
-        session.step, session.samples_seen = restored.step, int(values["samples_seen"])
+        session.step, session.samples_seen = restored.step, values["samples_seen"]
         session.parts.precision.restore(values["precision"])
         restore_quantized(session.pieces, session.optimizer, pieces)
         restore_numbers(session.pieces, session.optimizer, values["optimizer_numbers"])
@@ -146,6 +147,22 @@ class Saving:
         if session.evaluation is not None and session.evaluation[0] == session.step:
             values[EVALUATION_LOSS] = session.evaluation[1]
         return values
+
+
+def _check_values(restored: Restored) -> None:
+    """CheckpointError for values of a kind that no training saves."""
+    values = restored.values
+    seen, numbers = values["samples_seen"], values["optimizer_numbers"]
+    fits = {
+        "samples_seen": type(seen) is int and 0 <= seen < 2**63,
+        "precision": isinstance(values["precision"], dict),
+        "optimizer_numbers": isinstance(numbers, dict) and all(isinstance(one, dict) for one in numbers.values()),
+    }
+    odd = [key for key, good in fits.items() if not good]
+    if odd:
+        raise CheckpointError(
+            f"{restored.path}: its {', '.join(odd)} can't be what a training saved; take another with --resume PATH"
+        )
 
 
 def _shown(path: Path) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import TINY
+from hpctrain_plugins.checkpoint.common.sealed import seal
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 
 import hpctrain
@@ -177,6 +178,25 @@ def test_one_run_at_a_time_in_an_output_directory(
         threading.Timer(0.3, other.kill).start()  # as kill -9 does: it goes on once the other is gone
         assert train(job={"steps": 2})["step"] == 2
     assert "waiting for its end" in capsys.readouterr().err
+
+
+def test_values_that_no_training_saved_are_refused_by_name() -> None:
+    tables = {"precision": {"mode": "fp16"}, "optimizer": {"name": "sgd", "lr": 0.1}}
+    train(job={"steps": 1}, **tables)
+    path = Path("out/checkpoints/step-00000001/manifest.json")
+    content = json.loads(path.read_bytes())
+    del content["checksum"]
+    crafted: list[tuple[str, Any]] = [
+        ("step", -1), ("step", 2**70), ("samples_seen", "x"), ("samples_seen", None), ("samples_seen", -5),
+        ("precision", [1]), ("optimizer_numbers", None), ("optimizer_numbers", {"wte.weight": 5}),
+    ]  # fmt: skip
+    for key, value in crafted:
+        path.write_bytes(seal({**content, "values": {**content["values"], key: value}}))
+        with pytest.raises(CheckpointError, match=rf"step-00000001: its .*{key}"):
+            train(**tables)
+    path.write_bytes(seal({**content, "values": {**content["values"], "precision": {"scale": "x"}}}))
+    with pytest.raises(CheckpointError, match="loss scale of the checkpoint is malformed"):
+        train(**tables)
 
 
 def test_a_checkpoint_of_weights_only_is_nothing_to_go_on_from() -> None:

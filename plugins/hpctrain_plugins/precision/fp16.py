@@ -10,7 +10,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from hpctrain.api import Field, Options, Precision, hookimpl
+from hpctrain.api import CheckpointError, Field, Options, Precision, hookimpl
 
 
 class FP16Options(Options):
@@ -82,8 +82,11 @@ class FP16(Precision):
     def restore(self, state: dict[str, Any]) -> None:
         if self.options.static_scale is not None or "scale" not in state:  # that of another mode
             return
-        self._scale = float(state["scale"])
-        self._good_steps, self._patience = int(state["good_steps"]), int(state["patience"])
+        try:
+            self._scale = float(state["scale"])
+            self._good_steps, self._patience = int(state["good_steps"]), int(state["patience"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"the loss scale of the checkpoint is malformed: {error!r} in {state}") from error
 
 
 @hookimpl
