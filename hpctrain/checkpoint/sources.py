@@ -65,6 +65,7 @@ def open_safetensors(path: Path) -> Source:
 
 def open_torch(path: Path) -> Source:
     """Raises CheckpointError for what isn't a state dict: parameter names with their tensors."""
+    _refuse_compressed(path)
     try:
         # Mapped, so that a rank reads what it takes; files of the oldest layout are no zip and can't be.
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -92,6 +93,21 @@ def open_torch(path: Path) -> Source:
         lambda pieces: _fill(path, pieces, lambda piece: content[piece.name][_slices(piece)]),
         lambda: _check_records(path),
     )
+
+
+def _refuse_compressed(path: Path) -> None:
+    """torch takes the bytes of a record for values as they lie in a mapped file, and unpacks it to any size in another."""
+    try:
+        with zipfile.ZipFile(path) as records:
+            packed = [one.filename for one in records.infolist() if one.compress_type != zipfile.ZIP_STORED]
+    except OSError:
+        raise
+    except Exception:  # zipfile raises several things for a damaged structure
+        return  # damaged, which is told later, or of the oldest layout, which is no zip
+    if packed:
+        raise CheckpointError(
+            f"{path} was compressed ({packed[0]}), expected it as torch.save writes it: torch.load it and torch.save it again"
+        )
 
 
 def _check_records(path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import random
 import shutil
 import subprocess
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +232,23 @@ def test_a_crafted_item_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(CheckpointError, match=r"distcp: tensor w is corrupt"):
         Dcp().load(tmp_path / "c", [Piece.whole("w", torch.zeros(100))])
     assert not (tmp_path / "exploded").exists()
+
+
+def test_a_compressed_item_is_refused(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(100)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    table = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    (place,) = table.storage_data.values()
+    data = tmp_path / "c" / place.relative_path
+    raw, packed = data.read_bytes(), io.BytesIO()
+    item = io.BytesIO(raw[place.offset : place.offset + place.length])
+    with zipfile.ZipFile(item) as saved, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as bomb:
+        for record in saved.namelist():
+            bomb.writestr(record, saved.read(record))
+    data.write_bytes(packed.getvalue())
+    place.offset, place.length = 0, len(packed.getvalue())
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(table))
+    with pytest.raises(CheckpointError, match=r"distcp: tensor w: bytes 0 to \d+ are compressed"):
+        Dcp().load(tmp_path / "c", [Piece.whole("w", torch.zeros(100))])
 
 
 Table = Any
