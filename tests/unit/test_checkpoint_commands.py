@@ -107,6 +107,22 @@ def test_list_names_every_checkpoint_the_next_to_resume_from_first(command: Comm
         assert "damaged" in lines[3] and "manifest.json" in lines[3]
 
 
+@pytest.mark.parametrize("moment", ["read_values", "recognizes"])
+def test_list_leaves_out_what_a_run_deletes_meanwhile(
+    command: Command, run_directory: Path, newest: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(Hdf5, moment)
+
+    def later(form: Hdf5, directory: Path) -> object:
+        if directory.name == newest.name and directory.exists():
+            directory.rename(directory.with_suffix(".del"))
+        return real(form, directory)
+
+    monkeypatch.setattr(Hdf5, moment, later)
+    done = command("list", run_directory)
+    assert done.code == 0 and "step-00000001" in done.out and "step-00000002" not in done.out, done
+
+
 def test_show_prints_tensors_shards_step_and_layout(command: Command, newest: Path) -> None:
     text = command("show", newest)
     assert text.code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -27,7 +28,12 @@ def list_checkpoints(formats: Formats, run: Path) -> None:
         directory = root_of(run)
         if directory is None:
             raise UsageError(f"{run} has no checkpoints; expected a run's output_dir, such as runs/NAME")
-        rows = [_row(formats, path) for path in directory.candidates()]
+        rows = []
+        for path in directory.candidates():
+            with suppress(FileNotFoundError):  # the run is going on and deleted it just now
+                row = _row(formats, path)
+                path.stat()
+                rows.append(row)
     click.echo(table(("CHECKPOINT", "FORMAT", "SIZE", "FILES", "SAVED", "EVALUATION LOSS", "NOTE"), rows))
 
 
