@@ -164,7 +164,7 @@ class CheckpointStore:
         state = State(state.pieces, {**state.values, "step": step})
         temporary = share(group, lambda: self._begin(step))
         try:
-            self._format.write(state, temporary, group)
+            together(group, lambda: self._format.write(state, temporary, group))
             final = share(group, lambda: self._directory.commit(temporary))
         except Exception:
             if group.rank() == 0:

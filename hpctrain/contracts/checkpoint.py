@@ -61,7 +61,8 @@ class CheckpointFormat(Plugin):
         `snapshot` is what `snapshot` returned, or the live state itself, on any device, while nothing changes it:
         a save that the training waits for needs no second copy in memory. Several ranks may offer the same
         rectangle of a name (replicas): one of them is written. Together the rectangles of a name must tile its
-        shape, or CheckpointError. `snapshot.values` is taken from rank 0. An error on any rank is raised on all.
+        shape, or CheckpointError. `snapshot.values` is taken from rank 0. The core raises one rank's error on all;
+        no rank may wait for one that has failed.
         """
 
     @abstractmethod

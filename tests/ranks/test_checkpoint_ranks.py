@@ -190,6 +190,23 @@ def test_a_write_that_fails_on_one_rank_is_told_on_all(root: Path, monkeypatch: 
     assert result.step == 3
 
 
+class Own(Hdf5):
+    """As someone else's format may be: each rank writes its own file and asks nobody."""
+
+    def write(self, snapshot: State, directory: Path, group: dist.ProcessGroup) -> None:
+        if rank() == size() - 1:
+            raise OSError(28, "No space left on device")
+        (directory / f"own-{rank()}").touch()
+
+
+def test_a_format_whose_ranks_write_alone_fails_on_all_when_one_does(root: Path) -> None:
+    one = CheckpointStore(root, Own(None), [], None, dist.group.WORLD)
+    for step in (1, 2):
+        with pytest.raises(OSError, match="No space left"):
+            one.save(step, State([]))
+        assert names(root) == []
+
+
 def test_a_damaged_shard_of_the_last_rank_lets_all_take_the_older_one(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
