@@ -143,12 +143,17 @@ class CheckpointStore:
         self.finish()
         candidates = share(self._group, lambda: self._candidates(path))
         reasons: list[str] = []
+        # A damaged one may fill, with anything, what the next one lacks.
+        may_lack = [one.tensor.detach() for one in pieces if one.name.startswith(optional)]
+        before = [tensor.clone() for tensor in may_lack] if len(candidates) > 1 else []
         for directory, format_name in candidates:
             outcome = self._restore_one(directory, format_name, pieces, optional, required)
             if isinstance(outcome, Restored):
                 self._directory.began = outcome.step
                 return outcome
             reasons.append(outcome)
+            for tensor, value in zip(may_lack, before, strict=False):  # no `before`: there is no next one
+                tensor.copy_(value)
             if path is None and self._group.rank() == 0:
                 LOG.warning("checkpoint %s can't be used and is passed over: %s", directory.name, outcome)
         if path is not None:

@@ -407,6 +407,20 @@ def test_optional_tensors_may_be_missing_there_or_here(
         store(tmp_path, group).restore([weight, Piece.whole("model/v", torch.ones(1))], optional=("memory/",))
 
 
+def test_a_damaged_one_leaves_nothing_in_tensors_that_the_older_one_lacks(
+    tmp_path: Path, group: dist.ProcessGroup
+) -> None:
+    weight, memory = torch.ones(3), torch.full((2,), 5.0)
+    store(tmp_path, group).save(1, State([Piece.whole("model/w", weight)]))
+    both = State([Piece.whole("memory/a", memory), Piece.whole("model/w", weight)])
+    shard = store(tmp_path, group).save(2, both) / "shard-00000.h5"
+    shard.write_bytes(shard.read_bytes().replace(memory.numpy().tobytes(), b"\x7e" * 8))
+    target = torch.zeros(2)
+    result = store(tmp_path, group).restore([Piece.whole("memory/a", target), both.pieces[1]], optional=("memory/",))
+    assert result is not None and result.step == 1 and result.absent == ["memory/a"]
+    assert not target.any()
+
+
 @pytest.fixture(params=["safetensors", "torch", "torch legacy", "checkpoint"])
 def weights_path(request: pytest.FixtureRequest, tmp_path: Path, group: dist.ProcessGroup) -> Path:
     if request.param == "checkpoint":
