@@ -105,6 +105,7 @@ class Saving:
         """Save this step, in the background where the job says so and training goes on (it isn't `final`)."""
         session = self._session
         session.sums.settle()
+        session.agree_on_buffers()
         state = State(self._pieces(), self._values())
         if session.job.checkpoint.asynchronous and not final:
             self._store.save_in_background(session.step, state)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hpctrain.contracts.dataset import Lengths, Samples
 from hpctrain.contracts.model import Batch
+from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.runner import Runner, RunnerParts
 from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_padding, make_plan, open_data
@@ -138,6 +139,17 @@ class Session:
         """A step is done; the next one begins at this position in the order of the samples."""
         self.step += 1
         self.samples_before, self.samples_seen = self.samples_seen, samples_seen
+
+    def agree_on_buffers(self) -> None:
+        """What forwards wrote into buffers (BatchNorm's means), each rank of its own samples, becomes the first data-parallel
+        rank's: one model is evaluated and saved. Collective."""
+        if self._batch_group.size() == 1:
+            return
+        for name, buffer in self.module.named_buffers():
+            mine = Piece.of(name, buffer).tensor
+            mine.data = mine.contiguous()
+            # as bytes: not every backend knows every dtype, and a mask is bool
+            dist.broadcast(mine.data.view(-1).view(torch.uint8), group_src=0, group=self._batch_group)
 
     def training_loader(self) -> Loader:
         """The micro batches from here to the last step."""

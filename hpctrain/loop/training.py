@@ -113,6 +113,7 @@ def evaluate_if_due(session: Session) -> None:
     every = session.job.evaluation.every_steps
     if not every or session.validation is None or (session.step % every and session.step < session.steps):
         return
+    session.agree_on_buffers()
     loader = session.validation_loader()
     try:
         loss_sum, count = session.runner.evaluate(loader)

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from equivalence_table import BOUNDS
 from modules import odd_steps
 from plain import Step, gpt_loss, samples_of, stacked, train_gpt
-from training import SGD, TINY, job, train_here
+from training import SGD, TINY, job, session_of, train_here
+
+from hpctrain.loop.signals import StopRequest
+from hpctrain.loop.training import train
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -206,6 +209,24 @@ def test_tied_unused_frozen_and_tiny_parameters(root, sharding: dict[str, Any], 
     finally:
         torch.set_default_dtype(torch.float32)
     compare(train_here(tables).rows, expected, losses=1e-10, norms=1e-10)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.shown_on(2)
+def test_what_forwards_write_into_buffers_is_one_rank_s_when_it_is_saved(root, stage: int) -> None:
+    tables: dict[str, Any] = {
+        "job": {"name": "averaging", "steps": 2, "output_dir": str(root)},
+        "model": {"name": "modules:Averaging", "loss": "torch.nn.functional:cross_entropy"},
+        "dataset": {"name": "modules:samples"}, "optimizer": {"name": "sgd", "lr": 0.1},
+        "batch": {"global_size": 12, "micro_size": 3}, "sharding": {"stage": stage},
+    }  # fmt: skip
+    with session_of(tables) as session:
+        train(session, StopRequest())
+        mine = torch.cat([buffer.double().reshape(-1) for buffer in session.module.buffers()])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    assert all(torch.equal(one, mine) for one in everyone)
+    assert mine[:7].abs().max() > 0
 
 
 @pytest.mark.parametrize("stage", STAGES)
