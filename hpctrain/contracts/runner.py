@@ -44,9 +44,12 @@ class RunnerParts:
     seed: int
     context: Callable[[], AbstractContextManager[None]]
 
-    def seed_draws(self, step: int, micro: MicroBatch) -> None:
-        """Random numbers from the place in the global batch, not from this rank: no random state needs saving."""
-        torch.manual_seed(derive_seed(self.seed, step, micro.place))
+    def seed_draws(self, step: int, micro: MicroBatch, stage: int = 0) -> None:
+        """Random numbers from the place in the global batch, not from this rank: no random state needs saving.
+
+        stage: which part of the model this rank has; parts that draw alike would drop the same activations.
+        """
+        torch.manual_seed(derive_seed(self.seed, step, micro.place, stage))
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """The sum of the losses, a plain scalar; call it under `precision.forward`."""

@@ -84,6 +84,25 @@ def test_tied_embeddings_are_one_parameter(root) -> None:
         assert {piece.name for piece in session.pieces} <= set(named)
 
 
+@pytest.mark.shown_on(2)
+def test_no_two_blocks_draw_alike(root) -> None:
+    """Dropout at the same place of two pipeline stages would drop the same activations."""
+    tables = job(
+        job={"output_dir": str(root), "steps": 2},
+        model={"layers": 4},
+        parallelism={"pipeline": 2},
+        batch={"micro_size": 8},
+    )
+    drawn: list[float] = []
+    with session_of(tables) as session:
+        for block in session.parts.model.blocks(session.module):
+            block.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(()).item()))
+        train(session, StopRequest())
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, drawn[-2 * 3 :])  # the second step: the first one forwards to find out shapes, too
+    assert len({number for of_rank in everyone for number in of_rank}) == 4 * 3, "blocks x micro batches"
+
+
 @pytest.mark.parametrize(
     ("pipeline", "layers", "micro_batches", "formula"),
     [

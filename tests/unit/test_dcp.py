@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -147,6 +148,22 @@ def test_every_flipped_bit_is_found_or_changes_nothing(checkpoint: Path) -> None
                 assert Dcp().verify(checkpoint)
         path.write_bytes(raw)
     assert found > 100
+
+
+class EarlyPython311(pickle.Pickler):
+    """Pickles an enum as Python 3.11.0 to 3.11.3 did."""
+
+    def reducer_override(self, one: Any) -> Any:
+        return (getattr, (type(one), one.name)) if isinstance(one, enum.Enum) else NotImplemented
+
+
+def test_a_metadata_of_any_python_is_read(checkpoint: Path) -> None:
+    written = io.BytesIO()
+    EarlyPython311(written).dump(dcp.FileSystemReader(checkpoint).read_metadata())
+    assert b"getattr" in written.getvalue()
+    (checkpoint / "hpctrain.json").unlink()
+    (checkpoint / ".metadata").write_bytes(written.getvalue())
+    assert same(load(checkpoint))
 
 
 class Exploding:

@@ -31,9 +31,10 @@ _RECORDS = (
 )  # fmt: skip
 _UNUSED = (
     ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+    ("builtins", "getattr"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
 )  # fmt: skip
-"""Names that a table may have for what nothing here looks at, such as where the checkpoint lay when it was written."""
+"""Names that a table may have for what nothing here looks at, such as where the checkpoint lay when it was written, or
+the memory format, for which Python 3.11.0 to 3.11.3 name getattr: they pickle an enum as a call of it."""
 
 
 class _Properties:

@@ -67,7 +67,7 @@ class PipelineRunner(Runner):
         if not self._is_set_up:
             self._micro_batches, self._schedule = len(micro_batches), self._make_schedule(len(micro_batches))
         parts.sharding.begin(last=True, interleaved=True)
-        parts.seed_draws(step, micro_batches[0])
+        parts.seed_draws(step, micro_batches[0], min(self._stages))
         index = torch.arange(len(micro_batches), device=parts.device)
         first = [index] if 0 in self._stages else []
         target = index if self._count - 1 in self._stages else None
