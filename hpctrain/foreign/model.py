@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.errors import TrainingError, UsageError
 from hpctrain.foreign.reference import refuse_arguments, resolve
+from hpctrain.foreign.structure import Structure, present, structure_of
 
 
 class ForeignModel(ModelSpec):
@@ -26,6 +27,7 @@ class ForeignModel(ModelSpec):
         super().__init__(options)
         self.name = self.reference = reference  # type: ignore[misc]  # for messages: what the job file calls it
         self._factory, self._loss = factory, loss
+        self._structure = Structure()
 
     @classmethod
     def from_table(cls, reference: str, loss: object, options: dict[str, Any]) -> ForeignModel:
@@ -42,12 +44,36 @@ class ForeignModel(ModelSpec):
         module = self._factory(**self.options)
         if not isinstance(module, nn.Module):
             raise UsageError(f"{self.reference} returned {type(module).__name__}, expected a torch.nn.Module")
+        self._structure = structure_of(module)
         return module
 
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        return present(module, self._structure.blocks)
+
+    def ends(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+        return present(module, self._structure.before), present(module, self._structure.after)
+
+    def embed(self, module: nn.Module, batch: Batch) -> Tensor:
+        positional, named = self._inputs(batch)
+        (value,) = (*positional, *named.values())  # an nn.Sequential takes one
+        for one in self.ends(module)[0]:
+            value = one(value)
+        return value  # type: ignore[no-any-return]
+
+    def head(self, module: nn.Module, hidden: Tensor) -> Any:
+        for one in self.ends(module)[1]:
+            hidden = one(hidden)
+        return hidden
+
     def forward(self, module: nn.Module, batch: Batch) -> Any:
+        positional, named = self._inputs(batch)
+        return module(*positional, **named)
+
+    @staticmethod
+    def _inputs(batch: Batch) -> tuple[Sequence[Any], dict[str, Any]]:
         if isinstance(batch, Mapping):
-            return module(**{key: value for key, value in batch.items() if key != "labels"})
-        return module(*batch[:-1])
+            return (), {key: value for key, value in batch.items() if key != "labels"}
+        return batch[:-1], {}
 
     def count(self, batch: Batch) -> int:
         """Samples: the rows of the target."""

@@ -60,6 +60,11 @@ class Odd(nn.Module):
         return self.head(self.halves(h)) * getattr(self, "scale", 1.0)
 
 
+def sequence_of_halves() -> nn.Sequential:
+    """A pipeline as one writes it without a plugin. ids: (batch, 3) -> (batch, 7)"""
+    return nn.Sequential(nn.Embedding(7, 5), *(Half() for _ in range(4)), nn.Flatten(), nn.Linear(15, 7))
+
+
 class Counting(torch.optim.Optimizer):
     """Has a number in its state that is no tensor, for each parameter."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from modules import foreign_steps
+from modules import built, foreign_steps, sequence_of_halves
 from plain import module_of
 from test_stages import OPTIMIZERS, compare, reference
 from training import Rows, job, session_of, train_here
@@ -82,6 +82,30 @@ def test_tied_embeddings_are_one_parameter(root) -> None:
         dist.all_gather_object(everyone, first)
         assert everyone.count(True) == len(everyone) / 2
         assert {piece.name for piece in session.pieces} <= set(named)
+
+
+@pytest.mark.shown_on(2)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallelism": {"pipeline": 2}},
+        {
+            "parallelism": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 2}},
+            "activation_checkpointing": {"mode": "full"},
+        },
+        {"sharding": {"stage": 3}, "activation_checkpointing": {"mode": "full", "every": 3}},
+    ],
+    ids=str,
+)
+def test_an_nn_sequential_of_ones_own_tells_its_blocks(root, layout: dict[str, Any], caplog) -> None:
+    tables = {
+        **knotted(root, {"stage": 0}), "model": {"name": "modules:sequence_of_halves", "loss": "torch.nn.functional:cross_entropy"},
+        "precision": {"mode": "fp32"}, "parallelism": {}, **layout,
+    }  # fmt: skip
+    options = {key: value for key, value in tables["optimizer"].items() if key != "name"}
+    expected = foreign_steps(built(tables, sequence_of_halves), tables, torch.optim.SGD, **options)
+    compare(train_here(tables).rows, expected, losses=2e-6, norms=1e-5)
+    assert "no blocks" not in caplog.text
 
 
 @pytest.mark.shown_on(2)

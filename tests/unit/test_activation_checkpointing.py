@@ -12,6 +12,9 @@ from conftest import TINY
 from live_bytes import LiveBytes
 
 import hpctrain
+from hpctrain.api import ActivationCheckpointing
+from hpctrain.errors import UsageError
+from hpctrain.foreign.model import ForeignModel
 from hpctrain.job.check import check
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
@@ -86,6 +89,64 @@ def test_blocks_are_compiled_and_computed_again(
         curves.append(hpctrain.run({**tables, "compile": {"enabled": enabled}})["loss"])
     torch._dynamo.reset()
     assert graphs and curves[1] == pytest.approx(curves[0], rel=1e-6)
+
+
+def checkpointing(table: dict[str, Any]) -> ActivationCheckpointing:
+    return check(RawJob({**TABLES, "activation_checkpointing": table}, {}, "j"), None).parts.activation_checkpointing
+
+
+class Normed(torch.nn.Module):
+    """A block with running statistics, in place and by a buffer of its own that is set anew."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        self.seen = self.seen + len(x)
+        self.forwards += 1
+        return x + scale * torch.relu(self.norm(self.linear(x)))
+
+
+class Foreign(torch.nn.Module):
+    """Blocks in a list, as a user has them whom no ModelSpec describes."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Normed(width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_blocks_of_ones_own_change_their_buffers_once_a_step(mode: str) -> None:
+    ended = []
+    for table in ({"mode": "none"}, {"mode": mode}):
+        spec = ForeignModel("foreign:Foreign", Foreign, torch.nn.functional.mse_loss, {})
+        torch.manual_seed(0)
+        module = spec.build()
+        assert spec.blocks(module) == list(module.layers)
+        checkpointing(table).apply(module, spec, None)
+        for seed in range(2):
+            x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
+            spec.loss(spec.forward(module, [x, x]), [x, x]).backward()
+        ended.append({**module.state_dict(), **{name: p.grad for name, p in module.named_parameters()}})
+    assert ended[0]["layers.2.norm.num_batches_tracked"] == 2 and ended[0]["layers.2.seen"] == 12
+    assert ended[0]["layers.0.forwards"] == 2
+    torch.testing.assert_close(ended[1], ended[0], rtol=0, atol=0)
+
+
+def test_a_module_without_blocks_is_told_what_blocks_are() -> None:
+    spec = ForeignModel("torch.nn:Linear", torch.nn.Linear, torch.nn.functional.mse_loss, {})
+    with pytest.raises(
+        UsageError, match=r"'torch.nn:Linear' has no blocks; expected .* nn.ModuleList or nn.Sequential"
+    ):
+        checkpointing({"mode": "full"}).apply(torch.nn.Linear(2, 2), spec, None)
 
 
 def test_an_operator_that_does_not_exist(everything) -> None:

@@ -129,7 +129,7 @@ def test_units_by_size_leave_tied_parameters_to_the_whole(caplog: pytest.LogCapt
     assert units_of(module, spec, "class:Linear", 1) == [one for layer in module.layers for one in layer]
     with caplog.at_level(logging.WARNING, "hpctrain"):
         assert units_of(module, spec, "block", 1) == []
-    assert "names no blocks, so all of it is gathered at once" in caplog.text
+    assert "has no blocks, so all of it is gathered at once" in caplog.text
 
 
 def test_a_buffer_that_is_given_back_while_torch_only_pretends() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, hookimpl
-from hpctrain_plugins.activation_checkpointing.blocks import blocks_of
+from hpctrain_plugins.activation_checkpointing.blocks import Buffers, blocks_of
 from hpctrain_plugins.activation_checkpointing.partition import Partition
 
 LOG = logging.getLogger("hpctrain")
@@ -56,7 +56,7 @@ class Full(ActivationCheckpointing):
         blocks, keeping = blocks_of(module, spec, self.name), self._keeping(replicas)
         for block in blocks[:: self.options.every]:
             # the bound method is replaced, not the module wrapped: parameter names stay as they are
-            block.forward = partial(_recomputed, keeping, block.forward)
+            block.forward = partial(_recomputed, keeping, Buffers(block).contexts, block.forward)
 
     def _keeping(self, replicas: DeviceMesh | None) -> Callable[[], AbstractContextManager[object]]:
         """What is entered where a block's inputs are saved."""
@@ -72,11 +72,15 @@ class Full(ActivationCheckpointing):
 
 
 def _recomputed(
-    keeping: Callable[[], AbstractContextManager[object]], forward: Callable[..., Any], *inputs: Any, **options: Any
+    keeping: Callable[[], AbstractContextManager[object]],
+    contexts: Callable[[], Any],
+    forward: Callable[..., Any],
+    *inputs: Any,
+    **options: Any,
 ) -> Any:
     # what checkpoint saves are the inputs; what it computes again is not saved by hooks from outside
     with keeping():
-        return checkpoint(forward, *inputs, use_reentrant=False, **options)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
 
 
 @hookimpl

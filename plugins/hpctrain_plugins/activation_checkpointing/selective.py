@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, UsageError, hookimpl
-from hpctrain_plugins.activation_checkpointing.blocks import blocks_of
+from hpctrain_plugins.activation_checkpointing.blocks import Buffers, blocks_of
 
 _DEAR = [
     "mm",
@@ -67,12 +68,29 @@ class Selective(ActivationCheckpointing):
         contexts = partial(create_selective_checkpoint_contexts, policy)
         for block in blocks:
             # the bound method is replaced, not the module wrapped: parameter names stay as they are
-            block.forward = partial(_recomputed, contexts, block.forward)
+            block.forward = partial(_recomputed, contexts, Buffers(block).contexts, block.forward)
 
 
-def _recomputed(contexts: Callable[[], Any], forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+def _recomputed(
+    selecting: Callable[[], Any], sparing: Callable[[], Any], forward: Callable[..., Any], *inputs: Any, **options: Any
+) -> Any:
     # a frame of our own: Dynamo compiles none of torch.utils.checkpoint's, and nothing that is called from there
+    contexts = selecting if torch.compiler.is_compiling() else partial(_both, sparing, selecting)
     return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
+
+
+def _both(
+    outer: Callable[[], Any], inner: Callable[[], Any]
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """`context_fn` of two. Compiled code needs the inner one only: it changes buffers when all is done, once."""
+    (outer_forward, outer_again), (inner_forward, inner_again) = outer(), inner()
+    return _nested(outer_forward, inner_forward), _nested(outer_again, inner_again)
+
+
+@contextmanager
+def _nested(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 @hookimpl

@@ -26,7 +26,7 @@ def units_of(module: nn.Module, spec: ModelSpec, wrap: str, min_parameters: int)
         found = spec.blocks(module)
         if not found:
             LOG.warning(
-                '[sharding] wrap = "block": the model %r names no blocks, so all of it is gathered at once; '
+                '[sharding] wrap = "block": the model %r has no blocks, so all of it is gathered at once; '
                 'wrap = "size" or "class:NAME" cuts it',
                 spec.name,
             )

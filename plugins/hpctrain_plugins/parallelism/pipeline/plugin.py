@@ -57,8 +57,8 @@ class Pipeline(Parallelism):
         blocks = spec.blocks(module)
         if not blocks or not any(spec.ends(module)):
             raise UsageError(
-                f"[parallelism] pipeline: the model {spec.name!r} does not say where it can be cut; that takes a model plugin "
-                "with blocks, ends, embed and head",
+                f"[parallelism] pipeline: the model {spec.name!r} does not say where it can be cut; that takes an "
+                "nn.Sequential with several blocks of one class in a row, or a model plugin with blocks, ends, embed and head",
                 everywhere=True,
             )
         return split(len(blocks), size * self.options.stages_per_rank, self.options.split)

@@ -1,0 +1,58 @@
+"""The repeated blocks of a module that nobody has described, and what comes before and after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Names of modules. `before` and `after` are empty where what comes in between can't be told from the module."""
+
+    blocks: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+def structure_of(module: nn.Module) -> Structure:
+    """Blocks: modules of one class in a row in an nn.ModuleList or nn.Sequential, made of modules in turn.
+
+    A list inside of a block is part of that block. What comes before and after them is known in an nn.Sequential.
+    """
+    blocks = tuple(_blocks(module, ""))
+    if not blocks or type(module).forward is not nn.Sequential.forward:
+        return Structure(blocks)
+    names = tuple(name for name, _ in module.named_children())
+    if blocks[0] not in names:
+        return Structure(blocks)
+    first = names.index(blocks[0])
+    end = first + len(blocks)
+    return Structure(blocks, names[:first], names[end:]) if names[first:end] == blocks else Structure(blocks)
+
+
+def present(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    """The modules of these names; a pipeline leaves some of them to other ranks."""
+    found = (_submodule(module, name) for name in names)
+    return [one for one in found if one is not None]
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module | None:
+    parent, _, last = name.rpartition(".")
+    return getattr(module.get_submodule(parent), last)  # type: ignore[no-any-return]
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    for kind, group in groupby(module.named_children(), key=lambda entry: type(entry[1])):
+        run = list(group)
+        # what the trainer does to a block happens when it is called, so one without a forward is none
+        calls = kind.forward is not nn.Module.forward
+        if is_list and len(run) > 1 and calls and all(any(True for _ in one.children()) for _, one in run):
+            yield from (prefix + name for name, _ in run)
+        else:
+            for name, one in run:
+                yield from _blocks(one, f"{prefix}{name}.")
