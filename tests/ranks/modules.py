@@ -94,6 +94,7 @@ class Attention(nn.Module):
         self.num_heads, self.head_dim = heads, width // heads
         self.q_proj, self.k_proj = nn.Linear(width, width), nn.Linear(width, width)
         self.v_proj, self.o_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         rows, seq, _ = x.shape
@@ -101,8 +102,16 @@ class Attention(nn.Module):
             linear(x).view(rows, seq, self.num_heads, self.head_dim).transpose(1, 2)
             for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = nn.functional.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, is_causal=True)
         return self.o_proj(attended.transpose(1, 2).reshape(rows, seq, -1))
+
+
+class NormedAttention(Attention):
+    """With norms of each head's queries and keys (Henry et al., "Query-Key Normalization for Transformers", 2020)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.q_norm, self.k_norm = nn.LayerNorm(self.head_dim), nn.LayerNorm(self.head_dim)  # type: ignore[assignment]
 
 
 class FusedAttention(nn.Module):
@@ -156,7 +165,21 @@ class FusedMLP(nn.Module):
         return self.down(torch.tanh(gate) * up)
 
 
-ATTENTIONS = {"plain": None, "fused": FusedAttention, "by-head": ByHead, "all-heads": AllHeads}
+ATTENTIONS = {
+    "plain": Attention,
+    "normed": NormedAttention,
+    "fused": FusedAttention,
+    "by-head": ByHead,
+    "all-heads": AllHeads,
+}
+
+
+TP_PLAN = {
+    "head": "colwise_gather_output", "embedding": "embedding_rowwise", "attention.[qkv]_proj": "colwise",
+    "attention.?_norm": "replicated_with_grad_allreduce", "attention.o_proj": "rowwise",
+    "mlp.0": "colwise_gather_output", "mlp.2": "rowwise_split_input", "mlp.1": "replicate",
+}  # fmt: skip
+"""As transformers 5 writes it."""
 
 
 class Transformer(nn.Module):
@@ -170,15 +193,18 @@ class Transformer(nn.Module):
         attention: str = "plain",
         key_value_heads: int = 4,
         mlp: str = "plain",
+        planned: bool = False,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        fused = ATTENTIONS[attention]
-        self.attention = Attention(width, heads) if fused is None else fused(width, heads, key_value_heads)
+        kind: Any = ATTENTIONS[attention]
+        fused = issubclass(kind, FusedAttention)
+        self.attention = kind(width, heads, key_value_heads) if fused else kind(width, heads)
         plain = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.mlp = FusedMLP(width) if mlp == "fused" else plain
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
+        self._tp_plan = TP_PLAN if planned else {}
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: (batch, seq) -> (batch, vocabulary): what follows the last token."""

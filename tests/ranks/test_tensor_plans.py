@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hpctrain_plugins.parallelism.tensor.blocks import plan_of_blocks
+from hpctrain_plugins.parallelism.tensor.hugging_face import hugging_face_plan
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
 from modules import Transformer, built, foreign_steps
 from test_stages import compare
@@ -108,6 +109,39 @@ def test_a_fused_projection(root, plan: dict[str, Any], model: dict[str, Any], s
     tables["job"]["steps"] = 7
     curve += train_here(tables).rows
     compare(curve, expected, losses=1e-10, norms=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("model", "stage"),
+    [({}, 0), ({"planned": True}, 0), pytest.param({"planned": True}, 3, marks=sharded)],
+    ids=["guessed", "hugging face", "hugging face, 3"],
+)
+def test_norms_of_each_head(root, model: dict[str, Any], stage: int) -> None:
+    """Every rank has all of such a norm and normalizes some of the heads: gradients are summed over the ranks."""
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    tables = tables_of(root, stage, attention="normed", **model)
+    compare(train_here(tables).rows, alone(tables), losses=1e-10, norms=1e-10)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=sharded)])
+def test_a_plan_that_forgets_them_is_refused_in_the_first_step(root, stage: int) -> None:
+    """The loss of that step would be right, and what is trained from there on something else on each rank."""
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    sentence = r"the gradients of attention\.q_norm\.weight, attention\.q_norm\.bias, attention\.k_norm\.weight.* \"head_norm\""
+    with pytest.raises(UsageError, match=sentence):
+        train_here(tables_of(root, stage, {"size": 2, "plan": GIVEN}, attention="normed"))
+
+
+def test_experts_stay_whole(caplog) -> None:
+    module = nn.Module()
+    module._tp_plan = {  # type: ignore[assignment]
+        "layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise", "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise", "layers.*.mlp.experts.down_proj": "rowwise",
+    }  # fmt: skip
+    assert hugging_face_plan(module) == {"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}
+    assert "layers.*.mlp.experts: experts are not cut" in caplog.text
 
 
 @pytest.mark.parametrize("attention", ["by-head", "all-heads"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,14 @@ def test_blocks_of_ones_own_change_their_buffers_once_a_step(mode: str) -> None:
     assert ended[0]["layers.2.norm.num_batches_tracked"] == 2 and ended[0]["layers.2.seen"] == 12
     assert ended[0]["layers.0.forwards"] == 2
     torch.testing.assert_close(ended[1], ended[0], rtol=0, atol=0)
+
+
+def test_a_transformers_model_keeps_no_keys_and_values() -> None:
+    """Each computation of a block would add its own to the cache."""
+    module = Foreign()
+    module.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
+    spec = ForeignModel("foreign:Foreign", lambda: module, torch.nn.functional.mse_loss, {})
+    assert spec.build() is module and module.config.use_cache is False
 
 
 def test_a_module_without_blocks_is_told_what_blocks_are() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from hpctrain_plugins.parallelism.tensor.cut import Cut, linear_of
-from hpctrain_plugins.parallelism.tensor.trial import adds_up
+from hpctrain_plugins.parallelism.tensor.trial import adds_up, parameters_between
+
+LOG = logging.getLogger("hpctrain")
 
 _INTO = re.compile(r"^(q|k|v|query|key|value|gate|up|fc1|fc_in|w1|w3|c_fc|dense_h_to_4h|linear1|wq|wk|wv)(_?proj)?$")
 _FUSED_ATTENTION = re.compile(r"^(qkv(_?proj)?|c_attn|[wW]qkv)$")
@@ -30,12 +33,12 @@ def plan_of_blocks(module: nn.Module, size: int) -> dict[str, Cut]:
     softmax, a norm), fused rows may be in another order than [q; k; v] or [gate; up], or the forward counts on all heads.
     """
     plan: dict[str, Cut] = {}
-    tried: dict[object, bool] = {}
+    tried: dict[object, dict[str, Cut]] = {}
     for name, inner in module.named_modules():
         cuts, out = _guess(inner)
-        if cuts and _adds_up(inner, cuts, out, size, tried):
+        if cuts:
             path = f"{name}." if name else ""
-            plan |= {path + key: cut for key, cut in cuts.items()} | {path + out: Cut(style="rowwise")}
+            plan |= {path + key: cut for key, cut in _tried(inner, cuts, out, size, tried).items()}
     return plan
 
 
@@ -56,18 +59,38 @@ def _guess(block: nn.Module) -> tuple[dict[str, Cut], str]:
     return {}, ""
 
 
-def _adds_up(block: nn.Module, cuts: Mapping[str, Cut], out: str, size: int, tried: dict[object, bool]) -> bool:
-    """tried: what became of blocks alike."""
+def _tried(
+    block: nn.Module, cuts: dict[str, Cut], out: str, size: int, tried: dict[object, dict[str, Cut]]
+) -> dict[str, Cut]:
+    """The cut of the children of `block`; empty where that does not come to the same. tried: what became of blocks alike."""
+    whole = {**cuts, out: Cut(style="rowwise")}
     rows = [part for key, cut in cuts.items() for part in cut.rows(key, linear_of(block, key))]
     if any(number % size for number in (*rows, *heads_of(block).values())):
-        return True  # refused later, with a sentence
+        return whole  # refused later, with a sentence
     simple = [(key, value) for key, value in vars(block).items() if isinstance(value, (bool, int, float, str))]
     called = [(key, id(value)) for key, value in vars(block).items() if callable(value)]
     alike = (repr(block), *simple, *called)
     if alike not in tried:
         untried = all(cut.parts is None for cut in cuts.values())
-        tried[alike] = adds_up(block, cuts, out, size, share_heads, untried)
+        norms = _norms_between(block, cuts, out)
+        fits = norms is not None and adds_up(block, cuts, out, size, share_heads, untried)
+        tried[alike] = {**whole, **(norms or {})} if fits else {}
     return tried[alike]
+
+
+def _norms_between(block: nn.Module, cuts: Mapping[str, Cut], out: str) -> dict[str, Cut] | None:
+    """Norms of each head, which see some of the heads on a rank. None where other parameters do."""
+    between = parameters_between(block, cuts, out)
+    owners = {name.rpartition(".")[0] for name in between}
+    if "" in owners or any(block.get_parameter(name).dim() > 1 for name in between):
+        LOG.warning(
+            "[parallelism.tensor] a %s is left whole on every rank: with %s cut, %s would see a part; a plan says how it is cut",
+            type(block).__name__,
+            " and ".join(cuts),
+            " and ".join(between),
+        )
+        return None
+    return {owner: Cut(style="head_norm") for owner in owners}
 
 
 def is_fused(name: str) -> bool:

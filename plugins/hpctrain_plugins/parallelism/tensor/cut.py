@@ -13,7 +13,9 @@ from hpctrain.api import Field, Options, UsageError, set_row_order
 
 
 class Cut(Options):
-    style: str = Field(description="what is cut: colwise, rowwise, colwise_rep, vocabulary, gather, norm or positions")
+    style: str = Field(
+        description="what is cut: colwise, rowwise, colwise_rep, rowwise_rep, vocabulary, gather, norm, head_norm or positions"
+    )
     parts: int | list[int] | None = Field(
         default=None,
         description="of a fused matrix with colwise, such as [q; k; v]: how many parts of equal rows, or the rows of each",

@@ -13,6 +13,7 @@ from torch import nn
 from hpctrain.api import ModelSpec, UsageError
 from hpctrain_plugins.parallelism.tensor.blocks import plan_of_blocks
 from hpctrain_plugins.parallelism.tensor.cut import Cut, Entry
+from hpctrain_plugins.parallelism.tensor.hugging_face import hugging_face_plan
 from hpctrain_plugins.parallelism.tensor.styles import STYLES
 
 LOG = logging.getLogger("hpctrain")
@@ -24,7 +25,7 @@ def plan_for(module: nn.Module, spec: ModelSpec, given: Mapping[str, Cut], size:
 
     Raises UsageError for a pattern that matches nothing, an unknown style, or a model that nothing is known of.
     """
-    plan = given or _read(spec.tensor_plan() or _hugging_face_plan(module), spec)
+    plan = given or _read(spec.tensor_plan() or hugging_face_plan(module), spec)
     if plan:
         return expand(module, plan)
     found = plan_of_blocks(module, size)
@@ -70,9 +71,3 @@ def expand(module: nn.Module, plan: Mapping[str, Cut]) -> dict[str, Cut]:
             )
         expanded |= dict.fromkeys(matched, cut)
     return expanded
-
-
-def _hugging_face_plan(module: nn.Module) -> Mapping[str, Any]:
-    """What transformers' models carry: `_tp_plan`, or the config's `base_model_tp_plan`."""
-    plan = getattr(module, "_tp_plan", None) or getattr(getattr(module, "config", None), "base_model_tp_plan", None)
-    return plan if isinstance(plan, Mapping) else {}

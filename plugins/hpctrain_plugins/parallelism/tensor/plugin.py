@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
@@ -16,6 +17,7 @@ from hpctrain_plugins.parallelism.tensor.cut import Entry, gather_shares, linear
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
 from hpctrain_plugins.parallelism.tensor.refusals import refuse_cut_apart, refuse_unfit
 from hpctrain_plugins.parallelism.tensor.styles import STYLES
+from hpctrain_plugins.parallelism.tensor.whole import WholeGradients
 
 LOG = logging.getLogger("hpctrain")
 
@@ -80,6 +82,7 @@ class Tensor(Parallelism):
                 parallelize_module(module, mesh, {name: made}, src_data_rank=None)
         refuse_cut_apart(module, tied)
         tie(module, tied)
+        self._whole = WholeGradients(module, mesh.get_group())
         return module
 
     @contextmanager
@@ -99,6 +102,8 @@ class Tensor(Parallelism):
                     f"{error}; does the plan name every module that takes or gives a part? The traceback is in this rank's log"
                 ) from error
         self._has_run = True
+        if torch.is_grad_enabled() and not self._whole.compared:
+            self._whole.compare()
 
 
 @hookimpl

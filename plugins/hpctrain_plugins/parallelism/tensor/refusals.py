@@ -24,7 +24,7 @@ def _refuse_uncuttable(module: nn.Module, name: str, cut: Cut) -> None:
     """What the style can't cut, or would cut wrongly."""
     inner = module.get_submodule(name)
     linear = isinstance(inner, nn.Linear)
-    cuts = cut.style in ("colwise", "rowwise", "colwise_rep", "vocabulary")
+    cuts = cut.style in ("colwise", "rowwise", "colwise_rep", "rowwise_rep", "vocabulary")
     if cuts and not (linear or (isinstance(inner, nn.Embedding) and cut.parts is None)):
         raise UsageError(
             f"[parallelism.tensor] plan: {name} is a {type(inner).__name__}, and {cut.style} cuts a Linear"
@@ -42,7 +42,7 @@ def _refuse_uncuttable(module: nn.Module, name: str, cut: Cut) -> None:
 
 def _refuse_uneven(module: nn.Module, name: str, cut: Cut, size: int) -> None:
     inner = module.get_submodule(name)
-    dim = {"colwise": 0, "rowwise": 1}.get(cut.style)
+    dim = {"colwise": 0, "rowwise": 1, "rowwise_rep": 1}.get(cut.style)
     if isinstance(inner, nn.Linear) and dim is not None:
         parts = cut.rows(name, inner) if dim == 0 else [inner.weight.shape[1]]
         if any(part % size for part in parts):

@@ -14,6 +14,26 @@ from hpctrain_plugins.parallelism.tensor.cut import Cut, linear_of, row_runs
 LOG = logging.getLogger("hpctrain")
 
 
+def parameters_between(block: nn.Module, into: Mapping[str, Cut], out: str) -> list[str]:
+    """Names of the parameters that work on what the children `into` give, before the child `out` takes it: on a rank's part.
+
+    None of a block that can't be tried.
+    """
+    try:
+        whole = _with_values(block)
+        for key in into:  # what comes before them sees the whole input, and gets a whole gradient
+            whole.get_submodule(key).register_forward_pre_hook(lambda module, inputs: inputs[0].detach())
+        given = _given(whole, out, _input(whole, into))
+    except Exception:  # a forward of the user's own may raise anything
+        return []
+    names = [name for name, p in whole.named_parameters() if name.rpartition(".")[0] not in (*into, out)]
+    names = [name for name in names if whole.get_parameter(name).requires_grad]
+    if not names or not given.requires_grad:
+        return []
+    found = torch.autograd.grad(given.sum(), [whole.get_parameter(name) for name in names], allow_unused=True)
+    return [name for name, gradient in zip(names, found, strict=True) if gradient is not None]
+
+
 @torch.no_grad()
 def adds_up(
     block: nn.Module,
@@ -30,10 +50,8 @@ def adds_up(
     one whose forward takes more than (batch, seq, hidden).
     """
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            whole = _with_values(block)
-            x = torch.randn(1, 4, linear_of(whole, next(iter(into))).in_features)
+        whole = _with_values(block)
+        x = _input(whole, into)
         expected = _given(whole, out, x)
     except Exception as error:  # a forward of the user's own may raise anything
         if untried:
@@ -69,6 +87,13 @@ def _given(block: nn.Module, out: str, x: Tensor) -> Tensor:
     return torch.cat(given)
 
 
+def _input(block: nn.Module, into: Mapping[str, Cut]) -> Tensor:
+    """(1, 4, hidden)"""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(1, 4, linear_of(block, next(iter(into))).in_features, generator=generator)
+
+
+@torch.no_grad()
 def _with_values(block: nn.Module) -> nn.Module:
     """A copy in float32 on the CPU that does not draw, with values that hide nothing: a first value is often zero."""
     one = copy.deepcopy(block)
@@ -77,8 +102,9 @@ def _with_values(block: nn.Module) -> nn.Module:
         for buffer in one.buffers():
             buffer.fill_(1)
     one = one.to("cpu", torch.float32).eval()
+    generator = torch.Generator().manual_seed(0)
     for parameter in one.parameters():
-        parameter.normal_(std=parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0)
+        parameter.normal_(std=parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0, generator=generator)
     return one
 
 

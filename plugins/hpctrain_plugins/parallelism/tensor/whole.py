@@ -1,0 +1,68 @@
+"""Looks once at the gradients of what every rank of the axis has whole: they must be alike, or the ranks go apart."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from hpctrain.api import UsageError
+
+_TOLERANCE = 0.05
+"""Ranks compute the same from the same numbers; partial sums over different heads are further apart somewhere."""
+
+
+class WholeGradients:
+    """Of the first step's first backward, by parameter. Compiled blocks are not looked into."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup):
+        self._group = group
+        self._squares: dict[str, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        self._forwards: dict[str, RemovableHandle] = {}
+        self.compared = False
+        for name, inner in module.named_modules():
+            if any(not isinstance(parameter, DTensor) for parameter in inner.parameters(recurse=False)):
+                # in forward, because what stage 3 has gathered there is another tensor
+                self._forwards[name] = inner.register_forward_pre_hook(partial(self._look, name))
+
+    def _look(self, owner: str, inner: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self._forwards[owner].remove()  # its own only: compiled modules would be compiled again without theirs
+        for last, parameter in inner.named_parameters(recurse=False) if not self.compared else ():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                name = f"{owner}.{last}" if owner else last
+                self._squares[name] = torch.zeros((), device=parameter.device)
+                hook = partial(self._note, name)
+                self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _note(self, name: str, gradient: Tensor) -> None:
+        self._squares[name] += gradient.detach().float().square().sum()
+
+    def compare(self) -> None:
+        """Raises UsageError for gradients that differ."""
+        self.compared = True
+        for handle in self._handles:
+            handle.remove()
+        norms = {name: math.sqrt(square) for name, square in self._squares.items()}
+        everyone: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyone, norms, group=self._group)
+        apart = [name for name in norms if _differ([of_rank.get(name, 0.0) for of_rank in everyone])]
+        if apart:
+            raise UsageError(
+                f"[parallelism.tensor] plan: the gradients of {', '.join(apart[:4])}{', ...' * (len(apart) > 4)} differ between "
+                'the ranks, which have these whole, but use them with a part of the heads or outputs: write "head_norm" for a norm '
+                "between colwise and rowwise modules, or leave the modules around it out of the plan",
+                everywhere=True,
+            )
+
+
+def _differ(norms: list[float]) -> bool:
+    return all(map(math.isfinite, norms)) and max(norms) - min(norms) > _TOLERANCE * max(norms)
