@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from hpctrain.checkpoint.agreement import together
@@ -50,9 +51,10 @@ class Saving:
 
     def restore(self, resume: str) -> None:
         """Bring the session to where a checkpoint left it, or to its beginning. `resume` is "auto", "never" or a path."""
-        create_state(self._session.optimizer)
+        optimizer = self._session.optimizer
+        create_state(optimizer)
         # Also where nothing is restored: state that can't be saved is to be told before the first step.
-        pieces, restored = together(self._group, self._pieces), None
+        pieces, restored = together(self._group, lambda: self._pieces(optimizer)), None
         if resume != "never":
             path = None if resume == "auto" else Path(resume)
             restored = self._store.restore(pieces, path, optional=(COMPRESSION,), required=_REQUIRED)
@@ -73,13 +75,16 @@ class Saving:
         session.parts.precision.restore(values["precision"])
         restore_quantized(session.pieces, session.optimizer, pieces)
         restore_numbers(session.pieces, session.optimizer, values["optimizer_numbers"])
+        session.optimizer_begun = values.get("optimizer_begun", True)
+        if not session.optimizer_begun:
+            session.optimizer = session.new_optimizer()
         session.parts.sharding.refresh()
         self.newest = _shown(restored.path)
         self._tell_of_absent(restored.absent)
 
     def _begin_anew(self) -> None:
         session = self._session
-        session.make_optimizer()  # without the state that was made to be filled
+        session.optimizer = session.new_optimizer()  # without the state that was made to be filled
         weights = session.job.model.weights
         if weights is not None:
             load_weights(weights, session.parts.formats, model_pieces(session.module, session.pieces), self._group)
@@ -106,7 +111,11 @@ class Saving:
         session = self._session
         session.sums.settle()
         session.agree_on_buffers()
-        state = State(self._pieces(), self._values())
+        optimizer = session.optimizer
+        if not session.optimizer_begun:  # all steps were left out; a resume looks for its tensors, and takes none
+            optimizer = session.new_optimizer()
+            create_state(optimizer)
+        state = State(self._pieces(optimizer), self._values(optimizer))
         if session.job.checkpoint.asynchronous and not final:
             self._store.save_in_background(session.step, state)
             self.step = session.step
@@ -127,21 +136,22 @@ class Saving:
         self.newest = _shown(path)
         self._session.hooks.hpctrain_checkpoint_saved(step=step, path=path)
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self, optimizer: torch.optim.Optimizer) -> list[Piece]:
         """All of a checkpoint's tensors on this rank."""
         session = self._session
         return [
-            *state_pieces(session.module, session.pieces, session.optimizer),
+            *state_pieces(session.module, session.pieces, optimizer),
             *compression_pieces(session.sums.pieces()),
         ]
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         session = self._session
         values = {
             "samples_seen": session.samples_seen,
             "fingerprint": session.fingerprint,
             "precision": session.parts.precision.state(),
-            "optimizer_numbers": session.totals.merged(optimizer_numbers(session.pieces, session.optimizer)),
+            "optimizer_numbers": session.totals.merged(optimizer_numbers(session.pieces, optimizer)),
+            "optimizer_begun": session.optimizer_begun,
             "job": session.job.job.name,
             "layout": session.layout.axes,
         }

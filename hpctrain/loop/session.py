@@ -46,6 +46,7 @@ class Session:
         self._open_data()
         self.step, self.samples_seen, self.samples_before = 0, 0, 0  # before: at the beginning of the newest step
         self.evaluation: tuple[int, float] | None = None  # step and loss of the newest one
+        self.optimizer_begun = False  # whether it has taken a step; until then it has no state
         self.saving = Saving(self)
         self.saving.restore(resume)
         self.first_step = self.step
@@ -68,7 +69,7 @@ class Session:
         apart = tuple(plugin.axis for plugin in parts.parallelism.values() if plugin.splits_module)
         self.pieces = [replace(piece, axes=(*apart, *piece.axes)) for piece in parts.sharding.pieces()]
         self.totals = PieceTotals(self.pieces, self.meshes.model)
-        self.make_optimizer()
+        self.optimizer = self.new_optimizer()
         self._base_rates = [group["lr"] * self._rate_factor() for group in self.optimizer.param_groups]
         self.runner = self._make_runner()
         repeated = [plugin.axis for plugin in parts.parallelism.values() if plugin.repeats_loss]
@@ -92,10 +93,10 @@ class Session:
         brought = [runner for plugin in axes if (runner := plugin.runner(mine)) is not None]
         return brought[0] if brought else PlainRunner(mine)
 
-    def make_optimizer(self) -> None:
-        """A new one, without state."""
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        """One without state."""
         groups = parameter_groups(self.pieces, self._trained, self.parts.optimizer_groups)
-        self.optimizer = self.parts.sharding.optimizer(groups, self.parts.optimizer.build)
+        return self.parts.sharding.optimizer(groups, self.parts.optimizer.build)
 
     def _rate_factor(self) -> float:
         """How lr grows with the batch: linear (Goyal et al., 2017) or by its root (Krizhevsky, 2014)."""

@@ -56,6 +56,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     if apply:
         clip(gradients, norm, session.job.optimizer.clip_norm)
         session.optimizer.step()
+        session.optimizer_begun = True
         parts.sharding.refresh()
     else:
         session.sums.leave_out()

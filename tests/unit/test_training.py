@@ -106,6 +106,18 @@ def test_the_scaler_and_the_dropout_come_back_after_a_resume() -> None:
     assert [r["loss"] for r in rows()] == [r["loss"] for r in rows("straight")]
 
 
+@pytest.mark.parametrize("optimizer", [{"name": "adamw"}, {"name": "sgd", "momentum": 0.9, "dampening": 0.5}], ids=str)
+def test_a_resume_before_the_optimizer_s_first_step(optimizer: dict[str, Any]) -> None:
+    """fp16 has left out every step, as it does when a run begins with too large a scale."""
+    precision = {"mode": "fp16", "initial_scale": 2.0**30, "hysteresis": 1}
+    hpctrain.run(job(job={"steps": 14, "output_dir": "straight"}, precision=precision, optimizer=optimizer))
+    hpctrain.run(job(job={"steps": 2}, precision=precision, optimizer=optimizer))
+    assert [row["skipped"] for row in rows()] == [True, True]
+    hpctrain.run(job(job={"steps": 14}, precision=precision, optimizer=optimizer))
+    assert [r["loss"] for r in rows()] == [r["loss"] for r in rows("straight")]
+    assert "skipped" not in rows()[-2], "momentum shows in the last loss"
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
