@@ -17,6 +17,7 @@ from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.padding import Padding
 from hpctrain.data.plan import Planned
 from hpctrain.errors import HpctrainError, TrainingError
+from hpctrain.world.stopping import keep_from_children
 
 
 class _Listed:
@@ -103,6 +104,8 @@ class Loader:
 
     def _run(self) -> None:
         try:
+            if self._loader.num_workers:
+                keep_from_children()
             for batch in self._loader:
                 planned = self._planned.get()
                 if self._padding is not None and not planned.counts:

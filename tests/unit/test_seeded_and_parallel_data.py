@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -62,9 +64,14 @@ class Numbers(Samples):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_loader_keeps_the_order_and_the_places(workers: int) -> None:
+    """Also when signals that ask the job to stop go to its workers, too, as those from a terminal and from Slurm do."""
     plan = [Planned([i, i + 1, i + 2], 100 + i, counts=i < 20) for i in range(0, 30, 3)]
     loader = Loader(Numbers(40), iter(plan), lambda b: b, workers, 2, torch.device("cpu"), torch.float64)
-    batches = list(loader)
+    batches = [next(loader)]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for process in psutil.Process().children():
+            process.send_signal(number)
+    batches += loader
     assert [Planned(b.batch["labels"].tolist(), b.place, b.counts) for b in batches] == plan
     assert batches[0].batch["x"].dtype == torch.float64 and batches[0].batch["labels"].dtype == torch.int64
     loader.close()
