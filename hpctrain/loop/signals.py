@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Ctrl-C, the launcher's or Slurm's end, and what `#SBATCH --signal=USR1@60` sends before the time is up."""
+from hpctrain.world.stopping import STOPPING
+
+_SAME_SECONDS = 1.0
+"""What comes so soon after the first signal is taken for the same one: a terminal, or Slurm, signals every process of a job, and
+launchers and `hpctrain run -n` pass on what they get."""
 
 
 class StopRequest:
-    """Active inside a `with`: the first signal asks the loop to stop, the second ends the process at once."""
+    """Active inside a `with`: the first signal asks the loop to stop, a later one ends the process at once."""
 
     def __init__(self) -> None:
         self.requested = False
+        self._since = 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # Python sets handlers nowhere else
-            self._before = {number: signal.signal(number, self._handle) for number in _STOPPING}
+            self._before = {number: signal.signal(number, self._handle) for number in STOPPING}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -28,6 +33,7 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number != signal.SIGUSR1:
+        if not self.requested:
+            self.requested, self._since = True, time.monotonic()
+        elif number != signal.SIGUSR1 and time.monotonic() - self._since > _SAME_SECONDS:
             os._exit(128 + number)
-        self.requested = True

@@ -1,12 +1,16 @@
-"""Ranks that are started as processes, without MPI."""
+"""Ranks that are started as processes, without MPI, and what signals do to a rank."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from hpctrain.loop import signals
+from hpctrain.loop.signals import StopRequest
 from hpctrain.starter import processes
 from hpctrain.starter.processes import Processes
 
@@ -24,3 +28,20 @@ def test_ranks_that_do_not_follow_a_failed_one_are_ended(monkeypatch: pytest.Mon
             continue
     ranks.kill()
     pytest.fail("a rank was left running")
+
+
+def test_one_signal_that_comes_twice_is_one_request_and_a_later_one_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slurm signals all processes of a job: a rank gets its own, and what the starter passes on."""
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    with StopRequest() as stop:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.requested and not left
+        monkeypatch.setattr(signals, "_SAME_SECONDS", 0.0)
+        signal.raise_signal(signal.SIGUSR1)
+        assert not left
+        signal.raise_signal(signal.SIGINT)
+        assert left == [128 + signal.SIGINT]
