@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain.checkpoint.weights import MODEL
 from hpctrain.contracts.pieces import Piece, pieces_of
-from hpctrain.errors import UsageError
+from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.model.build import named_tensors
 
 OPTIMIZER = "optimizer/"
@@ -94,6 +95,52 @@ def restore_numbers(
     """Put back what `optimizer_numbers` gave."""
     for piece in trained:
         optimizer.state[piece.tensor].update(numbers.get(piece.name, {}))
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each parameter group holds besides its parameters and its rate, which the loop sets."""
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "lr")}
+        for group in optimizer.param_groups
+    ]
+
+
+def group_numbers(optimizer: torch.optim.Optimizer, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What steps have changed in each group since its options were `made`: some optimizers count there, not in the state.
+
+    UsageError for what is no number.
+    """
+    numbers: list[dict[str, Any]] = []
+    for now, before in zip(group_options(optimizer), made, strict=True):
+        changed = {key: value for key, value in now.items() if key not in before or not _is_same(value, before[key])}
+        for key, value in changed.items():
+            if not isinstance(value, (int, float, type(None))):
+                raise UsageError(
+                    f"[optimizer] name: {type(optimizer).__name__} changes {key!r} of its parameter groups, which is of type "
+                    f"{type(value).__name__}; a checkpoint holds numbers there: use another optimizer"
+                )
+        numbers.append(changed)
+    return numbers
+
+
+def restore_group_numbers(
+    optimizer: torch.optim.Optimizer, made: Sequence[dict[str, Any]], numbers: Sequence[dict[str, Any]]
+) -> None:
+    """Put back what `group_numbers` gave; without any, what was `made`. CheckpointError where the groups are others."""
+    groups = optimizer.param_groups
+    if numbers and len(numbers) != len(groups):
+        raise CheckpointError(
+            f"the checkpoint counts for {len(numbers)} parameter groups of the optimizer, and this job has {len(groups)}; "
+            "give it the same [[optimizer.groups]], or start anew in another output_dir with these weights"
+        )
+    for group, options, counted in zip(groups, made, numbers or [{}] * len(groups), strict=True):
+        group.update({**options, **counted})
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:

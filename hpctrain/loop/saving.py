@@ -14,8 +14,11 @@ from hpctrain.checkpoint.state import (
     COMPRESSION,
     compression_pieces,
     create_state,
+    group_numbers,
+    group_options,
     model_pieces,
     optimizer_numbers,
+    restore_group_numbers,
     restore_numbers,
     restore_quantized,
     state_pieces,
@@ -52,9 +55,11 @@ class Saving:
     def restore(self, resume: str) -> None:
         """Bring the session to where a checkpoint left it, or to its beginning. `resume` is "auto", "never" or a path."""
         optimizer = self._session.optimizer
+        self._made = group_options(optimizer)
         create_state(optimizer)
         # Also where nothing is restored: state that can't be saved is to be told before the first step.
         pieces, restored = together(self._group, lambda: self._pieces(optimizer)), None
+        together(self._group, lambda: self._numbers(optimizer))
         if resume != "never":
             path = None if resume == "auto" else Path(resume)
             restored = self._store.restore(pieces, path, optional=(COMPRESSION,), required=_REQUIRED)
@@ -75,6 +80,7 @@ class Saving:
         session.parts.precision.restore(values["precision"])
         restore_quantized(session.pieces, session.optimizer, pieces)
         restore_numbers(session.pieces, session.optimizer, values["optimizer_numbers"])
+        restore_group_numbers(session.optimizer, self._made, values.get("optimizer_groups", []))
         session.optimizer_begun = values.get("optimizer_begun", True)
         if not session.optimizer_begun:
             session.optimizer = session.new_optimizer()
@@ -144,17 +150,23 @@ class Saving:
             *compression_pieces(session.sums.pieces()),
         ]
 
+    def _numbers(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+        """The optimizer's state on this rank that is no tensor: by parameter, and by parameter group."""
+        return optimizer_numbers(self._session.pieces, optimizer), group_numbers(optimizer, self._made)
+
     def _values(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        session = self._session
+        session, (numbers, groups) = self._session, self._numbers(optimizer)
         values = {
             "samples_seen": session.samples_seen,
             "fingerprint": session.fingerprint,
             "precision": session.parts.precision.state(),
-            "optimizer_numbers": session.totals.merged(optimizer_numbers(session.pieces, optimizer)),
+            "optimizer_numbers": session.totals.merged(numbers),
             "optimizer_begun": session.optimizer_begun,
             "job": session.job.job.name,
             "layout": session.layout.axes,
         }
+        if any(groups):
+            values["optimizer_groups"] = groups
         if session.evaluation is not None and session.evaluation[0] == session.step:
             values[EVALUATION_LOSS] = session.evaluation[1]
         return values
@@ -163,11 +175,12 @@ class Saving:
 def _check_values(restored: Restored) -> None:
     """CheckpointError for values of a kind that no training saves."""
     values = restored.values
-    seen, numbers = values["samples_seen"], values["optimizer_numbers"]
+    seen, numbers, groups = values["samples_seen"], values["optimizer_numbers"], values.get("optimizer_groups", [])
     fits = {
         "samples_seen": type(seen) is int and 0 <= seen < 2**63,
         "precision": isinstance(values["precision"], dict),
         "optimizer_numbers": isinstance(numbers, dict) and all(isinstance(one, dict) for one in numbers.values()),
+        "optimizer_groups": isinstance(groups, list) and all(isinstance(one, dict) for one in groups),
     }
     odd = [key for key, good in fits.items() if not good]
     if odd:

@@ -125,13 +125,15 @@ def test_a_resume_before_the_optimizer_s_first_step(optimizer: dict[str, Any]) -
         {"name": "torch.optim:Adagrad", "lr": 0.1, "initial_accumulator_value": 0.3},
         {"name": "torch.optim:Adafactor", "lr": 0.1},
         {"name": "counting:Counting", "lr": 0.1},
+        {"name": "counting:CountingInGroups", "lr": 0.1, "groups": [{"pattern": "*.bias", "lr": 0.2}]},
     ],
     ids=lambda optimizer: optimizer["name"],
 )
 def test_every_optimizer_resumes_where_it_was(
     optimizer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those with state from the first step on, from the constructor on, of another shape, and in plain numbers."""
+    """Those with state from the first step on, from the constructor on, of another shape, and in plain numbers, which some
+    keep in their groups."""
     (tmp_path / "counting.py").write_text(
         "import torch\n"
         "class Counting(torch.optim.Optimizer):\n"
@@ -141,6 +143,12 @@ def test_every_optimizer_resumes_where_it_was(
         "            for p in group['params']:\n"
         "                count = self.state[p]['count'] = self.state[p].get('count', 0) + 1\n"
         "                p.data.sub_(p.grad, alpha=group['lr'] / count)\n"
+        "class CountingInGroups(torch.optim.Optimizer):\n"
+        "    def __init__(self, groups, lr): super().__init__(groups, {'lr': lr, 'count': 0})\n"
+        "    def step(self):\n"
+        "        for group in self.param_groups:\n"
+        "            group['count'] += 1\n"
+        "            for p in group['params']: p.data.sub_(p.grad, alpha=group['lr'] / group['count'])\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -151,6 +159,25 @@ def test_every_optimizer_resumes_where_it_was(
     hpctrain.run(with_optimizer(steps=3))
     hpctrain.run(with_optimizer(steps=6))
     assert [r["loss"] for r in rows()] == [r["loss"] for r in rows("straight")]
+
+
+def test_state_that_no_checkpoint_holds_is_told_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "listing.py").write_text(
+        "import torch\n"
+        "class InState(torch.optim.SGD):\n"
+        "    def step(self):\n"
+        "        for group in self.param_groups:\n"
+        "            for p in group['params']: self.state[p]['seen'] = [1]\n"
+        "class InGroups(torch.optim.SGD):\n"
+        "    def step(self): self.param_groups[0]['seen'] = [1]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, says in (("InState", "its state 'seen' of .* list"), ("InGroups", "changes 'seen' of .* list")):
+        with pytest.raises(UsageError, match=says):
+            hpctrain.run({**job(), "optimizer": {"name": f"listing:{name}", "lr": 0.1}})
+    assert not Path("out/metrics.jsonl").exists()
 
 
 DIGITS = """
