@@ -166,9 +166,8 @@ def _steps(job: Job, samples: int, order: SampleOrder, lengths: Lengths | None) 
     """Steps as the job says, or the whole global batches of its epochs."""
     if job.job.steps is not None:
         return job.job.steps
-    epochs = job.job.epochs or 0
-    seen, batch = int(epochs * samples), job.batch
-    steps = seen // batch.size if lengths is None else whole_batches(order, lengths, batch.size, seen)
+    epochs, batch = job.job.epochs or 0, job.batch
+    steps = steps_of_epochs(job, samples, order, lengths)
     if steps == 0:
         unit, key = ("samples", "global_size") if lengths is None else ("tokens", "tokens")
         raise UsageError(
@@ -176,3 +175,9 @@ def _steps(job: Job, samples: int, order: SampleOrder, lengths: Lengths | None) 
             f"give more epochs or a smaller [batch] {key}"
         )
     return steps
+
+
+def steps_of_epochs(job: Job, samples: int, order: SampleOrder, lengths: Lengths | None, begin: int = 0) -> int:
+    """The whole global batches from position `begin` of the order to the end of the job's epochs."""
+    end, size = int((job.job.epochs or 0) * samples), job.batch.size
+    return max(0, end - begin) // size if lengths is None else whole_batches(order, lengths, size, end, begin)

@@ -78,10 +78,10 @@ def _cut(share: list[int], lengths: Lengths, capacity: int, multiple: int) -> li
     return micro_batches
 
 
-def whole_batches(order: SampleOrder, lengths: Lengths, tokens: int, samples: int) -> int:
-    """How many whole global batches the first `samples` positions of the order make."""
-    batches = global_batches(order.at, lengths, tokens, 0)
-    return sum(1 for _ in takewhile(lambda batch: batch[0] <= samples, batches))
+def whole_batches(order: SampleOrder, lengths: Lengths, tokens: int, end: int, begin: int = 0) -> int:
+    """How many whole global batches the positions `begin` to `end` of the order make."""
+    batches = global_batches(order.at, lengths, tokens, begin)
+    return sum(1 for _ in takewhile(lambda batch: batch[0] <= end, batches))
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ def describe(session: Session) -> dict[str, str]:
     job, parts, identity, plan = session.job, session.parts, session.world.identity, session.plan
     everything, trained = session.elements, session.trained_elements
     pipeline = session.runner.describe(plan.micro_batches)
-    epochs = session.steps * plan.samples_per_step / len(session.training)
+    left = max(0, session.steps - session.step) * plan.samples_per_step
+    epochs = (session.samples_seen + left) / len(session.training)
     compression = session.sums.describe()
     threads = threads_per_rank(identity)
     chosen = (parts.model, parts.dataset, parts.optimizer, parts.schedule)

@@ -17,7 +17,7 @@ from hpctrain.contracts.model import Batch
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.runner import Runner, RunnerParts
 from hpctrain.data.loader import Loader
-from hpctrain.data.opening import make_padding, make_plan, open_data
+from hpctrain.data.opening import make_padding, make_plan, open_data, steps_of_epochs
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.tokens import TokenPlan
 from hpctrain.errors import EnvironmentUnfitError
@@ -50,6 +50,8 @@ class Session:
         self.saving = Saving(self)
         self.saving.restore(resume)
         self.first_step = self.step
+        if self.job.job.epochs is not None and self.step:  # the batch may have been another one until now
+            self.steps = self.step + self._steps_left()
         self._open_outputs()
 
     # ------------------------------------------------------------------ putting together
@@ -118,8 +120,12 @@ class Session:
         )
         self._compare_fingerprints()
         self.plan = self._make_plan(data.lengths)
-        self._validation_lengths = data.validation_lengths
+        self._lengths, self._validation_lengths = data.lengths, data.validation_lengths
         self._padding = make_padding(job, self.parts)
+
+    def _steps_left(self) -> int:
+        """Of the job's epochs, from here on."""
+        return steps_of_epochs(self.job, len(self.training), self._order, self._lengths, self.samples_seen)
 
     def _make_plan(self, lengths: Lengths | None) -> BatchPlan | TokenPlan:
         return make_plan(self.job, self.parts, lengths, self.meshes.data_rank, self.layout.data_ranks)

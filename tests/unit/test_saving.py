@@ -78,6 +78,17 @@ def test_epochs_and_steps_say_when(table: dict[str, Any], steps: list[int]) -> N
     assert steps_saved() == steps
 
 
+def test_epochs_go_on_to_their_end_with_another_batch() -> None:
+    """40 samples: an epoch is 3 steps of 12 samples, and the 44 that are left of the second are 7 of 6."""
+    tables = json.loads(json.dumps({**TINY, "dataset": {"name": "synthetic", "samples": 40}}))
+    del tables["job"]["steps"]
+    tables["job"]["epochs"] = 1
+    assert hpctrain.run(tables)["step"] == 3
+    tables["job"]["epochs"], tables["batch"] = 2, {"global_size": 6, "micro_size": 1}
+    assert hpctrain.run(tables)["step"] == 3 + 7
+    assert hpctrain.run(tables)["step"] == 3 + 7
+
+
 def test_the_newest_every_nth_and_the_best_stay() -> None:
     table = {"every_steps": 1, "keep": 1, "keep_every": 5, "keep_best": 2}
     train(job={"steps": 6}, evaluation={"every_steps": 2}, optimizer={"lr": 0.5}, checkpoint=table)
