@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from hpctrain_plugins.parallelism.context import attention
 
 from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.precision import Precision
@@ -108,3 +109,15 @@ def test_auto_says_what_it_took() -> None:
     (auto,) = (one for one in REGISTRY.made("precision") if one.name == "auto")
     assert auto.describe(torch.device("cpu")) == "fp32 (auto)"
     assert fp16().describe(torch.device("cpu")) == "fp16"
+
+
+def test_a_ring_s_attention_adds_up_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs compute it: its backward, where autocast is off, counts on the same sums."""
+    monkeypatch.setattr(attention, "_CPU_FLASH", ())
+    torch.manual_seed(0)
+    query, key, value = 3 * torch.randn(3, 1, 2, 64, 16).bfloat16()
+    _, expected = attention.forward(query.float(), key.float(), value.float(), causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, rows = attention.forward(query, key, value, causal=True)
+    assert rows.dtype == torch.float32
+    assert torch.equal(rows, expected)

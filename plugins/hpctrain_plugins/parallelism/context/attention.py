@@ -17,10 +17,12 @@ def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Te
     if query.device.type == "cpu" and query.dtype in _CPU_FLASH:
         output, rows = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
         return output, rows
-    scores = _scores(query, key, causal)
-    rows = torch.logsumexp(scores, -1)
-    weights: Tensor = (scores - rows.unsqueeze(-1)).exp().to(value.dtype)
-    return weights @ value, rows
+    # autocast, which is on in a forward and off in its backward, would make 16 bits of the scores
+    with torch.autocast(query.device.type, enabled=False):
+        scores = _scores(query, key, causal)
+        rows = torch.logsumexp(scores, -1)
+        weights: Tensor = (scores - rows.unsqueeze(-1)).exp().to(value.dtype)
+        return weights @ value, rows
 
 
 def backward(
