@@ -35,9 +35,10 @@ def module_of(tables: dict[str, Any], dtype: torch.dtype) -> nn.Module:
 
 
 def samples_of(tables: dict[str, Any], split: Split = "train") -> Samples:
-    """The dataset of a job with a GPT."""
+    """The dataset of a job."""
     parts, model = check(RawJob(tables, {}, "j"), None).parts, tables["model"]
-    context = DatasetContext(model["max_seq_length"], model["vocab_size"], tables["job"]["seed"])
+    seq_length = tables["dataset"].get("seq_length", model.get("max_seq_length"))
+    context = DatasetContext(seq_length, model.get("vocab_size"), tables["job"]["seed"])
     samples = parts.dataset.open(split, context)
     assert samples is not None
     return samples

@@ -23,6 +23,9 @@ class ModelSpec(Plugin):
     """Whether `build` can run on the meta device and `initialize` gives every value; if not, `build` runs under
     the seed on the CPU and its own values are taken."""
 
+    counts: ClassVar[str] = "tokens"
+    """What `count` counts, as the screen and metrics.jsonl call it."""
+
     @property
     def vocab_size(self) -> int | None:
         """Ids in the data must be smaller than this; None where the model reads no ids."""
@@ -116,7 +119,7 @@ class ModelSpec(Plugin):
 
     @abstractmethod
     def count(self, batch: Batch) -> int:
-        """What the loss of `batch` is a sum over: tokens that have a label, or samples."""
+        """What the loss of `batch` is a sum over: tokens that have a label, or samples (see `counts`)."""
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Batch) -> Tensor:

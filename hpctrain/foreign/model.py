@@ -20,6 +20,7 @@ class ForeignModel(ModelSpec):
 
     name = "package.module:callable"
     meta: ClassVar[bool] = False
+    counts: ClassVar[str] = "samples"
 
     def __init__(
         self, reference: str, factory: Callable[..., nn.Module], loss: Callable[..., Any], options: dict[str, Any]

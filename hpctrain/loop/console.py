@@ -44,15 +44,15 @@ class Console:
         if session.step:
             self.line(f"resuming     from step {session.step} ({session.saving.newest})")
 
-    def progress(self, row: Mapping[str, Any], steps: int) -> None:
-        """A bar on a terminal, a plain line every few seconds elsewhere."""
+    def progress(self, row: Mapping[str, Any], steps: int, counts: str) -> None:
+        """A bar on a terminal, a plain line every few seconds elsewhere. counts: "tokens" or "samples"."""
         if "evaluation_loss" in row:
             self.line(f"step {row['step']}/{steps}  evaluation loss {row['evaluation_loss']:.4f}")
             return
         bubble = f"  bubble {row['pipeline_bubble']:.0%}" if "pipeline_bubble" in row else ""
         text = (
             f"loss {row['loss']:.4f}  lr {row['lr']:.3g}  grad norm {row['grad_norm']:.3g}  "
-            f"{row['tokens_per_second']:,.0f} tokens/s{bubble}{'  skipped' if row.get('skipped') else ''}"
+            f"{row[f'{counts}_per_second']:,.0f} {counts}/s{bubble}{'  skipped' if row.get('skipped') else ''}"
         )
         if self._live:
             self._show_bar(row["step"], steps, text)

@@ -230,7 +230,7 @@ class Session:
         self._metrics.write(dict(row))
         for logger in self.parts.loggers:
             logger.log(row)
-        self.console.progress(row, self.steps)
+        self.console.progress(row, self.steps, self.parts.model.counts)
 
     def say(self, message: str) -> None:
         """A line on rank 0's screen."""
