@@ -128,3 +128,5 @@ def wait_until(condition: object, seconds: float, what: str) -> None:
 
 
 INTERRUPT, TERMINATE, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
+SOON = signal.SIGUSR1
+"""What Slurm sends before the time is up."""

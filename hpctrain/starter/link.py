@@ -9,6 +9,7 @@ writing. Launchers give no such promise (and MPICH ORs the ranks' exit codes: th
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -64,8 +65,9 @@ class Link:
 
 def attach(directory: Path, identity: Identity) -> Front:
     """A rank's side: it can be signalled and leaves with its starter, which is its way to the person."""
-    (directory / f"{identity.rank}.pid").write_text(str(os.getpid()))
-    threading.Thread(target=_leave_with_starter, args=(directory / _PIPE,), daemon=True).start()
+    with suppress(OSError):  # the starter was killed: the thread finds out
+        (directory / f"{identity.rank}.pid").write_text(str(os.getpid()))
+    threading.Thread(target=_leave_with_starter, args=(directory,), daemon=True).start()
 
     def report_exit(code: int) -> None:
         """The first code that is recorded is the job's."""
@@ -83,10 +85,11 @@ def _send(file: Path, number: int) -> None:
         os.kill(int(file.read_text()), number)
 
 
-def _leave_with_starter(pipe: Path) -> None:
+def _leave_with_starter(directory: Path) -> None:
     with suppress(OSError):
         # not blocking: a starter that was killed before this rank came up never opens the other end again
-        alive = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        alive = os.open(directory / _PIPE, os.O_RDONLY | os.O_NONBLOCK)
         os.set_blocking(alive, True)
         os.read(alive, 1)
+    shutil.rmtree(directory, ignore_errors=True)  # a starter that was killed could not
     os.kill(os.getpid(), signal.SIGKILL)

@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.errors import EXIT_TRAINING
 from hpctrain.job.check import check
 from hpctrain.job.reading import read_job
 from hpctrain.starter.link import Link
-from hpctrain.starter.mpiexec import find_mpiexec
+from hpctrain.starter.mpiexec import Mpiexec, find_mpiexec
 from hpctrain.starter.processes import Processes
+from hpctrain.world.stopping import STOPPING
 
 _POLL = 0.1
 """Seconds between two looks for signals and for ranks that can be told of them."""
@@ -26,14 +28,18 @@ _GRACE = 2.0
 def start_ranks(job: Path, ranks: int, overrides: tuple[str, ...], resume: str) -> int:
     """Check the job, run it on `ranks` ranks and return the job's exit code. HpctrainError as from `check`."""
     check(read_job(job, overrides), ranks)
+    mpiexec = find_mpiexec()
+    signals: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in STOPPING}
     directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
     link = Link(directory)
     try:
-        code = _run(link, _command(job, overrides, resume, directory), ranks)
+        return _run(link, mpiexec, _command(job, overrides, resume, directory), ranks, signals)
     finally:
         link.close()
         shutil.rmtree(directory, ignore_errors=True)
-    return code
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _command(job: Path, overrides: tuple[str, ...], resume: str, directory: Path) -> list[str]:
@@ -44,9 +50,8 @@ def _command(job: Path, overrides: tuple[str, ...], resume: str, directory: Path
     ]
 
 
-def _run(link: Link, command: list[str], ranks: int) -> int:
-    """Start, pass signals on, wait. A rank killed from outside ends the others, through mpiexec or `Processes`."""
-    mpiexec = find_mpiexec()
+def _run(link: Link, mpiexec: Mpiexec | None, command: list[str], ranks: int, signals: list[int]) -> int:
+    """Start, pass `signals` on, wait. A rank killed from outside ends the others, through mpiexec or `Processes`."""
     process: subprocess.Popen[bytes] | Processes
     if mpiexec is None:
         print("hpctrain: no MPI is installed: the ranks talk over gloo", file=sys.stderr, flush=True)
@@ -59,21 +64,18 @@ def _run(link: Link, command: list[str], ranks: int) -> int:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    signals: list[int] = []
-    before = {n: signal.signal(n, lambda number, _: signals.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         status = _wait(process, link, ranks, signals)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         _end(process, link)
     code = link.exit_code
     if code is not None:
         return code
     if status == 0:
         return 0
-    if len(signals) > 1:
-        return 128 + signals[1]
+    again = _told_again(signals)
+    if again is not None:
+        return 128 + again
     print(
         f"hpctrain: a rank ended without a word (the launcher's status is {status}): killed, or out of memory? "
         "The same command continues from the newest checkpoint",
@@ -89,8 +91,13 @@ def _wait(process: subprocess.Popen[bytes] | Processes, link: Link, ranks: int, 
             return process.wait(timeout=_POLL)
         except subprocess.TimeoutExpired:
             asked = tuple(signals)
-            if asked and link.pass_on(asked) < ranks and len(asked) > 1:
+            if asked and link.pass_on(asked) < ranks and _told_again(asked) is not None:
                 return None
+
+
+def _told_again(signals: Sequence[int]) -> int | None:
+    """The signal after the first that is more than a request to save."""
+    return next((number for number in signals[1:] if number != signal.SIGUSR1), None)
 
 
 def _end(process: subprocess.Popen[bytes] | Processes, link: Link) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tomli
 from conftest import JobFile
-from launching import INTERRUPT, KILL, TERMINATE, hpctrain, run, started, wait_until
+from launching import INTERRUPT, KILL, SOON, TERMINATE, hpctrain, run, started, wait_until
 
 KEYS = {
     "step", "loss", "lr", "grad_norm", "tokens", "step_seconds", "tokens_per_second", "data_seconds",
@@ -108,7 +108,7 @@ def test_a_signal_before_the_first_step_saves_after_it(job: JobFile) -> None:
     job.set(job={"steps": 1000}, plugins={"load": ["slow"]})
     with started(hpctrain("run", "job.toml", "-n", "2"), job.directory) as command:
         wait_until(lambda: (job.output / "metrics.jsonl").exists(), 60, "the files are open")
-        command.process.send_signal(TERMINATE)
+        command.process.send_signal(SOON)
         done = command.finish(60)
     assert done.code == 75 and len(job.losses()) == 1, done
 
@@ -119,7 +119,10 @@ def test_a_signal_before_the_first_step_saves_after_it(job: JobFile) -> None:
 def test_a_signal_while_the_ranks_come_up_is_not_lost(job: JobFile, numbers: list[int], code: int, steps: int) -> None:
     """They are processes already, but import torch: they can't answer, and don't see yet that their starter is gone."""
     job.set(job={"steps": 10**6})
-    with started(hpctrain("run", "job.toml", "-n", "2"), job.directory) as command:
+    (job.directory / "tmp").mkdir()
+    with started(
+        hpctrain("run", "job.toml", "-n", "2"), job.directory, {"TMPDIR": str(job.directory / "tmp")}
+    ) as command:
         wait_until(lambda: len(command.ranks()) == 2, 60, "two ranks")
         for number in numbers:
             command.process.send_signal(number)
@@ -127,6 +130,7 @@ def test_a_signal_while_the_ranks_come_up_is_not_lost(job: JobFile, numbers: lis
         done = command.finish(30)  # and nothing is left running
     assert done.code == code, done
     assert (len(job.losses()) if (job.output / "metrics.jsonl").exists() else 0) == steps
+    assert not list((job.directory / "tmp").glob("hpctrain-*"))
 
 
 def test_a_signal_twice_leaves_at_once(job: JobFile) -> None:
