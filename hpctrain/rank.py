@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,26 @@ def _with_communicator(checked: CheckedJob, identity: Identity) -> CheckedJob:
     return replace(checked, parts=replace(checked.parts, communicator=chosen))
 
 
+class _LogFile(logging.FileHandler):
+    """A line that finds no room is left out; logging would tell of each with a traceback on the screen."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        return
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def _logged_to_file(output_dir: Path, identity: Identity) -> Iterator[None]:
     """Every rank's own log; warnings of rank 0 on the screen, too."""
-    directory = output_dir / "log"
-    directory.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(directory / f"rank-{identity.rank:05d}.log", encoding="utf-8")
+    path = output_dir / "log" / f"rank-{identity.rank:05d}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _LogFile(path, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"[job] output_dir: {path} cannot be written: {error.strerror or error}") from None
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [file]
     if identity.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import resource
@@ -16,6 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hpctrain.errors import reason
+
+LOG = logging.getLogger("hpctrain")
 
 
 @dataclass
@@ -66,27 +71,47 @@ class MetricsFile:
     """metrics.jsonl on rank 0: a JSON object per line; what is not finite is null."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        """Rows after `resumed_step` belong to steps that are done again: they are dropped."""
+        """Rows after `resumed_step` belong to steps that are done again: they are dropped. OSError if it can't be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in _lines(path) if _step(line) <= resumed_step] if resumed_step else []
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, path)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (open for the whole run)
+        self._path = path
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (open for the whole run)
+        self._waiting = b""
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append `row` at once, so that whoever follows the file sees it."""
-        self._file.write(json.dumps(finite(row)) + "\n")
-        self._file.flush()
+        """Append `row` at once, so that whoever follows the file sees it.
+
+        Where there is no room (the disk is full), rows wait until there is some: that is no reason to end a training.
+        """
+        waited, self._waiting = bool(self._waiting), self._waiting + json.dumps(finite(row)).encode() + b"\n"
+        try:
+            self._append()
+        except OSError as error:
+            if not waited:
+                LOG.warning("%s can't be written, its rows wait until it can: %s", self._path, reason(error))
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._append()
+            self._file.close()
+        except OSError as error:
+            lost = self._waiting.count(b"\n")
+            LOG.warning("%s could not be written, it lacks the last %d rows: %s", self._path, lost, reason(error))
+
+    def _append(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
 
 def finite(value: Any) -> Any:
     """`value` with None for each number that JSON has not."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -94,7 +119,8 @@ def _lines(path: Path) -> list[str]:
     """Whole lines: one that a crash cut short is left out."""
     if not path.exists():
         return []
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    text = path.read_text(encoding="utf-8", errors="replace")  # a power failure may leave any bytes
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _step(line: str) -> int:

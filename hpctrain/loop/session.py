@@ -20,7 +20,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_padding, make_plan, open_data, steps_of_epochs
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.tokens import TokenPlan
-from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.errors import EnvironmentUnfitError, UsageError
 from hpctrain.gradients.sums import GradientSums
 from hpctrain.job.check import CheckedJob
 from hpctrain.loop.console import Console
@@ -219,7 +219,11 @@ class Session:
         self.console.layout(self)
         if self.world.identity.rank:
             return
-        self._metrics = MetricsFile(self.job.output_dir / "metrics.jsonl", self.step)
+        path = self.job.output_dir / "metrics.jsonl"
+        try:
+            self._metrics = MetricsFile(path, self.step)
+        except OSError as error:
+            raise UsageError(f"[job] output_dir: {path} cannot be written: {error.strerror or error}") from None
         for logger in self.parts.loggers:
             logger.open(self.job.output_dir, self.step)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,6 +23,7 @@ from hpctrain.checkpoint.conversion import import_weights
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.errors import CheckpointError, HpctrainError, TrainingError, UsageError
 from hpctrain.job import output_lock
+from hpctrain.loop.metrics import MetricsFile
 
 BREAKS = """
 import time
@@ -153,6 +157,55 @@ def test_a_save_that_fails_stops_the_training_at_once_or_at_a_next_step(asynchro
         train(job={"steps": 500}, checkpoint=table, plugins={"load": ["breaks"]})
     assert steps_saved("out/away" if Path("out/away").exists() else "out/checkpoints") == [2, 3]
     assert len(rows()) < 8  # not only when the next save waits for it
+
+
+class FullDisk:
+    """A file on a disk that takes `room` bytes, and no byte more."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self.file, self.room = file, 100
+
+    def write(self, content: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self.file.write(content[: self.room])
+        self.room -= written
+        return written
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_rows_wait_for_room_on_a_full_disk(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = MetricsFile(Path("metrics.jsonl"), 0)
+    metrics._file = disk = FullDisk(metrics._file)  # type: ignore[assignment]
+    for step in range(1, 6):
+        metrics.write({"step": step, "text": "x" * 50, "list": [1.0, math.nan]})
+    assert caplog.text.count("metrics.jsonl can't be written, its rows wait until it can: No space left on device") == 1
+    disk.room = 10**6
+    metrics.write({"step": 6})
+    written = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6] and written[4]["list"] == [1.0, None]
+    disk.room = 0
+    metrics.write({"step": 7})
+    metrics.close()
+    assert "metrics.jsonl could not be written, it lacks the last 1 rows: No space left on device" in caplog.text
+
+
+def test_a_row_that_a_crash_cut_short_is_dropped() -> None:
+    path = Path("metrics.jsonl")
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo\xff\xfe\0\n{"step": 2}\n{"step": 3}\n{"step": 4')
+    MetricsFile(path, 3).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+@pytest.mark.parametrize(("name", "is_file"), [("log", True), ("metrics.jsonl", False)])
+def test_files_of_a_run_that_cannot_be_written_are_told(name: str, is_file: bool) -> None:
+    path = Path("out", name)
+    path.parent.mkdir()
+    path.touch() if is_file else path.mkdir()
+    with pytest.raises(UsageError, match=rf"\[job\] output_dir: out/{name}.* cannot be written: "):
+        train()
 
 
 def test_a_background_save_is_announced_when_it_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
