@@ -51,6 +51,7 @@ def write_resolved(checked: CheckedJob, ranks: int, lock: OutputLock) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock.take(directory)
+        refuse_other_job(path, tables)  # again: two that began at once have both found none
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(
             f"# Every key of the job as it ran, on {ranks} rank{'s' * (ranks > 1)}.\n{tomli_w.dumps(tables)}",

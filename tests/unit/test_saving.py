@@ -244,6 +244,22 @@ def test_one_run_at_a_time_in_an_output_directory(
     assert "waiting for its end" in capsys.readouterr().err
 
 
+def test_a_run_that_waited_for_another_job_to_end_does_not_go_on_with_its_checkpoints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two that begin at once, none finds files of the other."""
+    take = output_lock.OutputLock.take
+
+    def later(lock: output_lock.OutputLock, directory: Path) -> None:
+        monkeypatch.setattr(output_lock.OutputLock, "take", take)
+        train(job={"steps": 1, "seed": 1})
+        take(lock, directory)
+
+    monkeypatch.setattr(output_lock.OutputLock, "take", later)
+    with pytest.raises(UsageError, match=r"out holds another job \(job.seed was 1, is 2\)"):
+        train(job={"steps": 2, "seed": 2})
+
+
 def test_values_that_no_training_saved_are_refused_by_name() -> None:
     tables = {"precision": {"mode": "fp16"}, "optimizer": {"name": "sgd", "lr": 0.1}}
     train(job={"steps": 1}, **tables)
