@@ -119,6 +119,10 @@ def _value_at(tables: Any, key: Key) -> Any:
     return tables
 
 
+_ENDS = ("]", "}", '"""', "'''")
+"""What the last line of a statement of several lines has."""
+
+
 def key_lines(text: str) -> Iterator[tuple[Key, int]]:
     """Each key of valid TOML with the (1-based) line where it begins.
 
@@ -131,16 +135,18 @@ def key_lines(text: str) -> Iterator[tuple[Key, int]]:
     lines = text.split("\n")  # not splitlines: TOML knows no other line ends
     at = 0
     while at < len(lines):
-        begin, statement = at, lines[at]
+        begin, first = at, lines[at]
         at += 1
-        if not statement.strip() or statement.lstrip().startswith("#"):
+        if not first.strip() or first.lstrip().startswith("#"):
             continue
-        while (parsed := _parse(statement)) is None and at < len(lines):
-            statement += "\n" + lines[at]
+        parsed = _parse(first)
+        while parsed is None and at < len(lines):
             at += 1
+            if any(end in lines[at - 1] for end in _ENDS):  # not each line: an array may have thousands
+                parsed = _parse("\n".join(lines[begin:at]))
         if parsed is None:
             return
-        if re.match(r"\s*\[", statement):
+        if re.match(r"\s*\[", first):
             table = _header(parsed, arrays)
             above = [table[:length] for length in range(1, len(table)) if table[:length] not in opened]
             opened.update(above)  # [a.b] writes [a], too

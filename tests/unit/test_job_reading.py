@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import UsageError
+from hpctrain.job import reading
 from hpctrain.job.reading import key_lines, merge, read_job
 
 KEYS = st.text('abcdefgh-_ .é"', min_size=1, max_size=4)
@@ -54,6 +55,17 @@ inline = { a = 1, b = [ { c = 2 } ] }
     assert lines["logger", 1, "below", "k"] == 19
     assert lines["logger", 1, "below", "inline", "b", 0, "c"] == 20
     assert not any("not" in map(str, key) for key in lines)
+
+
+def test_an_array_of_thousands_of_lines_is_not_read_again_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, parse = [], reading._parse
+    monkeypatch.setattr(reading, "_parse", lambda text: (read.append(text), parse(text))[1])
+    text = (
+        "[dataset]\nfiles = [\n" + "".join(f'  "part-{number}.txt",\n' for number in range(5000)) + "]\nworkers = 2\n"
+    )
+    lines = dict(key_lines(text))
+    assert lines["dataset", "files", 4999] == 2 and lines["dataset", "workers"] == 5004
+    assert len(read) == 4
 
 
 @given(st.dictionaries(KEYS, VALUES, max_size=4))
