@@ -104,6 +104,8 @@ class Loader:
 
     def _run(self) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread's own, and pinned memory makes a context on it
             if self._loader.num_workers:
                 keep_from_children()
             for batch in self._loader:
