@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpctrain.api import Piece, State
-from hpctrain.checkpoint import finding
+from hpctrain.checkpoint import conversion, finding
 from hpctrain.checkpoint.conversion import alone
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.cli import main
@@ -251,6 +252,16 @@ def test_export_writes_what_other_programs_read(command: Command, newest: Path) 
         again = command("export", newest, "--to", kind, out)
         assert again.code == 2 and "exists already" in again.err
     assert not list(Path().glob("*.tmp"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_leaves_no_half_written_file(
+    command: Command, newest: Path, number: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr(conversion, "write_at", lambda *_: signal.raise_signal(number))
+    assert command("export", newest, "--to", "safetensors", "out").code == code
+    assert not list(Path().glob("out*")) and signal.getsignal(number) == before
 
 
 def test_export_refuses_what_safetensors_does_not_hold(command: Command, tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from types import FrameType
+
 import click
 
 from hpctrain.cli.checkpoint.common import Formats
@@ -21,6 +25,13 @@ from hpctrain.cli.checkpoint.verify import verify
 def command(ctx: click.Context, load: tuple[str, ...]) -> None:
     """Look at checkpoints, verify and compare them, export and import weights. Works with every installed format."""
     ctx.obj = Formats(load)
+    # as Ctrl-C does: what was begun to be written is removed
+    before = signal.signal(signal.SIGTERM, _leave)
+    ctx.call_on_close(lambda: signal.signal(signal.SIGTERM, before))
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 for one in (list_checkpoints, show, verify, diff, export, import_weights):
