@@ -1,7 +1,8 @@
-"""Tensors in files that others wrote: safetensors and torch.save, read without running anything of them."""
+"""Tensors in files that others wrote: safetensors (one or several) and torch.save, read without running anything of them."""
 
 from __future__ import annotations
 
+import json
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,6 +62,30 @@ def open_safetensors(path: Path) -> Source:
         return file.get_slice(piece.name)[_slices(piece)]  # type: ignore[no-any-return]  # reads only these rows
 
     return Source(tensors, lambda pieces: _fill(path, pieces, part))
+
+
+def open_index(path: Path) -> Source:
+    """Of the safetensors files that a large model is cut into, beside the table `path` of what lies where.
+
+    Raises CheckpointError for a table that isn't one, or files that lack what it says.
+    """
+    try:
+        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {file: path.parent / file for file in places.values() if Path(file).name == file}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has no weight_map from tensors to file names: {error!r}") from error
+    sources = {file: open_safetensors(where) for file, where in files.items() if where.is_file()}
+    tensors = {}
+    for name, file in places.items():
+        if file not in sources or name not in sources[file].tensors:
+            raise CheckpointError(f"{path}: {name} is to lie in {file!r} beside it, and doesn't")
+        tensors[name] = sources[file].tensors[name]
+
+    def fill(pieces: list[Piece]) -> None:
+        for file, source in sources.items():
+            source.fill([piece for piece in pieces if places[piece.name] == file])
+
+    return Source(tensors, fill)
 
 
 def open_torch(path: Path) -> Source:

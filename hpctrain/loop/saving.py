@@ -93,7 +93,8 @@ class Saving:
         session.optimizer = session.new_optimizer()  # without the state that was made to be filled
         weights = session.job.model.weights
         if weights is not None:
-            load_weights(weights, session.parts.formats, model_pieces(session.module, session.pieces), self._group)
+            pieces = model_pieces(session.module, session.pieces)
+            load_weights(weights, session.parts.formats, pieces, self._group, session.tied)
             session.parts.sharding.refresh()
 
     def _tell_of_absent(self, names: list[str]) -> None:

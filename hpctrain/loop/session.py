@@ -66,7 +66,7 @@ class Session:
         self._batch_group = self.meshes.batch_group()
         self.sums = GradientSums(parts.compression, self.meshes.model[DATA_AXES], self.world.identity.node)
         built = build_model(job, parts, self.meshes, self.sums, self.device)
-        self.module, self._trained = built.module, list(built.trained)
+        self.module, self.tied, self._trained = built.module, built.tied, list(built.trained)
         self.elements, self.trained_elements = built.elements, sum(map(prod, built.trained.values()))
         apart = tuple(plugin.axis for plugin in parts.parallelism.values() if plugin.splits_module)
         self.pieces = [replace(piece, axes=(*apart, *piece.axes)) for piece in parts.sharding.pieces()]

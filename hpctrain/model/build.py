@@ -38,6 +38,8 @@ class Built:
     """Name and shape of each trained parameter of the whole model, as it was before anything was cut."""
     elements: int
     """Of all parameters and buffers of the whole model."""
+    tied: list[list[str]]
+    """The names of each parameter of the whole model that has several, first the one that it is known by."""
 
 
 def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, device: torch.device) -> Built:
@@ -53,6 +55,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     if not trained:
         raise UsageError(f"[model] {spec.name}: it has no parameter to train")
     elements = sum(tensor.numel() for _, tensor in named_tensors(module))
+    tied = tied_parameters(module)
     for plugin in sorted(parts.parallelism.values(), key=lambda p: -p.order):  # the pipeline last: plans name all
         module = plugin.apply(module, spec, meshes.axis(plugin.axis))
     alike = [meshes.axis(plugin.axis) for plugin in parts.parallelism.values() if plugin.repeats_activations]
@@ -65,14 +68,14 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     module = parts.sharding.apply(module, spec, meshes.model[DATA_AXES], sums)
     home = parts.sharding.home(device)
     if spec.meta:
-        tied = tied_parameters(module)
+        here = tied_parameters(module)
         module.to_empty(device=home)
-        tie(module, tied)  # each place got a parameter of its own
+        tie(module, here)  # each place got a parameter of its own
         initialize(module, spec, job.job.seed)
     module.to(device=home)
     _place_buffers(module, device, job.precision.buffer_dtype)
     parts.sharding.materialized(module)
-    return Built(module, trained, elements)
+    return Built(module, trained, elements, tied)
 
 
 def _compile_blocks(module: nn.Module, spec: ModelSpec) -> None:

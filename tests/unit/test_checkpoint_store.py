@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -440,6 +441,41 @@ def test_weights_fill_any_rectangle_of_any_dtype(weights_path: Path, group: dist
     load_weights(weights_path, [Hdf5(None)], pieces, group)
     assert part.tolist() == [[4, 5], [7, 8]]
     assert scale.item() == 2
+
+
+def test_weights_of_tied_parameters_come_under_any_of_their_names(weights_path: Path, group: dist.ProcessGroup) -> None:
+    """`torch.save(model.state_dict())` has both."""
+    scale, tied = torch.zeros(()), torch.zeros(4, 3)
+    pieces = [Piece.whole("layer.scale", scale), Piece.whole("first", tied)]
+    load_weights(weights_path, [Hdf5(None)], pieces, group, [["first", "layer.weight"]])
+    assert torch.equal(tied, weights()["layer.weight"])
+    both = weights_path.with_name("both.pt")
+    torch.save({**weights(), "first": weights()["layer.weight"]}, both)
+    load_weights(both, [Hdf5(None)], pieces, group, [["first", "layer.weight"]])
+    torch.save({**weights(), "first": torch.ones(4, 3)}, both)
+    with pytest.raises(CheckpointError, match=r"first and layer.weight are not the same in the weights"):
+        load_weights(both, [Hdf5(None)], pieces, group, [["first", "layer.weight"]])
+
+
+def test_weights_in_several_safetensors_files(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    """As Hugging Face writes large models."""
+    files = {"layer.weight": "model-00001-of-00002.safetensors", "layer.scale": "model-00002-of-00002.safetensors"}
+    for name, file in files.items():
+        save_file({name: weights()[name]}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 52}, "weight_map": files}))
+    part, scale = torch.zeros(2, 3), torch.zeros(())
+    pieces = [Piece("layer.weight", (4, 3), (2, 0), part), Piece.whole("layer.scale", scale)]
+    load_weights(index, [Hdf5(None)], pieces, group)
+    assert torch.equal(part, weights()["layer.weight"][2:]) and scale.item() == 2
+    for crafted, says in [
+        ({**files, "x": "../x.safetensors"}, "x is to lie in '../x.safetensors' beside it"),
+        ({**files, "x": files["layer.scale"]}, "x is to lie in 'model-00002"),
+        ([1], "no weight_map"), ({"x": 1}, "no weight_map"),
+    ]:  # fmt: skip
+        index.write_text(json.dumps({"weight_map": crafted}))
+        with pytest.raises(CheckpointError, match=says):
+            load_weights(index, [Hdf5(None)], pieces, group)
 
 
 def test_weights_of_another_model_are_refused(weights_path: Path, group: dist.ProcessGroup) -> None:
