@@ -83,6 +83,9 @@ def open_weights(path: Path, formats: Sequence[CheckpointFormat]) -> Source:
         if path.name.endswith(".safetensors.index.json"):
             return open_index(path)
         return open_safetensors(path) if path.suffix == ".safetensors" else open_torch(path)
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        if (path / name).is_file():  # what save_pretrained() of transformers leaves
+            return open_weights(path / name, formats)
     found = find_checkpoint(path, formats)
     stored = found.format.tensors(path)
     prefix = MODEL if any(name.startswith(MODEL) for name in stored) else ""

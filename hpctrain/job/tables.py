@@ -67,8 +67,8 @@ class ModelTable(SlotTable):
     name: str
     """A model plugin, or "package.module:callable" that returns a torch.nn.Module."""
     weights: Path | None = None
-    """Start from these weights: a safetensors file (or the .safetensors.index.json of several), a torch file, or a checkpoint
-    directory of hpctrain."""
+    """Start from these weights: a safetensors file (or the .safetensors.index.json of several), a directory that transformers'
+    save_pretrained() made, a torch file, or a checkpoint's directory."""
     freeze: list[str] = []
     """Parameters that are not trained, as patterns such as "embedding.*"."""
     loss: str | None = None

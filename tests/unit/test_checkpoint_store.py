@@ -466,8 +466,10 @@ def test_weights_in_several_safetensors_files(tmp_path: Path, group: dist.Proces
     index.write_text(json.dumps({"metadata": {"total_size": 52}, "weight_map": files}))
     part, scale = torch.zeros(2, 3), torch.zeros(())
     pieces = [Piece("layer.weight", (4, 3), (2, 0), part), Piece.whole("layer.scale", scale)]
-    load_weights(index, [Hdf5(None)], pieces, group)
-    assert torch.equal(part, weights()["layer.weight"][2:]) and scale.item() == 2
+    for path in (index, tmp_path):
+        part.zero_(), scale.zero_()
+        load_weights(path, [Hdf5(None)], pieces, group)
+        assert torch.equal(part, weights()["layer.weight"][2:]) and scale.item() == 2
     for crafted, says in [
         ({**files, "x": "../x.safetensors"}, "x is to lie in '../x.safetensors' beside it"),
         ({**files, "x": files["layer.scale"]}, "x is to lie in 'model-00002"),

@@ -22,8 +22,8 @@ from hpctrain.errors import UsageError
 def import_weights(formats: Formats, path: Path, out: Path, prefix: str, name: str) -> None:
     """Write the weights in FILE to the new checkpoint OUT, to start from with [model] weights = "OUT".
 
-    FILE is a .safetensors file, the .safetensors.index.json of several, a file of torch.save that holds a state dict (nothing
-    in it is run), or a checkpoint's directory of any installed format.
+    FILE is a .safetensors file, the .safetensors.index.json of several, the directory of either, a file of torch.save that
+    holds a state dict (nothing in it is run), or a checkpoint's directory of any installed format.
     """
     from hpctrain.checkpoint.conversion import import_weights
 
