@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import click
@@ -56,4 +57,14 @@ def main() -> None:
     code = code if isinstance(code, int) else 0
     if launched():
         end_process(code)
+    _flush()
     sys.exit(code)
+
+
+def _flush() -> None:
+    """Python does so at its end, and leaves with 120 where that fails; a job that is done, or saved, is so all the same."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:  # no room, or nobody reads it any more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -74,4 +75,5 @@ def _say_how_to_continue(code: int, job: Path, ranks: int | None, overrides: tup
     if code == EXIT_STOPPED:
         words = ["hpctrain", "run", str(job), *(["-n", str(ranks)] if ranks else [])]
         words += [word for override in overrides for word in ("--set", override)]
-        click.echo(f"continue with{where}: {shlex.join(words)}")
+        with suppress(OSError):  # nobody reads it any more; the exit code says it, too
+            click.echo(f"continue with{where}: {shlex.join(words)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as Terminal
@@ -23,7 +24,10 @@ _SECONDS_BETWEEN_DRAWS = 0.2
 
 
 class Console:
-    """Prints on rank 0 and is silent elsewhere."""
+    """Prints on rank 0 and is silent elsewhere.
+
+    What can't be shown (the disk of a job's output is full, the terminal or whoever read it is gone) ends no training.
+    """
 
     def __init__(self, identity: Identity, front: Front) -> None:
         self._speaks, self._live = identity.rank == 0, front.terminal
@@ -33,9 +37,13 @@ class Console:
 
     def line(self, text: str) -> None:
         """One line of plain text."""
-        if self._speaks:
-            self._terminal.print(text, markup=False)
-            self._terminal.file.flush()
+        if not self._speaks:
+            return
+        with suppress(OSError):
+            if self._bar is None:
+                print(text, flush=True)
+            else:
+                self._terminal.print(text, markup=False)
 
     def layout(self, session: Session) -> None:
         """Everything that was derived from the job, once."""
@@ -55,7 +63,8 @@ class Console:
             f"{row[f'{counts}_per_second']:,.0f} {counts}/s{bubble}{'  skipped' if row.get('skipped') else ''}"
         )
         if self._live:
-            self._show_bar(row["step"], steps, text)
+            with suppress(OSError):
+                self._show_bar(row["step"], steps, text)
             return
         now = time.monotonic()
         if now - self._last_line >= _SECONDS_BETWEEN_LINES or row["step"] == steps:
@@ -79,7 +88,8 @@ class Console:
     def close(self) -> None:
         """Leave the last state of the bar on the screen."""
         if self._bar is not None:
-            self._bar.stop()
+            with suppress(OSError):
+                self._bar.stop()
             self._bar = None
 
 

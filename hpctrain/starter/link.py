@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.world.front import Front
+from hpctrain.world.front import Front, on_terminal
 from hpctrain.world.identity import Identity
 
 _PIPE = "alive"
@@ -30,7 +29,7 @@ class Link:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        if sys.stdout.isatty():
+        if on_terminal():
             (directory / _TERMINAL).touch()  # launchers put pipes and terminals of their own in between
         os.mkfifo(directory / _PIPE)
         # both ends: so that opening does not wait for a rank, and the pipe stays open until this process ends

@@ -15,6 +15,11 @@ def _wait_for_nothing() -> None:
     """Signals come from elsewhere."""
 
 
+def on_terminal() -> bool:
+    """Whether a person sees this process's output as it comes; it may be closed."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
 @dataclass(frozen=True)
 class Front:
     """A terminal or not, and who wants to hear the exit code; by default this process's own output and nobody.
@@ -22,6 +27,6 @@ class Front:
     answers_signals: to be called when this rank has become ready to be asked to stop.
     """
 
-    terminal: bool = field(default_factory=lambda: sys.stdout.isatty())
+    terminal: bool = field(default_factory=on_terminal)
     report_exit: Callable[[int], None] = _tell_nobody
     answers_signals: Callable[[], None] = _wait_for_nothing

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,24 @@ def test_rows_wait_for_room_on_a_full_disk(caplog: pytest.LogCaptureFixture) -> 
     metrics.write({"step": 7})
     metrics.close()
     assert "metrics.jsonl could not be written, it lacks the last 1 rows: No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["full", "pipe", "closed"])
+def test_output_that_cannot_be_written_ends_no_training(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with suppress(OSError), open("/dev/full", "w") as full, open(writing, "w") as pipe:  # what they still hold
+        monkeypatch.setattr(sys, "stdout", {"full": full, "pipe": pipe, "closed": None}[kind])
+        assert train(evaluation={"every_steps": 2})["step"] == 4
+    assert steps_saved() == [4]
+
+
+def test_output_that_cannot_be_written_leaves_the_exit_code_as_it_is() -> None:
+    program = "from hpctrain import cli\ncli.cli.main = lambda **_: print('saved') or 75\ncli.main()"
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, env=env)
+    assert (done.returncode, done.stderr) == (75, "")
 
 
 def test_a_row_that_a_crash_cut_short_is_dropped() -> None:
