@@ -11,7 +11,7 @@ from hpctrain.contracts.plugin import Plugin
 
 
 class Logger(Plugin):
-    """Lives on rank 0 only."""
+    """Lives on rank 0 only. After an exception of `log` it gets no more rows, and training goes on."""
 
     @abstractmethod
     def open(self, output_dir: Path, resumed_step: int) -> None:

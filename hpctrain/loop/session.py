@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.contracts.dataset import Lengths, Samples
+from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.runner import Runner, RunnerParts
@@ -32,6 +34,8 @@ from hpctrain.mesh import DATA_AXES, build_meshes, layout_of
 from hpctrain.model.build import build_model
 from hpctrain.model.groups import parameter_groups
 from hpctrain.world.meeting import World
+
+LOG = logging.getLogger("hpctrain")
 
 
 class Session:
@@ -226,15 +230,25 @@ class Session:
             raise UsageError(f"[job] output_dir: {path} cannot be written: {error.strerror or error}") from None
         for logger in self.parts.loggers:
             logger.open(self.job.output_dir, self.step)
+        self._loggers = list(self.parts.loggers)
 
     def report(self, row: Mapping[str, Any]) -> None:
         """A row of metrics to the file, the loggers and the screen."""
         if self.world.identity.rank:
             return
         self._metrics.write(dict(row))
-        for logger in self.parts.loggers:
-            logger.log(row)
+        self._ask_loggers(lambda logger: logger.log(row))
         self.console.progress(row, self.steps, self.parts.model.counts)
+
+    def _ask_loggers(self, ask: Callable[[Logger], None]) -> None:
+        """One that fails (its server or its disk is gone) is done without from then on: metrics.jsonl has every row."""
+        for logger in list(self._loggers):
+            try:
+                ask(logger)
+            except Exception as error:
+                self._loggers.remove(logger)
+                LOG.warning("logger %s failed and gets no more rows: %s: %s", logger.name, type(error).__name__, error)
+                LOG.info("where logger %s failed", logger.name, exc_info=error)
 
     def say(self, message: str) -> None:
         """A line on rank 0's screen."""
@@ -246,5 +260,4 @@ class Session:
         self.console.close()
         if self.world.identity.rank == 0:
             self._metrics.close()
-            for logger in self.parts.loggers:
-                logger.close()
+            self._ask_loggers(lambda logger: logger.close())

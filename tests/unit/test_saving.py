@@ -211,6 +211,27 @@ def test_output_that_cannot_be_written_leaves_the_exit_code_as_it_is() -> None:
     assert (done.returncode, done.stderr) == (75, "")
 
 
+@pytest.mark.parametrize("where", ["log", "close"])
+def test_a_logger_that_fails_ends_no_training(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    Path("failing.py").write_text(
+        "from hpctrain.api import Logger, hookimpl\n"
+        "class Failing(Logger):\n"
+        "    name = 'failing'\n"
+        "    def open(self, output_dir, resumed_step): self.rows = 0\n"
+        "    def log(self, row):\n"
+        "        self.rows += 1\n"
+        f"        if self.rows == 2 and '{where}' == 'log': raise ConnectionError('no server')\n"
+        "        assert self.rows < 3 or 'log' != " + repr(where) + "\n"
+        "    def close(self): raise ConnectionError('no server')\n"
+        "@hookimpl\n"
+        "def hpctrain_logger(): return [Failing]\n"
+    )
+    tables = json.loads(json.dumps(TINY))
+    assert hpctrain.run({**tables, "logger": [{"name": "failing"}], "plugins": {"load": ["failing"]}})["step"] == 4
+    assert len(rows()) == 4 and steps_saved() == [4]
+    assert caplog.text.count("logger failing failed and gets no more rows: ConnectionError: no server") == 1
+
+
 def test_a_row_that_a_crash_cut_short_is_dropped() -> None:
     path = Path("metrics.jsonl")
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo\xff\xfe\0\n{"step": 2}\n{"step": 3}\n{"step": 4')
