@@ -30,7 +30,10 @@ def start_ranks(job: Path, ranks: int, overrides: tuple[str, ...], resume: str) 
     check(read_job(job, overrides), ranks)
     mpiexec = find_mpiexec()
     signals: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in STOPPING}
+    for (
+        number
+    ) in STOPPING:  # to this process's end: what comes after the ranks have left is not to change its exit code
+        signal.signal(number, lambda number, _: signals.append(number))
     directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
     link = Link(directory)
     try:
@@ -38,8 +41,6 @@ def start_ranks(job: Path, ranks: int, overrides: tuple[str, ...], resume: str) 
     finally:
         link.close()
         shutil.rmtree(directory, ignore_errors=True)
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _command(job: Path, overrides: tuple[str, ...], resume: str, directory: Path) -> list[str]:
