@@ -28,7 +28,8 @@ class Optimizer(Plugin):
 
         A group's `lr` is set to a number before each step. State of a tensor subclass (quantized, say) is saved as what
         its `dequantize()` gives, a plain tensor of the same shape, and put back with its `copy_()`. Where a parameter
-        is cut over ranks, its state must be a number or have the shape of the part, or the job is refused.
+        is cut over ranks, its state must be a number or have the shape of the part, and its update of the part must not
+        depend on the rest, or the job is refused.
         """
 
 

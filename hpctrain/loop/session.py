@@ -33,6 +33,7 @@ from hpctrain.loop.totals import PieceTotals
 from hpctrain.mesh import DATA_AXES, build_meshes, layout_of
 from hpctrain.model.build import build_model
 from hpctrain.model.groups import parameter_groups
+from hpctrain.model.updates import updates_parts_alike
 from hpctrain.world.meeting import World
 
 LOG = logging.getLogger("hpctrain")
@@ -53,6 +54,7 @@ class Session:
         self.optimizer_begun = False  # whether it has taken a step; until then it has no state
         self.saving = Saving(self)
         self.saving.restore(resume)
+        self._refuse_parts()
         self.first_step = self.step
         if self.job.job.epochs is not None and self.step:  # the batch may have been another one until now
             self.steps = self.step + self._steps_left()
@@ -103,6 +105,17 @@ class Session:
         """One without state."""
         groups = parameter_groups(self.pieces, self._trained, self.parts.optimizer_groups)
         return self.parts.sharding.optimizer(groups, self.parts.optimizer.build)
+
+    def _refuse_parts(self) -> None:
+        """UsageError for an optimizer that can't update the part of a parameter that a rank holds; collective."""
+        cut = self.total(sum(piece.tensor.shape != piece.shape for piece in self.pieces))
+        if cut and not updates_parts_alike(self.parts.optimizer.build):
+            raise UsageError(
+                f"[optimizer] name = {self.parts.optimizer.name!r} looks at all of a parameter to update it, and ranks hold parts "
+                "of some: it would train something else; use another optimizer, such as adamw, or [sharding] stage 0 without "
+                "tensor parallelism",
+                everywhere=True,
+            )
 
     def _rate_factor(self) -> float:
         """How lr grows with the batch: linear (Goyal et al., 2017) or by its root (Krizhevsky, 2014)."""

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from test_layouts import INTERLEAVED, SEQUENCE, ULYSSES, ZERO_BUBBLE, size
 from test_stages import OPTIMIZERS, compare, reference
@@ -51,6 +52,20 @@ def test_every_layout_goes_on_from_the_one_before(root) -> None:
     compare(rows, reference(tables)[1], losses=2e-6, norms=1e-5)
 
 
+class Layerwise(torch.optim.Optimizer):
+    """A step as long as the parameter."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                parameter.sub_(gradient / (gradient.norm() + 1e-9) * parameter.norm() * group["lr"])
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "tables", [{"sharding": {"stage": 1}}, {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}]
@@ -63,4 +78,9 @@ def test_optimizer_state_that_is_not_cut_as_its_parameter_is_refused_before_the_
     adafactor = {"name": "torch.optim:Adafactor", "lr": 0.01}
     with pytest.raises(UsageError, match=r"Adafactor keeps 'row_var' of the shape .*use another optimizer"):
         train_here(job(job={"output_dir": str(root)}, optimizer=adafactor, **tables))
+    layerwise = {"name": f"{__name__}:Layerwise", "lr": 0.01}
+    with pytest.raises(
+        UsageError, match=r"Layerwise' looks at all of a parameter to update it, and ranks hold parts of some"
+    ):
+        train_here(job(job={"output_dir": str(root)}, optimizer=layerwise, **tables))
     assert not (root / "metrics.jsonl").exists()

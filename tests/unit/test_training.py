@@ -14,7 +14,10 @@ from plain import batches_of, module_of
 
 import hpctrain
 from hpctrain.errors import TrainingError, UsageError
+from hpctrain.job.check import check
+from hpctrain.job.reading import RawJob
 from hpctrain.model.seeded import derive_seed
+from hpctrain.model.updates import updates_parts_alike
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +162,15 @@ def test_every_optimizer_resumes_where_it_was(
     hpctrain.run(with_optimizer(steps=3))
     hpctrain.run(with_optimizer(steps=6))
     assert [r["loss"] for r in rows()] == [r["loss"] for r in rows("straight")]
+
+
+@pytest.mark.parametrize(
+    ("name", "alike"),
+    [("adamw", True), ("sgd", True), ("adamw-8bit", True), ("torch.optim:Rprop", True), ("torch.optim:Muon", False)],
+)
+def test_optimizers_that_look_at_a_whole_matrix_are_told_apart(name: str, alike: bool) -> None:
+    tables = {**job(), "optimizer": {"name": name, "lr": 1e-6}}
+    assert updates_parts_alike(check(RawJob(tables), 1).parts.optimizer.build) is alike
 
 
 def test_state_that_no_checkpoint_holds_is_told_before_the_first_step(
