@@ -267,6 +267,17 @@ def test_a_plan_that_fails_in_the_first_micro_batch_is_a_sentence(root) -> None:
     assert isinstance(error.value.__cause__, RuntimeError)
 
 
+@pytest.mark.shown_on(2)
+def test_what_is_frozen_stays_so_under_sequence_parallelism(root) -> None:
+    model = {"tie_embeddings": True, "freeze": ["*norm*", "token_embedding.*"]}
+    tables = job(
+        job={"output_dir": str(root)}, model=model, parallelism={"tensor": {"size": 2, "sequence_parallel": True}}
+    )
+    with session_of(tables) as session:
+        trained = {piece.name for piece in session.pieces}
+    assert trained and not any("norm" in name or name.startswith("token_embedding") for name in trained)
+
+
 def test_heads_that_do_not_divide(root) -> None:
     if dist.get_world_size() % 2:
         pytest.skip("needs an even number of ranks")

@@ -70,7 +70,7 @@ class Tensor(Parallelism):
         refuse_unfit(module, spec, plan, mesh.size())
         if not spec.tensor_plan():
             share_all_heads(module, plan, mesh.size())
-        tied = tied_parameters(module)
+        tied, trained = tied_parameters(module), {name for name, p in module.named_parameters() if p.requires_grad}
         for name, cut in plan.items():
             inner = module.get_submodule(name)
             if cut.parts is not None:
@@ -82,6 +82,8 @@ class Tensor(Parallelism):
                 parallelize_module(module, mesh, {name: made}, src_data_rank=None)
         refuse_cut_apart(module, tied)
         tie(module, tied)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in trained)  # some of torch's styles make parameters that are trained
         self._whole = WholeGradients(module, mesh.get_group())
         return module
 
