@@ -84,6 +84,21 @@ def test_tied_embeddings_are_one_parameter(root) -> None:
         assert {piece.name for piece in session.pieces} <= set(named)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.shown_on(2)
+def test_nothing_is_trained_before_the_last_stage(root, schedule: str) -> None:
+    """No gradient goes back from it, with which zero-bubble begins."""
+
+    def tables(output: str, parallelism: dict[str, Any]) -> dict[str, Any]:
+        return job(
+            job={"output_dir": str(root / output), "steps": 3}, model={"freeze": ["*embedding*", "layers.0.*"]},
+            optimizer=OPTIMIZERS["sgd"], batch={"micro_size": 6}, parallelism=parallelism,
+        )  # fmt: skip
+
+    rows = train_here(tables("cut", {"pipeline": {"size": 2, "schedule": schedule}})).rows
+    compare(rows, [(row["loss"], row["grad_norm"]) for row in train_here(tables("whole", {})).rows], 2e-6, 1e-5)
+
+
 @pytest.mark.shown_on(2)
 @pytest.mark.parametrize(
     "layout",

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 
@@ -56,14 +57,33 @@ class TimedStage(PipelineStage):
 
     watch: Stopwatch
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._whole: set[int] = set()
+        """Micro batches whose backward is not to be taken apart."""
+
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
         with self.watch.computing():
             return super().forward_one_chunk(*args, **options)
 
-    def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        if not (full_backward or self.is_first or self._needs_input_gradient(bwd_chunk_id)):
+            # torch's backward for the parameters begins where that for the input passed by: here it passes by none
+            self._whole.add(bwd_chunk_id)
+            full_backward = True
         with self.watch.computing():
-            return super().backward_one_chunk(*args, **options)
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
-    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        if bwd_chunk_id in self._whole:
+            self._whole.remove(bwd_chunk_id)
+            return None
         with self.watch.computing():
-            return super().backward_weight_one_chunk(*args, **options)
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
+
+    def _needs_input_gradient(self, chunk: int) -> bool:
+        """Whether anything before this stage is trained."""
+        _, inputs = self.fwd_cache[chunk]
+        return any(isinstance(one, Tensor) and one.requires_grad for one in inputs)
