@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from hpctrain.errors import EXIT_STOPPED, HpctrainError, UsageError
 from hpctrain.job.check import CheckedJob, check
@@ -63,6 +64,8 @@ def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, front:
         lock.release()
         if dist.is_initialized():
             dist.destroy_process_group()
+            # DTensor remembers groups by name, and the next job of this process gives the names to others
+            _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def _run_in(

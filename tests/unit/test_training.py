@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import TINY
 from plain import batches_of, module_of
+from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats
 
 import hpctrain
 from hpctrain.errors import TrainingError, UsageError
@@ -368,6 +369,12 @@ def test_unused_parameters_and_nonfinite_losses(tmp_path: Path, monkeypatch: pyt
     assert hpctrain.run(tables)["step"] == 5
     done = rows("on")
     assert done[2]["loss"] is None and done[2]["skipped"] and done[3]["loss"] is not None
+
+
+def test_a_job_leaves_no_groups_to_the_next_one_of_its_process() -> None:
+    """DTensor remembers the groups of its meshes by name, and the next job gives the names to others."""
+    hpctrain.run(job(sharding={"stage": 3}))
+    assert _get_fast_path_sharding_prop_cache_stats() == (0, 0)
 
 
 def test_a_program_that_has_set_up_torch_distributed_itself() -> None:
