@@ -186,7 +186,7 @@ def _leaves(value: Any, key: Key = ()) -> Iterator[Key]:
 
 
 def _apply_override(raw: RawJob, override: str) -> None:
-    """One --set: the value is TOML; what is no TOML value is taken as text."""
+    """One --set: the value is TOML; what is no TOML value is taken as text, and nothing at all takes the key away."""
     name, equals, value = override.partition("=")
     key = tuple(name.strip().split("."))
     if not equals or len(key) < 2 or not all(key):
@@ -205,5 +205,11 @@ def _apply_override(raw: RawJob, override: str) -> None:
         if not isinstance(below, dict):
             below = table[part] = {"size": below} if key[0] == "parallelism" else {}
         table = below
-    table[key[-1]] = found["value"]
-    raw.places[key] = f"--set {override}"
+    if value.strip():
+        table[key[-1]] = found["value"]
+        raw.places[key] = f"--set {override}"
+    elif key[-1] not in table:
+        raise UsageError(f"--set {override}: there is no {name.strip()} to take away; expected table.key=value")
+    else:
+        del table[key[-1]]
+        raw.places = {place: where for place, where in raw.places.items() if place[: len(key)] != key}

@@ -109,6 +109,15 @@ def test_one_override_sets_one_key(tmp_path: Path) -> None:
         read_job(tmp_path / "job.toml", ["a.x=2\na.y=3"])
 
 
+def test_an_override_of_nothing_takes_a_key_away(tmp_path: Path) -> None:
+    """A job that is trained in epochs for once, say, where its file has steps."""
+    (tmp_path / "job.toml").write_text("[job]\nsteps = 1\n[sharding]\nstage = 1\n")
+    raw = read_job(tmp_path / "job.toml", ["job.steps=", "job.epochs=2"])
+    assert raw.tables == {"job": {"epochs": 2}, "sharding": {"stage": 1}} and ("job", "steps") not in raw.places
+    with pytest.raises(UsageError, match=r"--set job\.stepz=: there is no job\.stepz to take away"):
+        read_job(tmp_path / "job.toml", ["job.stepz="])
+
+
 def test_a_job_survives_the_way_to_another_rank(tmp_path: Path) -> None:
     import json
 
