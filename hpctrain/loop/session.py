@@ -22,7 +22,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_padding, make_plan, open_data, steps_of_epochs
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.tokens import TokenPlan
-from hpctrain.errors import EnvironmentUnfitError, UsageError
+from hpctrain.errors import EnvironmentUnfitError, UsageError, reason
 from hpctrain.gradients.sums import GradientSums
 from hpctrain.job.check import CheckedJob
 from hpctrain.loop.console import Console
@@ -242,7 +242,10 @@ class Session:
         except OSError as error:
             raise UsageError(f"[job] output_dir: {path} cannot be written: {error.strerror or error}") from None
         for logger in self.parts.loggers:
-            logger.open(self.job.output_dir, self.step)
+            try:
+                logger.open(self.job.output_dir, self.step)
+            except OSError as error:
+                raise EnvironmentUnfitError(f"[[logger]] name = {logger.name!r}: {reason(error)}") from error
         self._loggers = list(self.parts.loggers)
 
     def report(self, row: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 import hpctrain
 from hpctrain.checkpoint.conversion import import_weights
 from hpctrain.checkpoint.retention import Retention
-from hpctrain.errors import CheckpointError, HpctrainError, TrainingError, UsageError
+from hpctrain.errors import CheckpointError, EnvironmentUnfitError, HpctrainError, TrainingError, UsageError
 from hpctrain.job import output_lock
 from hpctrain.loop.metrics import MetricsFile
 
@@ -246,6 +246,13 @@ def test_files_of_a_run_that_cannot_be_written_are_told(name: str, is_file: bool
     path.touch() if is_file else path.mkdir()
     with pytest.raises(UsageError, match=rf"\[job\] output_dir: out/{name}.* cannot be written: "):
         train()
+
+
+def test_a_logger_whose_files_cannot_be_written_is_told() -> None:
+    Path("out").mkdir()
+    Path("out/events").touch()
+    with pytest.raises(EnvironmentUnfitError, match=r"\[\[logger\]\] name = 'tensorboard': .*out/events"):
+        hpctrain.run({**TINY, "logger": [{"name": "tensorboard"}]})
 
 
 def test_a_background_save_is_announced_when_it_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
