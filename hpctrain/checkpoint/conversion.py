@@ -52,11 +52,16 @@ def export_safetensors(source: Source, path: Path, progress: Progress) -> None:
                 write_at(fd, rows, 8 + len(text) + places[piece.name] + before, path)
 
 
-def export_torch(source: Source, path: Path, progress: Progress) -> None:
-    """Write `source` as a state dict to the new file `path` with torch.save; holds all of it in memory."""
+def export_torch(source: Source, path: Path, progress: Progress, tied: Sequence[Sequence[str]] = ()) -> None:
+    """Write `source` as a state dict to the new file `path` with torch.save; holds all of it in memory.
+
+    tied: names that are one parameter's; it gets all of them, as `state_dict()` has them.
+    """
     tensors = {name: memory_for(name, one.shape, one.dtype) for name, one in source.tensors.items()}
     with new_file(path) as fd:
         _fill(source, tensors, progress)
+        for first, *others in tied:
+            tensors.update((name, tensors[first]) for name in others if first in tensors and name not in tensors)
         with writing(path), open(fd, "wb", closefd=False) as file:
             try:
                 torch.save(tensors, file)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from hpctrain.errors import CheckpointError, UsageError
 
 MODEL = "model/"
 """What the names of a model's parameters begin with in our checkpoints."""
+TIED = "tied"
+"""The value of a checkpoint whose model has parameters of several names: those names, first the one that it lies under."""
 
 
 def load_weights(
@@ -44,6 +47,16 @@ def load_weights(
     if differences is not None:
         raise CheckpointError(f"the weights in {path} are of another model: {differences}")
     together(group, lambda: source.fill(pieces))
+
+
+def tied_names(values: Mapping[str, Any]) -> list[list[str]]:
+    """What a checkpoint says under `TIED`; nothing where it says something else."""
+    found = values.get(TIED, [])
+    good = isinstance(found, list) and all(
+        isinstance(names, list) and names and all(isinstance(name, str) and name.isprintable() for name in names)
+        for names in found
+    )
+    return found if good else []
 
 
 def _named_once(source: Source, tied: Sequence[list[str]], group: dist.ProcessGroup) -> Source:

@@ -24,7 +24,7 @@ from hpctrain.checkpoint.state import (
     state_pieces,
 )
 from hpctrain.checkpoint.store import CheckpointStore, Restored
-from hpctrain.checkpoint.weights import load_weights
+from hpctrain.checkpoint.weights import TIED, load_weights
 from hpctrain.contracts.pieces import Piece, State
 from hpctrain.errors import CheckpointError
 
@@ -168,6 +168,8 @@ class Saving:
         }
         if any(groups):
             values["optimizer_groups"] = groups
+        if session.tied:
+            values[TIED] = session.tied
         if session.evaluation is not None and session.evaluation[0] == session.step:
             values[EVALUATION_LOSS] = session.evaluation[1]
         return values

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import TINY
 from hpctrain_plugins.checkpoint.common.sealed import seal
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
@@ -22,6 +23,7 @@ from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 import hpctrain
 from hpctrain.checkpoint.conversion import import_weights
 from hpctrain.checkpoint.retention import Retention
+from hpctrain.cli import main
 from hpctrain.errors import CheckpointError, EnvironmentUnfitError, HpctrainError, TrainingError, UsageError
 from hpctrain.job import output_lock
 from hpctrain.loop.metrics import MetricsFile
@@ -334,3 +336,15 @@ def test_a_checkpoint_of_weights_only_is_nothing_to_go_on_from() -> None:
     says = r'imported holds weights only, .*lacks samples_seen, .* set \[model\] weights = "imported"'
     with pytest.raises(CheckpointError, match=says):
         hpctrain.run({**TINY, **tables}, resume="imported")
+
+
+def test_tied_parameters_are_exported_under_all_their_names_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    train(job={"steps": 1}, model={"tie_embeddings": True})
+    words = ["hpctrain", "checkpoint", "export", "out/checkpoints/step-00000001", "--to", "torch", "weights.pt"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    content = torch.load("weights.pt")
+    assert content["head.weight"].data_ptr() == content["token_embedding.weight"].data_ptr()
+    model = {"tie_embeddings": True, "weights": "weights.pt"}
+    assert train(job={"steps": 1, "name": "tuned", "output_dir": "tuned"}, model=model)["step"] == 1

@@ -18,11 +18,16 @@ from hpctrain.cli.progress import bytes_progress
 def export(formats: Formats, checkpoint: Path, kind: str, out: Path) -> None:
     """Write the model's weights in CKPT (not the optimizer's state) to the new file OUT."""
     from hpctrain.checkpoint.conversion import export_safetensors, export_torch
-    from hpctrain.checkpoint.weights import open_weights
+    from hpctrain.checkpoint.weights import open_weights, tied_names
 
     with files_of(checkpoint):
-        formats.find(checkpoint)
+        found = formats.find(checkpoint)
         source = open_weights(checkpoint, formats.all)
         with bytes_progress("exporting") as progress:
-            (export_safetensors if kind == "safetensors" else export_torch)(source, out, progress)
+            if (
+                kind == "safetensors"
+            ):  # where each name has values of its own, so the first one of tied parameters stands alone
+                export_safetensors(source, out, progress)
+            else:
+                export_torch(source, out, progress, tied_names(found.format.read_values(checkpoint)))
     click.echo(f"wrote {out}: {len(source.tensors)} tensors, {size_text(out.stat().st_size)}")
