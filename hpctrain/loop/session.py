@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.contracts.dataset import Lengths, Samples
-from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.runner import Runner, RunnerParts
@@ -22,11 +20,11 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_padding, make_plan, open_data, steps_of_epochs
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.tokens import TokenPlan
-from hpctrain.errors import EnvironmentUnfitError, UsageError, reason
+from hpctrain.errors import EnvironmentUnfitError, UsageError
 from hpctrain.gradients.sums import GradientSums
 from hpctrain.job.check import CheckedJob
 from hpctrain.loop.console import Console
-from hpctrain.loop.metrics import MetricsFile
+from hpctrain.loop.records import Records
 from hpctrain.loop.runner import PlainRunner
 from hpctrain.loop.saving import Saving
 from hpctrain.loop.totals import PieceTotals
@@ -35,8 +33,6 @@ from hpctrain.model.build import build_model
 from hpctrain.model.groups import parameter_groups
 from hpctrain.model.updates import updates_parts_alike
 from hpctrain.world.meeting import World
-
-LOG = logging.getLogger("hpctrain")
 
 
 class Session:
@@ -234,37 +230,14 @@ class Session:
 
     def _open_outputs(self) -> None:
         self.console.layout(self)
-        if self.world.identity.rank:
-            return
-        path = self.job.output_dir / "metrics.jsonl"
-        try:
-            self._metrics = MetricsFile(path, self.step)
-        except OSError as error:
-            raise UsageError(f"[job] output_dir: {path} cannot be written: {error.strerror or error}") from None
-        for logger in self.parts.loggers:
-            try:
-                logger.open(self.job.output_dir, self.step)
-            except OSError as error:
-                raise EnvironmentUnfitError(f"[[logger]] name = {logger.name!r}: {reason(error)}") from error
-        self._loggers = list(self.parts.loggers)
+        if self.world.identity.rank == 0:
+            self._records = Records(self.job.output_dir, self.parts.loggers, self.step)
 
     def report(self, row: Mapping[str, Any]) -> None:
         """A row of metrics to the file, the loggers and the screen."""
-        if self.world.identity.rank:
-            return
-        self._metrics.write(dict(row))
-        self._ask_loggers(lambda logger: logger.log(row))
-        self.console.progress(row, self.steps, self.parts.model.counts)
-
-    def _ask_loggers(self, ask: Callable[[Logger], None]) -> None:
-        """One that fails (its server or its disk is gone) is done without from then on: metrics.jsonl has every row."""
-        for logger in list(self._loggers):
-            try:
-                ask(logger)
-            except Exception as error:
-                self._loggers.remove(logger)
-                LOG.warning("logger %s failed and gets no more rows: %s: %s", logger.name, type(error).__name__, error)
-                LOG.info("where logger %s failed", logger.name, exc_info=error)
+        if self.world.identity.rank == 0:
+            self._records.write(row)
+            self.console.progress(row, self.steps, self.parts.model.counts)
 
     def say(self, message: str) -> None:
         """A line on rank 0's screen."""
@@ -275,5 +248,4 @@ class Session:
         self.sums.close()
         self.console.close()
         if self.world.identity.rank == 0:
-            self._metrics.close()
-            self._ask_loggers(lambda logger: logger.close())
+            self._records.close()
