@@ -57,6 +57,9 @@ class Parallelism(Plugin):
     one_shape: ClassVar[bool] = False
     """Whether all micro batches must have the same shape, so that batches by token budget can't be had (pp)."""
 
+    one_compiled_shape: ClassVar[bool] = False
+    """Whether that is so where blocks are compiled (tp)."""
+
     def sequence_multiple(self, size: int) -> int:
         """What the length of a batch must be a multiple of for `size` ranks of this axis to cut it."""
         return 1

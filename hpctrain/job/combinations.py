@@ -141,6 +141,9 @@ def _token_problems(job: Job, parts: Parts) -> list[Problem]:
         if plugin.one_shape:
             why = f"{name} needs micro batches of one shape, and those of a token budget differ"
             problems.append(Problem(("batch", "tokens"), f"[batch] tokens: {why}; {instead}, or {name} = 1"))
+        elif plugin.one_compiled_shape and job.compile.enabled:
+            why = f"{name} is compiled for micro batches of one shape, and those of a token budget differ"
+            problems.append(Problem(("compile", "enabled"), f"[compile] enabled: {why}; {instead}, or leave it out"))
     return problems
 
 

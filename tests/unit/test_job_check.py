@@ -286,6 +286,11 @@ def test_what_cannot_be_compiled() -> None:
     assert message.startswith("[compile] enabled: context: method = "), message
     checked(parallelism={"context": 2}, **compiled)
     checked(parallelism={"context": {"size": 2, "method": "ulysses"}}, **compiled, **selective)
+    by_tokens = {"batch": {"global_size": None, "micro_size": None, "tokens": 60, "micro_tokens": 20}}
+    (message,) = problems(parallelism={"tensor": 2}, **compiled, **by_tokens)
+    assert message.startswith("[compile] enabled: tensor is compiled for micro batches of one shape"), message
+    checked(parallelism={"tensor": 2}, **by_tokens)
+    checked(**compiled, **by_tokens)
 
 
 def test_callables_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

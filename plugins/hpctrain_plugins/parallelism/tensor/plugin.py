@@ -40,6 +40,7 @@ class Tensor(Parallelism):
     axis = "tp"
     order = 50
     repeats_loss = True
+    one_compiled_shape = True  # torch's compiler recurses without end on DTensors of sizes that it takes for unknown
     Options = TensorOptions
     options: TensorOptions
 
