@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -87,6 +88,8 @@ def _run_in(
                 result = train(session, stop)
             finally:
                 session.close()
+                if checked.job.compile.enabled:
+                    torch.compiler.reset()  # else this job's shapes and the next one's are compiled as one
         except Exception as error:
             checked.registry.manager.hook.hpctrain_exception(exception=error, identity=identity)
             raise

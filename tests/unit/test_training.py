@@ -377,6 +377,15 @@ def test_a_job_leaves_no_groups_to_the_next_one_of_its_process() -> None:
     assert _get_fast_path_sharding_prop_cache_stats() == (0, 0)
 
 
+def test_a_job_leaves_nothing_compiled_to_the_next_one_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes that differ between two jobs would be compiled as one that is unknown."""
+    resets: list[bool] = []
+    monkeypatch.setattr(torch, "compile", lambda forward: forward)  # generated code takes half a minute
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(True))
+    hpctrain.run(job(job={"steps": 1}, compile={"enabled": True}))
+    assert resets == [True]
+
+
 def test_a_program_that_has_set_up_torch_distributed_itself() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
