@@ -30,9 +30,7 @@ def start_ranks(job: Path, ranks: int, overrides: tuple[str, ...], resume: str) 
     check(read_job(job, overrides), ranks)
     mpiexec = find_mpiexec()
     signals: list[int] = []
-    for (
-        number
-    ) in STOPPING:  # to this process's end: what comes after the ranks have left is not to change its exit code
+    for number in STOPPING:
         signal.signal(number, lambda number, _: signals.append(number))
     directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
     link = Link(directory)
@@ -41,6 +39,9 @@ def start_ranks(job: Path, ranks: int, overrides: tuple[str, ...], resume: str) 
     finally:
         link.close()
         shutil.rmtree(directory, ignore_errors=True)
+        # what comes now is not to change the exit code; a handler would end with the interpreter
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _command(job: Path, overrides: tuple[str, ...], resume: str, directory: Path) -> list[str]:
