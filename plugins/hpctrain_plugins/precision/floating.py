@@ -33,6 +33,8 @@ class FP32(Precision):
         return torch.float32
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        if device.type == "cuda":  # torch's default is fewer bits in convolutions, and tf32 may have run before
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         return nullcontext()
 
 

@@ -23,7 +23,7 @@ def _lacks(device: torch.device, capability: tuple[int, int], what: str) -> str 
 
 
 class TF32(Precision):
-    """float32 with matrix products in TensorFloat-32 (10 bits of precision)."""
+    """float32 with matrix products and convolutions in TensorFloat-32 (10 bits of precision)."""
 
     name = "tf32"
 
@@ -35,7 +35,8 @@ class TF32(Precision):
         return _lacks(device, _TF32_CAPABILITY, "TensorFloat-32")
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        torch.backends.cuda.matmul.allow_tf32 = True  # for good: backward runs outside of this context
+        # for good: backward runs outside of this context
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         return nullcontext()
 
 
