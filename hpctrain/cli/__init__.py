@@ -36,6 +36,15 @@ def cli() -> None:
 
 
 def main() -> None:
+    """The process of the command."""
+    code = execute()
+    if launched() or "torch.distributed" in sys.modules:  # a rank by itself has a group, too
+        end_process(code)
+    _flush()
+    sys.exit(code)
+
+
+def execute() -> int:
     """Run the command; errors are sentences on stderr, and the exit code says of which kind they are."""
     try:
         code = cli.main(standalone_mode=False)
@@ -54,11 +63,7 @@ def main() -> None:
     except BrokenPipeError:  # `hpctrain plugins | head`
         sys.stderr.close()
         code = 0
-    code = code if isinstance(code, int) else 0
-    if launched():
-        end_process(code)
-    _flush()
-    sys.exit(code)
+    return code if isinstance(code, int) else 0
 
 
 def _flush() -> None:
