@@ -14,6 +14,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from torch._C import _DisableTorchDispatch
 from torch.futures import Future
 
 from hpctrain.mpi import accounting
@@ -157,7 +158,9 @@ class Engine:
         try:
             if self.broken is not None:
                 raise CommunicationError(f"{operation.name} was not started: {self.broken}")
-            self._transport.run(operation, work.number, in_worker=in_worker)
+            # what the caller's modes record or replay, such as selective checkpointing, is not how an operation is made up
+            with _DisableTorchDispatch():
+                self._transport.run(operation, work.number, in_worker=in_worker)
         except OperationMismatchError as mismatch:
             error = mismatch  # every rank saw it before any data moved: the group is still in step
         except MPI.Exception as failure:

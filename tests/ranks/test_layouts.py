@@ -166,6 +166,20 @@ def test_compiled_blocks_around_a_ring(root, monkeypatch) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.shown_on(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_buckets_that_are_full_at_other_times_on_other_ranks(root, stage: int) -> None:
+    """The head has 31 rows on one rank and 30 on the other, so the gradients of the last norm are in different buckets."""
+    tables = job(
+        job={"output_dir": str(root), "steps": 2}, parallelism={"tensor": SEQUENCE}, optimizer=OPTIMIZERS["sgd"],
+        batch={"micro_size": 12}, sharding={
+            "stage": stage, "contiguous_gradients": False, "overlap_communication": True, "reduce_bucket_size": 32 * 20 * 4,
+        },
+    )  # fmt: skip
+    compare(train_here(tables).rows, reference(tables)[1], *BOUNDS["fp32"])
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", MORE_AXES, ids=label)
 def test_more_axes(root, record, case) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpctrain.mpi
 
@@ -291,6 +294,31 @@ def test_tensors_of_inference_mode_before_and_after_others(world, elements, asyn
             sparse.coalesce().values().add_(1)
             assert sparse.coalesce().values()[0] == world.size + 1
     dist.destroy_process_group(group)
+
+
+def test_modes_of_the_caller_see_the_same_whichever_thread_runs_an_operation(world):
+    """Selective checkpointing replays what it saw; which thread it is depends on the moment."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen[-1].append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[list[str]] = []
+    mine, received = torch.full((world.size,), float(world.rank)), torch.empty(world.size)
+    everyones = torch.empty(world.size * world.size)
+    for asynchronous in (False, True):
+        seen.append([])
+        with Seen():
+            for work in (
+                dist.all_gather_into_tensor(everyones, mine, async_op=asynchronous),
+                dist.all_to_all_single(received, mine, async_op=asynchronous),
+            ):
+                if work is not None:
+                    time.sleep(0.05)  # the worker takes it
+                    work.wait()
+        assert received.tolist() == [float(rank) for rank in range(world.size)]
+    assert seen[0] == seen[1]
 
 
 def test_tensors_that_require_gradients(world):

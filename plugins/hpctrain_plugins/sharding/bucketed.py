@@ -64,6 +64,7 @@ class Bucketed(Sharding):
 
     def _ready(self, bucket: Bucket, entry: Entry, parameter: nn.Parameter) -> None:
         bucket.waiting -= 1
+        entry.settle_gradient()
         self._gradient_made(bucket, entry)
 
     def _await_gradients(self) -> None:

@@ -63,6 +63,16 @@ class Entry:
             return gradient.redistribute(placements=self.parameter.placements).to_local()
         return gradient
 
+    def settle_gradient(self) -> None:
+        """Give it the parameter's placement.
+
+        That may be a sum over ranks of another axis. Their buckets are full at other times, as they hold other parts of
+        the parameters, so it can't wait until then.
+        """
+        whole, gradient = self.parameter, self.parameter.grad
+        if isinstance(whole, DTensor) and isinstance(gradient, DTensor) and gradient.placements != whole.placements:
+            whole.grad = gradient.redistribute(placements=whole.placements)
+
     def point_gradient(self, view: Tensor) -> None:
         """Backward adds to `view` from now on."""
         whole = self.parameter
