@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,8 +17,11 @@ def _wait_for_nothing() -> None:
 
 
 def on_terminal() -> bool:
-    """Whether a person sees this process's output as it comes; it may be closed."""
-    return sys.stdout is not None and sys.stdout.isatty()
+    """Whether a person sees this process's output as it comes; it may be closed.
+
+    Open MPI's mpiexec gives its ranks a terminal of their own, wherever its own output goes: that one says nothing.
+    """
+    return sys.stdout is not None and sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
 
 
 @dataclass(frozen=True)

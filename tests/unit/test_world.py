@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 from hpctrain.world.detection import detect, fallback_notice, launched
+from hpctrain.world.front import on_terminal
 from hpctrain.world.identity import Identity
 from hpctrain.world.meeting import compare_ranks, threads_per_rank
 from hpctrain.world.slurm import candidate_ports, first_host
@@ -118,3 +122,12 @@ def test_ranks_that_differ_are_named_with_their_nodes() -> None:
     everyone = UsageError("bad job")
     bad = verdicts([[], []], [everyone, everyone])
     assert str(bad[0]) == "bad job" and bad[1].exit_code == 2
+
+
+def test_the_terminal_that_open_mpi_gives_a_rank_is_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, terminal = os.openpty()
+    with open(terminal, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert on_terminal()
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+        assert not on_terminal()
