@@ -77,6 +77,8 @@ class Saving:
                 f"{session.fingerprint}); restore the data, or start anew in another output_dir"
             )
         session.step, session.samples_seen = restored.step, values["samples_seen"]
+        if EVALUATION_LOSS in values:
+            session.evaluation = restored.step, values[EVALUATION_LOSS]
         session.parts.precision.restore(values["precision"])
         restore_quantized(session.pieces, session.optimizer, pieces)
         restore_numbers(session.pieces, session.optimizer, values["optimizer_numbers"])

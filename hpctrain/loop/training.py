@@ -19,12 +19,15 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     """Train from the session's step to its last one, or until a signal. The result has step, loss and exit_code."""
     hooks, last_loss, code = session.hooks, math.nan, EXIT_DONE
     hooks.hpctrain_job_start(job=session.job, identity=session.world.identity)
+    if session.step and session.evaluation is None:
+        evaluate_if_due(session)  # a signal left no time for it
     loader = session.training_loader()
     try:
         while session.step < session.steps and code == EXIT_DONE:
             row, stop_agreed = train_step(session, loader, stop)
             last_loss = row["loss"]
-            evaluate_if_due(session)
+            if not stop_agreed:  # who stops a job may kill it soon: save first
+                evaluate_if_due(session)
             code = save_if_due(session, stop_agreed)
     finally:
         loader.close()

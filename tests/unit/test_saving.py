@@ -49,6 +49,18 @@ def hpctrain_step_end(step):
         away.rename(checkpoints)
 """
 
+STOPS = """
+import os
+import signal
+from hpctrain.api import hookimpl
+
+
+@hookimpl
+def hpctrain_step_end(step):
+    if step == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +120,20 @@ def test_the_newest_every_nth_and_the_best_stay() -> None:
     losses = {row["step"]: row["evaluation_loss"] for row in rows() if "evaluation_loss" in row}
     best = [step for step in sorted(losses, key=lambda step: losses[step]) if step in {8, *best}][:2]
     assert steps_saved() == sorted({8, 5, *best})
+
+
+def test_a_signal_saves_before_an_evaluation_and_the_resume_makes_up_for_it() -> None:
+    Path("stops.py").write_text(STOPS)
+    every: Any = {"every_steps": 2}
+    assert train(evaluation=every, plugins={"load": ["stops"]})["exit_code"] == 75
+    assert steps_saved() == [2] and not any("evaluation_loss" in row for row in rows())
+    assert train(evaluation=every)["exit_code"] == 0
+    resumed = rows()
+    train(job={"output_dir": "straight"}, evaluation=every)
+    straight = [json.loads(line) for line in Path("straight/metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row.get("evaluation_loss")) for row in resumed] == [
+        (row["step"], row.get("evaluation_loss")) for row in straight
+    ]
 
 
 def test_the_best_need_an_evaluation() -> None:
