@@ -11,6 +11,7 @@ import json
 import random
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from equivalence_table import BOUNDS
-from plain import batches_of, gpt_loss, module_of, samples_of, stacked, train_plainly
+from plain import batches_of, gpt_loss, module_of, samples_of, train_plainly
 from test_stages import compare
+from test_token_batches import losses_of, mean_loss
 from training import train_here
 
 from hpctrain.job.check import check
@@ -47,38 +49,46 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def drawn_job(draw: random.Random) -> dict[str, Any]:
     """What the curve depends on."""
     heads = draw.choice([1, 2, 4, 6])
-    tie, seq = draw.random() < 0.3, draw.choice([16, 24, 48])
+    tie, seq, tokens = draw.random() < 0.3, draw.choice([16, 24, 48]), draw.random() < 0.15
     return {
         "job": {"name": "random", "seed": draw.randrange(1000), "steps": STEPS},
         "model": {
-            "name": "gpt", "hidden_size": heads * draw.choice([3, 4, 6]), "layers": draw.randint(1, 5),
+            "name": "gpt", "hidden_size": heads * draw.choice([3, 4, 6]), "layers": draw.choice([1, 2, 4, 5, 8]),
             "attention_heads": heads, "vocab_size": draw.randint(7, 70), "max_seq_length": seq, "tie_embeddings": tie,
             "freeze": draw.choice(FREEZE[:-2] if tie else FREEZE),
         },
-        "dataset": {"name": "synthetic", "samples": 100, "validation_samples": draw.randint(1, 30)},
+        "dataset": {
+            "name": "synthetic", "samples": 100, "validation_samples": draw.randint(1, 30),
+            **({"min_length": 1} if tokens else {}),
+        },
         "optimizer": draw.choice(OPTIMIZERS),
         "precision": {"mode": draw.choice(["fp32", "fp64", "fp64"])},
         "evaluation": {"every_steps": draw.choice([1, 2, 3])},
+        "batch": {"tokens": seq * draw.randint(3, 30)} if tokens else {"global_size": GLOBAL_SIZE},
     }  # fmt: skip
 
 
-def drawn_layout(draw: random.Random, ranks: int) -> dict[str, Any]:
+def drawn_layout(draw: random.Random, ranks: int, job: dict[str, Any]) -> dict[str, Any]:
     """What it must not depend on."""
     parallelism: dict[str, Any] = {}
     rest = ranks
-    for name, options in (("tensor", _tensor), ("context", _context), ("pipeline", _pipeline)):
+    for name, options in draw.sample([("tensor", _tensor), ("context", _context), ("pipeline", _pipeline)], 3):
         size = draw.choice([s for s in range(1, rest + 1) if rest % s == 0])
         if size > 1 and draw.random() < 0.7:
             parallelism[name] = {"size": size, **options(draw)}
             rest //= size
-    stage = draw.randint(0, 3)
+    stage = draw.randint(0, 2 if "pipeline" in parallelism else 3)
     if stage and rest > 1 and draw.random() < 0.3:
         parallelism["replicate"] = draw.choice([s for s in range(1, rest + 1) if rest % s == 0])
-    share = GLOBAL_SIZE // rest
+    micro = (
+        {"micro_size": GLOBAL_SIZE // rest // draw.choice([1, 2, 3, 4, 6, 12])}
+        if "global_size" in job["batch"]
+        else {"micro_tokens": job["model"]["max_seq_length"] * draw.randint(1, 3)}
+    )
     return {
         "parallelism": parallelism,
         "sharding": {"stage": stage, **_sharding(draw, stage)},
-        "batch": {"global_size": GLOBAL_SIZE, "micro_size": share // draw.choice([1, 2, 3, 4, 6])},
+        "batch": {**job["batch"], **micro},
         "activation_checkpointing": _checkpointing(draw),
         "compression": draw.choice([{}, {}, {"name": "top-k", "ratio": 1.0, "inside_nodes": True}]),
         "checkpoint": {"format": draw.choice(["hdf5", "hdf5", "dcp"]), "asynchronous": draw.random() < 0.5},
@@ -95,7 +105,7 @@ def _context(draw: random.Random) -> dict[str, Any]:
 
 def _pipeline(draw: random.Random) -> dict[str, Any]:
     schedule = draw.choice(["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"])
-    per_rank = draw.randint(1, 3) if schedule in ("interleaved-1f1b", "zero-bubble") else 1
+    per_rank = draw.randint(2, 3) if schedule in ("interleaved-1f1b", "zero-bubble") else 1
     return {"schedule": schedule, "stages_per_rank": per_rank}
 
 
@@ -131,9 +141,11 @@ def two_layouts(seed: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
     draw = random.Random(f"{seed} on {ranks}")
     while True:
         job = drawn_job(draw)
-        first, second = ({**job, **drawn_layout(draw, ranks)} for _ in range(2))
-        if all(map(partial(is_accepted, ranks), (first, second))):
-            return tuple(json.loads(json.dumps(tables)) for tables in (first, second))  # nothing is shared
+        tried = ({**job, **drawn_layout(draw, ranks, job)} for _ in range(50))
+        accepted = list(islice((tables for tables in tried if is_accepted(ranks, tables)), 2))
+        if len(accepted) == 2:
+            first, second = (json.loads(json.dumps(tables)) for tables in accepted)  # nothing is shared
+            return first, second
 
 
 def is_accepted(ranks: int, tables: dict[str, Any]) -> bool:
@@ -162,11 +174,12 @@ def plainly(tables: dict[str, Any]) -> tuple[list[tuple[float, float]], float]:
             matches = any(fnmatchcase(name, p) for one in patterns for p in ([one] if isinstance(one, str) else one))
             groups[matches]["params"].append(parameter)
     optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[tables["optimizer"]["name"]](groups, **options)
-    losses = (partial(gpt_loss, module, *batch) for batch in batches_of(tables))
+    whole = (partial(gpt_loss, module, *batch) for batch in batches_of(tables))
+    losses = losses_of(tables, module) if "tokens" in tables["batch"] else whole
     steps = train_plainly(module, optimizer, losses, tables["optimizer"].get("clip_norm"))
     samples = samples_of(tables, "validation")
     with torch.no_grad():
-        return steps, gpt_loss(module, *stacked([samples[i] for i in range(len(samples))])).item()
+        return steps, mean_loss(module, [samples[i] for i in range(len(samples))]).item()
 
 
 def test_two_random_layouts(root, seed: int) -> None:

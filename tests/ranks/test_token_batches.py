@@ -49,7 +49,7 @@ def losses_of(tables: dict[str, Any], module: torch.nn.Module) -> Iterator[Calla
         batch: list[dict[str, Tensor]] = []
         while True:
             sample = samples[int(order.at(position, position + 1)[0])]
-            if sum(len(s["labels"]) for s in [*batch, sample]) > TOKENS:
+            if sum(len(s["labels"]) for s in [*batch, sample]) > tables["batch"]["tokens"]:
                 break
             batch.append(sample)
             position += 1
