@@ -26,7 +26,7 @@ def structure_of(module: nn.Module) -> Structure:
     blocks = tuple(_blocks(module, ""))
     if not blocks or type(module).forward is not nn.Sequential.forward:
         return Structure(blocks)
-    names = tuple(name for name, _ in module.named_children())
+    names = tuple(module._modules)  # a module that stands in several places runs in each: named_children has it once
     if blocks[0] not in names:
         return Structure(blocks)
     first = names.index(blocks[0])

@@ -61,8 +61,9 @@ class Odd(nn.Module):
 
 
 def sequence_of_halves() -> nn.Sequential:
-    """A pipeline as one writes it without a plugin. ids: (batch, 3) -> (batch, 7)"""
-    return nn.Sequential(nn.Embedding(7, 5), *(Half() for _ in range(4)), nn.Flatten(), nn.Linear(15, 7))
+    """A pipeline as one writes it without a plugin, with a part that stands in two places. ids: (batch, 3) -> (batch, 7)"""
+    twice = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+    return nn.Sequential(nn.Embedding(7, 5), twice, *(Half() for _ in range(4)), twice, nn.Flatten(), nn.Linear(15, 7))
 
 
 class Counting(torch.optim.Optimizer):

@@ -34,7 +34,7 @@ def split(blocks: int, stages: int, given: Sequence[int]) -> list[range]:
 def drop(module: nn.Module, unwanted: Sequence[nn.Module]) -> None:
     """Take modules out; their places keep their names and hold nothing."""
     for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # named_children has one that stands in several places once
             if any(child is one for one in unwanted):
                 setattr(parent, name, None)
 
