@@ -11,6 +11,7 @@ import torch.distributed as dist
 from modules import built, foreign_steps, sequence_of_halves
 from plain import module_of
 from test_stages import OPTIMIZERS, compare, reference
+from torch import nn
 from training import Rows, job, session_of, train_here
 
 from hpctrain.loop.signals import StopRequest
@@ -123,6 +124,38 @@ def test_an_nn_sequential_of_ones_own_tells_its_blocks(root, layout: dict[str, A
     assert "no blocks" not in caplog.text
 
 
+class Noisy(nn.Module):
+    """A block with a memory, and with draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 5), nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.norm(self.linear(x)), 0.3, self.training)
+
+
+def noisy() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(7, 5), Noisy(), Noisy(), nn.Flatten(), nn.Linear(15, 7))
+
+
+@pytest.mark.shown_on(2)
+def test_the_forward_that_shows_shapes_leaves_no_trace(root) -> None:
+    """Torch makes one before the first step of each start, of noise beyond the first stage."""
+
+    def rows(output: str, steps: int) -> list[tuple[float, float]]:
+        tables = knotted(root, {"stage": 0}, name="test_pipeline:noisy", loss="torch.nn.functional:cross_entropy")
+        tables["job"] |= {"steps": steps, "output_dir": str(root / output)}
+        with session_of({**tables, "plugins": {}}, found := Rows(None)) as session:
+            train(session, StopRequest())
+            seen = [int(one) for name, one in session.module.named_buffers() if "tracked" in name]
+        assert seen == [8 * steps]
+        return [(row["loss"], row["grad_norm"]) for row in found.rows]
+
+    straight = rows("straight", 2)
+    assert rows("halves", 1) + rows("halves", 2) == straight
+
+
 @pytest.mark.shown_on(2)
 def test_no_two_blocks_draw_alike(root) -> None:
     """Dropout at the same place of two pipeline stages would drop the same activations."""
@@ -138,7 +171,7 @@ def test_no_two_blocks_draw_alike(root) -> None:
             block.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(()).item()))
         train(session, StopRequest())
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, drawn[-2 * 3 :])  # the second step: the first one forwards to find out shapes, too
+    dist.all_gather_object(everyone, drawn[-2 * 3 :])  # the second step: torch forwards before the first, too
     assert len({number for of_rank in everyone for number in of_rank}) == 4 * 3, "blocks x micro batches"
 
 

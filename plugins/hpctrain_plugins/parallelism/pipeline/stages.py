@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,20 @@ def drop(module: nn.Module, unwanted: Sequence[nn.Module]) -> None:
                 setattr(parent, name, None)
 
 
+@contextmanager
+def without_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """What a forward does to buffers and to random numbers is as if it had not been."""
+    kept = [(inner, dict(inner._buffers)) for inner in module.modules() if inner._buffers]
+    for inner, buffers in kept:
+        inner._buffers = {name: None if one is None else one.clone() for name, one in buffers.items()}
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for inner, buffers in kept:
+            inner._buffers = buffers
+
+
 class Stage(nn.Module):
     """What one pipeline stage computes of a micro batch; the micro batches themselves are given by number.
 
@@ -63,11 +78,14 @@ class Stage(nn.Module):
         self.copies = nn.ParameterList()  # of other stages' parameters, so that schedules find them among this one's
         self._spec, self._precision, self._first, self._last = spec, precision, first, last
         self.micro_batches: list[MicroBatch] = []
+        self.in_step = False
+        """Whether what runs is a micro batch: to see shapes, torch forwards once before, beyond the first stage noise."""
 
     def forward(self, value: Tensor, index: Tensor) -> Tensor:
         """value: from the stage before; of the first stage `index` again. index: (1,), number of the micro batch."""
         whole = self._whole[0]
-        with self._precision.forward(index.device):
+        looks = torch.is_grad_enabled() and not self.in_step
+        with without_trace(whole, index.device) if looks else nullcontext(), self._precision.forward(index.device):
             hidden = self._spec.embed(whole, self.micro_batches[int(index)].batch) if self._first else value
             for block in self.blocks:
                 hidden = block(hidden)

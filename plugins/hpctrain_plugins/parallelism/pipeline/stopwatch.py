@@ -63,8 +63,11 @@ class TimedStage(PipelineStage):
         """Micro batches whose backward is not to be taken apart."""
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        self.submod.in_step = True  # type: ignore[assignment]
         with self.watch.computing():
-            return super().forward_one_chunk(*args, **options)
+            output = super().forward_one_chunk(*args, **options)
+        self.submod.in_step = False  # type: ignore[assignment]
+        return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
