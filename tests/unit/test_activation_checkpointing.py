@@ -97,7 +97,7 @@ def checkpointing(table: dict[str, Any]) -> ActivationCheckpointing:
 
 
 class Normed(torch.nn.Module):
-    """A block with running statistics, in place and by a buffer of its own that is set anew."""
+    """A block with running statistics, in place and by a buffer of its own that is set anew, which it multiplies by."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Normed(torch.nn.Module):
     def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
         self.seen = self.seen + len(x)
         self.forwards += 1
-        return x + scale * torch.relu(self.norm(self.linear(x)))
+        return x + scale * torch.relu(self.norm(self.linear(x))) * self.seen * self.forwards.clone()
 
 
 class Foreign(torch.nn.Module):

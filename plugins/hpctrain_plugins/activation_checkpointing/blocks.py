@@ -24,47 +24,57 @@ def blocks_of(module: nn.Module, spec: ModelSpec, mode: str) -> list[nn.Module]:
 
 
 class Buffers:
-    """The buffers of a block, such as the running statistics of BatchNorm: a forward in backward leaves them alone."""
+    """The buffers of a block, such as the running statistics of BatchNorm or the vectors of a spectral norm: a forward in
+    backward begins with what the first one began with, and leaves them alone."""
 
     def __init__(self, block: nn.Module):
         self._owners = [module for module in block.modules() if module._buffers]
+        self._changing: set[tuple[nn.Module, str]] | None = None
+        """Those that a forward is known to change; None before the first one."""
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """One for a forward, one for the same forward in backward: torch.utils.checkpoint's `context_fn`."""
         again = _Again()
-        return self._noting(again.changed), again
+        return self._noting(again), again
 
     @contextmanager
-    def _noting(self, changed: list[tuple[nn.Module, str]]) -> Iterator[None]:
+    def _noting(self, again: _Again) -> Iterator[None]:
+        known = self._changing
         before = [
-            (owner, name, buffer, buffer._version)
+            # what is only read, a mask say, is copied once, before anything is known
+            (owner, name, buffer, buffer._version, _copy(buffer) if known is None or (owner, name) in known else buffer)
             for owner in self._owners
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
         yield
-        for owner, name, buffer, version in before:
+        for owner, name, buffer, version, value in before:
             # batch and instance norms write their statistics unnoticed by the version counter
             unnoticed = owner.training and getattr(owner, "track_running_stats", False)
             if unnoticed or owner._buffers[name] is not buffer or buffer._version != version:
-                changed.append((owner, name))
+                again.began_with.append((owner, name, value))
+        self._changing = (known or set()) | {(owner, name) for owner, name, _ in again.began_with}
 
 
 class _Again(AbstractContextManager[None]):
-    """What the forward has changed is changed in copies now; what it only read, a mask say, is not copied.
+    """What the forward has changed is changed in copies now.
 
     Entered once for each backward, of which some pipeline schedules have two.
     """
 
     def __init__(self) -> None:
-        self.changed: list[tuple[nn.Module, str]] = []
+        self.began_with: list[tuple[nn.Module, str, Tensor]] = []
         self._kept: list[tuple[nn.Module, str, Tensor | None]] = []
 
     def __enter__(self) -> None:
-        self._kept = [(owner, name, owner._buffers[name]) for owner, name in self.changed]
-        for owner, name, buffer in self._kept:
-            owner._buffers[name] = None if buffer is None else buffer.detach().clone()
+        self._kept = [(owner, name, owner._buffers[name]) for owner, name, _ in self.began_with]
+        for owner, name, value in self.began_with:
+            owner._buffers[name] = _copy(value)
 
     def __exit__(self, *exception: object) -> None:  # torch leaves by one as soon as it has all that it needs
         for owner, name, buffer in self._kept:
             owner._buffers[name] = buffer
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone()
