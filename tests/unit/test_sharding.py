@@ -74,7 +74,8 @@ def test_replicas_that_do_not_divide_the_ranks() -> None:
         check(RawJob(tables, {}, "job.toml"), 4)
 
 
-def test_a_class_that_is_not_there_and_a_scalar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stage_3_cannot_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that is not there, a scalar, and tensors that torch does not see: those of a model would get no gradients."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(JobError, match=r"no module is a 'Blok'; the model is made of Attention, Block, "):
         hpctrain.run(job(sharding={"stage": 3, "wrap": "class:Blok"}))
@@ -84,6 +85,16 @@ def test_a_class_that_is_not_there_and_a_scalar(tmp_path: Path, monkeypatch: pyt
         "    def __init__(self):\n"
         "        super().__init__(2, 1)\n"
         "        self.scale = torch.nn.Parameter(torch.tensor(2.0))\n"
+        "class Given:\n"
+        "    def __init__(self, y): self.y = y\n"
+        "class Giving(torch.nn.Linear):\n"
+        "    def forward(self, x): return Given(super().forward(x))\n"
+        "class Taking(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.one = Giving(2, 1)\n"
+        "    def forward(self, x): return self.one(x)\n"
+        "def loss(given, y): return (given.y - y).square().sum(1)\n"
         "def data(split): return [(torch.ones(2), torch.ones(1))] * 8 if split == 'train' else None\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -95,6 +106,11 @@ def test_a_class_that_is_not_there_and_a_scalar(tmp_path: Path, monkeypatch: pyt
     }  # fmt: skip
     with pytest.raises(UsageError, match=r"stage = 3: scale of the model .* is a scalar"):
         hpctrain.run(tables)
+    tables |= {"job": {"name": "taking", "steps": 1}, "model": {"name": "scaled:Taking", "loss": "scaled:loss"}}
+    with pytest.raises(UsageError, match="backward met nothing of what the model gives; expected a tensor, or a tuple"):
+        hpctrain.run(tables)
+    with pytest.raises(UsageError, match="a Giving gives a Given; expected a tensor"):
+        hpctrain.run({**tables, "sharding": {"stage": 3, "wrap": "class:Giving"}})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -35,7 +36,7 @@ from hpctrain.api import (
 from hpctrain_plugins.sharding.buckets import trained
 from hpctrain_plugins.sharding.communication import AsynchronousAllGather, Buffers, Pending, SummingReduceScatter
 from hpctrain_plugins.sharding.offload import host_copy, is_needed
-from hpctrain_plugins.sharding.wrapping import refuse_mixed, units_of
+from hpctrain_plugins.sharding.wrapping import refuse_mixed, refuse_unseen, units_of, unseen
 
 
 class FullyShardedOptions(Options):
@@ -121,6 +122,7 @@ class FullySharded(Sharding):
         units = units_of(module, spec, options.wrap, options.min_parameters)
         refuse_mixed(module, units)
         for unit in reversed(units):  # inner ones first
+            unit.register_forward_hook(partial(refuse_unseen, type(unit).__name__))
             fully_shard(
                 unit,
                 mesh=mesh["dp_shard"],
@@ -183,6 +185,8 @@ class FullySharded(Sharding):
         """Take over what the last backward made: fully_shard is to find no gradient that it would add to."""
         for one in self._reduce_scatters:
             one.finish()
+        if all(made.grad is None for made in self._parameters):  # not even zeros of what was not used
+            raise unseen("backward met nothing of what the model gives")
         for held in self._held:
             if held.piece.tensor.grad is None:
                 held.piece.tensor.grad = held.gradient()

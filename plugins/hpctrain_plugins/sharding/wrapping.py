@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hpctrain.api import ModelSpec, UsageError
 
@@ -65,6 +68,23 @@ def refuse_mixed(module: nn.Module, units: Sequence[nn.Module]) -> None:
                 'at once, expected one dtype; cut them apart with wrap = "class:NAME" or "size", or use stage = 2',
                 everywhere=True,
             )
+
+
+def refuse_unseen(kind: str, unit: nn.Module, inputs: Any, output: Any) -> None:
+    """A forward hook of a unit of class `kind`: raises UsageError where torch sees no tensor in what it gives, and would not
+    gather it in backward."""
+    seen = isinstance(output, (Tensor, tuple, list, dict)) or is_dataclass(output)
+    if torch.is_grad_enabled() and not seen and any(p.requires_grad for p in unit.parameters()):
+        raise unseen(f"a {kind} gives a {type(output).__name__}")
+
+
+def unseen(found: str) -> UsageError:
+    """What to say where backward would pass a unit by."""
+    return UsageError(
+        f"[sharding] stage = 3: {found}; expected a tensor, or a tuple, list, dict or dataclass with tensors, whose backward tells "
+        "when to gather and sum; give one of these, or use stage = 2",
+        everywhere=True,
+    )
 
 
 def _by_size(module: nn.Module, minimum: int) -> Iterator[nn.Module]:
