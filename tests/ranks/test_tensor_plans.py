@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from hpctrain_plugins.parallelism.tensor.blocks import plan_of_blocks
+from hpctrain_plugins.parallelism.tensor.cut import Cut
 from hpctrain_plugins.parallelism.tensor.hugging_face import hugging_face_plan
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
+from hpctrain_plugins.parallelism.tensor.refusals import refuse_unfit
 from modules import Transformer, built, foreign_steps
 from test_stages import compare
 from torch import nn
@@ -184,6 +186,39 @@ def test_a_guess_that_does_not_add_up_is_left_whole(caplog) -> None:
     cut = nn.ModuleList([nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)), Between(silu)])
     assert plan_of_blocks(cut, 2).keys() == {"0.0", "0.2", "1.fc1", "1.fc2"}
     assert plan_of_blocks(Masked(silu), 2).keys() == {"fc1", "fc2"}, "its names are all there is to go by"
+
+
+class Sharing(nn.Module):
+    """Two MLPs with one way in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 8), nn.Linear(8, 7)
+        self.one, self.two = Between(silu), Between(silu)
+        self.two.fc1 = self.one.fc1
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.two(self.one(self.embedding(ids).mean(1))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.shown_on(2)
+def test_a_linear_that_stands_in_two_places_is_cut_once(root) -> None:
+    tables = tables_of(root)
+    tables["model"]["name"] = "test_tensor_plans:Sharing"
+    tables |= {"job": {**tables["job"], "steps": 2}, "precision": {"mode": "fp32"}}
+    expected = foreign_steps(built(tables, Sharing), tables, torch.optim.SGD, lr=0.5, momentum=0.9)
+    compare(train_here(tables).rows, expected, losses=2e-6, norms=1e-5)
+
+
+def test_a_linear_with_parameters_in_modules_of_its_own_is_not_cut() -> None:
+    """The plain ones only would be, of a parametrized one the bias."""
+    module: Any = Between(silu)
+    module.fc1 = nn.utils.parametrizations.weight_norm(module.fc1)
+    plan = plan_for(module, SimpleNamespace(name="own"), {"fc1": Cut(style="colwise"), "fc2": Cut(style="rowwise")}, 2)  # type: ignore[arg-type]
+    with pytest.raises(
+        UsageError, match=r"fc1 is a ParametrizedLinear with fc1\.parametrizations in it, and colwise cuts a"
+    ):
+        refuse_unfit(module, SimpleNamespace(name="own"), plan, 2)  # type: ignore[arg-type]
 
 
 def test_a_model_brings_the_plan_of_a_fused_projection() -> None:

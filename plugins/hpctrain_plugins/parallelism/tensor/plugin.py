@@ -72,8 +72,12 @@ class Tensor(Parallelism):
         if not spec.tensor_plan():
             share_all_heads(module, plan, mesh.size())
         tied, trained = tied_parameters(module), {name for name, p in module.named_parameters() if p.requires_grad}
+        done: set[nn.Module] = set()
         for name, cut in plan.items():
             inner = module.get_submodule(name)
+            if inner in done:  # it stands in several places
+                continue
+            done.add(inner)
             if cut.parts is not None:
                 linear = linear_of(module, name)
                 gather_shares(linear, cut.rows(name, linear), mesh.size())
@@ -94,8 +98,8 @@ class Tensor(Parallelism):
             try:
                 yield
             except RuntimeError as error:
-                # collectives and memory have errors of their own
-                if self._has_run or type(error) is not RuntimeError:
+                # collectives and memory have errors of their own; an operator that DTensor lacks is NotImplementedError
+                if self._has_run or type(error) not in (RuntimeError, NotImplementedError):
                     raise
                 LOG.info("the first micro batch failed", exc_info=True)
                 given = ", ".join(f"{pattern} as {cut.style}" for pattern, cut in self.options.plan.items())

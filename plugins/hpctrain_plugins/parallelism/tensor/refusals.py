@@ -31,6 +31,13 @@ def _refuse_uncuttable(module: nn.Module, name: str, cut: Cut) -> None:
             + (" or an Embedding; leave it out" if cut.parts is None else " into parts; leave them out"),
             everywhere=True,
         )
+    within = [f"{name}.{child}" for child, _ in inner.named_children()]
+    if cuts and within:
+        raise UsageError(
+            f"[parallelism.tensor] plan: {name} is a {type(inner).__name__} with {', '.join(within)} in it, and {cut.style} cuts a "
+            "plain Linear or Embedding; leave it out",
+            everywhere=True,
+        )
     if linear and cut.style == "colwise" and cut.parts is None and is_fused(name):
         raise UsageError(
             f'[parallelism.tensor] plan: {name} is several matrices in one by its name, and "colwise" would give its first rows '
