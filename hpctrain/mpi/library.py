@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 
 from hpctrain.errors import EnvironmentUnfitError
 
@@ -41,8 +42,9 @@ _FORWARDING = 0.5
 
 def abort(code: int) -> None:
     """End all ranks with an exit code, after what this one printed has been forwarded."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError):  # no room, or nobody reads it any more
+            stream.flush()
     time.sleep(_FORWARDING)
     MPI.COMM_WORLD.Abort(code)
 

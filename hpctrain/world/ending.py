@@ -23,7 +23,12 @@ def end_process(code: int) -> NoReturn:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
-            stream.flush()
+    flush_output()
     os._exit(code)
+
+
+def flush_output() -> None:
+    """Hand over what was printed, as far as that goes."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):  # no room, nobody reads it any more, or it is closed
+            stream.flush()

@@ -15,6 +15,7 @@ from typing import NoReturn
 from hpctrain.errors import EXIT_TRAINING, HpctrainError
 from hpctrain.job.problems import sentence
 from hpctrain.world.detection import started_by_srun
+from hpctrain.world.ending import flush_output
 from hpctrain.world.identity import Identity
 from hpctrain.world.meeting import World
 
@@ -71,8 +72,7 @@ def end_now(identity: Identity, code: int, everybody: bool) -> NoReturn:
         from hpctrain.mpi.library import abort
 
         abort(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     if identity.rank == 0 and identity.size > 1:
         time.sleep(1)  # the store lies here: let the others read who failed
     os._exit(code)

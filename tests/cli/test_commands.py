@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -95,6 +97,25 @@ def test_help_and_usage(tmp_path: Path) -> None:
     for words in (["fly"], ["run"], ["run", "a.toml", "--fast"], ["new", "--template", "x"]):
         done = run(hpctrain(*words), tmp_path)
         assert done.code == 2 and "Traceback" not in done.err and done.err, done
+
+
+@pytest.mark.parametrize(
+    ("words", "streams", "code", "says"),
+    [
+        ("new", ">/dev/full", 4, "hpctrain: the output could not be written: No space left on device\n"),
+        ("new", "| sleep 0", 141, ""),
+        ("--version", ">&-", 0, ""),
+        ("fly", "2>/dev/full", 2, ""),
+        ("fly", "2>&-", 2, ""),
+        ("new $'\\xff.toml'", "2>&1 | grep -q 'wrote .udcff.toml'", 0, ""),  # a name that is no text
+    ],
+)
+def test_streams_that_take_nothing_are_no_traceback(
+    words: str, streams: str, code: int, says: str, tmp_path: Path
+) -> None:
+    line = f"{{ sleep 0.1; {shlex.join(hpctrain())} {words}; }} {streams}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", says)
 
 
 def test_a_compiled_model_has_the_same_curve(job: JobFile) -> None:
