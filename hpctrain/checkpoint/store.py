@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import threading
 from collections import Counter
@@ -169,6 +170,7 @@ class CheckpointStore:
         state = State(state.pieces, {**state.values, "step": step})
         temporary = share(group, lambda: self._begin(step))
         try:
+            together(group, lambda: _check_there(temporary, group.rank()))
             together(group, lambda: self._format.write(state, temporary, group))
             final = share(group, lambda: self._directory.commit(temporary))
         except Exception:
@@ -257,6 +259,15 @@ class CheckpointStore:
         if counts and self._group.rank() == 0:
             listed = ", ".join(f"{prefix} ({count})" for prefix, count in counts.items())
             LOG.warning("checkpoint %s has tensors that this run doesn't use: %s", directory.name, listed)
+
+
+def _check_there(directory: Path, rank: int) -> None:
+    """A format may make the directory where it is missing; what this rank wrote there would be lost without a word."""
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"rank {rank} on node {socket.gethostname()} does not find {directory}, which rank 0 made; expected it on a file "
+            "system that all nodes share: choose such a [job] output_dir"
+        )
 
 
 def _give_way() -> None:

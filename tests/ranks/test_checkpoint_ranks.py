@@ -207,6 +207,23 @@ def test_a_format_whose_ranks_write_alone_fails_on_all_when_one_does(root: Path)
         assert names(root) == []
 
 
+@pytest.mark.parametrize("form", [Hdf5, Dcp])
+def test_a_directory_that_a_rank_does_not_share_is_told(
+    form: type[CheckpointFormat], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = size() - 1
+    (tmp_path / "own").mkdir()
+    monkeypatch.chdir(tmp_path / "own" if rank() == other > 0 else root)
+    one = CheckpointStore(Path("checkpoints"), form(None), [], None, dist.group.WORLD)
+    state = State([Piece.whole(f"model/{rank()}", torch.ones(3))])
+    if other == 0:
+        one.save(1, state)
+        return
+    with pytest.raises(CheckpointError, match=rf"rank {other} on node .* does not find checkpoints/step-00000001\.tmp"):
+        one.save(1, state)
+    assert names(root / "checkpoints") == [] and not list((tmp_path / "own").iterdir())
+
+
 def test_a_damaged_shard_of_the_last_rank_lets_all_take_the_older_one(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -84,10 +84,8 @@ def naming(path: Path, rank: int) -> Iterator[None]:
         yield
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        where = f"while writing {path} (rank {rank}, node {socket.gethostname()})"
-        if isinstance(error, FileNotFoundError):
-            where += "; is the directory on a file system that all nodes share?"
-        raise OSError(f"{reason} {where}") from error  # without its number, which would stand in front
+        # without its number, which would stand in front
+        raise OSError(f"{reason} while writing {path} (rank {rank}, node {socket.gethostname()})") from error
 
 
 class Output:
