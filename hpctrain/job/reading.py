@@ -79,6 +79,8 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
         tables = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         raise JobFileError(f"{path}:{error.lineno}: not valid TOML: {error.msg} (column {error.colno})") from None
+    except RecursionError as error:
+        raise JobFileError(f"{path}: not a job file: {error}") from None
     raw = RawJob(tables, {key: f"{path}:{line}" for key, line in key_lines(text)}, str(path))
     base = tables.pop("extends", None)
     if base is None:

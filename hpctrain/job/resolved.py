@@ -68,7 +68,7 @@ def refuse_other_job(path: Path, tables: dict[str, Any]) -> None:
         before = tomli.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"[job] output_dir: {path} cannot be read ({error}); use another output_dir") from None
     old, new = (dict(_flat(t)) for t in (before, tables))
     keys = [key for key in sorted(old.keys() | new.keys()) if key.startswith(_IDENTITY) and key not in _FREE]

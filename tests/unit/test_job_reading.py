@@ -134,6 +134,7 @@ def test_a_job_survives_the_way_to_another_rank(tmp_path: Path) -> None:
         ('[job]\nextends = "x"\n', None),
         ('extends = "gone.toml"\n', ":1: extends: there is no file"),
         ("a = 1\na = 2\n", ":2: not valid TOML"),
+        (f"a = {'[' * 3000}{']' * 3000}\n", ": not a job file: .* nested"),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, sentence: str | None) -> None:
