@@ -47,7 +47,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     spec, dtype = parts.model, parts.precision.parameter_dtype
     with _default_dtype(dtype):
         module = spec.build_on_meta() if spec.meta else _under_seed(spec, job.job.seed)
-    _refuse_sparse(module, spec)
+    refuse_embeddings(module, spec, meshes.model[DATA_AXES].size())
     _lay_out_in_rows(module)
     freeze(module, job.model.freeze)
     parts.precision.convert(module)
@@ -152,14 +152,22 @@ def _under_seed(spec: ModelSpec, seed: int) -> nn.Module:
     return module
 
 
-def _refuse_sparse(module: nn.Module, spec: ModelSpec) -> None:
-    embeddings = (nn.Embedding, nn.EmbeddingBag)
-    found = [(name, one) for name, one in module.named_modules() if isinstance(one, embeddings) and one.sparse]
-    sparse = [name or type(one).__name__ for name, one in found]
+def refuse_embeddings(module: nn.Module, spec: ModelSpec, data_ranks: int) -> None:
+    """Raises UsageError for ones that do something else on several ranks."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    found = [(name or type(one).__name__, one) for name, one in module.named_modules() if isinstance(one, kinds)]
+    sparse = [name for name, one in found if one.sparse]
     if sparse:
         raise UsageError(
             f"[model] {spec.name}: {', '.join(sparse)} makes sparse gradients, and those of all ranks are summed in dense "
             "buffers; build it with sparse = False",
+            everywhere=True,
+        )
+    scaled = [name for name, one in found if one.max_norm is not None]
+    if scaled and data_ranks > 1:
+        raise UsageError(
+            f"[model] {spec.name}: {', '.join(scaled)} with max_norm changes its weight in forward, each rank the rows of its own "
+            f"samples, and {data_ranks} data-parallel ranks would go apart; build it without, and scale what it gives",
             everywhere=True,
         )
 

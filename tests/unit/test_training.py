@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from conftest import TINY
 from plain import batches_of, module_of
+from torch import nn
 from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats
 
 import hpctrain
 from hpctrain.errors import TrainingError, UsageError
 from hpctrain.job.check import check
 from hpctrain.job.reading import RawJob
+from hpctrain.model.build import refuse_embeddings
 from hpctrain.model.seeded import derive_seed
 from hpctrain.model.updates import updates_parts_alike
 
@@ -275,7 +277,8 @@ def test_buffers_in_a_dtype_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
     assert __import__("buffered").seen == [(torch.bfloat16, [1.0, third], 1), (torch.bfloat16, [1.0, third], 2)]
 
 
-def test_sparse_gradients_are_refused() -> None:
+def test_embeddings_that_ranks_cannot_share_are_refused() -> None:
+    """Sparse gradients, and a weight that each rank would change in forward, at the rows of its samples."""
     tables: dict[str, Any] = {
         "job": {"name": "sparse", "steps": 1},
         "model": {"name": "torch.nn:Embedding", "num_embeddings": 2, "embedding_dim": 1, "sparse": True, "loss": "torch:sub"},
@@ -284,6 +287,13 @@ def test_sparse_gradients_are_refused() -> None:
     }  # fmt: skip
     with pytest.raises(UsageError, match=r"Embedding makes sparse gradients, .* build it with sparse = False"):
         hpctrain.run(tables)
+    del tables["model"]["sparse"]
+    spec, bounded = check(RawJob(tables, {}, "j"), None).parts.model, nn.Sequential(nn.Embedding(2, 1, max_norm=1.0))
+    refuse_embeddings(bounded, spec, 1)
+    with pytest.raises(
+        UsageError, match=r"0 with max_norm changes its weight in forward, .* 2 data-parallel ranks would go apart"
+    ):
+        refuse_embeddings(bounded, spec, 2)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
