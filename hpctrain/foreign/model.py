@@ -46,10 +46,11 @@ class ForeignModel(ModelSpec):
         if not isinstance(module, nn.Module):
             raise UsageError(f"{self.reference} returned {type(module).__name__}, expected a torch.nn.Module")
         self._structure = structure_of(module)
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", None) is True:
-            # of transformers: keys and values for generation, which a forward in backward would add a second time
-            config.use_cache = False
+        for inner in module.modules():  # a decoder may have a configuration of its own
+            config: Any = getattr(inner, "config", None)
+            if getattr(config, "use_cache", None) is True:
+                # of transformers: keys and values for generation, which a forward in backward would add a second time
+                config.use_cache = False
         return module
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:

@@ -145,9 +145,10 @@ def test_blocks_of_ones_own_change_their_buffers_once_a_step(mode: str) -> None:
 def test_a_transformers_model_keeps_no_keys_and_values() -> None:
     """Each computation of a block would add its own to the cache."""
     module = Foreign()
-    module.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
+    module.config, module.layers.config = SimpleNamespace(use_cache=True), SimpleNamespace(use_cache=True)  # type: ignore[assignment]
     spec = ForeignModel("foreign:Foreign", lambda: module, torch.nn.functional.mse_loss, {})
-    assert spec.build() is module and module.config.use_cache is False
+    assert spec.build() is module
+    assert module.config.use_cache is False and module.layers.config.use_cache is False  # type: ignore[union-attr]
 
 
 def test_a_module_without_blocks_is_told_what_blocks_are() -> None:
