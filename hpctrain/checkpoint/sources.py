@@ -43,6 +43,7 @@ def open_safetensors(path: Path) -> Source:
 
     dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
     tensors = {}
+    path.open("rb").close()  # safe_open says of any that it can't read that it isn't there
     try:
         file: Any = safe_open(path, framework="pt")
         for name in file.keys():  # noqa: SIM118 - no mapping

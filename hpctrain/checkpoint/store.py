@@ -142,13 +142,16 @@ class CheckpointStore:
         never passed over.
         """
         self.finish()
-        candidates = share(self._group, lambda: self._candidates(path))
+        try:
+            candidates = share(self._group, lambda: self._candidates(path))
+        except OSError as error:
+            raise CheckpointError(f"{path or self._directory.root} can't be looked at: {reason(error)}") from error
         reasons: list[str] = []
         # A damaged one may fill, with anything, what the next one lacks.
         may_lack = [one.tensor.detach() for one in pieces if one.name.startswith(optional)]
         before = [tensor.clone() for tensor in may_lack] if len(candidates) > 1 else []
-        for directory, format_name in candidates:
-            outcome = self._restore_one(directory, format_name, pieces, optional, required)
+        for directory in candidates:
+            outcome = self._restore_one(directory, pieces, optional, required)
             if isinstance(outcome, Restored):
                 self._directory.began = outcome.step
                 return outcome
@@ -195,38 +198,36 @@ class CheckpointStore:
             self._directory.clean()
             self._is_clean = True
 
-    def _candidates(self, path: Path | None) -> list[tuple[Path, str | None]]:
-        """The directories to try, each with the name of the format that recognizes it; on rank 0."""
+    def _candidates(self, path: Path | None) -> list[Path]:
+        """The directories to try; on rank 0."""
         if path is not None and not path.exists():
             raise UsageError(f"there is no checkpoint {path}")
         if path is None:
             self._clean()
-        paths = self._directory.candidates() if path is None else [path]
-        return [(one, self._recognize(one)) for one in paths]
+        return self._directory.candidates() if path is None else [path]
 
     def _read_values(self, directory: Path) -> dict[str, Any]:
         format = recognize(directory, self._formats.values())
         return {} if format is None else format.read_values(directory)
 
-    def _recognize(self, directory: Path) -> str | None:
+    def _describe(self, directory: Path) -> tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]:
+        """The name of a checkpoint's format, its values, and its tensors' shapes."""
         format = recognize(directory, self._formats.values())
-        return None if format is None else format.name
+        if format is None:
+            raise CheckpointError(f"{directory} isn't of a known format ({', '.join(self._formats)})")
+        return format.name, format.read_values(directory), format.names(directory)
 
     def _restore_one(
         self,
         directory: Path,
-        format_name: str | None,
         pieces: list[Piece],
         optional: tuple[str, ...],
         required: tuple[str, ...],
     ) -> Restored | str:
         """Fill the pieces from `directory`, or say why it can't be used; equal on all ranks."""
-        if format_name is None:
-            return f"{directory} isn't of a known format ({', '.join(self._formats)})"
-        format = self._formats[format_name]
         try:
             # Read once and told to all: the ranks must decide from the same values and names.
-            values, shapes = share(self._group, lambda: (format.read_values(directory), format.names(directory)))
+            format_name, values, shapes = share(self._group, lambda: self._describe(directory))
         except (CheckpointError, OSError) as error:
             return reason(error)
         lacking = [key for key in required if key not in values]
@@ -241,7 +242,7 @@ class CheckpointStore:
         if differences is not None:
             raise CheckpointError(f"checkpoint {directory} is of another model or optimizer: {differences}")
         there = [piece for piece in pieces if piece.name in needed or shapes.get(piece.name) == tuple(piece.shape)]
-        fault = survey(self._group, lambda: format.load(directory, there))
+        fault = survey(self._group, lambda: self._formats[format_name].load(directory, there))
         if isinstance(fault, CheckpointError | OSError):
             return reason(fault)
         if isinstance(fault, Exception):

@@ -16,7 +16,7 @@ from hpctrain.checkpoint.finding import find_checkpoint, memory_for
 from hpctrain.checkpoint.sources import Source, open_index, open_safetensors, open_torch
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import CheckpointError, UsageError, reason
 
 MODEL = "model/"
 """What the names of a model's parameters begin with in our checkpoints."""
@@ -37,16 +37,19 @@ def load_weights(
     Together the ranks must ask for every tensor of the file. UsageError: nothing that can be read is at `path`.
     CheckpointError: names or shapes differ, or it is damaged. Values are converted to the pieces' dtypes.
     """
-    if not share(group, path.exists):
-        raise UsageError(f"there are no weights at {path}")
-    source = together(group, lambda: open_weights(path, formats))
-    share(group, source.check)
-    source = _named_once(source, tied, group)
-    shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-    differences = describe_differences(group, {piece.name: piece.shape for piece in pieces}, shapes)
-    if differences is not None:
-        raise CheckpointError(f"the weights in {path} are of another model: {differences}")
-    together(group, lambda: source.fill(pieces))
+    try:
+        if not share(group, path.exists):
+            raise UsageError(f"there are no weights at {path}")
+        source = together(group, lambda: open_weights(path, formats))
+        share(group, source.check)
+        source = _named_once(source, tied, group)
+        shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+        differences = describe_differences(group, {piece.name: piece.shape for piece in pieces}, shapes)
+        if differences is not None:
+            raise CheckpointError(f"the weights in {path} are of another model: {differences}")
+        together(group, lambda: source.fill(pieces))
+    except OSError as error:
+        raise CheckpointError(f"the weights in {path} can't be read: {reason(error)}") from error
 
 
 def tied_names(values: Mapping[str, Any]) -> list[list[str]]:

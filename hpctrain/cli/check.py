@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -21,8 +22,9 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
 
     checked = check(read_job(job, overrides), ranks)
     weights = checked.job.model.weights
-    if weights is not None and not weights.exists():
-        raise JobError(checked.raw, [Problem(("model", "weights"), f"[model] weights: there are none at {weights}")])
+    if weights is not None and not os.access(weights, os.R_OK):
+        message = f"[model] weights: there are none at {weights}, or no permission to read them"
+        raise JobError(checked.raw, [Problem(("model", "weights"), message)])
     data = open_data(checked.job, checked.parts)
     refuse_other_job(checked.job.output_dir / FILE_NAME, resolved_tables(checked))
     click.echo(

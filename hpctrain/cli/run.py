@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from contextlib import suppress
 from pathlib import Path
@@ -25,9 +26,10 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...], resume: st
     Under mpiexec, mpirun, srun or torchrun this process is one rank, and -n, where given, must equal their number.
     Alone, -n starts that many ranks on this machine; without -n there is one.
     """
-    if resume not in ("auto", "never") and not Path(resume).exists():
+    if resume not in ("auto", "never") and not os.path.exists(resume):
         raise UsageError(
-            f"--resume {resume}: there is no such checkpoint; expected auto, never or a checkpoint's directory"
+            f"--resume {resume}: there is no such checkpoint, or no permission to see it; expected auto, never or a "
+            "checkpoint's directory"
         )
     from hpctrain.world.detection import detect, launched, started_by_srun
 

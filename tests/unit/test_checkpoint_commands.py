@@ -189,6 +189,26 @@ def test_what_is_no_checkpoint_is_told(command: Command, run_directory: Path) ->
         assert done.code == 2 and says in done.err and "Traceback" not in done.err, (words, done)
 
 
+def test_what_the_system_does_not_let_in_is_told(
+    command: Command, run_directory: Path, newest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "x" * 300
+    for words in [("list", long), ("show", long), ("verify", long), ("diff", newest, long), ("import", long, "out")]:
+        done = command(*words)
+        assert done.code == 5 and f"{long}: File name too long" in done.err, done
+    real = Hdf5.recognizes
+
+    def refuse(form: Hdf5, directory: Path) -> bool:
+        if directory.name == newest.name:
+            raise PermissionError(13, "Permission denied", str(directory / "manifest.json"))
+        return real(form, directory)
+
+    monkeypatch.setattr(Hdf5, "recognizes", refuse)
+    done = command("list", run_directory)
+    assert done.code == 0 and "unreadable: Permission denied: " in done.out.splitlines()[1], done
+    assert "step-00000001  hdf5" in done.out.splitlines()[2]
+
+
 def test_a_damaged_manifest_is_exit_5_everywhere(command: Command, newest: Path) -> None:
     flip(newest / "manifest.json", 300)
     older = newest.with_name("step-00000001")

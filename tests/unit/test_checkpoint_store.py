@@ -176,6 +176,29 @@ def test_all_bad_lists_every_reason(tmp_path: Path, group: dist.ProcessGroup) ->
         step_of(tmp_path, group)
 
 
+def test_what_the_system_does_not_let_in_is_passed_over_or_told(
+    tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, group, 1, 2)
+    real = Hdf5.recognizes
+
+    def refuse(form: Hdf5, directory: Path) -> bool:
+        if directory.name == "step-00000002":
+            raise PermissionError(13, "Permission denied", str(directory / "manifest.json"))
+        return real(form, directory)
+
+    monkeypatch.setattr(Hdf5, "recognizes", refuse)
+    assert step_of(tmp_path, group) == 1
+    assert f"passed over: Permission denied: {tmp_path}/step-00000002/manifest.json" in caplog.text
+    with pytest.raises(CheckpointError, match="step-00000002 can't be used: Permission denied"):
+        step_of(tmp_path, group, tmp_path / "step-00000002")
+    long = Path("x" * 300)
+    with pytest.raises(CheckpointError, match="x can't be looked at: File name too long"):
+        step_of(tmp_path, group, long)
+    with pytest.raises(CheckpointError, match=r"the weights in x+ can't be read: File name too long"):
+        load_weights(long, [Hdf5(None)], [], group)
+
+
 def test_an_explicit_path_is_taken_or_refused_but_never_replaced(tmp_path: Path, group: dist.ProcessGroup) -> None:
     save(tmp_path, group, 1, 2)
     corrupt(tmp_path / "step-00000002")

@@ -28,8 +28,8 @@ def import_weights(formats: Formats, path: Path, out: Path, prefix: str, name: s
     from hpctrain.checkpoint.conversion import import_weights
 
     format = formats.make(name)
-    if not path.exists():
-        raise UsageError(f"there are no weights at {path}")
     with files_of(path), bytes_progress("importing") as progress:
+        if not path.exists():
+            raise UsageError(f"there are no weights at {path}")
         count = import_weights(path, formats.all, prefix, format, out, progress)
     click.echo(f'wrote {out}: {count} tensors; start from them with [model] weights = "{out}"')

@@ -22,9 +22,9 @@ def list_checkpoints(formats: Formats, run: Path) -> None:
     """
     from hpctrain.checkpoint.finding import root_of
 
-    if not run.exists():
-        raise UsageError(f"there is no run {run}; expected its output_dir, such as runs/NAME")
     with files_of(run):
+        if not run.exists():
+            raise UsageError(f"there is no run {run}; expected its output_dir, such as runs/NAME")
         directory = root_of(run)
         if directory is None:
             raise UsageError(f"{run} has no checkpoints; expected a run's output_dir, such as runs/NAME")
@@ -41,14 +41,18 @@ def _row(formats: Formats, path: Path) -> tuple[str, ...]:
     from hpctrain.checkpoint.finding import Checkpoint, recognize
 
     saved = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
-    format = recognize(path, formats.all)
-    if format is None:
-        return str(path), "-", "-", "-", saved, "-", "of no known format"
-    files = Checkpoint(path, format).files()
-    loss, note = "-", ""
+    name = size = count = loss = "-"
+    note = ""
     try:
+        format = recognize(path, formats.all)
+        if format is None:
+            return str(path), name, size, count, saved, loss, "of no known format"
+        name, files = format.name, Checkpoint(path, format).files()
+        size, count = size_text(sum(files.values())), str(len(files))
         found = format.read_values(path).get("evaluation_loss")
         loss = f"{found:.4f}" if isinstance(found, float) else "-"
-    except (CheckpointError, OSError) as error:
-        note = f"damaged: {reason(error)}"
-    return str(path), format.name, size_text(sum(files.values())), str(len(files)), saved, loss, note
+    except CheckpointError as error:
+        note = f"damaged: {error}"
+    except OSError as error:
+        note = f"unreadable: {reason(error)}"
+    return str(path), name, size, count, saved, loss, note
