@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hpctrain_plugins.parallelism.pipeline.stages import Stage
 from modules import built, foreign_steps, sequence_of_halves
 from plain import module_of
 from test_stages import OPTIMIZERS, compare, reference
 from torch import nn
 from training import Rows, job, session_of, train_here
 
+from hpctrain.errors import UsageError
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
 
@@ -125,14 +129,14 @@ def test_an_nn_sequential_of_ones_own_tells_its_blocks(root, layout: dict[str, A
 
 
 class Noisy(nn.Module):
-    """A block with a memory, and with draws."""
+    """A block with a memory, and with draws, that gives a view."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(5, 5), nn.BatchNorm1d(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(self.norm(self.linear(x)), 0.3, self.training)
+        return nn.functional.dropout(self.norm(self.linear(x)), 0.3, self.training).view_as(x)
 
 
 def noisy() -> nn.Sequential:
@@ -146,7 +150,8 @@ def test_the_forward_that_shows_shapes_leaves_no_trace(root) -> None:
     def rows(output: str, steps: int) -> list[tuple[float, float]]:
         tables = knotted(root, {"stage": 0}, name="test_pipeline:noisy", loss="torch.nn.functional:cross_entropy")
         tables["job"] |= {"steps": steps, "output_dir": str(root / output)}
-        with session_of({**tables, "plugins": {}}, found := Rows(None)) as session:
+        tables |= {"plugins": {}, "parallelism": {"pipeline": {"size": 2, "schedule": "zero-bubble"}}}
+        with session_of(tables, found := Rows(None)) as session:
             train(session, StopRequest())
             seen = [int(one) for name, one in session.module.named_buffers() if "tracked" in name]
         assert seen == [8 * steps]
@@ -154,6 +159,16 @@ def test_the_forward_that_shows_shapes_leaves_no_trace(root) -> None:
 
     straight = rows("straight", 2)
     assert rows("halves", 1) + rows("halves", 2) == straight
+
+
+def test_a_block_that_gives_no_tensor_is_told() -> None:
+    spec: Any = SimpleNamespace(name="own", ends=lambda module: ([], []))
+    precision: Any = SimpleNamespace(forward=lambda device: nullcontext())
+    stage = Stage(nn.Module(), spec, precision, [nn.LSTM(2, 2)], first=False, last=False)
+    with pytest.raises(
+        UsageError, match="a block of own gives to the next stage is tuple, expected a floating point tensor"
+    ):
+        stage(torch.zeros(1, 3, 2), torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.shown_on(2)

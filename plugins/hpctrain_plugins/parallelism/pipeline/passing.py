@@ -7,20 +7,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_DIMS = 6
+MOST_DIMS = 6
 
 
 def send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
-    """To a rank of the group; a floating point tensor of at most 6 dims."""
+    """To a rank of the group; a floating point tensor of at most MOST_DIMS dims."""
     head = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    padded = torch.tensor(head + [0] * (_DIMS + 2 - len(head)), device=tensor.device)
+    padded = torch.tensor(head + [0] * (MOST_DIMS + 2 - len(head)), device=tensor.device)
     dist.send(padded, group_dst=rank, group=group)
     dist.send(tensor.contiguous(), group_dst=rank, group=group)
 
 
 def receive(rank: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """From a rank of the group."""
-    head = torch.zeros(_DIMS + 2, dtype=torch.int64, device=device)
+    head = torch.zeros(MOST_DIMS + 2, dtype=torch.int64, device=device)
     dist.recv(head, group_src=rank, group=group)
     dtype, dims, *shape = head.tolist()
     tensor = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=device)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.api import MicroBatch, ModelSpec, Precision, UsageError
+from hpctrain_plugins.parallelism.pipeline.passing import MOST_DIMS
 
 
 def split(blocks: int, stages: int, given: Sequence[int]) -> list[range]:
@@ -89,4 +91,15 @@ class Stage(nn.Module):
             hidden = self._spec.embed(whole, self.micro_batches[int(index)].batch) if self._first else value
             for block in self.blocks:
                 hidden = block(hidden)
-            return self._spec.head(whole, hidden) if self._last else hidden
+            return self._spec.head(whole, hidden) if self._last else self._passed_on(hidden)
+
+    def _passed_on(self, hidden: Any) -> Tensor:
+        """What the next stage gets. Raises UsageError for what can't travel."""
+        if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.dim() > MOST_DIMS:
+            found = f"{hidden.dtype} of {hidden.dim()} dims" if isinstance(hidden, Tensor) else type(hidden).__name__
+            raise UsageError(
+                f"[parallelism] pipeline: what a block of {self._spec.name} gives to the next stage is {found}, expected a "
+                f"floating point tensor of at most {MOST_DIMS} dims"
+            )
+        # zero-bubble detaches it in place, which a view can't be
+        return hidden.clone() if hidden._is_view() else hidden
