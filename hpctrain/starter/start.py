@@ -17,6 +17,7 @@ from hpctrain.job.reading import read_job
 from hpctrain.starter.link import Link
 from hpctrain.starter.mpiexec import Mpiexec, find_mpiexec
 from hpctrain.starter.processes import Processes
+from hpctrain.starter.relay import Relay
 from hpctrain.world.stopping import STOPPING
 
 _POLL = 0.1
@@ -64,12 +65,17 @@ def _run(link: Link, mpiexec: Mpiexec | None, command: list[str], ranks: int, si
             [*mpiexec.command(ranks), *command],
             env={**os.environ, **mpiexec.environment(ranks), "COLUMNS": str(shutil.get_terminal_size().columns)},
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             start_new_session=True,
         )
+    relay = Relay(process) if isinstance(process, subprocess.Popen) else None
     try:
         status = _wait(process, link, ranks, signals)
     finally:
         _end(process, link)
+        if relay is not None:
+            relay.finish()
     code = link.exit_code
     if code is not None:
         return code

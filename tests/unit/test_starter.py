@@ -1,4 +1,4 @@
-"""Ranks that are started as processes, without MPI, and what signals do to a rank."""
+"""The starter of ranks: as processes, without MPI, and what it passes on; what signals do to a rank."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hpctrain.loop import signals
 from hpctrain.loop.signals import StopRequest
-from hpctrain.starter import processes
+from hpctrain.starter import processes, start
 from hpctrain.starter.processes import Processes
 
 
@@ -45,3 +46,30 @@ def test_one_signal_that_comes_twice_is_one_request_and_a_later_one_ends_the_pro
         assert not left
         signal.raise_signal(signal.SIGINT)
         assert left == [128 + signal.SIGINT]
+
+
+class Shell:
+    """In mpiexec's place, which ends its ranks when it can't write what they print."""
+
+    def command(self, ranks: int) -> list[str]:
+        return ["bash", "-c", "for i in $(seq $1); do echo $i || exit 255; echo $i >&2; done", "_"]
+
+    def environment(self, ranks: int) -> dict[str, str]:
+        return {}
+
+
+def test_ranks_outlive_output_that_nobody_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    link = start.Link(tmp_path)
+    kept = os.dup(1)
+    with open("/dev/full", "w") as full:
+        os.dup2(full.fileno(), 1)
+        monkeypatch.setattr(sys, "stdout", full)
+        try:
+            status = start._run(link, Shell(), ["3"], 3, [])  # type: ignore[arg-type]
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+    link.close()
+    assert status == 0 and capfd.readouterr().err == "1\n2\n3\n"
