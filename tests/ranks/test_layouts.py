@@ -181,6 +181,32 @@ def test_buckets_that_are_full_at_other_times_on_other_ranks(root, stage: int) -
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_save_where_tensor_ranks_hold_unequal_parts(root, stage: int) -> None:
+    """What both hold whole lies between matrices of which one has a row more, and is written once."""
+    tables = job(
+        job={"output_dir": str(root), "steps": 1}, parallelism={"tensor": SEQUENCE}, optimizer=OPTIMIZERS["sgd"],
+        model={"hidden_size": 6, "vocab_size": 49, "max_seq_length": 32, "tie_embeddings": True},
+        batch={"micro_size": 12}, sharding={"stage": stage}, precision={"mode": "fp64"},
+    )  # fmt: skip
+    rows = train_here(tables).rows
+    tables["job"]["steps"], tables["parallelism"] = 2, {}
+    tables["batch"]["micro_size"] = 6
+    compare([*rows, *train_here(tables).rows], reference(tables, torch.float64)[1], *BOUNDS["fp64"])
+
+
+@pytest.mark.ranks(4)
+def test_units_of_stage_3_in_blocks_of_which_some_outputs_are_kept(root) -> None:
+    """Backward gathers in a block what forward had gathered ahead of it."""
+    tables = job(
+        job={"output_dir": str(root), "steps": 2}, parallelism={"context": 2, "tensor": SEQUENCE}, batch={"micro_size": 12},
+        optimizer=OPTIMIZERS["sgd"], sharding={"stage": 3, "wrap": "size", "min_parameters": 1, "prefetch": 1},
+        activation_checkpointing={"mode": "selective", "keep": ["addmm", "bmm"]},
+    )  # fmt: skip
+    compare(train_here(tables).rows, reference(tables)[1], *BOUNDS["fp32"])
+
+
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", MORE_AXES, ids=label)
 def test_more_axes(root, record, case) -> None:
     run(root, record, case)

@@ -178,19 +178,25 @@ def trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def make_buckets(module: nn.Module, nbytes: int, ranks: int) -> list[Bucket]:
-    """Buckets of at most `nbytes` (or one parameter) and one dtype each.
+    """Buckets of at most `nbytes` (or one parameter), in the order in which backward makes them full: it reaches the last
+    parameters first.
 
-    Backward reaches the last parameters first, so buckets are filled from the end.
+    A bucket has one dtype, and parameters that are cut along the same mesh axes. So ranks that hold the same of a
+    parameter have the same buckets around it and cut it alike, even where their parts of other parameters are unequal.
     """
+    filling: dict[tuple[torch.dtype, tuple[str, ...]], list[Entry]] = {}
+    sizes: dict[tuple[torch.dtype, tuple[str, ...]], int] = {}
     groups: list[list[Entry]] = []
-    size = 0
+    place: dict[str, int] = {}
     for entry in reversed([Entry(name, one, pieces_of(module, name, one)) for name, one in trained(module)]):
         if entry.local.numel() == 0:
             continue  # a DTensor of which nothing lies on this rank
-        full = size + entry.local.nbytes > nbytes
-        if not groups or full or groups[-1][0].local.dtype != entry.local.dtype:
-            groups.append([])
-            size = 0
-        groups[-1].append(entry)
-        size += entry.local.nbytes
+        place[entry.name] = len(place)
+        kind = entry.local.dtype, entry.pieces[0].axes
+        if kind not in filling or sizes[kind] + entry.local.nbytes > nbytes:
+            filling[kind], sizes[kind] = [], 0
+            groups.append(filling[kind])
+        filling[kind].append(entry)
+        sizes[kind] += entry.local.nbytes
+    groups.sort(key=lambda group: place[group[-1].name])
     return [Bucket(group, ranks) for group in groups]
