@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, UsageError, hookimpl
@@ -60,23 +61,56 @@ class Selective(ActivationCheckpointing):
     def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
         blocks = blocks_of(module, spec, self.name)
         kept = {getattr(torch.ops.aten, name) for name in self.options.keep}
-
-        def policy(_: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-            dear = operator.overloadpacket in kept
-            return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
-
-        contexts = partial(create_selective_checkpoint_contexts, policy)
         for block in blocks:
             # the bound method is replaced, not the module wrapped: parameter names stay as they are
-            block.forward = partial(_recomputed, contexts, Buffers(block).contexts, block.forward)
+            block.forward = partial(_recomputed, kept, Buffers(block).contexts, block.forward)
 
 
 def _recomputed(
-    selecting: Callable[[], Any], sparing: Callable[[], Any], forward: Callable[..., Any], *inputs: Any, **options: Any
+    kept: set[Any], sparing: Callable[[], Any], forward: Callable[..., Any], *inputs: Any, **options: Any
 ) -> Any:
     # a frame of our own: Dynamo compiles none of torch.utils.checkpoint's, and nothing that is called from there
-    contexts = selecting if torch.compiler.is_compiling() else partial(_both, sparing, selecting)
+    contexts: Callable[[], Any] = partial(_both, sparing, partial(_selecting, kept))
+    if torch.compiler.is_compiling():
+        contexts = partial(_strictly_selecting, kept)
     return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
+
+
+def _strictly_selecting(kept: set[Any]) -> tuple[Any, Any]:
+    """`context_fn` of torch's own, which fails where backward runs an operator that forward did not run."""
+
+    def policy(_: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
+        dear = operator.overloadpacket in kept
+        return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+    keeping, giving = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return keeping, giving
+
+
+def _selecting(kept: set[Any]) -> tuple[Any, Any]:
+    keeping, giving = _strictly_selecting(kept)
+    return keeping, _Again(kept, giving)
+
+
+class _Again(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Takes from `giving` what was kept, and computes the rest, whatever that is.
+
+    It need not be what forward computed: a unit of stage 3 inside a block is gathered here where forward found it
+    gathered ahead, or the other way round.
+    """
+
+    def __init__(self, kept: set[Any], giving: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._giving = kept, giving
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "overloadpacket", None) in self._kept:
+            return self._giving.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _both(
