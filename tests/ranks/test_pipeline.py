@@ -161,14 +161,24 @@ def test_the_forward_that_shows_shapes_leaves_no_trace(root) -> None:
     assert rows("halves", 1) + rows("halves", 2) == straight
 
 
-def test_a_block_that_gives_no_tensor_is_told() -> None:
+def stage_of(*blocks: nn.Module) -> Stage:
     spec: Any = SimpleNamespace(name="own", ends=lambda module: ([], []))
     precision: Any = SimpleNamespace(forward=lambda device: nullcontext())
-    stage = Stage(nn.Module(), spec, precision, [nn.LSTM(2, 2)], first=False, last=False)
+    return Stage(nn.Module(), spec, precision, blocks, first=False, last=False)
+
+
+def test_a_block_that_gives_no_tensor_is_told() -> None:
     with pytest.raises(
         UsageError, match="a block of own gives to the next stage is tuple, expected a floating point tensor"
     ):
-        stage(torch.zeros(1, 3, 2), torch.zeros(1, dtype=torch.int64))
+        stage_of(nn.LSTM(2, 2))(torch.zeros(1, 3, 2), torch.zeros(1, dtype=torch.int64))
+
+
+def test_a_stage_may_begin_in_place() -> None:
+    """With what the stage before sent, which is a leaf here."""
+    received = torch.tensor([[-1.0, 2.0]], requires_grad=True)
+    stage_of(nn.ReLU(inplace=True))(received, torch.zeros(1, dtype=torch.int64)).sum().backward()
+    assert received.tolist() == [[-1, 2]] and received.grad.tolist() == [[0, 1]]
 
 
 @pytest.mark.shown_on(2)

@@ -88,10 +88,16 @@ class Stage(nn.Module):
         whole = self._whole[0]
         looks = torch.is_grad_enabled() and not self.in_step
         with without_trace(whole, index.device) if looks else nullcontext(), self._precision.forward(index.device):
-            hidden = self._spec.embed(whole, self.micro_batches[int(index)].batch) if self._first else value
+            hidden = (
+                self._spec.embed(whole, self.micro_batches[int(index)].batch) if self._first else self._received(value)
+            )
             for block in self.blocks:
                 hidden = block(hidden)
             return self._spec.head(whole, hidden) if self._last else self._passed_on(hidden)
+
+    def _received(self, value: Tensor) -> Tensor:
+        """For the blocks: a leaf of this stage's backward, which must not be changed in place."""
+        return value.clone() if any(getattr(one, "inplace", False) for one in self.blocks.modules()) else value
 
     def _passed_on(self, hidden: Any) -> Tensor:
         """What the next stage gets. Raises UsageError for what can't travel."""
