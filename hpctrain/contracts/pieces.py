@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,48 @@ class Piece:
         if not isinstance(tensor, DTensor):
             return Piece.whole(name, tensor)
         mesh, placements = tensor.device_mesh, tensor.placements
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, "only ranks of its mesh have a DTensor"
+        offsets = offsets_of(tensor.shape, placements, tuple(mesh.shape), coordinate)
         axes = tuple(
             axis for axis, how in zip(mesh.mesh_dim_names or (), placements, strict=True) if not how.is_replicate()
         )
         with torch.no_grad():  # else to_local() gives a new tensor with a history
-            return Piece(name, tuple(tensor.shape), tuple(offsets), tensor.to_local(), axes)
+            return Piece(name, tuple(tensor.shape), offsets, tensor.to_local(), axes)
+
+
+def offsets_of(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
+) -> tuple[int, ...]:
+    """Where a rank's part of a DTensor begins in every dimension, on a mesh of these `sizes` at this `coordinate`.
+
+    torch 2.13 gives another rank's place where one axis cuts, unevenly, what another has cut unevenly.
+    """
+    offsets = []
+    for dim, length in enumerate(shape):
+        begin = 0
+        for axis in _cutting(dim, placements, sizes):
+            each = -(-length // sizes[axis])  # as torch.chunk: the last ones may be smaller, or empty
+            first = min(length, each * coordinate[axis])
+            begin, length = begin + first, min(each, length - first)
+        offsets.append(begin)
+    return tuple(offsets)
+
+
+def _cutting(dim: int, placements: Sequence[Placement], sizes: Sequence[int]) -> list[int]:
+    """The mesh axes that cut `dim`, in the order in which they do it."""
+    order: list[int] = []
+    for axis in reversed(range(len(placements))):
+        how, place = placements[axis], 0
+        if isinstance(how, _StridedShard) and how.dim == dim:
+            # after as many parts as it tells, which are those of axes behind it
+            parts = 1
+            while parts < int(how.split_factor):
+                parts, place = parts * sizes[order[place]], place + 1
+        elif not how.is_shard(dim):
+            continue
+        order.insert(place, axis)
+    return order
 
 
 Run = tuple[int, int]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import hpctrain
+from hpctrain.contracts.pieces import offsets_of
 from hpctrain.errors import UsageError
 from hpctrain.job.check import check
 from hpctrain.job.problems import JobError
@@ -40,6 +44,23 @@ def test_a_slice_of_a_flat_tensor_is_its_rectangles_one_after_the_other(shape: l
     ]
     assert all(len(part) for part in parts)
     assert torch.cat([torch.empty(0, dtype=torch.int64), *parts]).tolist() == list(range(begin, end))
+
+
+@given(st.integers(0, 30), st.lists(st.integers(1, 4), min_size=2, max_size=2), st.booleans())
+def test_parts_of_what_two_axes_cut_lie_where_chunks_of_chunks_do(
+    rows: int, sizes: list[int], last_first: bool
+) -> None:
+    """Stage 3 cuts what tensor parallelism has cut; its axis is the first one nevertheless."""
+    first, second = (1, 0) if last_first else (0, 1)
+    placements = [_StridedShard(0, split_factor=sizes[1]), Shard(0)] if last_first else [Shard(0), Shard(0)]
+    for coordinate in product(*map(range, sizes)):
+        part = torch.arange(rows)
+        for axis in (first, second):
+            chunks = part.chunk(sizes[axis])
+            part = chunks[coordinate[axis]] if coordinate[axis] < len(chunks) else part[:0]
+        begin, column = offsets_of((rows, 3), placements, sizes, coordinate)
+        assert column == 0 and (not len(part) or begin == part[0])
+        assert 0 <= begin <= rows
 
 
 def job(**changes: dict[str, Any]) -> dict[str, Any]:
