@@ -80,9 +80,13 @@ class CheckpointDirectory:
         if replaced:
             final.rename(final.with_suffix(".old"))
         temporary.rename(final)
-        sync_directory(self.root)
+        try:
+            sync_directory(self.root)
+            self._abandon(self._abandoned() - {final.name})
+        except OSError:
+            final.rename(temporary)  # to be discarded, or a save that failed would have replaced the old one
+            raise
         self._own.add(final.name)
-        self._abandon(self._abandoned() - self._own)
         try:
             _write_text(self.root / "latest", final.name + "\n")
         except OSError as error:  # only a hint for people: the checkpoint itself is safe
@@ -157,8 +161,11 @@ def sync_directory(directory: Path) -> None:
 def _write_text(path: Path, text: str) -> None:
     """Replace a small file in one go."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

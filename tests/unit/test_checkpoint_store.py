@@ -300,21 +300,24 @@ def test_a_crash_while_replacing_leaves_the_old_or_the_new_one(
     assert names(tmp_path) == ["abandoned", "latest", "step-00000001"]
 
 
-def test_a_failed_rename_puts_the_old_one_back(
-    tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["rename", "fsync", "unlink"])
+def test_a_commit_that_fails_puts_the_old_one_back(
+    what: str, tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, group, 1)
-    real = Path.rename
+    real = getattr(os, what)
 
-    def fail(path: Path, target: Path) -> Path:
-        if path.suffix == ".tmp":
+    def fail(path: Any, *more: Any, **options: Any) -> Any:
+        name = Path(os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path).name
+        if name in ("step-00000001.tmp", "abandoned", tmp_path.name) and (tmp_path / "step-00000001.old").exists():
+            monkeypatch.undo()  # once
             raise OSError(5, "Input/output error")
-        return real(path, target)
+        return real(path, *more, **options)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", fail)
-        with pytest.raises(OSError, match="Input/output"):
-            save(tmp_path, group, 1)
+    monkeypatch.setattr(os, what, fail)
+    with pytest.raises(OSError, match="Input/output"):
+        store(tmp_path, group).save(1, state(2))
+    assert getattr(os, what) is real
     assert names(tmp_path) == ["abandoned", "latest", "step-00000001"]
     assert step_of(tmp_path, group) == 1
 
