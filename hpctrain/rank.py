@@ -19,7 +19,7 @@ from hpctrain.errors import EXIT_STOPPED, HpctrainError, UsageError
 from hpctrain.job.check import CheckedJob, check
 from hpctrain.job.output_lock import OutputLock
 from hpctrain.job.reading import RawJob
-from hpctrain.job.resolved import write_resolved
+from hpctrain.job.resolved import refuse_other_run, resolved_tables, write_resolved
 from hpctrain.job.tables import Job
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import StopRequest
@@ -77,8 +77,13 @@ def _run_in(
     notice = fallback_notice(identity)
     if notice and identity.rank == 0:
         print(f"hpctrain: {notice}", file=sys.stderr, flush=True)
-    # the directory is written to by rank 0, before anything is built
-    world.share("output", lambda: write_resolved(checked, identity.size, lock))
+
+    def take_output_dir() -> None:
+        if resume not in ("auto", "never"):
+            refuse_other_run(Path(resume), resolved_tables(checked))
+        write_resolved(checked, identity.size, lock)
+
+    world.share("output", take_output_dir)  # by rank 0, before anything is built
     with _logged_to_file(checked.job.output_dir, identity):
         checked = _with_communicator(checked, identity)
         device = start_communication(world, checked.parts.communicator, checked.job.communicator.timeout_seconds)

@@ -20,6 +20,8 @@ _IDENTITY = ("job.name", "job.seed", "model", "dataset")
 """What decides whether a directory's checkpoints are this job's."""
 _FREE = ("model.weights", "dataset.workers", "dataset.prefetch")
 """What may differ all the same."""
+_TRAINED = ("job.seed", "model")
+"""What decides whether a job can go on from another run's checkpoint; the data has a fingerprint in it."""
 
 
 def resolved_tables(checked: CheckedJob) -> dict[str, Any]:
@@ -70,14 +72,37 @@ def refuse_other_job(path: Path, tables: dict[str, Any]) -> None:
         return
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"[job] output_dir: {path} cannot be read ({error}); use another output_dir") from None
-    old, new = (dict(_flat(t)) for t in (before, tables))
-    keys = [key for key in sorted(old.keys() | new.keys()) if key.startswith(_IDENTITY) and key not in _FREE]
-    different = [f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
+    different = _differences(before, tables, _IDENTITY)
     if different:
         raise UsageError(
             f"[job] output_dir: {path.parent} holds another job ({'; '.join(different[:3])}); "
             "use another output_dir, or delete that one"
         )
+
+
+def refuse_other_run(checkpoint: Path, tables: dict[str, Any]) -> None:
+    """UsageError when the run that `checkpoint` lies in had another model or seed; without its resolved file nobody knows.
+
+    The tensors need not tell: those of another number of attention heads have the same shapes.
+    """
+    path = Path(os.path.realpath(checkpoint)).parent.parent / FILE_NAME
+    try:
+        before = tomli.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return
+    different = _differences(before, tables, _TRAINED)
+    if different:
+        raise UsageError(
+            f"--resume {checkpoint}: it is of another training ({'; '.join(different[:3])}; see {path}); give this job the same, "
+            f'or begin anew with its weights: [model] weights = "{checkpoint}"'
+        )
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], prefixes: tuple[str, ...]) -> list[str]:
+    """How the keys that begin with one of `prefixes` differ, but for those that may."""
+    old, new = (dict(_flat(tables)) for tables in (before, now))
+    keys = [key for key in sorted(old.keys() | new.keys()) if key.startswith(prefixes) and key not in _FREE]
+    return [f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
 
 
 def _flat(tables: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

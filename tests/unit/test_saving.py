@@ -335,6 +335,17 @@ def test_a_run_that_waited_for_another_job_to_end_does_not_go_on_with_its_checkp
         train(job={"steps": 2, "seed": 2})
 
 
+def test_a_checkpoint_of_another_training_is_refused_though_its_tensors_fit() -> None:
+    train(job={"steps": 2})
+    Path("link").symlink_to("out/checkpoints/step-00000002")
+    job = {**TINY, "job": {"name": "other", "steps": 3, "output_dir": "elsewhere"}}
+    for table, key, value in (("model", "attention_heads", 4), ("job", "seed", 7)):
+        with pytest.raises(UsageError, match=f"--resume link.*{table}.{key} was .*weights = "):
+            hpctrain.run({**job, table: {**job[table], key: value}}, resume="link")
+        assert not Path("elsewhere").exists()
+    assert hpctrain.run(job, resume="link")["step"] == 3
+
+
 def test_values_that_no_training_saved_are_refused_by_name() -> None:
     tables = {"precision": {"mode": "fp16"}, "optimizer": {"name": "sgd", "lr": 0.1}}
     train(job={"steps": 1}, **tables)
