@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -17,10 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
 from hpctrain.api import CheckpointError, Piece, State, UsageError
+from hpctrain.checkpoint.directory import CheckpointDirectory
+from hpctrain.checkpoint.directory import step_of as step_in
+from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.weights import load_weights
 
@@ -278,6 +285,64 @@ def test_keep_prefers_the_new_training_to_the_one_that_was_left(tmp_path: Path, 
     again.restore([Piece.whole("model/w", torch.zeros(4, 3))], tmp_path / "step-00000010")
     again.save(15, state(15))
     assert names(tmp_path) == ["latest", "step-00000010", "step-00000015"]
+
+
+LOSSES = st.sampled_from([math.nan, math.inf, 1.0, 1.0, 2.0])
+SAVE = st.tuples(st.just("save"), st.integers(1, 4), LOSSES)
+BEGIN = st.tuples(st.sampled_from(["newest", "anew", "fail"]), st.just(0), st.just(0.0))
+BEGIN_AT = st.tuples(st.just("at"), st.integers(0, 9), st.just(0.0))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    keep=st.sampled_from([None, 1, 3]),
+    every=st.sampled_from([None, 2, 5]),
+    best=st.sampled_from([None, 1, 2]),
+    events=st.lists(st.one_of(SAVE, SAVE, BEGIN, BEGIN_AT), max_size=25),
+)
+def test_what_stays_is_what_the_page_promises(
+    keep: int | None, every: int | None, best: int | None, events: list[tuple[str, int, float]]
+) -> None:
+    """Over any saves, failed saves and new beginnings, by a model of docs/checkpoint-format.md."""
+    with tempfile.TemporaryDirectory() as where, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda fd: None)
+        root, there, left, own, began, step = Path(where), dict[int, float](), set[int](), set[int](), 0, 0
+
+        def begin() -> tuple[CheckpointDirectory, Retention]:
+            return CheckpointDirectory(root), Retention(
+                keep, every, best, lambda path: {"evaluation_loss": there[step_in(path)]}
+            )
+
+        directory, retention = begin()
+        for event, number, loss in events:
+            order = sorted(there, key=lambda one: (one in left, -one))
+            if event == "fail":
+                directory.discard(directory.begin(step + 1))
+            elif event != "save":
+                chosen = {"newest": 0, "anew": len(order), "at": number}[event]
+                began = step = order[chosen] if chosen < len(order) else 0
+                own.clear()
+                directory, retention = begin()
+                directory.began = began
+            else:
+                step += number
+                final = directory.commit(directory.begin(step))
+                retention.saved(final, {"evaluation_loss": loss})
+                directory.retain(retention, final)
+                left |= {one for one in there if one > began and one not in own}
+                left.discard(step)
+                own.add(step)
+                there[step] = loss
+                order = sorted(there, key=lambda one: (one in left, -one))
+                mine = [one for one in order if one not in left]
+                evaluated = [one for one in mine if there[one] < math.inf]
+                stay = set(order if keep is every is best is None else order[: keep or 1])
+                stay |= {one for one in mine if every and one % every == 0}
+                stay |= set(sorted(evaluated, key=lambda one: there[one])[: best or 0])
+                there = {one: there[one] for one in there if one in stay}
+                left &= stay
+            expected = sorted(there, key=lambda one: (one in left, -one))
+            assert [step_in(path) for path in directory.candidates()] == expected
 
 
 def test_a_crash_while_replacing_leaves_the_old_or_the_new_one(
