@@ -46,7 +46,7 @@ class World:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(n): needs at least n ranks")
     config.addinivalue_line(
-        "markers", "shown_on(n, ...): of 2, 3 and 4 ranks these are enough, but for the table of --equivalence"
+        "markers", "shown_on(n, ...): of several ranks these numbers are enough, but for the table of --equivalence"
     )
     if MPI.COMM_WORLD.rank:
         reporter = config.pluginmanager.get_plugin("terminalreporter")
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(f"needs {needed.args[0]} ranks"))
         elif table is not None and "record" in item.fixturenames:
             continue
-        elif shown and size in (2, 3, 4) and size not in shown.args:
+        elif shown and size > 1 and size not in shown.args:
             item.add_marker(pytest.mark.skip(f"shown on {' and '.join(map(str, shown.args))} ranks"))
 
 

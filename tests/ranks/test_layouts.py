@@ -181,6 +181,7 @@ def test_buckets_that_are_full_at_other_times_on_other_ranks(root, stage: int) -
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.shown_on(4)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_save_where_tensor_ranks_hold_unequal_parts(root, stage: int) -> None:
     """What both hold whole lies between matrices of which one has a row more, and is written once."""
