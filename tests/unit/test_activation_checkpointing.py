@@ -97,7 +97,8 @@ def checkpointing(table: dict[str, Any]) -> ActivationCheckpointing:
 
 
 class Normed(torch.nn.Module):
-    """A block with running statistics, in place and by a buffer of its own that is set anew, which it multiplies by."""
+    """A block with running statistics, in place and by a buffer of its own that is set anew, which it multiplies by, and a
+    matrix product into memory that is written to again, as compiled code has them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -108,7 +109,11 @@ class Normed(torch.nn.Module):
     def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
         self.seen = self.seen + len(x)
         self.forwards += 1
-        return x + scale * torch.relu(self.norm(self.linear(x))) * self.seen * self.forwards.clone()
+        with torch.no_grad():
+            squares = torch.mm(self.linear.weight, self.linear.weight.T, out=torch.empty_like(self.linear.weight)).mul_(
+                0.1
+            )
+        return x @ squares + scale * torch.relu(self.norm(self.linear(x))) * self.seen * self.forwards.clone()
 
 
 class Foreign(torch.nn.Module):

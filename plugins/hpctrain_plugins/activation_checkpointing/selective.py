@@ -80,11 +80,15 @@ def _strictly_selecting(kept: set[Any]) -> tuple[Any, Any]:
     """`context_fn` of torch's own, which fails where backward runs an operator that forward did not run."""
 
     def policy(_: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-        dear = operator.overloadpacket in kept
-        return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if _is_kept(operator, kept) else CheckpointPolicy.PREFER_RECOMPUTE
 
     keeping, giving = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     return keeping, giving
+
+
+def _is_kept(operator: Any, kept: set[Any]) -> bool:
+    """Not where it writes into memory of the caller's, as compiled code has it (`mm(out=)`), which may change afterwards."""
+    return getattr(operator, "overloadpacket", None) in kept and not operator._schema.is_mutable
 
 
 def _selecting(kept: set[Any]) -> tuple[Any, Any]:
@@ -108,7 +112,7 @@ class _Again(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "overloadpacket", None) in self._kept:
+        if _is_kept(func, self._kept):
             return self._giving.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
