@@ -56,6 +56,7 @@ def _command(job: Path, overrides: tuple[str, ...], resume: str, directory: Path
 def _run(link: Link, mpiexec: Mpiexec | None, command: list[str], ranks: int, signals: list[int]) -> int:
     """Start, pass `signals` on, wait. A rank killed from outside ends the others, through mpiexec or `Processes`."""
     process: subprocess.Popen[bytes] | Processes
+    relay: Relay | None = None
     if mpiexec is None:
         print("hpctrain: no MPI is installed: the ranks talk over gloo", file=sys.stderr, flush=True)
         process = Processes(command, ranks)
@@ -69,7 +70,7 @@ def _run(link: Link, mpiexec: Mpiexec | None, command: list[str], ranks: int, si
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-    relay = Relay(process) if isinstance(process, subprocess.Popen) else None
+        relay = Relay(process)
     try:
         status = _wait(process, link, ranks, signals)
     finally:

@@ -109,10 +109,8 @@ class Normed(torch.nn.Module):
     def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
         self.seen = self.seen + len(x)
         self.forwards += 1
-        with torch.no_grad():
-            squares = torch.mm(self.linear.weight, self.linear.weight.T, out=torch.empty_like(self.linear.weight)).mul_(
-                0.1
-            )
+        weight = self.linear.weight.detach()
+        squares = torch.mm(weight, weight.T, out=torch.empty_like(weight)).mul_(0.1)
         return x @ squares + scale * torch.relu(self.norm(self.linear(x))) * self.seen * self.forwards.clone()
 
 

@@ -82,8 +82,7 @@ def _strictly_selecting(kept: set[Any]) -> tuple[Any, Any]:
     def policy(_: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if _is_kept(operator, kept) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    keeping, giving = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-    return keeping, giving
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _is_kept(operator: Any, kept: set[Any]) -> bool:

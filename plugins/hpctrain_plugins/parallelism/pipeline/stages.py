@@ -79,6 +79,7 @@ class Stage(nn.Module):
         self.after = nn.ModuleList(after if last else [])
         self.copies = nn.ParameterList()  # of other stages' parameters, so that schedules find them among this one's
         self._spec, self._precision, self._first, self._last = spec, precision, first, last
+        self._works_in_place = any(getattr(one, "inplace", False) for one in self.blocks.modules())
         self.micro_batches: list[MicroBatch] = []
         self.in_step = False
         """Whether what runs is a micro batch: to see shapes, torch forwards once before, beyond the first stage noise."""
@@ -97,7 +98,7 @@ class Stage(nn.Module):
 
     def _received(self, value: Tensor) -> Tensor:
         """For the blocks: a leaf of this stage's backward, which must not be changed in place."""
-        return value.clone() if any(getattr(one, "inplace", False) for one in self.blocks.modules()) else value
+        return value.clone() if self._works_in_place else value
 
     def _passed_on(self, hidden: Any) -> Tensor:
         """What the next stage gets. Raises UsageError for what can't travel."""
