@@ -18,7 +18,7 @@ import tomli
 import torch
 from live_bytes import LiveBytes
 
-from hpctrain.job.check import check
+from hpctrain.checking.check import check
 from hpctrain.job.reading import RawJob
 from hpctrain.model.build import named_tensors
 

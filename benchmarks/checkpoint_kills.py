@@ -67,8 +67,8 @@ def save_for_ever(root: Path, meeting: str, ranks: int, rank: int, ready: Connec
     try:
         while True:
             step += 1
-            saver.save(step, State(pieces(step, ranks, rank)))
-            saver.save(step, State(pieces(step, ranks, rank)))
+            saver.save(step, State(pieces(float(step), ranks, rank)))
+            saver.save(step, State(pieces(float(step), ranks, rank)))
     except Exception:  # its neighbour was killed: so it leaves without a word, as a job's ranks do
         sys.exit(1)
 

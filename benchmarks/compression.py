@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import hpctrain.mpi
+from hpctrain.checking.check import check
 from hpctrain.hookspecs import hookimpl
-from hpctrain.job.check import check
 from hpctrain.job.reading import RawJob
-from hpctrain.loop.session import Session
+from hpctrain.loop.assembly import assemble
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
 from hpctrain.world.detection import detect
@@ -80,7 +80,7 @@ def train_with(kind: str, steps: int | None, output: str) -> Recorder:
     checked = check(RawJob(tables, {}, str(QUICKSTART)), dist.get_world_size())
     recorder = Recorder()
     checked.registry.manager.register(recorder)
-    session = Session(checked, World(detect(), HashStore(), Front()), torch.device("cpu"), "never")
+    session = assemble(checked, World(detect(), HashStore(), Front()), torch.device("cpu"), "never")
     try:
         train(session, StopRequest())
     finally:

@@ -74,6 +74,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://")
     gloo = dist.new_group(backend="gloo")
+    assert isinstance(gloo, dist.ProcessGroup)
 
     def build(group: dist.ProcessGroup | None) -> nn.Module:
         torch.manual_seed(0)

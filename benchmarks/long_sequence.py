@@ -21,7 +21,7 @@ from live_bytes import LiveBytes
 from torch.distributed.device_mesh import init_device_mesh
 
 import hpctrain.mpi
-from hpctrain.job.check import check
+from hpctrain.checking.check import check
 from hpctrain.job.reading import RawJob
 from hpctrain.mesh import Meshes, build_meshes, layout_of
 

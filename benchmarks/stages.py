@@ -24,7 +24,7 @@ import training_step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hpctrain.mpi
-from hpctrain.job.check import check
+from hpctrain.checking.check import check
 from hpctrain.job.reading import RawJob
 from hpctrain.mesh import Meshes
 

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 
 import torch
 
+from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.runner import MicroBatch, RunnerParts
-from hpctrain.gradients.sums import GradientSums
-from hpctrain.job.check import CheckedJob
+from hpctrain.gradients.reducer import GradientReducer
 from hpctrain.loop.runner import PlainRunner
 from hpctrain.mesh import DATA_AXES, Meshes
 from hpctrain.model.build import build_model
@@ -24,7 +24,7 @@ def make_step(checked: CheckedJob, meshes: Meshes, batch: dict[str, torch.Tensor
     It gives this rank's part of the mean loss over `divisor`.
     """
     parts, sharding = checked.parts, checked.parts.sharding
-    sums = GradientSums(parts.compression, meshes.model[DATA_AXES], "")
+    sums = GradientReducer(parts.compression, meshes.model[DATA_AXES], "")
     built = build_model(checked.job, parts, meshes, sums, CPU)
     groups = parameter_groups(sharding.pieces(), list(built.trained), [])
     optimizer = sharding.optimizer(groups, parts.optimizer.build)

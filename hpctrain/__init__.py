@@ -22,7 +22,7 @@ __all__ = ["Job", "__version__", "load_job", "run"]
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """The job in a file, checked; `overrides` are "table.key=value". Raises HpctrainError with every problem."""
-    from hpctrain.job.check import check
+    from hpctrain.checking.check import check
     from hpctrain.job.reading import read_job
 
     return check(read_job(Path(path), overrides), None).job

@@ -2,40 +2,72 @@
 
 from pydantic import Field
 
-from hpctrain.checkpoint.directory import sync_directory
+from hpctrain.checkpoint.pickles import check_pickle, check_records
+from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
+from hpctrain.contracts.buckets import BucketSum, GradientBucket, GradientSums, Span
 from hpctrain.contracts.checkpoint import CheckpointFormat, StoredChunk, StoredTensor
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import (
     Compression,
     CompressionOptions,
     Compressor,
-    GradientBucket,
     LossyCompression,
-    Span,
 )
 from hpctrain.contracts.dataset import Dataset, DatasetContext, Lengths, Samples, Split
-from hpctrain.contracts.distribution import ActivationCheckpointing, Parallelism, Sharding
+from hpctrain.contracts.identity import Identity
+from hpctrain.contracts.life_cycle import Control, PluginState
 from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.optimization import Optimizer, OptimizerOptions, Schedule
+from hpctrain.contracts.parallelism import AxisTraits, Parallelism
 from hpctrain.contracts.pieces import Piece, State, pieces_of, set_row_order
 from hpctrain.contracts.plugin import ByteSize, Options, Plugin
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts
-from hpctrain.errors import CheckpointError, EnvironmentUnfitError, HpctrainError, TrainingError, UsageError
+from hpctrain.contracts.sharding import Sharding
+from hpctrain.errors import (
+    CheckpointError,
+    EnvironmentUnfitError,
+    HpctrainError,
+    TrainingError,
+    UsageError,
+    escaped,
+    reason,
+    shown,
+)
+from hpctrain.exchange import Outcome, agree, attempt, broadcast_value, gather_outcomes, gather_values, scatter_outcomes
+from hpctrain.files import TABLE_BYTES, created, make_directory, read_all, reading, sync_directory
 from hpctrain.gradients.residual import Residual
-from hpctrain.gradients.sums import BucketSum, GradientSums
 from hpctrain.hookspecs import hookimpl
-from hpctrain.model.seeded import fill_normal
+from hpctrain.job.tables import Job
+from hpctrain.json_values import decode as decode_value
+from hpctrain.json_values import encode as encode_value
 from hpctrain.model.tied import tie, tied_parameters
+from hpctrain.mpi import Settings as MPISettings
 from hpctrain.mpi import shared_zeros
 from hpctrain.plugins.discovery import API_VERSION
-from hpctrain.world.identity import Identity
-from hpctrain.world.meeting import mpi_backend
+from hpctrain.seeded import fill_normal
+from hpctrain.torch_private import (
+    TorchDispatchMode,
+    buffers_of,
+    children_of,
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    foreach_copy_,
+    foreach_mul_,
+    is_mutable,
+    is_view,
+    move_local,
+    storage_record,
+    version_of,
+)
+from hpctrain.world.meeting import gloo_backend, mpi_backend
 
 __all__ = [
     "API_VERSION",
+    "TABLE_BYTES",
     "ActivationCheckpointing",
+    "AxisTraits",
     "Batch",
     "BucketSum",
     "ByteSize",
@@ -45,6 +77,7 @@ __all__ = [
     "Compression",
     "CompressionOptions",
     "Compressor",
+    "Control",
     "Dataset",
     "DatasetContext",
     "EnvironmentUnfitError",
@@ -53,17 +86,21 @@ __all__ = [
     "GradientSums",
     "HpctrainError",
     "Identity",
+    "Job",
     "Lengths",
     "Logger",
     "LossyCompression",
+    "MPISettings",
     "MicroBatch",
     "ModelSpec",
     "Optimizer",
     "OptimizerOptions",
     "Options",
+    "Outcome",
     "Parallelism",
     "Piece",
     "Plugin",
+    "PluginState",
     "Precision",
     "Residual",
     "Runner",
@@ -76,15 +113,45 @@ __all__ = [
     "State",
     "StoredChunk",
     "StoredTensor",
+    "TorchDispatchMode",
     "TrainingError",
     "UsageError",
+    "agree",
+    "attempt",
+    "broadcast_value",
+    "buffers_of",
+    "check_pickle",
+    "check_records",
+    "children_of",
+    "cpu_flash_attention",
+    "cpu_flash_attention_backward",
+    "created",
+    "decode_value",
+    "encode_value",
+    "escaped",
     "fill_normal",
+    "foreach_copy_",
+    "foreach_mul_",
+    "gather_outcomes",
+    "gather_values",
+    "gloo_backend",
     "hookimpl",
+    "is_mutable",
+    "is_view",
+    "make_directory",
+    "move_local",
     "mpi_backend",
     "pieces_of",
+    "read_all",
+    "reading",
+    "reason",
+    "scatter_outcomes",
     "set_row_order",
     "shared_zeros",
+    "shown",
+    "storage_record",
     "sync_directory",
     "tie",
     "tied_parameters",
+    "version_of",
 ]

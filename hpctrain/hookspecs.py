@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
     from hpctrain.contracts.checkpoint import CheckpointFormat
     from hpctrain.contracts.communicator import Communicator
     from hpctrain.contracts.compression import Compression
     from hpctrain.contracts.dataset import Dataset
-    from hpctrain.contracts.distribution import ActivationCheckpointing, Parallelism, Sharding
+    from hpctrain.contracts.identity import Identity
+    from hpctrain.contracts.life_cycle import Control, PluginState
     from hpctrain.contracts.logger import Logger
     from hpctrain.contracts.model import ModelSpec
     from hpctrain.contracts.optimization import Optimizer, Schedule
+    from hpctrain.contracts.parallelism import Parallelism
     from hpctrain.contracts.precision import Precision
+    from hpctrain.contracts.sharding import Sharding
     from hpctrain.job.tables import Job
-    from hpctrain.world.identity import Identity
 
 PROJECT = "hpctrain"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -84,16 +87,28 @@ class LifeCycleHooks:
     (except in `hpctrain_exception`, where some ranks may be gone)."""
 
     @hookspec
-    def hpctrain_job_start(self, job: Job, identity: Identity) -> None:
-        """The ranks have met and the model is built; training begins."""
+    def hpctrain_state(self, job: Job, identity: Identity) -> PluginState | None:
+        """The model is built, nothing is restored yet: what this plugin keeps in checkpoints."""
 
     @hookspec
-    def hpctrain_step_end(self, step: int, metrics: dict[str, Any]) -> None:
+    def hpctrain_job_start(self, job: Job, identity: Identity, step: int, control: Control) -> None:
+        """Everything is built and restored; training begins after `step`, which is 0 in a new run."""
+
+    @hookspec
+    def hpctrain_step_end(self, step: int, metrics: dict[str, Any], control: Control) -> None:
         """Optimizer step `step` (1-based) is done. Keys added to `metrics` go into metrics.jsonl."""
 
     @hookspec
-    def hpctrain_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+    def hpctrain_evaluation(self, step: int, metrics: dict[str, Any], control: Control) -> None:
         """The model was evaluated after `step`; `metrics` has `evaluation_loss`."""
+
+    @hookspec
+    def hpctrain_phase_begin(self, phase: str, step: int) -> None:
+        """A phase of the step after `step` begins on this rank: see docs/plugins.md for their names."""
+
+    @hookspec
+    def hpctrain_phase_end(self, phase: str, step: int) -> None:
+        """The phase is over, without an exception."""
 
     @hookspec
     def hpctrain_checkpoint_saved(self, step: int, path: Path) -> None:

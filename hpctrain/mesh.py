@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpctrain.errors import UsageError
+from hpctrain.torch_private import flatten_mesh
 
 if TYPE_CHECKING:
-    from hpctrain.contracts.distribution import Parallelism
+    from hpctrain.contracts.parallelism import Parallelism
     from hpctrain.job.parts import Parts
     from hpctrain.job.tables import Job
 
@@ -53,9 +54,10 @@ def layout_of(job: Job, parts: Parts, world_size: int) -> Layout:
             f"[parallelism]: {asked} needs a multiple of {others * replicate} ranks, and there are {world_size}; "
             "start another number of ranks or change the sizes"
         )
-    cut = prod(sizes[name] for name, plugin in parts.parallelism.items() if plugin.cuts_samples)
+    cutting = {name for name, plugin in parts.parallelism.items() if plugin.traits.cuts_samples}
+    cut = prod(sizes[name] for name in cutting)
     data_ranks = world_size // others
-    spreading = {name: plugin for name, plugin in parts.parallelism.items() if not plugin.cuts_samples}
+    spreading = {name: plugin for name, plugin in parts.parallelism.items() if name not in cutting}
     return Layout(
         _in_order(parts.sharding.axes(data_ranks, replicate), parts.parallelism, sizes),
         _in_order(parts.sharding.axes(data_ranks * cut, replicate), spreading, sizes),
@@ -65,7 +67,7 @@ def layout_of(job: Job, parts: Parts, world_size: int) -> Layout:
 def _in_order(data: dict[str, int], plugins: dict[str, Parallelism], sizes: dict[str, int]) -> dict[str, int]:
     """The size of each axis, outermost first."""
     placed = [(_DATA_ORDER[axis], axis, size) for axis, size in data.items()]
-    placed += [(plugin.order, plugin.axis, sizes[name]) for name, plugin in plugins.items()]
+    placed += [(plugin.traits.order, plugin.traits.axis, sizes[name]) for name, plugin in plugins.items()]
     return {axis: size for _, axis, size in sorted(placed)}
 
 
@@ -92,7 +94,7 @@ class Meshes:
             group = dist.group.WORLD
             assert group is not None
             return group
-        return self.model[DATA_AXES]._flatten("batch").get_group()
+        return flatten_mesh(self.model[DATA_AXES], "batch").get_group()
 
 
 def build_meshes(layout: Layout, device: torch.device) -> Meshes:

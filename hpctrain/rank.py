@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from hpctrain.errors import EXIT_STOPPED, HpctrainError, UsageError
-from hpctrain.job.check import CheckedJob, check
+from hpctrain.checking.check import CheckedJob, check
+from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_resolved
+from hpctrain.contracts.identity import Identity
+from hpctrain.errors import EXIT_STOPPED, HpctrainError, UsageError, escaped, reason
+from hpctrain.files import make_directory, open_to_change
 from hpctrain.job.output_lock import OutputLock
 from hpctrain.job.reading import RawJob
-from hpctrain.job.resolved import refuse_other_run, resolved_tables, write_resolved
 from hpctrain.job.tables import Job
+from hpctrain.loop.assembly import assemble
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
+from hpctrain.plugins.life_cycle import LifeCycle
+from hpctrain.torch_private import clear_sharding_cache
 from hpctrain.world.detection import detect, fallback_notice
 from hpctrain.world.failure import leave
 from hpctrain.world.front import Front
-from hpctrain.world.identity import Identity
 from hpctrain.world.meeting import World, compare_ranks, meet, start_communication
+from hpctrain.world.objects import allow_objects
 
 LOG = logging.getLogger("hpctrain")
 
@@ -44,7 +49,7 @@ def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
             "hpctrain.run sets torch.distributed up itself, and found it set up; call destroy_process_group() before"
         )
     tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else dict(job)
-    return run_rank(detect(), lambda: RawJob(tables, {}, "job"), resume, Front())
+    return run_rank(detect(), lambda: RawJob(tables, {}, "job").refuse_values(), resume, Front())
 
 
 def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, front: Front) -> dict[str, Any]:
@@ -65,8 +70,9 @@ def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, front:
         lock.release()
         if dist.is_initialized():
             dist.destroy_process_group()
-            # DTensor remembers groups by name, and the next job of this process gives the names to others
-            _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+            clear_sharding_cache()
+        allow_objects()
+        world.close()
 
 
 def _run_in(
@@ -85,10 +91,12 @@ def _run_in(
 
     world.share("output", take_output_dir)  # by rank 0, before anything is built
     with _logged_to_file(checked.job.output_dir, identity):
+        for sentence in world.strangers:  # before there was a log
+            LOG.info("%s", sentence)
         checked = _with_communicator(checked, identity)
         device = start_communication(world, checked.parts.communicator, checked.job.communicator.timeout_seconds)
         try:
-            session = Session(checked, world, device, resume)
+            session = assemble(checked, world, device, resume)
             try:
                 result = train(session, stop)
             finally:
@@ -96,7 +104,8 @@ def _run_in(
                 if checked.job.compile.enabled:
                     torch.compiler.reset()  # else this job's shapes and the next one's are compiled as one
         except Exception as error:
-            checked.registry.manager.hook.hpctrain_exception(exception=error, identity=identity)
+            with suppress(HpctrainError):  # it is in the log, and what failed first is to be told
+                LifeCycle(checked.registry, identity).call("hpctrain_exception", exception=error, identity=identity)
             raise
         _say_goodbye(session, result, time.monotonic() - begin)
     return result
@@ -126,15 +135,28 @@ def _with_communicator(checked: CheckedJob, identity: Identity) -> CheckedJob:
     return replace(checked, parts=replace(checked.parts, communicator=chosen))
 
 
-class _LogFile(logging.FileHandler):
+class _LogFile(logging.StreamHandler[TextIO]):
     """A line that finds no room is left out; logging would tell of each with a traceback on the screen."""
+
+    def __init__(self, path: Path) -> None:
+        make_directory(path.parent)
+        fd = open_to_change(path, os.O_WRONLY | os.O_APPEND)
+        super().__init__(open(fd, "a", encoding="utf-8"))  # noqa: SIM115 - open while the handler is
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         return
 
     def close(self) -> None:
         with suppress(OSError):
-            super().close()
+            self.stream.close()
+        super().close()
+
+
+class _Escaped(logging.Formatter):
+    """A line may have words of a file that others made."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
 
 
 @contextmanager
@@ -142,16 +164,15 @@ def _logged_to_file(output_dir: Path, identity: Identity) -> Iterator[None]:
     """Every rank's own log; warnings of rank 0 on the screen, too."""
     path = output_dir / "log" / f"rank-{identity.rank:05d}.log"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = _LogFile(path, encoding="utf-8")
+        file = _LogFile(path)
     except OSError as error:
-        raise UsageError(f"[job] output_dir: {path} cannot be written: {error.strerror or error}") from None
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        raise UsageError(f"[job] output_dir: {path} cannot be written: {reason(error)}") from None
+    file.setFormatter(_Escaped("%(asctime)s %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [file]
     if identity.rank == 0:
         screen = logging.StreamHandler()
         screen.setLevel(logging.WARNING)
-        screen.setFormatter(logging.Formatter("hpctrain: warning: %(message)s"))
+        screen.setFormatter(_Escaped("hpctrain: warning: %(message)s"))
         handlers.append(screen)
     LOG.setLevel(logging.INFO)
     for handler in handlers:
@@ -168,10 +189,17 @@ def _logged_to_file(output_dir: Path, identity: Identity) -> Iterator[None]:
 def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> None:
     directory = session.job.output_dir
     if result["exit_code"] == EXIT_STOPPED:
-        session.say(f"stopped at step {result['step']} of {session.steps}, saved in {session.saving.newest}")
+        session.report.say(
+            f"stopped at step {result['step']} of {session.progress.steps}, saved in {session.saving.newest}"
+        )
         return
-    if session.step == session.first_step:
-        session.say(f"done         step {result['step']}, nothing left to train: raise [job] steps or epochs to go on")
+    if session.progress.step == session.progress.first_step:
+        ended = (
+            "no step was taken"
+            if session.progress.ended
+            else "nothing left to train: raise [job] steps or epochs to go on"
+        )
+        session.report.say(f"done         step {result['step']}, {ended}")
     else:
-        session.say(f"done         step {result['step']}, loss {result['loss']:.4f}, {seconds:.0f} s")
-    session.say(f"results      {directory / 'metrics.jsonl'}, {session.saving.newest}")
+        session.report.say(f"done         step {result['step']}, loss {result['loss']:.4f}, {seconds:.0f} s")
+    session.report.say(f"results      {directory / 'metrics.jsonl'}, {session.saving.newest}")

@@ -21,6 +21,11 @@ settings.load_profile("patient")
 
 collect_ignore = [] if launched() else ["ranks"]
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--draws", type=int, help="how many random cases to draw, instead of the few of every run")
+
+
 TINY: dict[str, Any] = {
     "job": {"name": "tiny", "steps": 4, "output_dir": "out"},
     "model": {

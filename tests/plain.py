@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from hpctrain.checking.check import check
 from hpctrain.contracts.dataset import DatasetContext, Samples, Split
 from hpctrain.data.order import SampleOrder
-from hpctrain.job.check import check
 from hpctrain.job.reading import RawJob
 from hpctrain.model.build import named_tensors
 

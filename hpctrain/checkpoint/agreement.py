@@ -1,55 +1,14 @@
-"""Doing something on the ranks of a group so that all of them see the same end: nobody is left waiting."""
+"""How what the ranks ask for differs from what a checkpoint holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from typing import TypeVar
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
 
-from hpctrain.errors import CheckpointError, HpctrainError
-
-T = TypeVar("T")
-
-
-def survey(group: dist.ProcessGroup, action: Callable[[], T]) -> T | Exception:
-    """Run `action` on every rank: its result if it went well on all, else the lowest failing rank's exception."""
-    outcome = _attempt(action)
-    failed = torch.tensor(int(isinstance(outcome, Exception)))
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    if not failed.item():
-        return outcome
-    errors: list[Exception | None] = [None] * group.size()
-    dist.all_gather_object(errors, outcome if isinstance(outcome, Exception) else None, group=group)
-    return next(error for error in errors if error is not None)
-
-
-def together(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
-    """Run `action` on every rank; an exception on any is raised on all."""
-    outcome = survey(group, action)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
-
-
-def share(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 only; all ranks return its result or raise its exception."""
-    outcomes = [_attempt(action) if group.rank() == 0 else None]
-    dist.broadcast_object_list(outcomes, group=group, group_src=0)
-    outcome = outcomes[0]
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome  # type: ignore[return-value]  # None only before the broadcast, or because T is
-
-
-def _attempt(action: Callable[[], T]) -> T | Exception:
-    try:
-        return action()
-    except (HpctrainError, OSError, TypeError, MemoryError) as error:
-        return error
-    except Exception as error:  # it may not be picklable, and all ranks must hear of it
-        return RuntimeError(f"{type(error).__name__}: {error}")
+from hpctrain.errors import CheckpointError
+from hpctrain.exchange import survey
 
 
 def describe_differences(

@@ -82,9 +82,9 @@ def measure(format: CheckpointFormat, nbytes: int, directory: Path, rounds: int)
 
 def _measure_behind(format: CheckpointFormat, pieces: list[Piece], root: Path, rounds: int, nbytes: int) -> list[Row]:
     """Saving in the background: how long training waits, and how much slower its steps are until the save is over."""
-    group = dist.group.WORLD
-    assert group is not None
-    store = CheckpointStore(root, format, [format], 1, group, dist.new_group())
+    group, second = dist.group.WORLD, dist.new_group()
+    assert group is not None and isinstance(second, dist.ProcessGroup)
+    store = CheckpointStore(root, format, [format], 1, group, second)
     state, copies = State(pieces), [torch.empty_like(piece.tensor) for piece in pieces]
     matrix = torch.randn(512, 512)
     copied, blocked, alone, during = [list[float]() for _ in range(4)]

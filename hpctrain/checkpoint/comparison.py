@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint.finding import Checkpoint, batches, read_batch
 from hpctrain.contracts.checkpoint import StoredTensor
+from hpctrain.errors import shown
 
 
 @dataclass
@@ -59,7 +60,7 @@ def compare_values(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [
         f"{key}: only in {'B' if one is missing else 'A'}"
         if missing in (one, other)
-        else f"{key}: {_short(one)} in A, {_short(other)} in B"
+        else f"{key}: {shown(one)} in A, {shown(other)} in B"
         for key, one, other in pairs
         if one != other
     ]
@@ -89,8 +90,3 @@ def _add(difference: Difference, sums: tuple[float, float], one: Tensor, other: 
 def _is_small(dtype: torch.dtype) -> bool:
     """8-bit floats, which torch doesn't compare."""
     return dtype.is_floating_point and dtype.itemsize == 1
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

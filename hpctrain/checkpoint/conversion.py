@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
-from hpctrain.checkpoint.directory import sync_directory
 from hpctrain.checkpoint.finding import batches, memory_for
 from hpctrain.checkpoint.sources import SAFETENSORS_DTYPES, Source
 from hpctrain.checkpoint.weights import MODEL, open_weights
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
 from hpctrain.errors import CheckpointError, UsageError, WriteError
+from hpctrain.files import sync_directory, temporary_name
+from hpctrain.torch_private import HashStore
 
 Progress = Callable[[int, int], None]
 
@@ -149,17 +149,12 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def _name_until_whole(path: Path, kind: str) -> Path:
-    """What `path` is called while it is written; UsageError when there is something of either name, or no place."""
+    """What `path` is called while it is written; UsageError when there is something already, or no place."""
     if os.path.lexists(path):
         raise UsageError(f"{path} exists already; expected a new {kind}: give another name")
-    temporary = path.with_name(path.name + ".tmp")
-    if os.path.lexists(temporary):
-        raise UsageError(
-            f"{temporary} exists already, and {path} is written under that name: remove it, or give another name"
-        )
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{path}: there is no directory {path.parent}; make it, or give another name")
-    return temporary
+    return temporary_name(path)
 
 
 @contextmanager

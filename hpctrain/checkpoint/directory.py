@@ -5,20 +5,21 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpctrain.errors import reason
-
-if TYPE_CHECKING:
-    from hpctrain.checkpoint.retention import Retention
+from hpctrain.files import is_own_directory, make_directory, read_bytes, replacing, sync_directory
 
 LOG = logging.getLogger("hpctrain")
-_STEP = re.compile(r"step-(\d{8,})")
+Staying = Callable[[Sequence[Path], set[str]], set[Path]]
+"""Which checkpoints are kept; see Retention.staying."""
+_STEP = re.compile(r"step-([0-9]{8,18})")
 
 
 def step_of(path: Path) -> int:
@@ -46,17 +47,19 @@ class CheckpointDirectory:
         Newest step first; but what a training that began again from an older checkpoint left behind comes after all
         others.
         """
+        if self.root.is_symlink():
+            raise OSError(errno.ELOOP, "it is a symbolic link, expected the directory itself", str(self.root))
         if not self.root.is_dir():
             return []
         abandoned = self._abandoned()
-        found = [path for path in self.root.iterdir() if step_of(path) >= 0 and path.is_dir()]
+        found = [path for path in self.root.iterdir() if step_of(path) >= 0 and is_own_directory(path)]
         return sorted(found, key=lambda path: (path.name not in abandoned, step_of(path)), reverse=True)
 
     def clean(self) -> None:
         """Remove what earlier crashes left, as far as that goes, and put back a checkpoint whose replacement didn't come."""
         self._put_back()
-        for suffix in (".tmp", ".old", ".del"):
-            for left in self.root.glob(f"step-*{suffix}"):
+        for pattern in ("step-*.tmp", "step-*.old", "step-*.del", ".latest.*.tmp", ".abandoned.*.tmp"):
+            for left in self.root.glob(pattern):
                 try:
                     _remove(left)
                 except OSError as error:
@@ -64,9 +67,10 @@ class CheckpointDirectory:
 
     def begin(self, step: int) -> Path:
         """A new, empty directory to write the checkpoint of `step` into."""
+        make_directory(self.root)
         temporary = self.path(step).with_suffix(".tmp")
         _remove(temporary)
-        temporary.mkdir(parents=True)
+        temporary.mkdir()
         return temporary
 
     def commit(self, temporary: Path) -> Path:
@@ -100,18 +104,19 @@ class CheckpointDirectory:
         shutil.rmtree(temporary, ignore_errors=True)
         self._put_back()
 
-    def retain(self, retention: Retention, saved: Path) -> None:
+    def retain(self, staying: Staying, saved: Path) -> None:
         """Delete the checkpoints that needn't stay, never the one just saved."""
-        candidates = self.candidates()
-        staying = {saved, *retention.staying(candidates, self._abandoned())}
+        links = [path for path in self.root.iterdir() if step_of(path) >= 0 and path.is_symlink()]
+        candidates, last = [*self.candidates(), *links], {path.name for path in links}
+        kept = {saved, *staying(candidates, self._abandoned() | last)}
         for path in candidates:
-            if path not in staying:
+            if path not in kept:
                 self._delete(path)
         self._abandon({name for name in self._abandoned() if (self.root / name).exists()})
 
     def _put_back(self) -> None:
         for old in self.root.glob("step-*.old"):
-            if old.is_dir() and not old.with_suffix("").exists():
+            if is_own_directory(old) and not old.with_suffix("").exists():
                 try:
                     old.rename(old.with_suffix(""))
                 except OSError as error:
@@ -128,9 +133,10 @@ class CheckpointDirectory:
 
     def _abandoned(self) -> set[str]:
         try:
-            return set((self.root / "abandoned").read_text(encoding="utf-8", errors="replace").split())
+            listed = read_bytes(self.root / "abandoned").decode(errors="replace").split()
         except FileNotFoundError:
             return set()
+        return {name for name in listed if _STEP.fullmatch(name)}
 
     def _abandon(self, names: set[str]) -> None:
         if names == self._abandoned():
@@ -143,29 +149,12 @@ class CheckpointDirectory:
 
 def _remove(path: Path) -> None:
     """Whatever is there; of a symbolic link the link only."""
-    if path.is_dir() and not path.is_symlink():
+    if is_own_directory(path):
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def sync_directory(directory: Path) -> None:
-    """fsync a directory, so that the names in it survive a power failure."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _write_text(path: Path, text: str) -> None:
-    """Replace a small file in one go."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(text.encode())

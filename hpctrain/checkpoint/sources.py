@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import io
+import os
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
+from hpctrain.checkpoint.pickles import check_pickle, check_records
 from hpctrain.contracts.checkpoint import StoredTensor
 from hpctrain.contracts.pieces import Piece
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, shown
+from hpctrain.files import SMALL_BYTES
 
 SAFETENSORS_DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
@@ -23,6 +27,18 @@ SAFETENSORS_DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
 """What safetensors calls each dtype."""
+
+
+_MOST_HEADER = 32 * 2**20
+"""Bytes of what a file says of its tensors; of 10,000 tensors it has a megabyte."""
+_MOST_SHARED = 4
+"""How often the bytes of a file may be told of: names of one parameter share its values."""
+
+
+class _Index(BaseModel):
+    """*.safetensors.index.json."""
+
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,10 @@ def open_safetensors(path: Path) -> Source:
 
     dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
     tensors = {}
-    path.open("rb").close()  # safe_open says of any that it can't read that it isn't there
+    with path.open("rb") as raw:  # safe_open says of any that it can't read that it isn't there
+        length = int.from_bytes(raw.read(8), "little")
+        if length > _MOST_HEADER:
+            raise CheckpointError(f"{path} isn't a whole safetensors file: its header has {length} bytes")
     try:
         file: Any = safe_open(path, framework="pt")
         for name in file.keys():  # noqa: SIM118 - no mapping
@@ -54,7 +73,7 @@ def open_safetensors(path: Path) -> Source:
                     f"{path}: {name} is of the dtype {piece.get_dtype()}, expected {', '.join(dtypes)}"
                 )
             tensors[name] = StoredTensor(dtypes[piece.get_dtype()], tuple(piece.get_shape()), ())
-    except SafetensorError as error:
+    except (SafetensorError, MemoryError) as error:
         raise CheckpointError(f"{path} isn't a whole safetensors file: {error}") from error
 
     def part(piece: Piece) -> Tensor:
@@ -70,11 +89,16 @@ def open_index(path: Path) -> Source:
 
     Raises CheckpointError for a table that isn't one, or files that lack what it says.
     """
+    with path.open("rb") as raw:
+        content = raw.read(SMALL_BYTES + 1)
     try:
-        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = {file: path.parent / file for file in places.values() if Path(file).name == file}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has no weight_map from tensors to file names: {error!r}") from error
+        if len(content) > SMALL_BYTES:
+            raise ValueError(f"it has more than {SMALL_BYTES} bytes")
+        places = _Index.model_validate_json(content).weight_map
+    except ValueError as error:  # pydantic's is one
+        why = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else error
+        raise CheckpointError(f"{path} has no weight_map from tensors to file names: {why}") from error
+    files = {file: path.parent / file for file in places.values() if Path(file).name == file}
     sources = {file: open_safetensors(where) for file, where in files.items() if where.is_file()}
     tensors = {}
     for name, file in places.items():
@@ -91,7 +115,7 @@ def open_index(path: Path) -> Source:
 
 def open_torch(path: Path) -> Source:
     """Raises CheckpointError for what isn't a state dict: parameter names with their tensors."""
-    _refuse_compressed(path)
+    _check_file(path)
     try:
         # Mapped, so that a rank reads what it takes; files of the oldest layout are no zip and can't be.
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -104,7 +128,7 @@ def open_torch(path: Path) -> Source:
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):
-        found = list(content)[:3] if isinstance(content, dict) else type(content).__name__
+        found = shown(list(content)[:3]) if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"{path} holds {found}, expected a state dict: parameter names with their tensors")
     for name, tensor in content.items():
         _check_name(path, name)
@@ -114,6 +138,12 @@ def open_torch(path: Path) -> Source:
                 f"{path}: {name} is a tensor of the kind {kind}, expected a dense one with its values"
             )
     tensors = {name: StoredTensor(tensor.dtype, tuple(tensor.shape), ()) for name, tensor in content.items()}
+    told, there = sum(one.nbytes for one in tensors.values()), path.stat().st_size
+    if told > _MOST_SHARED * there + 2**20:
+        raise CheckpointError(
+            f"{path}: its tensors tell of {told} bytes, and the file has {there}: they repeat values (Tensor.expand); "
+            "save them with Tensor.contiguous()"
+        )
     return Source(
         tensors,
         lambda pieces: _fill(path, pieces, lambda piece: content[piece.name][_slices(piece)]),
@@ -121,19 +151,43 @@ def open_torch(path: Path) -> Source:
     )
 
 
-def _refuse_compressed(path: Path) -> None:
-    """torch takes the bytes of a record for values as they lie in a mapped file, and unpacks it to any size in another."""
+def _check_file(path: Path) -> None:
+    """What torch would do with a file, and never come to an end with, before it does."""
+    if not zipfile.is_zipfile(path):
+        _check_oldest_layout(path)
+        return
     try:
-        with zipfile.ZipFile(path) as records:
-            packed = [one.filename for one in records.infolist() if one.compress_type != zipfile.ZIP_STORED]
+        with _Bounded(path) as file, zipfile.ZipFile(file) as records:
+            check_records(records, path.stat().st_size)
     except OSError:
         raise
-    except Exception:  # zipfile raises several things for a damaged structure
-        return  # damaged, which is told later, or of the oldest layout, which is no zip
-    if packed:
-        raise CheckpointError(
-            f"{path} was compressed ({packed[0]}), expected it as torch.save writes it: torch.load it and torch.save it again"
-        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}; torch.load it and torch.save it again") from error
+    except Exception as error:  # zipfile raises several things for a damaged structure
+        raise CheckpointError(f"{path} isn't a file of tensors that torch.load accepts: {error}") from error
+
+
+class _Bounded(io.FileIO):
+    """A file of which nothing is read that is too large for a table."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            size = os.fstat(self.fileno()).st_size - self.tell()
+        if size > _MOST_HEADER:
+            raise CheckpointError(f"it tells of a table of {size} bytes")
+        return super().read(size)
+
+
+def _check_oldest_layout(path: Path) -> None:
+    """Five pickles and then the values; a number of which each begins with."""
+    with path.open("rb") as file:
+        raw = file.read(_MOST_HEADER)
+    at = 0
+    try:
+        for _ in range(5):
+            at = check_pickle(raw, at)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} isn't a file of tensors that torch.load accepts: {error}") from error
 
 
 def _check_records(path: Path) -> None:

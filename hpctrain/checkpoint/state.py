@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from hpctrain.checkpoint.weights import MODEL
 from hpctrain.contracts.pieces import Piece, pieces_of
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import CheckpointError, UsageError, shown
 from hpctrain.model.build import named_tensors
 
 OPTIMIZER = "optimizer/"
 COMPRESSION = "compression/"
 """What compressed sums of gradients remember. A run may do without, so a checkpoint need not have it."""
+PLUGIN = "plugin/"
+"""What plugins keep (PluginState); likewise."""
 
 
 def model_pieces(module: nn.Module, trained: Sequence[Piece]) -> list[Piece]:
@@ -69,11 +71,6 @@ def _is_quantized(tensor: Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__")
 
 
-def compression_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """Those of `GradientSums.pieces` under their names in a checkpoint."""
-    return [replace(piece, name=COMPRESSION + piece.name) for piece in pieces]
-
-
 def optimizer_numbers(trained: Sequence[Piece], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """The optimizer's state that is no tensor (a step count, say), by parameter; UsageError for what is no number."""
     numbers: dict[str, dict[str, Any]] = {}
@@ -92,9 +89,12 @@ def optimizer_numbers(trained: Sequence[Piece], optimizer: torch.optim.Optimizer
 def restore_numbers(
     trained: Sequence[Piece], optimizer: torch.optim.Optimizer, numbers: dict[str, dict[str, Any]]
 ) -> None:
-    """Put back what `optimizer_numbers` gave."""
+    """Put back what `optimizer_numbers` gave. CheckpointError for what this optimizer doesn't keep as a number."""
     for piece in trained:
-        optimizer.state[piece.tensor].update(numbers.get(piece.name, {}))
+        state = optimizer.state[piece.tensor]
+        for key, value in numbers.get(piece.name, {}).items():
+            _refuse_other_kind(f"{piece.name}/{key}", state.get(key), value)
+            state[key] = value
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -134,7 +134,18 @@ def restore_group_numbers(
             "give it the same [[optimizer.groups]], or start anew in another output_dir with these weights"
         )
     for group, options, counted in zip(groups, made, numbers or [{}] * len(groups), strict=True):
+        for key, value in counted.items():
+            _refuse_other_kind(f"parameter group's {key}", group.get(key), value)
         group.update({**options, **counted})
+
+
+def _refuse_other_kind(name: str, before: object, saved: object) -> None:
+    """A number may take the place of a number or of None only."""
+    if before is not None and not (isinstance(before, (int, float)) and isinstance(saved, (int, float))):
+        raise CheckpointError(
+            f"the checkpoint has {shown(saved)} for the optimizer's {name}, expected what can take the place of {shown(before)}: "
+            "take another with --resume PATH"
+        )
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.agreement import describe_differences, not_wanted, share, survey, together
+from hpctrain.checkpoint.agreement import describe_differences, not_wanted
 from hpctrain.checkpoint.directory import CheckpointDirectory
 from hpctrain.checkpoint.finding import hint_of, recognize
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
 from hpctrain.errors import CheckpointError, UsageError, reason
+from hpctrain.exchange import share, survey, together
 
 LOG = logging.getLogger("hpctrain")
 
@@ -143,7 +144,7 @@ class CheckpointStore:
         """
         self.finish()
         try:
-            candidates = share(self._group, lambda: self._candidates(path))
+            candidates = [Path(name) for name in share(self._group, lambda: list(map(str, self._candidates(path))))]
         except OSError as error:
             raise CheckpointError(f"{path or self._directory.root} can't be looked at: {reason(error)}") from error
         reasons: list[str] = []
@@ -171,11 +172,11 @@ class CheckpointStore:
     def _save(self, step: int, state: State, group: dist.ProcessGroup) -> Path:
         """Write under a temporary name, then rename. Nothing changes a live state meanwhile, so it isn't copied."""
         state = State(state.pieces, {**state.values, "step": step})
-        temporary = share(group, lambda: self._begin(step))
+        temporary = Path(share(group, lambda: str(self._begin(step))))
         try:
             together(group, lambda: _check_there(temporary, group.rank()))
             together(group, lambda: self._format.write(state, temporary, group))
-            final = share(group, lambda: self._directory.commit(temporary))
+            final = Path(share(group, lambda: str(self._directory.commit(temporary))))
         except Exception:
             if group.rank() == 0:
                 self._directory.discard(temporary)
@@ -183,7 +184,7 @@ class CheckpointStore:
         if group.rank() == 0:
             self._retention.saved(final, state.values)
             try:
-                self._directory.retain(self._retention, final)
+                self._directory.retain(self._retention.staying, final)
             except OSError as error:  # what is too many does no harm
                 LOG.warning("could not delete old checkpoints in %s: %s", self._directory.root, reason(error))
         return final
@@ -215,7 +216,8 @@ class CheckpointStore:
         format = recognize(directory, self._formats.values())
         if format is None:
             raise CheckpointError(f"{directory} isn't of a known format ({', '.join(self._formats)})")
-        return format.name, format.read_values(directory), format.names(directory)
+        shapes = {name: tuple(shape) for name, shape in format.names(directory).items()}
+        return format.name, format.read_values(directory), shapes
 
     def _restore_one(
         self,

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.agreement import describe_differences, share, together
+from hpctrain.checkpoint.agreement import describe_differences
 from hpctrain.checkpoint.finding import find_checkpoint, memory_for
 from hpctrain.checkpoint.sources import Source, open_index, open_safetensors, open_torch
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece
 from hpctrain.errors import CheckpointError, UsageError, reason
+from hpctrain.exchange import share, together
 
 MODEL = "model/"
 """What the names of a model's parameters begin with in our checkpoints."""

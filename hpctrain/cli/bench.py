@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -93,15 +91,16 @@ def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, a
     import torch.distributed as dist
 
     from hpctrain.checkpoint.benchmark import measure
+    from hpctrain.exchange import broadcast_value
 
     _meet()
-    scratch = [tempfile.mkdtemp(prefix="hpctrain-bench-", dir=directory) if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(scratch)
+    made = tempfile.mkdtemp(prefix="hpctrain-bench-", dir=directory) if dist.get_rank() == 0 else ""
+    scratch = broadcast_value(made)
     try:
-        rows = measure(format, nbytes, Path(scratch[0]), rounds)
+        rows = measure(format, nbytes, Path(scratch), rounds)
     finally:
         if dist.get_rank() == 0:
-            shutil.rmtree(scratch[0], ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
     if dist.get_rank() == 0:
         lines = (
             f"{row.operation:18} {row.method:12} {row.seconds:8.3f} s "
@@ -132,12 +131,14 @@ def _tell(rows: Sequence[Any], lines: Iterable[str], as_json: bool) -> None:
 
 
 def _start(ranks: int, words: list[str], as_json: bool) -> int:
-    """This command again, on ranks under mpiexec."""
-    from hpctrain.starter.mpiexec import find_mpiexec
+    """This command again, on ranks of its own."""
+    from hpctrain.starter.launch import launch_over_mpi
 
-    mpiexec = find_mpiexec()
-    if mpiexec is None:
+    command = [sys.executable, "-m", "hpctrain", "bench", *words, *(["--json"] if as_json else [])]
+    launched = launch_over_mpi(command, ranks)
+    if launched is None:
         raise UsageError(f"hpctrain bench {words[0]} needs an MPI to start its ranks: pip install 'hpctrain[mpich]'")
-    words = [sys.executable, "-m", "hpctrain", "bench", *words, *(["--json"] if as_json else [])]
-    environment = {**os.environ, **mpiexec.environment(ranks)}
-    return subprocess.run([*mpiexec.command(ranks), *words], env=environment, timeout=_TIME_LIMIT).returncode
+    try:
+        return launched.wait(_TIME_LIMIT)
+    finally:
+        launched.kill()

@@ -47,6 +47,7 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...], resume: st
 
     if started_by_srun():
         delay_terminate()
+    front = attach(started_by) if started_by else Front()
     identity = detect()
 
     def read() -> RawJob:
@@ -57,7 +58,6 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...], resume: st
             )
         return read_job(job, overrides)
 
-    front = attach(started_by, identity) if started_by else Front()
     try:
         code = int(run_rank(identity, read, resume, front)["exit_code"])
     except HpctrainError:

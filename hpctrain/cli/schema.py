@@ -10,7 +10,7 @@ import click
 @click.command("schema")
 def command() -> None:
     """Print a JSON Schema of the job file, with the options of every installed plugin."""
-    from hpctrain.job.schema import job_schema
+    from hpctrain.checking.schema import job_schema
     from hpctrain.plugins.registry import build_registry
 
     click.echo(json.dumps(job_schema(build_registry()), indent=2))

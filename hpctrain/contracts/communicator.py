@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.world.identity import Identity
 
 
 class Communicator(Plugin):
@@ -28,6 +28,10 @@ class Communicator(Plugin):
     @abstractmethod
     def backend(self) -> str:
         """The backend for torch.distributed.init_process_group; registers it first where it is not torch's own."""
+
+    def backend_options(self) -> Any:
+        """What init_process_group gives the backend as `pg_options`; None for the backend's own defaults."""
+        return None
 
     @abstractmethod
     def device(self, identity: Identity) -> torch.device:

@@ -4,52 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
+from hpctrain.contracts.buckets import GradientBucket
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import Options, Plugin
-
-if TYPE_CHECKING:
-    from hpctrain.contracts.distribution import Sharding
-
-
-@dataclass(frozen=True)
-class Span:
-    """A parameter, or a rectangle of one, in a flat bucket: its elements in row-major order from `begin` on.
-
-    `piece.tensor` holds parameter values, not gradients: ask it for nothing but its shape.
-    """
-
-    piece: Piece
-    begin: int
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return self.piece.tensor.numel()
-
-    def view(self, flat: Tensor) -> Tensor:
-        """Its place in a flat tensor, in the rectangle's shape."""
-        return flat[self.begin : self.begin + self.numel].view(self.piece.tensor.shape)
-
-
-@dataclass(frozen=True)
-class GradientBucket:
-    """What lies in a flat bucket of gradients, equal on all ranks that sum it. Elements of no span are zeros.
-
-    `spans` is empty where the sharding stage does not tell (`Sharding.tells_spans`).
-    """
-
-    spans: list[Span]
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
+from hpctrain.contracts.sharding import Sharding
 
 
 class CompressionOptions(Options):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.contracts.plugin import Plugin
+from hpctrain.errors import UsageError
 
 Batch = Any
 """What the collated samples of a micro batch are: a dict of tensors, or a list of tensors whose last is the target."""
@@ -80,14 +81,17 @@ class ModelSpec(Plugin):
     def outline(self) -> nn.Module | None:
         """What `build` gives, on the meta device: for a look at the model before it is built, never to be changed.
 
-        None where `meta` is false.
+        None where `meta` is false; but `hpctrain check` builds such a model, too, and shows it here.
         """
         return self.build_on_meta() if self.meta else None
 
     def build_on_meta(self) -> nn.Module:
-        """A new module whose tensors have no memory."""
-        with torch.device("meta"):
-            return self.build()
+        """A new module whose tensors have no memory; UsageError for sizes that torch can't count."""
+        try:
+            with torch.device("meta"):
+                return self.build()
+        except (RuntimeError, OverflowError) as error:
+            raise UsageError(f"[model] {self.name}: it cannot be built in these sizes: {error}") from error
 
     def initialize(self, name: str, tensor: Tensor, rows: tuple[int, int], seed: int) -> None:
         """Fill `tensor`, rows `rows[0]` to `rows[1]` (dimension 0) of the parameter or buffer `name`.

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
+
+from hpctrain.torch_private import strided_parts
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,10 @@ def _cutting(dim: int, placements: Sequence[Placement], sizes: Sequence[int]) ->
     order: list[int] = []
     for axis in reversed(range(len(placements))):
         how, place = placements[axis], 0
-        if isinstance(how, _StridedShard) and how.dim == dim:
-            # after as many parts as it tells, which are those of axes behind it
+        behind = strided_parts(how, dim)
+        if behind is not None:
             parts = 1
-            while parts < int(how.split_factor):
+            while parts < behind:
                 parts, place = parts * sizes[order[place]], place + 1
         elif not how.is_shard(dim):
             continue

@@ -42,7 +42,10 @@ def parse_bytes(value: object) -> object:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError('expected a size in bytes such as 500000000, "500MB" or "64KiB"')
-    return round(float(match[1]) * _UNITS[match[2].upper()])
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size >= 2**63:
+        raise ValueError("expected a size in bytes below 2**63")
+    return round(size)
 
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.precision import Precision
-from hpctrain.model.seeded import derive_seed
-
-if TYPE_CHECKING:
-    from hpctrain.contracts.distribution import Sharding
+from hpctrain.contracts.sharding import Sharding
+from hpctrain.seeded import derive_seed
 
 
 @dataclass(frozen=True)
@@ -34,6 +31,7 @@ class RunnerParts:
     """What a runner works with; the module is ready to be trained.
 
     context: entered around forward, loss and backward; once per micro batch, or around all of them.
+    phase: to be entered around the phases "forward" and "backward" of a step.
     """
 
     module: nn.Module
@@ -43,6 +41,7 @@ class RunnerParts:
     device: torch.device
     seed: int
     context: Callable[[], AbstractContextManager[None]]
+    phase: Callable[[str, int], AbstractContextManager[None]] = lambda *_: nullcontext()
 
     def seed_draws(self, step: int, micro: MicroBatch, stage: int = 0) -> None:
         """Random numbers from the place in the global batch, not from this rank: no random state needs saving.
@@ -68,10 +67,13 @@ class Runner(ABC):
         forward of each micro batch, or once before all of them where their forwards and backwards interleave.
         """
 
-    def busy(self) -> tuple[float, float]:
-        """Of the last `train`: seconds in which this rank computed, and seconds that it took. NaN where it waits for no
-        other rank in between, or where this time tells nothing."""
-        return math.nan, math.nan
+    def figures(self) -> Sequence[float]:
+        """Of the last `train` on this rank, for `metrics`; as many on every rank."""
+        return ()
+
+    def metrics(self, figures: Tensor) -> tuple[dict[str, float], str]:
+        """What all ranks' `figures`, (ranks, figures), come to: metrics of the step, and what the screen says of them."""
+        return {}, ""
 
     @abstractmethod
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, int]:

@@ -75,7 +75,8 @@ class Loader:
         if item is None:
             raise StopIteration
         if isinstance(item, HpctrainError):
-            raise item
+            _, traceback, said = str(item).partition(f"\n{type(item).__module__}.{type(item).__name__}: ")
+            raise type(item)(said) if traceback else item  # which a worker process puts before it
         if isinstance(item, BaseException):
             raise TrainingError(f"loading a sample failed: {type(item).__name__}: {item}") from item
         micro, self._after = item

@@ -6,15 +6,22 @@ from dataclasses import dataclass
 from math import lcm, prod
 
 import numpy as np
+from torch.utils.data import default_collate
 
 from hpctrain.contracts.dataset import DatasetContext, Lengths, Samples
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.padding import Padding
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.tokens import TokenPlan, padded, whole_batches
-from hpctrain.errors import UsageError
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.foreign.reference import is_reference
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
+
+_COUNTED_STEPS = 500_000
+"""Steps of a job that gives epochs and batches by tokens, at most: only the lengths of its samples tell how many there are."""
+_EPOCHS = 100
+"""A batch by tokens has no more samples than so many epochs; all of them are looked up at once."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ def open_data(job: Job, parts: Parts) -> Data:
     lengths, validation_lengths = (
         _lengths(job, parts, samples) if samples else None for samples in (training, validation)
     )
+    if is_reference(job.dataset.name) or is_reference(job.model.name):
+        _refuse_other_kind(job, parts, training)
     fingerprint = training.fingerprint()
     order = SampleOrder(len(training), job.job.seed, fingerprint)
     steps = _steps(job, len(training), order, lengths)
@@ -80,23 +89,28 @@ def make_padding(job: Job, parts: Parts) -> Padding | None:
 def capacity(job: Job, parts: Parts) -> int:
     """Tokens of a micro batch: those of all ranks that have a part of the same samples."""
     return (job.batch.micro_tokens or 0) * prod(
-        job.parallelism[name].size for name, plugin in parts.parallelism.items() if plugin.cuts_samples
+        job.parallelism[name].size for name, plugin in parts.parallelism.items() if plugin.traits.cuts_samples
     )
 
 
 def sequence_multiple(job: Job, parts: Parts) -> int:
     """What the length of a batch must be a multiple of, so that each axis can cut what those outside of it leave."""
     multiple, ranks = 1, 1  # that have parts of a sample
-    for name, plugin in sorted(parts.parallelism.items(), key=lambda item: item[1].order):
+    for name, plugin in sorted(parts.parallelism.items(), key=lambda item: item[1].traits.order):
         size = job.parallelism[name].size
         multiple = lcm(multiple, ranks * plugin.sequence_multiple(size))
-        ranks *= size if plugin.cuts_samples else 1
+        ranks *= size if plugin.traits.cuts_samples else 1
     return multiple
 
 
 def _lengths(job: Job, parts: Parts, samples: Samples) -> Lengths | None:
     """Of each sample, where the job needs them; raises UsageError where they are not known or do not fit."""
     lengths = samples.lengths()
+    if lengths is not None and (lengths.shape != (len(samples),) or lengths.min() < 1):
+        raise UsageError(
+            f"[dataset] name = {job.dataset.name!r}: its lengths have shape {lengths.shape}, the smallest is "
+            f"{lengths.min(initial=1)}; expected {len(samples)} numbers of at least 1"
+        )
     if job.batch.tokens is None:
         if lengths is not None and lengths.min() != lengths.max():
             raise UsageError(
@@ -111,12 +125,13 @@ def _lengths(job: Job, parts: Parts, samples: Samples) -> Lengths | None:
             f"[batch] tokens: the dataset {job.dataset.name!r} does not say how many tokens its samples have (lengths); use "
             "global_size and micro_size, or another dataset"
         )
-    if lengths.shape != (len(samples),) or lengths.min() < 1:
-        raise UsageError(
-            f"[batch] tokens: the dataset {job.dataset.name!r} gave lengths of shape {lengths.shape}, the smallest "
-            f"{lengths.min(initial=1)}; expected {len(samples)} numbers of at least 1"
-        )
     _refuse_too_long(job, parts, lengths)
+    tokens = int(lengths.sum())
+    if (job.batch.tokens or 0) > _EPOCHS * tokens:
+        raise UsageError(
+            f"[batch] tokens: found {job.batch.tokens}, and all samples of {job.dataset.name!r} have {tokens}; expected at most "
+            f"{_EPOCHS} times that"
+        )
     return lengths
 
 
@@ -162,11 +177,29 @@ def _refuse_unknown_ids(name: str, samples: Samples, vocab_size: int | None) -> 
         )
 
 
+def _refuse_other_kind(job: Job, parts: Parts, samples: Samples) -> None:
+    """The first sample, as a batch of one, must be of the kind that the model takes."""
+    sample, padding = samples[0], make_padding(job, parts)
+    try:
+        parts.model.count(default_collate([sample]) if padding is None else padding([sample]))
+    except Exception as error:  # the model's code, on what it was not written for
+        said = str(error) if isinstance(error, HpctrainError) else f"{type(error).__name__}: {error}"
+        raise UsageError(
+            f"[dataset] name = {job.dataset.name!r}: the model {parts.model.name!r} does not take its samples, such as this "
+            f"{type(sample).__name__}: {said}"
+        ) from error
+
+
 def _steps(job: Job, samples: int, order: SampleOrder, lengths: Lengths | None) -> int:
     """Steps as the job says, or the whole global batches of its epochs."""
     if job.job.steps is not None:
         return job.job.steps
     epochs, batch = job.job.epochs or 0, job.batch
+    if lengths is not None and epochs * float(lengths.sum()) / batch.size > _COUNTED_STEPS:
+        raise UsageError(
+            f"[job] epochs: {epochs:g} x {samples} samples in batches of {batch.size} tokens are more than {_COUNTED_STEPS:,} "
+            "steps, each of which would be counted; give [job] steps instead"
+        )
     steps = steps_of_epochs(job, samples, order, lengths)
     if steps == 0:
         unit, key = ("samples", "global_size") if lengths is None else ("tokens", "tokens")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.model.seeded import derive_seed
+from hpctrain.seeded import derive_seed
 
 _ROUNDS = 6
 Indices = np.ndarray[Any, np.dtype[np.int64]]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.errors import TrainingError, UsageError
+from hpctrain.foreign.calling import users_code
 from hpctrain.foreign.reference import refuse_arguments, resolve
 from hpctrain.foreign.structure import Structure, present, structure_of
 
@@ -42,9 +43,12 @@ class ForeignModel(ModelSpec):
         return cls(reference, factory, _resolve_loss(loss), options)
 
     def build(self) -> nn.Module:
-        module = self._factory(**self.options)
+        with users_code(f"[model] name = {self.reference!r}"):
+            module = self._factory(**self.options)
         if not isinstance(module, nn.Module):
-            raise UsageError(f"{self.reference} returned {type(module).__name__}, expected a torch.nn.Module")
+            raise UsageError(
+                f"[model] name = {self.reference!r} returned {type(module).__name__}, expected a torch.nn.Module"
+            )
         self._structure = structure_of(module)
         for inner in module.modules():  # a decoder may have a configuration of its own
             config: Any = getattr(inner, "config", None)

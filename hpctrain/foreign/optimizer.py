@@ -12,6 +12,7 @@ from pydantic import ConfigDict
 from hpctrain.contracts.optimization import Optimizer, OptimizerOptions
 from hpctrain.contracts.plugin import Options
 from hpctrain.errors import UsageError
+from hpctrain.foreign.calling import users_code
 from hpctrain.foreign.reference import refuse_arguments, resolve
 
 
@@ -42,7 +43,8 @@ class ForeignOptimizer(Optimizer):
         return cls(reference, factory, _AnyOptions(**options))
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        optimizer = self._factory(groups, **self.options.model_dump())
+        with users_code(f"[optimizer] name = {self.reference!r}"):
+            optimizer = self._factory(groups, **self.options.model_dump())
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"{self.reference} returned {type(optimizer).__name__}, expected a torch.optim.Optimizer")
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")

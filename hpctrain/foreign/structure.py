@@ -8,6 +8,8 @@ from itertools import groupby
 
 from torch import nn
 
+from hpctrain.torch_private import children_of
+
 
 @dataclass(frozen=True)
 class Structure:
@@ -26,7 +28,9 @@ def structure_of(module: nn.Module) -> Structure:
     blocks = tuple(_blocks(module, ""))
     if not blocks or type(module).forward is not nn.Sequential.forward:
         return Structure(blocks)
-    names = tuple(module._modules)  # a module that stands in several places runs in each: named_children has it once
+    names = tuple(
+        children_of(module)
+    )  # a module that stands in several places runs in each: named_children has it once
     if blocks[0] not in names:
         return Structure(blocks)
     first = names.index(blocks[0])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.contracts.compression import GradientBucket
+from hpctrain.contracts.buckets import GradientBucket
 from hpctrain.contracts.pieces import Piece
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from hpctrain.mpi.settings import current
+from hpctrain.exchange import gather_values
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,15 @@ class Ways:
 
     ranks: the group's world ranks, in its order. nodes: those of each node. node: the own one's index. inside: the ranks
     of the own one; None where this rank is alone. between: groups of one rank of each node; the i-th bucket goes over
-    number i modulo their count, so that the ranks of a node take turns. Where nodes are uneven, a rank is in several.
+    number i modulo their count, so that the ranks of a node take turns. Where nodes are uneven, a rank is in several; None
+    stands for those that it is not in.
     """
 
     ranks: list[int]
     nodes: list[list[int]]
     node: int
     inside: dist.ProcessGroup | None
-    between: list[dist.ProcessGroup]
+    between: list[dist.ProcessGroup | None]
 
     def leader(self, bucket: int) -> int:
         """The world rank that takes the bucket over the network for this node."""
@@ -42,10 +43,8 @@ def find_ways(group: dist.ProcessGroup, node: str, apart: bool) -> Ways | None:
 
     Collective over the world. node: this rank's. apart: each rank counts as a node.
     """
-    rank, pretended = dist.get_rank(), current().ranks_per_node
-    name = node if pretended is None else str(rank // pretended)
-    everyone: list[tuple[str, tuple[int, ...]]] = [("", ())] * dist.get_world_size()
-    dist.all_gather_object(everyone, (name, tuple(dist.get_process_group_ranks(group))))
+    rank = dist.get_rank()
+    everyone: list[tuple[str, tuple[int, ...]]] = gather_values((node, tuple(dist.get_process_group_ranks(group))))
     names = [one for one, _ in everyone]
     groups = sorted({ranks for _, ranks in everyone})
     # Ranks of the tensor axis have the same values of what it does not cut, and must come to the same sums: so all groups
@@ -72,8 +71,14 @@ def _pattern(ranks: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
 
 
 def _make(ranks: Sequence[int], nodes: list[list[int]], rank: int) -> Ways:
-    inside = [dist.new_group(node) if len(node) > 1 else None for node in nodes]
+    inside = [_new_group(node) if len(node) > 1 else None for node in nodes]
     turns = range(max(map(len, nodes)))
-    between = [dist.new_group([node[turn % len(node)] for node in nodes]) for turn in turns]
+    between = [_new_group([node[turn % len(node)] for node in nodes]) for turn in turns]
     mine = next((i for i, node in enumerate(nodes) if rank in node), 0)
     return Ways(list(ranks), nodes, mine, inside[mine], between)
+
+
+def _new_group(ranks: list[int]) -> dist.ProcessGroup | None:
+    """None where this rank is none of them."""
+    group = dist.new_group(ranks)
+    return group if isinstance(group, dist.ProcessGroup) else None

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import IO
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, escaped
+from hpctrain.files import open_to_change
 
 FILE_NAME = "lock"
 PATIENCE_SECONDS = 30.0
@@ -30,11 +31,12 @@ class OutputLock:
     def take(self, directory: Path) -> None:
         """UsageError when another run keeps it. Where the file system has no locks there is none."""
         path, waits = directory / FILE_NAME, False
-        file = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open means locked
+        fd = open_to_change(path, os.O_RDWR | os.O_APPEND)
+        file = open(fd, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open means locked
         give_up = time.monotonic() + PATIENCE_SECONDS
         while not _locked(file):
             file.seek(0)
-            owner = file.read(200).strip() or "another run"
+            owner = escaped(file.read(200).partition("\n")[0]).strip() or "another run"
             if time.monotonic() > give_up:
                 raise UsageError(
                     f"[job] output_dir: {directory} is in use by {owner}; wait for its end or use another output_dir "

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import Compression
 from hpctrain.contracts.dataset import Dataset
-from hpctrain.contracts.distribution import ActivationCheckpointing, Parallelism, Sharding
 from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.optimization import Optimizer, Schedule
+from hpctrain.contracts.parallelism import Parallelism
 from hpctrain.contracts.precision import Precision
+from hpctrain.contracts.sharding import Sharding
 
 
 @dataclass(frozen=True)

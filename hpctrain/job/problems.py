@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpctrain.errors import EXIT_ENVIRONMENT, EXIT_USAGE, HpctrainError, JobFileError
-from hpctrain.job.reading import Key, RawJob
+from hpctrain.errors import EXIT_USAGE, HpctrainError, JobFileError
+from hpctrain.job.reading import Key, RawJob, dotted
 
 
 @dataclass(frozen=True)
@@ -28,23 +28,13 @@ class JobError(HpctrainError):
 
     def __init__(self, raw: RawJob, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
-        self.exit_code = EXIT_USAGE if any(p.exit_code == EXIT_USAGE for p in problems) else EXIT_ENVIRONMENT
+        self.exit_code = min(p.exit_code for p in problems)
         super().__init__("\n".join(dict.fromkeys(f"{raw.place(p.key)}: {p.message}" for p in problems)))
 
 
 def sentence(error: HpctrainError) -> str:
     """A job's problems begin with file:line, as editors like it; everything else with the program's name."""
     return str(error) if isinstance(error, (JobError, JobFileError)) else f"hpctrain: {error}"
-
-
-def dotted(key: Key) -> str:
-    """ "[optimizer] lr", as a person would say it."""
-    if not key:
-        return "the job"
-    if len(key) == 1:
-        return f"[{key[0]}]"
-    inner = ".".join(str(part) for part in key[1:] if not isinstance(part, int))
-    return f"[{key[0]}] {inner}" if inner else f"[[{key[0]}]]"
 
 
 def validate(model: type[BaseModel], values: dict[str, Any]) -> BaseModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,20 @@ from typing import Any
 import tomli
 
 from hpctrain.errors import JobFileError, UsageError
+from hpctrain.job.toml import LimitError, first_beyond, parse
 
 Key = tuple[str | int, ...]
 """A place in the job: ("optimizer", "lr") or ("logger", 0, "name")."""
+
+
+def dotted(key: Key) -> str:
+    """ "[optimizer] lr", as a person would say it."""
+    if not key:
+        return "the job"
+    if len(key) == 1:
+        return f"[{key[0]}]"
+    inner = ".".join(str(part) for part in key[1:] if not isinstance(part, int))
+    return f"[{key[0]}] {inner}" if inner else f"[[{key[0]}]]"
 
 
 @dataclass
@@ -31,6 +43,14 @@ class RawJob:
                 return self.places[key]
             key = key[:-1]
         return self.source
+
+    def refuse_values(self) -> RawJob:
+        """Itself; JobFileError for an integer, a text or a depth that no job file may hold."""
+        beyond = first_beyond(self.tables)
+        if beyond is not None:
+            key, why = beyond
+            raise JobFileError(f"{self.place(key)}: {dotted(key)}: {why}")
+        return self
 
     def as_json(self) -> dict[str, Any]:
         """What another rank can make it from again."""
@@ -55,11 +75,11 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> RawJob:
     raw.source = str(path)
     for override in overrides:
         _apply_override(raw, override)
-    return raw
+    return raw.refuse_values()
 
 
 def _read_file(path: Path, chain: list[Path]) -> RawJob:
-    resolved = path.resolve()
+    resolved = Path(os.path.realpath(path))  # not resolve(), which raises in a loop of links
     if resolved in chain:
         loop = " -> ".join(str(p) for p in [*chain[chain.index(resolved) :], resolved])
         raise JobFileError(f"{path}:1: extends goes in a circle: {loop}; remove one of them")
@@ -76,19 +96,20 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
             f"{path}:{line}: found byte {content[error.start]:#04x}, expected UTF-8; save it so"
         ) from None
     try:
-        tables = tomli.loads(text)
+        tables = parse(text)
     except tomli.TOMLDecodeError as error:
         raise JobFileError(f"{path}:{error.lineno}: not valid TOML: {error.msg} (column {error.colno})") from None
-    except RecursionError as error:
-        raise JobFileError(f"{path}: not a job file: {error}") from None
-    raw = RawJob(tables, {key: f"{path}:{line}" for key, line in key_lines(text)}, str(path))
+    except LimitError as error:
+        place = path if error.line is None else f"{path}:{error.line}"
+        raise JobFileError(f"{place}: not a job file: {error}") from None
+    raw = RawJob(tables, {key: f"{path}:{line}" for key, line in key_lines(text)}, str(path)).refuse_values()
     base = tables.pop("extends", None)
     if base is None:
         return raw
     place = raw.places.pop(("extends",))
     if not isinstance(base, str):
         raise JobFileError(f"{place}: extends: expected the path of one job file, found {base!r}")
-    if not (path.parent / base).is_file():
+    if not os.path.isfile(path.parent / base):  # unlike Path's, it takes names that are too long
         raise JobFileError(
             f"{place}: extends: there is no file {path.parent / base}; a path is relative to the file that wrote it"
         )
@@ -159,8 +180,8 @@ def key_lines(text: str) -> Iterator[tuple[Key, int]]:
 
 def _parse(statement: str) -> dict[str, Any] | None:
     try:
-        return tomli.loads(statement)
-    except tomli.TOMLDecodeError:
+        return parse(statement)
+    except (tomli.TOMLDecodeError, LimitError):
         return None
 
 
@@ -194,9 +215,11 @@ def _apply_override(raw: RawJob, override: str) -> None:
     if not equals or len(key) < 2 or not all(key):
         raise UsageError(f"--set {override}: expected table.key=value, such as optimizer.lr=0.001")
     try:
-        found = tomli.loads(f"value = {value}")
+        found = parse(f"value = {value}")
     except tomli.TOMLDecodeError:
         found = {"value": value.strip()}
+    except LimitError as error:
+        raise UsageError(f"--set {name}: {error}") from None
     if len(found) > 1:
         raise UsageError(f"--set {override!r}: found several keys, expected one; repeat --set for each")
     table = raw.tables

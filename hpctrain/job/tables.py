@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +38,12 @@ def _not_empty(path: object) -> object:
     return path
 
 
+def _permissions(text: str) -> str:
+    if text != "umask" and not re.fullmatch("0?7[0-7]{2}", text):
+        raise ValueError('expected an octal number as text that lets the owner in, such as "0750", or "umask"')
+    return text
+
+
 class JobTable(Table):
     """[job]"""
 
@@ -44,14 +51,21 @@ class JobTable(Table):
     """What the run is called."""
     output_dir: Annotated[Path | None, BeforeValidator(_not_empty)] = None
     """Where the files of the run go, relative to the current directory (default: runs/NAME)."""
+    permissions: Annotated[str, AfterValidator(_permissions)] = "0700"
+    """Who may enter output_dir where hpctrain makes it, in octal, less what the umask takes; "umask": what that leaves."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Decides on initial weights, sample order and everything drawn."""
     steps: int | None = Field(default=None, ge=1)
     """Train until this many optimizer steps are done (or give epochs)."""
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, le=1e9)
     """Train for this many passes over the data; whole global batches only."""
     on_nonfinite: Literal["stop", "continue"] = "stop"
     """What a loss or gradient that is NaN or infinite does to the job (fp16's overflow is not meant)."""
+
+    @property
+    def mode(self) -> int:
+        """`permissions` as the operating system has them."""
+        return 0o777 if self.permissions == "umask" else int(self.permissions, 8)
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> JobTable:
@@ -82,7 +96,7 @@ class DatasetTable(SlotTable):
     """A dataset plugin, or "package.module:callable" called as callable(split=..., **options)."""
     seq_length: int | None = Field(default=None, ge=1)
     """Tokens per sample (default: the model's max_seq_length)."""
-    workers: int = Field(default=0, ge=0)
+    workers: int = Field(default=0, ge=0, le=1024)
     """Processes that load samples; 0 loads on a thread of the rank."""
     prefetch: int = Field(default=2, ge=1)
     """Micro batches that are loaded ahead of the step."""
@@ -179,8 +193,23 @@ class AxisTable(SlotTable):
 class ShardingTable(SlotTable):
     """[sharding]"""
 
-    stage: int = Field(default=0, ge=0)
-    """What the data-parallel ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (ZeRO)."""
+    name: str | None = None
+    """A sharding plugin."""
+    stage: int | None = Field(default=None, ge=0)
+    """Short for name = "zero-N": what the data-parallel ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3
+    parameters too (ZeRO). 0 where neither is given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_of_both(cls, table: Any) -> Any:
+        if isinstance(table, dict) and "name" in table and "stage" in table:
+            raise ValueError("name and stage both choose the strategy; keep one of them")
+        return {**table, "stage": 0} if isinstance(table, dict) and not {"name", "stage"} & table.keys() else table
+
+    @property
+    def choice(self) -> tuple[str, str]:
+        """The key that chose the strategy, and what it says, as a person would write them."""
+        return ("name", repr(self.name)) if self.stage is None else ("stage", str(self.stage))
 
 
 class PrecisionTable(SlotTable):
@@ -220,7 +249,7 @@ class CheckpointTable(SlotTable):
     """A checkpoint format plugin."""
     every_steps: int = Field(default=0, ge=0)
     """Save after every so many steps; 0 does not. The last step is always saved."""
-    every_epochs: float = Field(default=0, ge=0)
+    every_epochs: float = Field(default=0, ge=0, le=1e9)
     """Save after every so many passes over the data, at the first step that completes one; 0 does not."""
     keep: int | None = Field(default=None, ge=1)
     """How many of the newest checkpoints stay on disk (default: all, or 1 with keep_every or keep_best)."""
@@ -239,7 +268,7 @@ class CommunicatorTable(SlotTable):
 
     name: str = "auto"
     """A communicator plugin; auto takes the best one that is available."""
-    timeout_seconds: float = Field(default=600, gt=0)
+    timeout_seconds: float = Field(default=600, gt=0, le=1e8)
     """Longest wait of any communication before the job ends with the names of the missing ranks."""
 
 

@@ -1,21 +1,17 @@
-"""What a person sees on rank 0: the resolved layout, a progress line, and where the results lie."""
+"""Rank 0's screen: lines of text, and how far the training is."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console as Terminal
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
+from hpctrain.contracts.identity import Identity
 from hpctrain.world.front import Front
-from hpctrain.world.identity import Identity
-from hpctrain.world.meeting import threads_per_rank
-
-if TYPE_CHECKING:
-    from hpctrain.loop.session import Session
 
 _SECONDS_BETWEEN_LINES = 5.0
 """Where the output is no terminal."""
@@ -45,22 +41,15 @@ class Console:
             else:
                 self._terminal.print(text, markup=False)
 
-    def layout(self, session: Session) -> None:
-        """Everything that was derived from the job, once."""
-        for name, value in describe(session).items():
-            self.line(f"{name:<12} {value}")
-        if session.step:
-            self.line(f"resuming     from step {session.step} ({session.saving.newest})")
-
-    def progress(self, row: Mapping[str, Any], steps: int, counts: str) -> None:
+    def progress(self, row: Mapping[str, Any], steps: int, counts: str, remark: str) -> None:
         """A bar on a terminal, a plain line every few seconds elsewhere. counts: "tokens" or "samples"."""
         if "evaluation_loss" in row:
             self.line(f"step {row['step']}/{steps}  evaluation loss {row['evaluation_loss']:.4f}")
             return
-        bubble = f"  bubble {row['pipeline_bubble']:.0%}" if "pipeline_bubble" in row else ""
         text = (
             f"loss {row['loss']:.4f}  lr {row['lr']:.3g}  grad norm {row['grad_norm']:.3g}  "
-            f"{row[f'{counts}_per_second']:,.0f} {counts}/s{bubble}{'  skipped' if row.get('skipped') else ''}"
+            f"{row[f'{counts}_per_second']:,.0f} {counts}/s"
+            f"{f'  {remark}' if remark else ''}{'  skipped' if row.get('skipped') else ''}"
         )
         if self._live:
             with suppress(OSError):
@@ -91,32 +80,6 @@ class Console:
             with suppress(OSError):
                 self._bar.stop()
             self._bar = None
-
-
-def describe(session: Session) -> dict[str, str]:
-    """The resolved job in a few lines."""
-    job, parts, identity, plan = session.job, session.parts, session.world.identity, session.plan
-    everything, trained = session.elements, session.trained_elements
-    pipeline = session.runner.describe(plan.micro_batches)
-    left = max(0, session.steps - session.step) * plan.samples_per_step
-    epochs = (session.samples_seen + left) / len(session.training)
-    compression = session.sums.describe()
-    threads = threads_per_rank(identity)
-    chosen = (parts.model, parts.dataset, parts.optimizer, parts.schedule)
-    return {
-        "job": f"{job.job.name}, seed {job.job.seed}, {session.steps} steps, files in {job.output_dir}",
-        "ranks": f"{identity.size} ({identity.source}), {identity.local_size} per node, "
-        f"{threads} thread{'s' if threads > 1 else ''} each, on {session.device.type}",
-        "mesh": f"{session.layout}; sharding stage {parts.sharding.name}",
-        **({"pipeline": pipeline} if pipeline else {}),
-        "batch": str(plan),
-        "data": f"{len(session.training):,} samples, {epochs:.2f} epochs",
-        "parameters": f"{everything:,}" + (f", {trained:,} trained" if trained != everything else ""),
-        "precision": parts.precision.describe(session.device),
-        **({"compression": compression} if compression else {}),
-        "plugins": ", ".join(plugin.name for plugin in chosen)
-        + f", {parts.checkpoint.name} checkpoints, {parts.communicator.name} communicator",
-    }
 
 
 def duration(seconds: float) -> str:

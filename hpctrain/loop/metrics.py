@@ -10,17 +10,21 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, StrictInt, ValidationError
 
 from hpctrain.errors import reason
+from hpctrain.files import open_regular, reading, replacing
 
 LOG = logging.getLogger("hpctrain")
+_LONGEST_ROW = 2**20
+"""Bytes of a line of metrics.jsonl."""
 
 
 @dataclass
@@ -73,12 +77,11 @@ class MetricsFile:
     def __init__(self, path: Path, resumed_step: int) -> None:
         """Rows after `resumed_step` belong to steps that are done again: they are dropped. OSError if it can't be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if _step(line) <= resumed_step] if resumed_step else []
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
+        with replacing(path) as file:
+            file.writelines(_rows_until(path, resumed_step) if resumed_step else [])
         self._path = path
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (open for the whole run)
+        # open for the whole run
+        self._file = open(open_regular(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: SIM115
         self._waiting = b""
 
     def write(self, row: dict[str, Any]) -> None:
@@ -115,16 +118,20 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _lines(path: Path) -> list[str]:
-    """Whole lines: one that a crash cut short is left out."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8", errors="replace")  # a power failure may leave any bytes
-    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+class _Row(BaseModel):
+    """What a resume looks at of a row."""
+
+    step: StrictInt
 
 
-def _step(line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return sys.maxsize
+def _rows_until(path: Path, step: int) -> Iterator[bytes]:
+    """Whole lines: what else a crash or a power failure left is left out."""
+    if not os.path.lexists(path):
+        return
+    with reading(path) as fd, open(fd, "rb", closefd=False) as file:
+        while line := file.readline(_LONGEST_ROW):
+            if not line.endswith(b"\n"):  # cut short, or no row: what follows may have no end
+                return
+            with suppress(ValidationError):
+                if _Row.model_validate_json(line).step <= step:
+                    yield line

@@ -23,7 +23,7 @@ class Records:
         try:
             self._metrics = MetricsFile(path, resumed_step)
         except OSError as error:
-            raise UsageError(f"[job] output_dir: {path} cannot be written: {error.strerror or error}") from None
+            raise UsageError(f"[job] output_dir: {path} cannot be written: {reason(error)}") from None
         for logger in loggers:
             try:
                 logger.open(output_dir, resumed_step)

@@ -24,8 +24,10 @@ class PlainRunner(Runner):
             parts.sharding.begin(last=i == len(micro_batches) - 1)
             parts.seed_draws(step, micro)
             with parts.context():
-                loss = self._loss(micro)
-                parts.precision.scale(loss / divisor).backward()  # type: ignore[no-untyped-call]
+                with parts.phase("forward", step):
+                    loss = self._loss(micro)
+                with parts.phase("backward", step):
+                    parts.precision.scale(loss / divisor).backward()
             total += loss.detach()
         return total
 

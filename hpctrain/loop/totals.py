@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.contracts.pieces import Piece
+from hpctrain.exchange import gather_values
+from hpctrain.torch_private import foreach_norm
 
 _CHUNK = 4096
 """Elements that are added in their own dtype. Over whole tensors that loses 1e-4 of a float32 norm on a CPU, and as much
@@ -41,9 +43,7 @@ class PieceTotals:
         """The entries of all ranks' dicts, where each rank knows its own pieces only; collective like the norm."""
         if not self._cut:
             return numbers
-        everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, numbers)
-        return {key: value for one in everyone for key, value in one.items()}
+        return {key: value for one in gather_values(numbers) for key, value in one.items()}
 
 
 def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
@@ -56,5 +56,5 @@ def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
             norms.append(torch.linalg.vector_norm(flat[:even].view(-1, _CHUNK), dim=1))
         if even < len(flat):
             rests.append(flat[even:])
-    norms += [norm.view(1) for norm in torch._foreach_norm(rests)] if rests else []
+    norms += [norm.view(1) for norm in foreach_norm(rests)] if rests else []
     return torch.cat([norm.double() for norm in norms]).square().sum().cpu()

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.pieces import Piece, pieces_of
-from hpctrain.errors import UsageError
+from hpctrain.errors import EnvironmentUnfitError, UsageError
 from hpctrain.mesh import DATA_AXES, Meshes
-from hpctrain.model.seeded import derive_seed
 from hpctrain.model.tied import tie, tied_parameters
+from hpctrain.seeded import derive_seed
+from hpctrain.torch_private import buffers_of, convert_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpctrain.gradients.sums import GradientSums
+    from hpctrain.contracts.buckets import GradientSums
     from hpctrain.job.parts import Parts
     from hpctrain.job.tables import Job
 
@@ -47,6 +48,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     spec, dtype = parts.model, parts.precision.parameter_dtype
     with _default_dtype(dtype):
         module = spec.build_on_meta() if spec.meta else _under_seed(spec, job.job.seed)
+    refuse_unsaved_buffers(module, spec)
     refuse_embeddings(module, spec, meshes.model[DATA_AXES].size())
     _lay_out_in_rows(module)
     freeze(module, job.model.freeze)
@@ -56,9 +58,10 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
         raise UsageError(f"[model] {spec.name}: it has no parameter to train")
     elements = sum(tensor.numel() for _, tensor in named_tensors(module))
     tied = tied_parameters(module)
-    for plugin in sorted(parts.parallelism.values(), key=lambda p: -p.order):  # the pipeline last: plans name all
-        module = plugin.apply(module, spec, meshes.axis(plugin.axis))
-    alike = [meshes.axis(plugin.axis) for plugin in parts.parallelism.values() if plugin.repeats_activations]
+    # the pipeline last: plans name all
+    for plugin in sorted(parts.parallelism.values(), key=lambda p: -p.traits.order):
+        module = plugin.apply(module, spec, meshes.axis(plugin.traits.axis))
+    alike = [meshes.axis(p.traits.axis) for p in parts.parallelism.values() if p.traits.repeats_activations]
     checkpointing = parts.activation_checkpointing
     if job.compile.enabled and not checkpointing.is_compiled:
         _compile_blocks(module, spec)
@@ -69,7 +72,13 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     home = parts.sharding.home(device)
     if spec.meta:
         here = tied_parameters(module)
-        module.to_empty(device=home)
+        try:
+            module.to_empty(device=home)
+        except RuntimeError as error:  # torch has no other for memory on the CPU
+            raise EnvironmentUnfitError(
+                f"[model] {spec.name}: its {elements:,} elements find no memory here: {str(error).splitlines()[0]}; choose smaller "
+                "sizes, or spread it over more ranks"
+            ) from error
         tie(module, here)  # each place got a parameter of its own
         initialize(module, spec, job.job.seed)
     module.to(device=home)
@@ -87,10 +96,11 @@ def _compile_blocks(module: nn.Module, spec: ModelSpec) -> None:
 def _place_buffers(module: nn.Module, device: torch.device, dtype: str | None) -> None:
     """Buffers lie where the computation is, even where the parameters don't; floating point ones get `dtype`."""
     for inner in module.modules():
-        for name, buffer in inner._buffers.items():
+        buffers = buffers_of(inner)
+        for name, buffer in buffers.items():
             if buffer is not None:
                 cast = _DTYPES[dtype] if dtype is not None and buffer.is_floating_point() else buffer.dtype
-                inner._buffers[name] = buffer.to(device, cast)
+                buffers[name] = buffer.to(device, cast)
 
 
 def initialize(module: nn.Module, spec: ModelSpec, seed: int) -> None:
@@ -125,15 +135,24 @@ def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def freeze(module: nn.Module, patterns: list[str]) -> None:
     """Parameters whose name matches are not trained; a pattern that matches none is UsageError."""
-    for pattern in patterns:
-        matched = [p for name, p in module.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
-        if not matched:
-            names = ", ".join(name for name, _ in list(module.named_parameters())[:5])
-            raise UsageError(f"[model] freeze: no parameter matches {pattern!r}; the names are like {names}, ...")
-        for parameter in matched:
+    trained = set(trained_names(module, patterns))
+    for name, parameter in module.named_parameters():
+        if name not in trained:
             parameter.requires_grad_(False)
-    if patterns and not any(p.requires_grad for p in module.parameters()):
+
+
+def trained_names(module: nn.Module, patterns: list[str]) -> list[str]:
+    """The parameters that are trained with those of `patterns` frozen; a pattern that matches none is UsageError."""
+    parameters = list(module.named_parameters())
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in parameters):
+            names = ", ".join(name for name, _ in parameters[:5])
+            raise UsageError(f"[model] freeze: no parameter matches {pattern!r}; the names are like {names}, ...")
+    frozen = {name for name, _ in parameters if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    trained = [name for name, parameter in parameters if parameter.requires_grad and name not in frozen]
+    if patterns and not trained:
         raise UsageError("[model] freeze: every parameter is frozen, expected at least one to train")
+    return trained
 
 
 def _under_seed(spec: ModelSpec, seed: int) -> nn.Module:
@@ -148,8 +167,21 @@ def _under_seed(spec: ModelSpec, seed: int) -> nn.Module:
             return tensor.to(dtype.to_complex())
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    module._apply(cast)  # type: ignore[no-untyped-call]  # Module.to would drop imaginary parts
+    convert_tensors(module, cast)
     return module
+
+
+def refuse_unsaved_buffers(module: nn.Module, spec: ModelSpec) -> None:
+    """Raises UsageError for buffers that would keep whatever lies in memory: on the meta device nothing has values."""
+    saved = {name for name, _ in named_tensors(module)}
+    unsaved = [name for name, _ in module.named_buffers() if name not in saved]
+    if spec.meta and unsaved:
+        raise UsageError(
+            f"[model] {spec.name}: its buffer{'s' * (len(unsaved) > 1)} {', '.join(unsaved[:3])} would have no values: the model "
+            "says meta = True, and initialize is asked for parameters and persistent buffers only; register with persistent=True "
+            "and initialize, or compute in forward, or say meta = False",
+            everywhere=True,
+        )
 
 
 def refuse_embeddings(module: nn.Module, spec: ModelSpec, data_ranks: int) -> None:

@@ -6,7 +6,11 @@
     dist.init_process_group("mpi4py", init_method="mpi://")  # CPU tensors over MPI
     dist.init_process_group("nccl", init_method="mpi://")    # any backend; MPI only tells who is who
 
-under mpiexec or srun. Importing this package does not start MPI. It needs nothing of hpctrain but hpctrain.errors.
+under mpiexec or srun. `pg_options=hpctrain.mpi.Settings(...)` there, or in new_group, says how a group moves its bytes;
+a group without them takes those of the world's group.
+
+Importing this package does not start MPI. Of hpctrain it needs hpctrain.store,
+hpctrain.errors and hpctrain.torch_private only.
 """
 
 from __future__ import annotations
@@ -17,12 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from hpctrain.mpi.accounting import OperationStatistics, Statistics, statistics
 from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError, OperationMismatchError
-from hpctrain.mpi.settings import configure
+from hpctrain.mpi.settings import BACKEND, Settings
 
 __all__ = [
     "BACKEND",
@@ -30,13 +34,11 @@ __all__ = [
     "CommunicationTimeoutError",
     "OperationMismatchError",
     "OperationStatistics",
+    "Settings",
     "Statistics",
-    "configure",
     "shared_zeros",
     "statistics",
 ]
-
-BACKEND = "mpi4py"  # torch keeps the name "mpi" for a build of its own
 
 
 def shared_zeros(elements: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -52,10 +54,14 @@ def shared_zeros(elements: int, dtype: torch.dtype, group: dist.ProcessGroup | N
     return memory.view(dtype)
 
 
-def _create(options: Any, _: Any) -> dist.ProcessGroup:
-    from hpctrain.mpi.creation import create_group
+def _create(options: Any, settings: Any) -> dist.ProcessGroup:
+    from hpctrain.mpi.process_group.creation import create_group
 
-    return create_group(options)
+    if settings is None:
+        settings = getattr(dist.group.WORLD, "settings", Settings())
+    if not isinstance(settings, Settings):
+        raise TypeError(f"found pg_options of {type(settings)}, expected hpctrain.mpi.Settings")
+    return create_group(options, settings)
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
@@ -65,4 +71,4 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
 
 
 dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
-register_rendezvous_handler("mpi", _rendezvous)  # type: ignore[no-untyped-call]
+register_rendezvous_handler("mpi", _rendezvous)

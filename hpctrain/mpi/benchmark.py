@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hpctrain.mpi import BACKEND
 from hpctrain.mpi.library import MPI
+from hpctrain.mpi.settings import BACKEND
+from hpctrain.mpi.values import gather
 
 BACKENDS = ("mpi", "gloo", "mpi4py")
 OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -71,6 +72,7 @@ def _group(backend: str) -> Iterator[dist.ProcessGroup | MPI.Intracomm]:
         comm.Free()
     else:
         group = dist.new_group(backend=BACKEND if backend == "mpi" else backend)
+        assert isinstance(group, dist.ProcessGroup)  # of all ranks
         yield group
         dist.destroy_process_group(group)
 
@@ -104,4 +106,5 @@ def _medians(calls: dict[str, Callable[[], object]], repetitions: int) -> dict[s
                 call()
                 if repetition >= _WARMUP:
                     times[name].append(time.perf_counter() - start)
-    return {name: MPI.COMM_WORLD.allreduce(statistics.median(values), MPI.MAX) for name, values in times.items()}
+    medians = gather(MPI.COMM_WORLD, {name: statistics.median(taken) for name, taken in times.items()})
+    return {name: max(of_rank[name] for of_rank in medians) for name in times}

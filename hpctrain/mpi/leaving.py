@@ -13,20 +13,29 @@ import sys
 import traceback
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch.distributed as dist
 
 from hpctrain.errors import HpctrainError
 from hpctrain.mpi.library import MPI, abort
 
-if TYPE_CHECKING:
-    from hpctrain.mpi.group import MPIProcessGroup
 
-_groups: weakref.WeakSet[MPIProcessGroup] = weakref.WeakSet()
+class Group(Protocol):
+    """What a group says of the operations that were submitted to it."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether MPI still holds one that this process has given up."""
+
+    def finish(self) -> None:
+        """Wait for all of them."""
 
 
-def finish_at_exit(group: MPIProcessGroup) -> None:
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def finish_at_exit(group: Group) -> None:
     """Let the process end only when the group's operations have."""
     _groups.add(group)
 

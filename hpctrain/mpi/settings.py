@@ -1,13 +1,16 @@
-"""How groups that are created from now on move their bytes. Imports nothing of hpctrain."""
+"""How a group moves its bytes: what torch.distributed calls pg_options. Imports nothing of hpctrain."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+BACKEND = "mpi4py"
+"""torch keeps the name "mpi" for a build of its own."""
+
 
 @dataclass(frozen=True)
 class Settings:
-    """The same on all ranks.
+    """The same on all ranks. ValueError for a number of ranks below 1.
 
     shared_memory: ranks of one node pass data through memory that they share, not through MPI.
     hierarchical: large collectives of a group that spans nodes go through each node's memory first, and each rank takes
@@ -19,21 +22,6 @@ class Settings:
     hierarchical: bool = True
     ranks_per_node: int | None = None
 
-
-_current = Settings()
-
-
-def current() -> Settings:
-    """What holds for a group that is created now."""
-    return _current
-
-
-def configure(*, shared_memory: bool = True, hierarchical: bool = True, ranks_per_node: int | None = None) -> None:
-    """Set what `Settings` describes for the groups created from now on; call it alike on all ranks.
-
-    Raises ValueError for a number of ranks below 1.
-    """
-    global _current
-    if ranks_per_node is not None and ranks_per_node < 1:
-        raise ValueError(f"found ranks_per_node = {ranks_per_node}, expected at least 1, or None")
-    _current = Settings(shared_memory, hierarchical, ranks_per_node)
+    def __post_init__(self) -> None:
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ValueError(f"found ranks_per_node = {self.ranks_per_node}, expected at least 1, or None")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import Compression
 from hpctrain.contracts.dataset import Dataset
-from hpctrain.contracts.distribution import ActivationCheckpointing, Parallelism, Sharding
 from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.optimization import Optimizer, Schedule
+from hpctrain.contracts.parallelism import Parallelism
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.contracts.precision import Precision
+from hpctrain.contracts.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Slot:
     name: str
     key: str | None
     contract: type[Plugin]
+    numbered: tuple[str, str] | None = None
+    """A key whose number stands for a plugin's name, and what the name has before the number; 0 where no key chooses."""
     foreign: bool = False
     """Whether "package.module:callable" may stand for a plugin's name."""
 
@@ -40,7 +44,7 @@ SLOTS: dict[str, Slot] = {
         Slot("optimizer", "name", Optimizer, foreign=True),
         Slot("schedule", "name", Schedule),
         Slot("parallelism", None, Parallelism),
-        Slot("sharding", "stage", Sharding),
+        Slot("sharding", "name", Sharding, numbered=("stage", "zero-")),
         Slot("precision", "mode", Precision),
         Slot("activation_checkpointing", "mode", ActivationCheckpointing),
         Slot("compression", "name", Compression),

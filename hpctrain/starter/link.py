@@ -1,4 +1,4 @@
-"""What ties ranks to the `hpctrain run -n` that started them: a directory with their pids, a pipe, and the exit code.
+"""What ties ranks to the `hpctrain run -n` that started them: a directory with a file per pid, a pipe, the exit code.
 
 A rank that is still coming up cannot answer a signal yet, so a request to stop is kept for it until it can.
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain.errors import EnvironmentUnfitError
 from hpctrain.world.front import Front, on_terminal
-from hpctrain.world.identity import Identity
 
 _PIPE = "alive"
 _CODE = "exit-code"
@@ -41,7 +42,7 @@ class Link:
         ready = list(self.directory.glob("*.ready"))
         for file in ready:
             for number in numbers[self._passed_on.get(file, 0) :]:
-                _send(file.with_suffix(".pid"), number)
+                _send(file, number)
             self._passed_on[file] = len(numbers)
         return len(ready)
 
@@ -62,10 +63,18 @@ class Link:
         os.close(self._pipe)
 
 
-def attach(directory: Path, identity: Identity) -> Front:
-    """A rank's side: it can be signalled and leaves with its starter, which is its way to the person."""
+def attach(directory: Path) -> Front:
+    """A rank's side: it can be signalled and leaves with its starter, which is its way to the person.
+
+    To be called before MPI starts, whose wait for the other ranks would outlast the starter.
+    EnvironmentUnfitError for a directory that another user could have made in the place of a starter's that is gone.
+    """
+    if not _is_private(directory):
+        raise EnvironmentUnfitError(
+            f"--started-by {directory}: expected a directory of this user's that is closed to others"
+        )
     with suppress(OSError):  # the starter was killed: the thread finds out
-        (directory / f"{identity.rank}.pid").write_text(str(os.getpid()))
+        (directory / f"{os.getpid()}.pid").touch()
     threading.Thread(target=_leave_with_starter, args=(directory,), daemon=True).start()
 
     def report_exit(code: int) -> None:
@@ -76,12 +85,20 @@ def attach(directory: Path, identity: Identity) -> Front:
         except OSError:
             return  # another rank was first, or the starter is gone
 
-    return Front((directory / _TERMINAL).exists(), report_exit, (directory / f"{identity.rank}.ready").touch)
+    return Front((directory / _TERMINAL).exists(), report_exit, (directory / f"{os.getpid()}.ready").touch)
+
+
+def _is_private(directory: Path) -> bool:
+    try:
+        found = os.lstat(directory)
+    except FileNotFoundError:
+        return True  # the starter was killed: the thread finds out
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
 
 
 def _send(file: Path, number: int) -> None:
     with suppress(OSError, ValueError):  # it has left
-        os.kill(int(file.read_text()), number)
+        os.kill(int(file.stem), number)
 
 
 def _leave_with_starter(directory: Path) -> None:

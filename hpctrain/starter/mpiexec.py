@@ -1,4 +1,4 @@
-"""The mpiexec that fits mpi4py's MPI library, and what each MPI needs to start ranks on one machine."""
+"""Ranks under the mpiexec that fits mpi4py's MPI library, for an MPI that does not take them from the starter itself."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import EnvironmentUnfitError
-
-_MPICH, _OPEN_MPI = "MPICH", "Open MPI"
+from hpctrain.starter.mpi_library import MPICH, OPEN_MPI
+from hpctrain.starter.relay import Relay
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Mpiexec:
 
         Both names of each setting: version 4 reads OMPI_, version 5 PRTE_. MPICH does none of it.
         """
-        if self.flavour != _OPEN_MPI:
+        if self.flavour != OPEN_MPI:
             return {}
         settings = {
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -45,14 +46,38 @@ class Mpiexec:
         return settings
 
 
-def find_mpiexec() -> Mpiexec | None:
-    """The mpiexec beside this Python, else the one on PATH; None where mpi4py has no MPI library.
+class UnderMpiexec:
+    """A running mpiexec, whose output is passed on until it has ended."""
 
-    Raises EnvironmentUnfitError for one of another MPI than mpi4py's library: its ranks would each be alone.
+    def __init__(self, mpiexec: Mpiexec, command: Sequence[str], ranks: int) -> None:
+        self._process = subprocess.Popen(
+            [*mpiexec.command(ranks), *command],
+            env={**os.environ, **mpiexec.environment(ranks), "COLUMNS": str(shutil.get_terminal_size().columns)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C must reach the ranks from the starter, not make mpiexec kill them
+        )
+        self._relay = Relay(self._process)
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = self._process.wait(timeout)
+        self._relay.finish()
+        return status
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._relay.finish()
+
+
+def find_mpiexec(library: str) -> Mpiexec:
+    """The mpiexec of the MPI `library`: the one beside this Python, else the one on PATH.
+
+    Raises EnvironmentUnfitError where there is none, or one of another MPI: its ranks would each be alone.
     """
-    library = library_flavour()
-    if library is None:
-        return None
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
@@ -69,20 +94,10 @@ def find_mpiexec() -> Mpiexec | None:
     return Mpiexec(Path(found), flavour)
 
 
-def library_flavour() -> str | None:
-    """The MPI that mpi4py loads, asked in a process of its own: this one must not start MPI before its ranks do."""
-    ask = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
-    answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60)
-    if answer.returncode:
-        return None
-    name = answer.stdout.strip()
-    return _OPEN_MPI if name == _OPEN_MPI else _MPICH  # MPICH's relatives (Intel, Cray, MVAPICH) share its launcher
-
-
 def launcher_flavour(mpiexec: Path) -> str | None:
     """From what `mpiexec --version` prints."""
     answer = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60)
     text = (answer.stdout + answer.stderr).lower()
     if "hydra" in text or "mpich" in text or "intel(r) mpi" in text:
-        return _MPICH
-    return _OPEN_MPI if any(word in text for word in ("open mpi", "openrte", "prrte", "open-mpi")) else None
+        return MPICH
+    return OPEN_MPI if any(word in text for word in ("open mpi", "openrte", "prrte", "open-mpi")) else None

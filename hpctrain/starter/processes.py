@@ -1,4 +1,4 @@
-"""Ranks without MPI: processes that find each other as torchrun's do, in a store that this process holds."""
+"""Ranks that the starter starts itself: under MPI with a PMI server of its own, or without MPI."""
 
 from __future__ import annotations
 
@@ -6,43 +6,42 @@ import os
 import signal
 import subprocess
 import time
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from torch._C._distributed_c10d import TCPStore
+from hpctrain.starter.pmi import PmiServer
+from hpctrain.world.detection import STARTER_VARIABLE
 
 _POLL = 0.05
 _GRACE = 10.0
-"""Seconds that the other ranks have to leave by themselves after one has failed."""
+"""Seconds that the other ranks have to leave by themselves after one has failed: their connections to it end."""
+_GRACE_OF_MPI = 1.0
+"""They learn nothing of it."""
 
 
 class Processes:
     """N ranks; behaves as the one process of an mpiexec would."""
 
-    def __init__(self, command: list[str], ranks: int) -> None:
-        # held here, on a port that the system picks: nothing to collide with
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        descriptors: Sequence[tuple[int, ...]] | None = None,
+        grace: float = _GRACE,
+    ) -> None:
+        """A rank for each of `environments`, which it gets besides this process's, and these `descriptors`, if any."""
+        self._grace = grace
         self._ranks = [
             subprocess.Popen(
                 command,
-                env={**os.environ, **self._environment(rank, ranks)},
+                env={**os.environ, **environment},
+                pass_fds=descriptors[rank] if descriptors else (),
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C must reach the ranks from the starter only
             )
-            for rank in range(ranks)
+            for rank, environment in enumerate(environments)
         ]
         self._failed_at: float | None = None
-
-    def _environment(self, rank: int, ranks: int) -> dict[str, str]:
-        """torch's names for the rendezvous env://, with a store that somebody else holds."""
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
 
     def poll(self) -> int | None:
         """None while a rank runs, then the first status that is not zero."""
@@ -60,7 +59,7 @@ class Processes:
                 raise subprocess.TimeoutExpired("ranks", timeout or 0)
             if self._failed_at is None and any(rank.poll() for rank in self._ranks):
                 self._failed_at = now
-            if self._failed_at is not None and now > self._failed_at + _GRACE:
+            if self._failed_at is not None and now > self._failed_at + self._grace:
                 self.kill()
             time.sleep(_POLL)
         return status
@@ -70,3 +69,30 @@ class Processes:
         for rank in self._ranks:
             if rank.poll() is None:
                 rank.send_signal(signal.SIGKILL)
+
+
+def without_mpi(command: Sequence[str], ranks: int, directory: Path) -> Processes:
+    """Ranks that find each other, and their secret, in `directory`; they are told who they are in torchrun's words."""
+    return Processes(
+        command,
+        [
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                STARTER_VARIABLE: str(directory),
+            }
+            for rank in range(ranks)
+        ],
+    )
+
+
+def over_pmi(command: Sequence[str], ranks: int) -> Processes:
+    """Ranks whose MPI library asks a PMI server of ours who they are."""
+    server = PmiServer(ranks)
+    environments = [server.environment(rank) for rank in range(ranks)]
+    descriptors = [server.descriptors(rank) for rank in range(ranks)]
+    started = Processes(command, environments, descriptors, _GRACE_OF_MPI)
+    server.started()
+    return started

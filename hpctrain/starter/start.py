@@ -1,8 +1,7 @@
-"""Starts N ranks of `hpctrain run` on this machine: with the installed MPI's mpiexec, or, without MPI, as processes."""
+"""Starts N ranks of `hpctrain run` on this machine, passes signals on to them, and returns the job's exit code."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -11,13 +10,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain.checking.check import check
 from hpctrain.errors import EXIT_TRAINING
-from hpctrain.job.check import check
 from hpctrain.job.reading import read_job
+from hpctrain.starter.launch import Launched, launch
 from hpctrain.starter.link import Link
-from hpctrain.starter.mpiexec import Mpiexec, find_mpiexec
-from hpctrain.starter.processes import Processes
-from hpctrain.starter.relay import Relay
 from hpctrain.world.stopping import STOPPING
 
 _POLL = 0.1
@@ -29,14 +26,14 @@ _GRACE = 2.0
 def start_ranks(job: Path, ranks: int, overrides: tuple[str, ...], resume: str) -> int:
     """Check the job, run it on `ranks` ranks and return the job's exit code. HpctrainError as from `check`."""
     check(read_job(job, overrides), ranks)
-    mpiexec = find_mpiexec()
     signals: list[int] = []
     for number in STOPPING:
         signal.signal(number, lambda number, _: signals.append(number))
     directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
     link = Link(directory)
     try:
-        return _run(link, mpiexec, _command(job, overrides, resume, directory), ranks, signals)
+        launched = launch(_command(job, overrides, resume, directory), ranks, directory)
+        return _attend(launched, link, ranks, signals)
     finally:
         link.close()
         shutil.rmtree(directory, ignore_errors=True)
@@ -53,30 +50,12 @@ def _command(job: Path, overrides: tuple[str, ...], resume: str, directory: Path
     ]
 
 
-def _run(link: Link, mpiexec: Mpiexec | None, command: list[str], ranks: int, signals: list[int]) -> int:
-    """Start, pass `signals` on, wait. A rank killed from outside ends the others, through mpiexec or `Processes`."""
-    process: subprocess.Popen[bytes] | Processes
-    relay: Relay | None = None
-    if mpiexec is None:
-        print("hpctrain: no MPI is installed: the ranks talk over gloo", file=sys.stderr, flush=True)
-        process = Processes(command, ranks)
-    else:
-        # in a session of its own: Ctrl-C must reach the ranks from here, not make mpiexec kill them
-        process = subprocess.Popen(
-            [*mpiexec.command(ranks), *command],
-            env={**os.environ, **mpiexec.environment(ranks), "COLUMNS": str(shutil.get_terminal_size().columns)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        relay = Relay(process)
+def _attend(launched: Launched, link: Link, ranks: int, signals: list[int]) -> int:
+    """Pass `signals` on and wait. A rank killed from outside ends the others: `launched` sees to that."""
     try:
-        status = _wait(process, link, ranks, signals)
+        status = _wait(launched, link, ranks, signals)
     finally:
-        _end(process, link)
-        if relay is not None:
-            relay.finish()
+        _end(launched, link)
     code = link.exit_code
     if code is not None:
         return code
@@ -86,18 +65,18 @@ def _run(link: Link, mpiexec: Mpiexec | None, command: list[str], ranks: int, si
     if again is not None:
         return 128 + again
     print(
-        f"hpctrain: a rank ended without a word (the launcher's status is {status}): killed, or out of memory? "
+        f"hpctrain: a rank ended without a word (status {status}): killed, or out of memory? "
         "The same command continues from the newest checkpoint",
         file=sys.stderr,
     )
     return EXIT_TRAINING
 
 
-def _wait(process: subprocess.Popen[bytes] | Processes, link: Link, ranks: int, signals: list[int]) -> int | None:
-    """The launcher's status; None when it was told twice to stop before all ranks could be asked to."""
+def _wait(launched: Launched, link: Link, ranks: int, signals: list[int]) -> int | None:
+    """The status of `launched`; None when it was told twice to stop before all ranks could be asked to."""
     while True:
         try:
-            return process.wait(timeout=_POLL)
+            return launched.wait(timeout=_POLL)
         except subprocess.TimeoutExpired:
             asked = tuple(signals)
             if asked and link.pass_on(asked) < ranks and _told_again(asked) is not None:
@@ -109,11 +88,11 @@ def _told_again(signals: Sequence[int]) -> int | None:
     return next((number for number in signals[1:] if number != signal.SIGUSR1), None)
 
 
-def _end(process: subprocess.Popen[bytes] | Processes, link: Link) -> None:
+def _end(launched: Launched, link: Link) -> None:
     """Leave nothing behind, whatever made this process stop waiting."""
-    if process.poll() is None:
+    if launched.poll() is None:
         link.kill_ranks()
         try:
-            process.wait(timeout=_GRACE)
+            launched.wait(timeout=_GRACE)
         except subprocess.TimeoutExpired:
-            process.kill()
+            launched.kill()

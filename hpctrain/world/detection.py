@@ -8,8 +8,8 @@ import socket
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
+from hpctrain.contracts.identity import Identity, Source
 from hpctrain.errors import EnvironmentUnfitError
-from hpctrain.world.identity import Identity
 
 _MPIRUN = ("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED", "MPI_LOCALNRANKS")
 """Set by the mpiexec of Open MPI 4, of Open MPI 5, of MPICH: also where Slurm's variables describe only their proxies."""
@@ -18,6 +18,8 @@ _PMI = ("PMI_RANK", "PMI_SIZE", "PMI_FD", "PMIX_RANK", "PMIX_NAMESPACE")
 
 
 _TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+STARTER_VARIABLE = "HPCTRAIN_STARTED_IN"
+"""Set by `hpctrain run -n` for ranks that it starts without MPI: its directory, which nobody else can look into."""
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Identity:
@@ -33,8 +35,10 @@ def detect(environment: Mapping[str, str] = os.environ) -> Identity:
             _refuse_wrong_mpi(_announced_size(environment))
     if started_by_srun(environment):
         return _from_slurm(environment, tasks)
+    if STARTER_VARIABLE in environment:
+        return _from_torch_variables(environment, "starter")
     if environment.keys() >= _TORCHRUN:
-        return _from_torchrun(environment)
+        return _from_torch_variables(environment, "torchrun")
     return Identity()
 
 
@@ -44,6 +48,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
     return (
         slurm_step_tasks(environment) > 1
         or any(name in environment for name in names)
+        or STARTER_VARIABLE in environment
         or environment.keys() >= _TORCHRUN
     )
 
@@ -140,12 +145,12 @@ def _tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def _from_torchrun(environment: Mapping[str, str]) -> Identity:
+def _from_torch_variables(environment: Mapping[str, str], source: Source) -> Identity:
     size = int(environment["WORLD_SIZE"])
     return Identity(
         rank=int(environment["RANK"]),
         size=size,
         local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
         local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
-        source="torchrun",
+        source=source,
     )

@@ -12,13 +12,16 @@ from datetime import timedelta
 from types import FrameType
 from typing import NoReturn
 
+from hpctrain.contracts.identity import Identity
 from hpctrain.errors import EXIT_TRAINING, HpctrainError
 from hpctrain.job.problems import sentence
+from hpctrain.mpi.errors import CommunicationError
 from hpctrain.world.detection import started_by_srun
 from hpctrain.world.ending import flush_output
-from hpctrain.world.identity import Identity
 from hpctrain.world.meeting import World
 
+_AFTER_THE_CAUSE = 1.0
+"""Seconds that a rank which failed in communication leaves to the one that made it fail, to speak first."""
 _PATIENCE = timedelta(seconds=5)
 """How long a rank that failed after another waits until that one has printed."""
 _GATHERING_SECONDS = 2.0
@@ -49,6 +52,8 @@ def leave(world: World, error: BaseException) -> NoReturn:
         if world.identity.rank == 0:
             print(describe(error, world.identity), file=sys.stderr, flush=True)
     else:
+        if isinstance(error, CommunicationError):
+            time.sleep(_AFTER_THE_CAUSE)
         first = _claim(world, f"{world.identity.rank} {code}")
         if first is None:
             code = EXIT_TRAINING  # rank 0, which holds the store, is gone: it has said why

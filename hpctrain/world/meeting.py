@@ -6,20 +6,24 @@ import json
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hpctrain.contracts.communicator import Communicator
+from hpctrain.contracts.identity import Identity
 from hpctrain.errors import EnvironmentUnfitError, HpctrainError
+from hpctrain.store.client import GuardedStore
+from hpctrain.store.server import warn_of_stranger
+from hpctrain.torch_private import HashStore
 from hpctrain.version import __version__
 from hpctrain.world.front import Front
-from hpctrain.world.identity import Identity
+from hpctrain.world.meeting_place import meeting_place, not_met, open_or_join
+from hpctrain.world.objects import restrict_objects
 
 MEETING_TIMEOUT = timedelta(minutes=5)
 """How long the ranks wait for each other before the job's own timeout is known."""
@@ -40,6 +44,10 @@ class World:
     identity: Identity
     store: Store
     front: Front
+    strangers: list[str] = field(default_factory=list)
+    """What rank 0 said of connections that were refused."""
+    close: Callable[[], None] = lambda: None
+    """Leave the store; on rank 0 it ends."""
 
     def share(self, key: str, make: Callable[[], Any]) -> Any:
         """The JSON value that rank 0 makes, on every rank. An error of rank 0 is raised there, and PeerError elsewhere."""
@@ -68,7 +76,7 @@ class World:
             self.store.wait(keys, MEETING_TIMEOUT)
         except RuntimeError:
             missing = [str(rank) for rank, of_rank in enumerate(keys) if not self.store.check([of_rank])]
-            raise self._not_met(missing, MEETING_TIMEOUT) from None
+            raise not_met(self.identity, ", ".join(missing), MEETING_TIMEOUT) from None
         return [json.loads(self.store.get(key)) for key in keys]
 
     def _answer(self, key: str) -> Any:
@@ -76,32 +84,29 @@ class World:
         try:
             self.store.wait([key], 2 * MEETING_TIMEOUT)
         except RuntimeError:
-            raise self._not_met(["0"], 2 * MEETING_TIMEOUT) from None
+            raise not_met(self.identity, "0", 2 * MEETING_TIMEOUT) from None
         return json.loads(self.store.get(key))
-
-    def _not_met(self, missing: list[str], waited: timedelta) -> EnvironmentUnfitError:
-        return EnvironmentUnfitError(
-            f"rank {self.identity.rank} on {self.identity.node} waited {waited.total_seconds():.0f} s for rank "
-            f"{', '.join(missing)} of {self.identity.size} to join; look for that rank's own message, or for a node on "
-            "which it could not start"
-        )
 
 
 def meet(identity: Identity, front: Front) -> World:
     """Find the other ranks."""
+    strangers: list[str] = []
+
+    def tell(sentence: str) -> None:
+        strangers.append(sentence)
+        warn_of_stranger(sentence)
+
+    store: GuardedStore | HashStore
     if identity.source == "mpi":
-        import hpctrain.mpi  # noqa: F401  (registers mpi://)
+        from hpctrain.mpi.rendezvous import open_over_mpi
 
-        store, _, _ = next(rendezvous("mpi://", timeout=MEETING_TIMEOUT))
-    elif identity.source == "slurm":
-        from hpctrain.world import slurm
-
-        store = slurm.meet(identity, MEETING_TIMEOUT)
-    elif identity.source == "torchrun":
-        store, _, _ = next(rendezvous("env://", timeout=MEETING_TIMEOUT))
-    else:
+        store = open_over_mpi(MEETING_TIMEOUT, tell)
+    elif identity.source == "alone":
         store = HashStore()
-    return World(identity, PrefixStore("hpctrain", store), front)
+    else:
+        store = open_or_join(meeting_place(identity), identity, MEETING_TIMEOUT, tell)
+    close = store.close if isinstance(store, GuardedStore) else lambda: None
+    return World(identity, PrefixStore("hpctrain", store), front, strangers, close)
 
 
 def compare_ranks(world: World, plugins: list[str], error: HpctrainError | None) -> None:
@@ -151,27 +156,33 @@ def start_communication(world: World, communicator: Communicator, seconds: float
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(threads_per_rank(world.identity))
+    restrict_objects()
     dist.init_process_group(
         communicator.backend(),
         store=PrefixStore("group", world.store),
         rank=world.identity.rank,
         world_size=world.identity.size,
         timeout=timedelta(seconds=seconds),
+        pg_options=communicator.backend_options(),
     )
     return device
 
 
-def mpi_backend(shared_memory: bool = True, hierarchical: bool = True) -> str:
+def mpi_backend() -> str:
     """The name of torch.distributed's backend over MPI, registered; for communicators that use it.
 
-    shared_memory, hierarchical: for the groups created from now on, see hpctrain.mpi.configure.
+    Its options are MPISettings.
     """
     import hpctrain.mpi
-    from hpctrain.mpi.settings import current
 
-    nodes = current().ranks_per_node  # set from Python only
-    hpctrain.mpi.configure(shared_memory=shared_memory, hierarchical=hierarchical, ranks_per_node=nodes)
     return hpctrain.mpi.BACKEND
+
+
+def gloo_backend() -> str:
+    """The name of torch.distributed's backend over gloo whose groups are proved by the ranks, registered."""
+    from hpctrain.store.gloo import BACKEND
+
+    return BACKEND
 
 
 def threads_per_rank(identity: Identity) -> int:

@@ -142,7 +142,7 @@ def test_a_signal_twice_leaves_at_once(job: JobFile) -> None:
         assert command.finish(20).code in (75, 130)
 
 
-def test_an_exception_on_one_rank_ends_the_job_with_one_traceback(job: JobFile) -> None:
+def test_a_plugin_s_exception_on_one_rank_ends_the_job(job: JobFile) -> None:
     (job.directory / "faulty.py").write_text(
         "from hpctrain.api import hookimpl\n"
         "import torch.distributed as dist\n"
@@ -156,17 +156,32 @@ def test_an_exception_on_one_rank_ends_the_job_with_one_traceback(job: JobFile) 
     done = run(hpctrain("run", "job.toml", "-n", "4"), job.directory)
     assert done.code == 4, done
     assert time.monotonic() - begin < 45
-    assert done.err.count("Traceback") == 1 and done.err.count("ZeroDivisionError: on purpose") == 1, done
-    assert "rank 1 on " in done.err
+    assert done.err.count("ZeroDivisionError: on purpose in hpctrain_step_end, on rank 1 on ") == 1, done
+    assert "Traceback" not in done.err and 'faulty.py", line 6, in hpctrain_step_end' in done.err, done
+    assert "Traceback" in (job.output / "log" / "rank-00001.log").read_text()
 
 
 def test_an_exception_on_the_only_rank_is_exit_4_too(job: JobFile) -> None:
-    (job.directory / "faulty.py").write_text("def build(): raise ZeroDivisionError('on purpose')\n")
-    job.tables["model"] = {"name": "faulty:build", "loss": "torch.nn.functional:cross_entropy"}
+    (job.directory / "faulty.py").write_text(
+        "import torch\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, x): raise ZeroDivisionError('on purpose')\n"
+        "def build(where): return Model(8, 8) if where == 'forward' else 1 / 0\n"
+        "def samples(split): return [(torch.zeros(8), torch.tensor(1))] * 12\n"
+    )
+    job.tables["dataset"] = {"name": "faulty:samples"}
+    job.tables["model"] = {"name": "faulty:build", "where": "forward", "loss": "torch.nn.functional:cross_entropy"}
     job.write()
     done = run(hpctrain("run", "job.toml"), job.directory)
     assert done.code == 4 and done.err.count("Traceback") == 1, done
     assert "rank 0 on " in done.err and "ZeroDivisionError: on purpose" in done.err and "click" not in done.err, done
+    done = run(
+        hpctrain("run", "job.toml", "--set", "model.where='build'", "--set", "job.output_dir='other'"), job.directory
+    )
+    assert done.code == 4 and "[model] name = 'faulty:build' raised ZeroDivisionError: division by zero" in done.err, (
+        done
+    )
+    assert 'faulty.py", line 4, in build' in done.err and done.err.count("File ") == 1, done
 
 
 def test_a_nonfinite_loss_stops_with_a_sentence(job: JobFile) -> None:
@@ -229,7 +244,7 @@ def test_without_mpi_the_ranks_talk_over_gloo(job: JobFile) -> None:
     hidden = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
     done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory, env=hidden)
     assert done.code == 0, done
-    assert "over gloo" in done.err and "2 (torchrun)" in done.out and "gloo communicator" in done.out
+    assert "over gloo" in done.err and "2 (starter)" in done.out and "gloo communicator" in done.out
     assert job.losses() == pytest.approx(job.losses("mpi"), rel=2e-6)
 
 

@@ -88,7 +88,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--equivalence", type=Path, help="append what the equivalence tests found to this file (JSON lines)"
     )
-    parser.addoption("--draws", type=int, default=2, help="jobs that test_random_layouts.py draws")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.data.order import SampleOrder
 from hpctrain.foreign.dataset import ForeignDataset
-from hpctrain.model.seeded import derive_seed
+from hpctrain.seeded import derive_seed
 
 
 class Averaging(nn.Module):

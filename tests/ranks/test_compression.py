@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import training
 from hpctrain_plugins.compression.powersgd import PowerSGDCompressor
 from hpctrain_plugins.compression.top_k import TopKCompressor
 from torch import Tensor
@@ -20,6 +22,7 @@ from hpctrain.loop.session import Session
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
 from hpctrain.mpi.library import MPI
+from hpctrain.world.detection import detect
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -37,11 +40,10 @@ POWERSGD = {"name": "powersgd", "rank": 2, "inside_nodes": True}
 
 
 @pytest.fixture
-def pairs() -> Iterator[None]:
+def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks are a node."""
-    hpctrain.mpi.configure(ranks_per_node=2)
-    yield
-    hpctrain.mpi.configure()
+    identity = detect()
+    monkeypatch.setattr(training, "detect", lambda: replace(identity, node=f"node {identity.rank // 2}"))
 
 
 def bucket_of(shapes: Sequence[tuple[int, ...]]) -> GradientBucket:
@@ -204,7 +206,7 @@ def test_complex_gradients_travel_whole(root) -> None:
     with session_of(plain) as session:
         bucket = GradientBucket([], 2, torch.complex64, torch.device("cpu"))
         gradients = torch.tensor([1 + 2j, 3j]) * (dist.get_rank() + 1)
-        session.sums.bucket(bucket, "dp_replicate").all_reduce(gradients)()
+        session.model.sums.bucket(bucket, "dp_replicate").all_reduce(gradients)()
     assert gradients.tolist() == [3 + 6j, 9j]
 
 
@@ -252,7 +254,7 @@ class Memory(Rows):
 
     def _note(self) -> None:
         assert self.session is not None
-        self.states.append([tensor.clone() for tensor in self.session.sums._state()])
+        self.states.append([tensor.clone() for tensor in self.session.model.sums._state()])
 
 
 def remembered(tables: dict[str, Any]) -> Memory:
@@ -297,7 +299,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(root, stage: int, compression: d
 
 def kept_in_all(session: Session) -> dict[str, float]:
     """The sum of what all ranks keep of each parameter."""
-    mine = [(piece.name, float(piece.tensor.double().sum())) for piece in session.sums.pieces()]
+    mine = [(piece.name, float(piece.tensor.double().sum())) for piece in session.model.sums.pieces()]
     everyone: list[list[tuple[str, float]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     totals: dict[str, float] = {}
@@ -317,13 +319,13 @@ def test_what_is_kept_goes_on_in_another_layout(root, capsys: pytest.CaptureFixt
         capsys.readouterr()
         sharding = {"stage": stage, "reduce_bucket_size": 9000}
         with session_of(tables(root, "run", compression, 3, sharding=sharding)) as session:
-            assert session.step == 3
+            assert session.progress.step == 3
             assert kept_in_all(session) == pytest.approx(saved, rel=1e-5, abs=1e-9)
         if dist.get_rank() == 0:
             assert ("of its tensors are not in" in capsys.readouterr().out) == (compression is POWERSGD)
     losses(tables(root, "run", {"name": "none"}, 4))
     with session_of(tables(root, "run", TOP_K, 5)) as session:
-        assert session.step == 4 and not any(kept_in_all(session).values())
+        assert session.progress.step == 4 and not any(kept_in_all(session).values())
     if dist.get_rank() == 0:
         assert "of its tensors are not in" in capsys.readouterr().out
 
@@ -354,7 +356,7 @@ def test_between_nodes(root, pairs, stage: int, capsys: pytest.CaptureFixture[st
         assert (found != whole) or bound == 1e-6
     with session_of(tables(root, "some", {"name": "top-k", "ratio": 0.05}, **options), rows := Rows(None)) as session:
         train(session, StopRequest())
-        mine = torch.tensor(sum(tensor.numel() for tensor in session.sums._state()))
+        mine = torch.tensor(sum(tensor.numel() for tensor in session.model.sums._state()))
         buckets = session.parts.sharding._buckets  # type: ignore[attr-defined]
     assert mine > 0, "the ranks of a node take turns"
     nodes = -(-dist.get_world_size() // 2)
@@ -396,7 +398,7 @@ def test_with_other_axes(root, axis: str, compression: dict[str, Any]) -> None:
     made = tables(root, axis, compression, 3, parallelism={axis: 2}) | {"batch": {"global_size": 24, "micro_size": 6}}
     with session_of(made) as session:
         train(session, StopRequest())
-        mine = {p.name: p.tensor.detach().clone() for p in session.pieces if p.tensor.shape == p.shape}
+        mine = {p.name: p.tensor.detach().clone() for p in session.model.pieces if p.tensor.shape == p.shape}
     everyone: list[dict[str, Tensor]] = [{}] * 4
     dist.all_gather_object(everyone, mine)
     for one in everyone:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ from torch.distributed import ReduceOp
 from training import job
 
 import hpctrain.mpi
-from hpctrain.job.check import check
+from hpctrain.checking.check import check
 from hpctrain.job.reading import RawJob
-from hpctrain.mpi import BACKEND, peers
+from hpctrain.mpi import BACKEND, Settings
+from hpctrain.mpi.collectives.network import OverNetwork
+from hpctrain.mpi.collectives.node import OverNode
+from hpctrain.mpi.collectives.nodes import OverNodes
 from hpctrain.mpi.errors import CommunicationError
 from hpctrain.mpi.library import MPI
+from hpctrain.mpi.transfer import peers
 
 OUTBOXES = "memory, but not that of others"
 WAYS = {
@@ -31,15 +36,11 @@ BLOCKS = 2_200_003  # more float32 than pass in one round, and no multiple of an
 
 @pytest.fixture(scope="module", params=list(WAYS))
 def way(world, request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
-    hpctrain.mpi.configure(**WAYS[request.param])
     with pytest.MonkeyPatch.context() as patch:
         if request.param == OUTBOXES:
             patch.setattr(peers, "_readv", None)
-        try:
-            group = dist.new_group(backend=BACKEND)
-            dist.barrier(group=group)
-        finally:
-            hpctrain.mpi.configure()
+        group = dist.new_group(backend=BACKEND, pg_options=Settings(**WAYS[request.param]))
+        dist.barrier(group=group)
     yield group
     dist.destroy_process_group(group)
 
@@ -198,25 +199,28 @@ def test_the_order_of_summation_is_the_rank_order(world, way) -> None:
 
 def test_ranks_per_node_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="found ranks_per_node = 0, expected at least 1"):
-        hpctrain.mpi.configure(ranks_per_node=0)
+        Settings(ranks_per_node=0)
+
+
+def test_options_of_another_kind_are_refused(world) -> None:
+    with pytest.raises(TypeError, match=r"found pg_options of <class 'dict'>, expected hpctrain\.mpi\.Settings"):
+        dist.new_group(backend=BACKEND, pg_options={"shared_memory": False})
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("options", [{}, {"shared_memory": False}, {"hierarchical": False}], ids=str)
-def test_the_job_s_communicator_says_which_way(world, options: dict[str, bool]) -> None:
-    """What the backend that it names does; ranks_per_node stays as it was set."""
-    hpctrain.mpi.configure(ranks_per_node=2)
-    try:
-        communicator = check(
-            RawJob(job(communicator={"name": "mpi", **options}), {}, "job.toml"), None
-        ).parts.communicator
-        assert communicator.backend() == f"cpu:{BACKEND}"
-        group = dist.new_group(backend=BACKEND)
-    finally:
-        hpctrain.mpi.configure()
-    transport = group._transport  # type: ignore[attr-defined]
-    assert (transport._node is not None) == (world.size == 2 and "shared_memory" not in options)
-    assert (transport._hierarchy is not None) == (world.size == 4 and not options)
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [({}, {2: OverNode, 4: OverNodes}), ({"shared_memory": False}, {}), ({"hierarchical": False}, {2: OverNode})],
+    ids=str,
+)
+def test_the_job_s_communicator_says_which_way(
+    world, options: dict[str, bool], way: dict[int, type[OverNetwork]]
+) -> None:
+    """What its backend makes of its options, with two ranks to a node."""
+    communicator = check(RawJob(job(communicator={"name": "mpi", **options}), {}, "job.toml"), None).parts.communicator
+    assert communicator.backend() == f"cpu:{BACKEND}"
+    group = dist.new_group(backend=BACKEND, pg_options=replace(communicator.backend_options(), ranks_per_node=2))
+    assert type(group._collectives) is way.get(world.size, OverNetwork)  # type: ignore[attr-defined]
     tensor = values(world.rank, 1000)
     dist.all_reduce(tensor, group=group)
     assert torch.equal(tensor, sum(values(rank, 1000) for rank in range(world.size)))

@@ -26,17 +26,17 @@ def kept(root, table: dict[str, Any]) -> tuple[int, list[torch.Tensor]]:
     )  # fmt: skip
     with session_of(tables) as session:
         spec, tensor = session.parts.model, session.parts.parallelism["tensor"]
-        loader = session.training_loader()
+        loader = session.feed.training_loader(session.progress)
         batch = next(loader).batch
         loader.close()
         with tensor.context():
             with LiveBytes() as live:
-                loss = spec.loss(spec.forward(session.module, batch), batch)
+                loss = spec.loss(spec.forward(session.model.module, batch), batch)
                 found = live.bytes
             session.parts.sharding.begin(last=True)
             loss.backward()
         session.parts.sharding.synchronize()
-        return found, [gradient.clone() for gradient in session.gradients()]
+        return found, [gradient.clone() for gradient in session.model.gradients()]
 
 
 @pytest.mark.shown_on(2)

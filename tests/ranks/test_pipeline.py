@@ -17,6 +17,7 @@ from test_stages import OPTIMIZERS, compare, reference
 from torch import nn
 from training import Rows, job, session_of, train_here
 
+from hpctrain.api import hookimpl
 from hpctrain.errors import UsageError
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
@@ -80,13 +81,13 @@ def test_tied_embeddings_are_one_parameter(root) -> None:
         (row["loss"], row["grad_norm"]) for row in straight[3:]
     ]
     with session_of(tables("halves", 6)) as session:
-        named = [name for name, _ in session.module.named_parameters()]
+        named = [name for name, _ in session.model.module.named_parameters()]
         first = "token_embedding.weight" in named
         assert "head.weight" not in named
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, first)
         assert everyone.count(True) == len(everyone) / 2
-        assert {piece.name for piece in session.pieces} <= set(named)
+        assert {piece.name for piece in session.model.pieces} <= set(named)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
@@ -153,7 +154,7 @@ def test_the_forward_that_shows_shapes_leaves_no_trace(root) -> None:
         tables |= {"plugins": {}, "parallelism": {"pipeline": {"size": 2, "schedule": "zero-bubble"}}}
         with session_of(tables, found := Rows(None)) as session:
             train(session, StopRequest())
-            seen = [int(one) for name, one in session.module.named_buffers() if "tracked" in name]
+            seen = [int(one) for name, one in session.model.module.named_buffers() if "tracked" in name]
         assert seen == [8 * steps]
         return [(row["loss"], row["grad_norm"]) for row in found.rows]
 
@@ -192,7 +193,7 @@ def test_no_two_blocks_draw_alike(root) -> None:
     )
     drawn: list[float] = []
     with session_of(tables) as session:
-        for block in session.parts.model.blocks(session.module):
+        for block in session.parts.model.blocks(session.model.module):
             block.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(()).item()))
         train(session, StopRequest())
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -219,12 +220,46 @@ def test_the_bubble_is_measured(
     )  # fmt: skip
     rows = Rows(None)
     with session_of(tables, rows) as session:
-        for block in session.parts.model.blocks(session.module):
+        for block in session.parts.model.blocks(session.model.module):
             block.register_forward_hook(lambda *_: time.sleep(0.02))
             block.register_full_backward_hook(lambda *_: time.sleep(0.04))
         train(session, StopRequest())
-        assert f"bubble {formula:.0%} of a step" in str(session.runner.describe(micro_batches))
+        assert f"bubble {formula:.0%} of a step" in str(session.model.runner.describe(micro_batches))
     assert "pipeline_bubble" not in rows.rows[0]
     measured = [row["pipeline_bubble"] for row in rows.rows[1:]]
     # one of the steps is not held up by whatever else the machine does
     assert min(measured) == pytest.approx(formula, abs=0.12), measured
+
+
+class Phases:
+    """Collects those of the second step on this rank."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    @hookimpl
+    def hpctrain_phase_begin(self, phase: str, step: int) -> None:
+        self._see("begin", phase, step)
+
+    @hookimpl
+    def hpctrain_phase_end(self, phase: str, step: int) -> None:
+        self._see("end", phase, step)
+
+    def _see(self, which: str, phase: str, step: int) -> None:
+        if step == 1 and phase in ("forward", "backward"):
+            self.seen.append((which, phase))
+
+
+@pytest.mark.shown_on(2)
+def test_phases_come_in_the_order_of_the_schedule(root) -> None:
+    """1F1B on two stages: the first one is a forward ahead (Narayanan et al., 2021, fig. 4)."""
+    tables = job(
+        job={"output_dir": str(root), "steps": 2},
+        batch={"micro_size": 8},
+        parallelism={"pipeline": {"size": 2, "schedule": "1f1b"}},
+    )
+    with session_of(tables, phases := Phases()) as session:
+        train(session, StopRequest())
+    order = {0: "FFBFBB", 1: "FBFBFB"}[dist.get_rank()]
+    names = ["forward" if letter == "F" else "backward" for letter in order]
+    assert phases.seen == [(which, name) for name in names for which in ("begin", "end")]

@@ -24,7 +24,7 @@ from test_stages import compare
 from test_token_batches import losses_of, mean_loss
 from training import train_here
 
-from hpctrain.job.check import check
+from hpctrain.checking.check import check
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
 
@@ -43,7 +43,7 @@ FREEZE: list[list[str]] = [
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("seed", range(metafunc.config.getoption("--draws")))
+    metafunc.parametrize("seed", range(metafunc.config.getoption("--draws") or 2))
 
 
 def drawn_job(draw: random.Random) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_bytes_per_rank(root, sharding: dict[str, Any], replicate: int) -> None:
     measured: list[int] = []
     with session_of(
         tables,
-        Rows(lambda: measured.append(held_bytes(session.module, session.pieces, session.optimizer))),
+        Rows(lambda: measured.append(held_bytes(session.model.module, session.model.pieces, session.model.optimizer))),
     ) as session:
         train(session, StopRequest())
     ranks = dist.get_world_size() // replicate
@@ -92,8 +92,10 @@ def test_stage_2_has_three_buckets_of_whole_gradients_at_most(root) -> None:
     with session_of(tables) as session:
         train(session, StopRequest())
         sharding = session.parts.sharding
-        everything = held_bytes(session.module, session.pieces, session.optimizer, *vars(sharding).values())
-        buffers = everything - held_bytes(session.module, session.pieces, session.optimizer)
+        everything = held_bytes(
+            session.model.module, session.model.pieces, session.model.optimizer, *vars(sharding).values()
+        )
+        buffers = everything - held_bytes(session.model.module, session.model.pieces, session.model.optimizer)
     assert 0 < buffers <= 3 * 256 * 64 * FLOAT * 1.02  # the largest parameter is a bucket of its own
 
 
@@ -143,17 +145,17 @@ class Traffic:
 
 def step(session: Session) -> list[Traffic]:
     """One optimizer step: what forward and backward, the synchronization, and the update sent."""
-    loader = session.training_loader()
+    loader = session.feed.training_loader(session.progress)
     micro_batches, _ = loader.step()
     loader.close()
     traffic = Traffic()
-    session.runner.train(micro_batches, 1000, 0)
+    session.model.runner.train(micro_batches, 1000, 0)
     compute = traffic.so_far()
     traffic = Traffic()
     session.parts.sharding.synchronize()
     synchronize = traffic.so_far()
     traffic = Traffic()
-    session.optimizer.step()
+    session.model.optimizer.step()
     session.parts.sharding.refresh()
     return [compute, synchronize, traffic.so_far()]
 

@@ -222,7 +222,7 @@ def test_what_forwards_write_into_buffers_is_one_rank_s_when_it_is_saved(root, s
     }  # fmt: skip
     with session_of(tables) as session:
         train(session, StopRequest())
-        mine = torch.cat([buffer.double().reshape(-1) for buffer in session.module.buffers()])
+        mine = torch.cat([buffer.double().reshape(-1) for buffer in session.model.module.buffers()])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     assert all(torch.equal(one, mine) for one in everyone)
@@ -296,3 +296,20 @@ def test_parameter_groups_by_pattern(root) -> None:
     assert curves[0][0] != curves[0][-1]
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=2e-6)
+
+
+@pytest.mark.ranks(2)
+def test_an_axis_whose_ranks_compute_the_same(root) -> None:
+    """Of somebody's own (own_axis.py): the loss is counted once, in training and in evaluation."""
+    size = dist.get_world_size() if dist.get_world_size() < 4 else 2
+    tables = job(
+        job={"output_dir": str(root)}, optimizer=SGD, precision={"mode": "fp64"}, parallelism={"repeat": size},
+        plugins={"load": ["own_axis"]}, evaluation={"every_steps": 10}, batch={"micro_size": 2},
+    )  # fmt: skip
+    found = train_here(tables)
+    compare(found.rows, reference(tables, torch.float64)[1], *BOUNDS["fp64"])
+    del tables["parallelism"]
+    tables["job"]["output_dir"] = str(root / "alone")
+    alone = train_here(tables)
+    assert found.evaluations[0]["evaluation_tokens"] == alone.evaluations[0]["evaluation_tokens"]
+    assert found.evaluations[0]["evaluation_loss"] == pytest.approx(alone.evaluations[0]["evaluation_loss"], rel=1e-9)

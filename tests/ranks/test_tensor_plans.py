@@ -75,7 +75,7 @@ def alone(tables: dict[str, Any]) -> list[Any]:
 def held_rows(tables: dict[str, Any]) -> list[int]:
     """Of the fused projection, this rank's, as its pieces say."""
     with session_of(tables) as session:
-        own = [piece for piece in session.pieces if piece.name == "attention.qkv.weight"]
+        own = [piece for piece in session.model.pieces if piece.name == "attention.qkv.weight"]
         return sorted(row for p in own for row in range(p.offsets[0], p.offsets[0] + len(p.tensor)))
 
 
@@ -309,7 +309,7 @@ def test_what_is_frozen_stays_so_under_sequence_parallelism(root) -> None:
         job={"output_dir": str(root)}, model=model, parallelism={"tensor": {"size": 2, "sequence_parallel": True}}
     )
     with session_of(tables) as session:
-        trained = {piece.name for piece in session.pieces}
+        trained = {piece.name for piece in session.model.pieces}
     assert trained and not any("norm" in name or name.startswith("token_embedding") for name in trained)
 
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from hpctrain.checking.check import check
 from hpctrain.hookspecs import hookimpl
-from hpctrain.job.check import check
 from hpctrain.job.reading import RawJob
+from hpctrain.loop.assembly import assemble
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
@@ -72,7 +73,7 @@ def session_of(tables: dict[str, Any], plugin: object = None) -> Iterator[Sessio
     if plugin is not None:
         checked.registry.manager.register(plugin)
     before = set(dist.distributed_c10d._world.pg_map)
-    session = Session(checked, World(detect(), HashStore(), Front()), torch.device("cpu"), "auto")
+    session = assemble(checked, World(detect(), HashStore(), Front()), torch.device("cpu"), "auto")
     try:
         yield session
     finally:

@@ -43,8 +43,9 @@ ip link set lo up
 ip link add bridge type bridge
 ip address add 10.77.0.254/24 dev bridge
 ip link set bridge up
-munged --force --socket=$PWD/munge.sock --pid-file=$PWD/munged.pid --key-file=$PWD/munge.key \
-    --seed-file=$PWD/munge.seed --log-file=$PWD/munged.log
+mkdir -p /run/munge
+mount -t tmpfs -o mode=755 munge /run/munge
+munged --force --pid-file=$PWD/munged.pid --key-file=$PWD/munge.key --seed-file=$PWD/munge.seed --log-file=$PWD/munged.log
 slurmctld -i -f slurm.conf
 for number in 1 2; do
     unshare --net --mount --uts --ipc bash -c "$NODE" node $number </dev/null >node$number.out 2>&1 &
@@ -73,7 +74,7 @@ SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
 # a requeued job may start again cred_expire seconds after it ended: 120 unless said
-AuthInfo=socket={directory}/munge.sock,cred_expire=5
+AuthInfo=cred_expire=5
 StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool.%n
 SlurmctldPidFile={directory}/slurmctld.pid
@@ -181,6 +182,11 @@ class Cluster:
     def ask(self, *words: str) -> str:
         """What one of Slurm's own commands says; empty while the controller does not answer."""
         return self._short(words, self._directory, {}).stdout.strip()
+
+    def inside(self, node: str) -> list[str]:
+        """What to put before a command that is to run on `node`, past Slurm."""
+        slurmd = (self._directory / f"slurmd.{node}.pid").read_text().strip()
+        return [*self._enter(Path("/")), "nsenter", "--target", slurmd, "--net", "--mount", "--uts", "--ipc"]
 
     def submit(self, words: Sequence[str], cwd: Path, env: dict[str, str]) -> str:
         """Hand a batch script to sbatch; the job's number."""

@@ -14,9 +14,9 @@ from live_bytes import LiveBytes
 
 import hpctrain
 from hpctrain.api import ActivationCheckpointing
+from hpctrain.checking.check import check
 from hpctrain.errors import UsageError
 from hpctrain.foreign.model import ForeignModel
-from hpctrain.job.check import check
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
 

@@ -13,7 +13,7 @@ from plain import batches_of, gpt_loss, module_of, train_plainly
 from torchao.optim import AdamW8bit
 
 import hpctrain
-from hpctrain.job.check import check
+from hpctrain.checking.check import check
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
 

@@ -332,8 +332,7 @@ def test_what_has_the_temporary_name_stays_and_a_missing_directory_is_told(comma
     Path("made.tmp/data").write_text("x")
     Path("w.tmp").write_text("mine")
     for words in [("import", newest, "made"), ("export", newest, "--to", "torch", "w")]:
-        done = command(*words)
-        assert done.code == 2 and f"{words[-1]}.tmp exists already" in done.err
+        assert command(*words).code == 0
     assert Path("made.tmp/data").read_text() == "x" and Path("w.tmp").read_text() == "mine"
     for words in [("import", newest), ("export", newest, "--to", "torch"), ("export", newest, "--to", "safetensors")]:
         done = command(*words, "gone/out")
@@ -357,7 +356,9 @@ def test_a_tensor_that_no_memory_holds_is_told_and_leaves_nothing(
         ("import", newest, "out"),
     ]:
         done = command(*words)
-        assert done.code == 5 and "huge" in done.err and not list(Path().glob("out*")), done
+        assert (
+            done.code == 5 and ("huge" in done.err or "less than 2^63" in done.err) and not list(Path().glob("out*"))
+        ), done
 
 
 @pytest.mark.timeout(20)
@@ -397,7 +398,6 @@ def test_a_full_disk_is_told_and_leaves_nothing(command: Command, tmp_path: Path
         ({"w": torch.eye(2).to_sparse_csr()}, "w is a tensor of the kind torch.sparse_csr"),
         ({"w": torch.ones(2, device="meta")}, "w is a tensor of the kind meta"),
         ({"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, "w is a tensor of the kind torch.qint8"),
-        ({"w": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}, "w is a tensor of the kind nested"),
     ],
 )
 def test_import_refuses_what_is_no_state_dict_of_plain_tensors(
@@ -406,6 +406,16 @@ def test_import_refuses_what_is_no_state_dict_of_plain_tensors(
     torch.save(content, "w.pt")
     done = command("import", "w.pt", "out")
     assert done.code == 5 and f"w.pt: {says}" in done.err.replace("w.pt holds", "w.pt: holds"), done
+    assert not Path("out").exists()
+
+
+def test_import_refuses_a_nested_tensor(command: Command) -> None:
+    """Since torch 2.15 torch.load does it itself."""
+    torch.save({"w": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}, "w.pt")
+    done = command("import", "w.pt", "out")
+    assert done.code == 5 and (
+        "w is a tensor of the kind nested" in done.err or "_rebuild_nested_tensor" in done.err
+    ), done
     assert not Path("out").exists()
 
 

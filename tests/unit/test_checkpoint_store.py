@@ -328,7 +328,7 @@ def test_what_stays_is_what_the_page_promises(
                 step += number
                 final = directory.commit(directory.begin(step))
                 retention.saved(final, {"evaluation_loss": loss})
-                directory.retain(retention, final)
+                directory.retain(retention.staying, final)
                 left |= {one for one in there if one > began and one not in own}
                 left.discard(step)
                 own.add(step)
@@ -615,7 +615,7 @@ def test_a_torch_file_that_was_packed_anew_is_refused(tmp_path: Path, group: dis
     with zipfile.ZipFile(tmp_path / "w.pt") as saved, zipfile.ZipFile(tmp_path / "p.pt", "w") as packed:
         for record in saved.namelist():
             packed.writestr(record, saved.read(record), zipfile.ZIP_DEFLATED)
-    with pytest.raises(CheckpointError, match=r"p\.pt was compressed \(.*\), expected it as torch.save"):
+    with pytest.raises(CheckpointError, match=r"p\.pt: its records are compressed \(.*\), expected them as torch.save"):
         load_weights(tmp_path / "p.pt", [Hdf5(None)], [Piece.whole("w", torch.zeros(1000))], group)
 
 

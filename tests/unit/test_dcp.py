@@ -264,7 +264,7 @@ def test_a_compressed_item_is_refused(tmp_path: Path) -> None:
     data.write_bytes(packed.getvalue())
     place.offset, place.length = 0, len(packed.getvalue())
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(table))
-    with pytest.raises(CheckpointError, match=r"distcp: tensor w: bytes 0 to \d+ are compressed"):
+    with pytest.raises(CheckpointError, match=r"distcp: tensor w: bytes 0 to \d+: its records are compressed"):
         Dcp().load(tmp_path / "c", [Piece.whole("w", torch.zeros(100))])
 
 

@@ -36,7 +36,7 @@ def hooks() -> list[str]:
 
 def test_every_hook_is_documented_and_every_slot_has_one() -> None:
     text = (ROOT / "docs" / "plugins.md").read_text()
-    assert len(hooks()) == len(SLOTS) + 6
+    assert len(hooks()) == len(SLOTS) + 9
     for name in hooks():
         assert f"`{name}`" in text, name
         spec = getattr(RegistrationHooks, name, None) or getattr(LifeCycleHooks, name)
@@ -86,6 +86,17 @@ def test_every_first_party_plugin_is_an_entry_point() -> None:
     assert with_hook == set(points.values())
     for point, module in points.items():
         assert point.split(".")[0] == module.split(".")[1], "the entry point's name begins with the slot"
+
+
+def test_ranks_send_each_other_no_pickles() -> None:
+    """A pickle runs code where it arrives. mpi4py's lower-case methods and torch's object collectives send them."""
+    sends = re.compile(
+        r"_object\(|_object_list\(|pickle\.(loads?|dumps?)\(|\b(comm|local|world|COMM_WORLD)"
+        r"\.(bcast|gather|allgather|scatter|alltoall|reduce|allreduce|send|recv|sendrecv|isend|irecv)\("
+    )
+    files = [*(ROOT / "hpctrain").glob("**/*.py"), *(ROOT / "plugins").glob("**/*.py")]
+    assert len(files) > 200
+    assert not [f"{file}: {line}" for file in files for line in file.read_text().splitlines() if sends.search(line)]
 
 
 def test_files_stay_small() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,13 @@ import tomli_w
 import torch
 from conftest import TINY
 
+from hpctrain.checking.check import CheckedJob, check
+from hpctrain.checking.resolved import refuse_other_job, resolved_tables
+from hpctrain.checking.schema import job_schema
 from hpctrain.data.opening import open_data, sequence_multiple
-from hpctrain.errors import TrainingError, UsageError
-from hpctrain.job.check import CheckedJob, check
+from hpctrain.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
-from hpctrain.job.resolved import refuse_other_job, resolved_tables
-from hpctrain.job.schema import job_schema
 from hpctrain.plugins.registry import build_registry
 
 ROOT = Path(__file__).parent.parent.parent
@@ -59,15 +60,23 @@ def test_defaults_make_a_whole_job() -> None:
         parts.checkpoint.name,
         parts.communicator.name,
     ]
-    assert names == ["constant", "0", "auto", "hdf5", "auto"]
+    assert names == ["constant", "zero-0", "auto", "hdf5", "auto"]
     assert parts.activation_checkpointing.name == parts.compression.name == "none"
 
 
 @pytest.mark.parametrize(
     ("compression", "changes", "sentence"),
     [
-        ({"name": "top-k"}, {"sharding": {"stage": 3}}, "stage 3 does not tell which parameters lie in a bucket"),
-        ({"name": "powersgd"}, {"sharding": {"stage": 3}}, "stage 3 does not tell which matrices lie in a bucket"),
+        (
+            {"name": "top-k"},
+            {"sharding": {"stage": 3}},
+            "sharding zero-3 does not tell which parameters lie in a bucket",
+        ),
+        (
+            {"name": "powersgd"},
+            {"sharding": {"stage": 3}},
+            "sharding zero-3 does not tell which matrices lie in a bucket",
+        ),
         (
             {"name": "powersgd"},
             {"sharding": {"stage": 2}, "parallelism": {"replicate": 2}},
@@ -224,7 +233,7 @@ SEQUENCE = {"size": 2, "sequence_parallel": True}
     ids=str,
 )
 def test_the_axes_divide_a_sequence_or_not(parallelism: dict[str, Any], seq_length: int, multiple: int) -> None:
-    found = checked(parallelism=parallelism, dataset={"seq_length": seq_length})
+    found = checked(parallelism=parallelism, dataset={"seq_length": seq_length}, model={"attention_heads": 4})
     assert sequence_multiple(found.job, found.parts) == multiple
     if seq_length % multiple == 0:
         open_data(found.job, found.parts)
@@ -417,3 +426,90 @@ def test_a_plugin_without_its_package_is_told_by_name(monkeypatch: pytest.Monkey
         checked(logger=[{"name": "tensorboard"}])
     assert error.value.exit_code == 3
     checked()
+
+
+def test_a_strategy_by_name_or_by_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package's own strategy has a name; the stages have both."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_strategy.py").write_text(
+        "from hpctrain.api import hookimpl\nfrom hpctrain_plugins.sharding.replicated import Replicated\n\n\n"
+        "class Own(Replicated):\n    'As ZeRO 0.'\n\n    name = 'own'\n\n\n"
+        "@hookimpl\ndef hpctrain_sharding():\n    return [Own]\n"
+    )
+    assert checked(sharding={"name": "zero-2"}).parts.sharding.name == "zero-2"
+    assert checked(sharding={"stage": 2}).parts.sharding.name == "zero-2"
+    own = {"sharding": {"name": "own", "reduce_bucket_size": 5000}, "plugins": {"load": ["own_strategy"]}}
+    job = checked(**own)
+    assert job.parts.sharding.name == "own" and resolved_tables(job)["sharding"]["name"] == "own"
+    assert "stage" not in resolved_tables(job)["sharding"] and resolved_tables(checked())["sharding"]["stage"] == 0
+    validator = jsonschema.Draft202012Validator(job_schema(job.registry))
+    for sharding, valid in (
+        ({"name": "own"}, True), ({"name": "zero-2"}, True), ({"stage": 2}, True), ({}, True), ({"stage": 9}, False),
+        ({"name": "own", "stage": 2}, False), ({"name": "zero-2", "stage": 2}, False), ({"stage": "2"}, False),
+    ):  # fmt: skip
+        assert validator.is_valid({**job.raw.tables, "sharding": sharding}) == valid, sharding
+    both = problems(sharding={"name": "zero-2", "stage": 2})
+    assert len(both) == 1 and both[0].startswith(
+        "[sharding]: name and stage both choose the strategy; keep one of them"
+    )
+    assert "no installed plugin provides the sharding 'zero-7'" in problems(sharding={"stage": 7})[0]
+    assert problems(sharding={"name": 2}) and problems(sharding={"stage": True}) and problems(sharding={"stage": -1})
+
+
+def test_a_buffer_that_nothing_gives_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device it would be what lies in memory."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "masked_gpt.py").write_text(
+        "import torch\nfrom hpctrain.api import hookimpl\nfrom hpctrain_plugins.model.gpt import GPT\n\n\n"
+        "class Masked(GPT):\n    'With a mask.'\n\n    name = 'masked'\n\n    def build(self):\n        module = super().build()\n"
+        "        module.register_buffer('mask', torch.ones(3), persistent=False)\n        return module\n\n\n"
+        "@hookimpl\ndef hpctrain_model():\n    return [Masked]\n"
+    )
+    found = problems(model={"name": "masked"}, plugins={"load": ["masked_gpt"]})
+    assert (
+        len(found) == 1
+        and "[model] masked: its buffer mask would have no values: the model says meta = True" in found[0]
+    )
+
+
+OWN_AXIS = """
+from hpctrain.api import AxisTraits, Parallelism, hookimpl
+
+
+class Own(Parallelism):
+    'An axis that changes nothing.'
+
+    name = 'own'
+    traits = AxisTraits({axis!r}, 45, {ranks_have!r})
+
+    def apply(self, module, spec, mesh):
+        return module
+
+
+@hookimpl
+def hpctrain_parallelism():
+    return [Own]
+"""
+
+
+@pytest.mark.parametrize(
+    ("axis", "ranks_have", "sentence"),
+    [
+        ("tp", "the same samples", "its mesh axis tp is that of tensor; expected a name of its own"),
+        ("dp_shard", "the same samples", "its mesh axis dp_shard is that of the data ranks; expected a name of its own"),
+        ("own", "nothing", "its traits say that ranks have 'nothing'; expected one of the same samples, parts of samples, "),
+        ("own", "the same samples", None),
+    ],
+)  # fmt: skip
+def test_an_axis_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axis: str, ranks_have: str, sentence: str | None
+) -> None:
+    name = f"own_axis_{axis}_{len(ranks_have)}"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / f"{name}.py").write_text(OWN_AXIS.format(axis=axis, ranks_have=ranks_have))
+    changes = {"parallelism": {"tensor": 2, "own": 2}, "plugins": {"load": [name]}}
+    if sentence is None:
+        assert checked(4, **changes).parts.parallelism["own"].traits.axis == "own"
+    else:
+        with pytest.raises(HpctrainError, match=re.escape(sentence)):
+            checked(4, **changes)

@@ -17,8 +17,8 @@ from hpctrain.contracts.dataset import DatasetContext, Samples
 from hpctrain.data.loader import Loader
 from hpctrain.data.plan import Planned
 from hpctrain.errors import TrainingError, UsageError
-from hpctrain.model.seeded import fill_normal
 from hpctrain.plugins.registry import build_registry
+from hpctrain.seeded import fill_normal
 
 REGISTRY = build_registry()
 

@@ -12,15 +12,15 @@ import pytest
 
 from hpctrain.loop import signals
 from hpctrain.loop.signals import StopRequest
-from hpctrain.starter import processes, start
+from hpctrain.starter.mpiexec import Mpiexec, UnderMpiexec
+from hpctrain.starter.pmi import PmiServer
 from hpctrain.starter.processes import Processes
 
 
-def test_ranks_that_do_not_follow_a_failed_one_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_follow_a_failed_one_are_ended() -> None:
     """Also for a starter that asks again and again, between looks for signals."""
-    monkeypatch.setattr(processes, "_GRACE", 0.3)
     program = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(4)\ntime.sleep(60)"
-    ranks = Processes([sys.executable, "-S", "-c", program], 2)
+    ranks = Processes([sys.executable, "-S", "-c", program], [{"RANK": "0"}, {"RANK": "1"}], grace=0.3)
     for _ in range(100):
         try:
             assert ranks.wait(timeout=0.1) != 0
@@ -48,28 +48,79 @@ def test_one_signal_that_comes_twice_is_one_request_and_a_later_one_ends_the_pro
         assert left == [128 + signal.SIGINT]
 
 
-class Shell:
+class Shell(Mpiexec):
     """In mpiexec's place, which ends its ranks when it can't write what they print."""
 
     def command(self, ranks: int) -> list[str]:
-        return ["bash", "-c", "for i in $(seq $1); do echo $i || exit 255; echo $i >&2; done", "_"]
-
-    def environment(self, ranks: int) -> dict[str, str]:
-        return {}
+        return ["bash", "-c", f"for i in $(seq {ranks}); do echo $i || exit 255; echo $i >&2; done"]
 
 
 def test_ranks_outlive_output_that_nobody_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    link = start.Link(tmp_path)
     kept = os.dup(1)
     with open("/dev/full", "w") as full:
         os.dup2(full.fileno(), 1)
         monkeypatch.setattr(sys, "stdout", full)
         try:
-            status = start._run(link, Shell(), ["3"], 3, [])  # type: ignore[arg-type]
+            status = UnderMpiexec(Shell(Path("bash"), "MPICH"), [], 3).wait(10)
         finally:
             os.dup2(kept, 1)
             os.close(kept)
-    link.close()
     assert status == 0 and capfd.readouterr().err == "1\n2\n3\n"
+
+
+class PmiRank:
+    """A rank's end of PMI, line by line, as an MPI library would speak it."""
+
+    def __init__(self, server: PmiServer, rank: int) -> None:
+        self._file = os.fdopen(os.dup(server.descriptors(rank)[0]), "r+b", buffering=0)
+
+    def send(self, line: str) -> None:
+        self._file.write(line.encode())
+
+    def receive(self) -> str:
+        return self._file.readline().decode()
+
+    def ask(self, line: str) -> str:
+        self.send(line + "\n")
+        return self.receive()
+
+    def leave(self) -> None:
+        self._file.close()
+
+
+@pytest.mark.timeout(20)
+def test_a_pmi_server_tells_ranks_of_each_other() -> None:
+    """What libraries of one node need (tests/cli trains over it), and the values that they put for others."""
+    server = PmiServer(2)
+    one, two = PmiRank(server, 0), PmiRank(server, 1)
+    server.started()
+    assert "rc=0" in one.ask("cmd=init pmi_version=1 pmi_subversion=1")
+    assert one.ask("cmd=get kvsname=hpctrain key=PMI_process_mapping").endswith("value=(vector,(0,1,2))\n")
+    assert one.ask("cmd=put kvsname=hpctrain key=address value=a=b#c") == "cmd=put_result rc=0 msg=success\n"
+    assert "rc=-1" in two.ask("cmd=get kvsname=hpctrain key=other")
+    assert "rc=-1" in two.ask("cmd=spawn nprocs=1")
+    for line in ("cmd=bar", "rier_in\ncmd=get kvsname=hpctrain key=address\n"):  # in pieces, and two at once
+        one.send(line)
+    assert one.receive().endswith("value=a=b#c\n")  # not out of the barrier
+    assert two.ask("cmd=barrier_in") == one.receive() == "cmd=barrier_out rc=0\n"
+    assert two.ask("cmd=finalize") == "cmd=finalize_ack rc=0\n"
+    one.send("x" * 2**17)  # lost: nobody waits for it
+    two.leave()
+    assert not server.join(5.0)
+    with pytest.raises(OSError):
+        one.send("cmd=init\n")
+
+
+@pytest.mark.timeout(20)
+def test_a_rank_that_leaves_a_barrier_holds_up_no_answer() -> None:
+    server = PmiServer(2)
+    one, two = PmiRank(server, 0), PmiRank(server, 1)
+    server.started()
+    one.send("cmd=barrier_in\n")
+    one.leave()
+    assert two.ask("cmd=barrier_in") == "cmd=barrier_out rc=0\n"
+    assert "rc=0" in two.ask("cmd=finalize")
+    two.leave()
+    assert not server.join(5.0)

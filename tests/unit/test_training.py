@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats
 
 import hpctrain
+from hpctrain.checking.check import check
 from hpctrain.errors import TrainingError, UsageError
-from hpctrain.job.check import check
 from hpctrain.job.reading import RawJob
 from hpctrain.model.build import refuse_embeddings
-from hpctrain.model.seeded import derive_seed
 from hpctrain.model.updates import updates_parts_alike
+from hpctrain.seeded import derive_seed
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
+from hpctrain.contracts.identity import Identity
 from hpctrain.world.detection import detect, fallback_notice, launched
 from hpctrain.world.front import on_terminal
-from hpctrain.world.identity import Identity
 from hpctrain.world.meeting import compare_ranks, threads_per_rank
-from hpctrain.world.slurm import candidate_ports, first_host
+from hpctrain.world.meeting_place import MeetingPlace
+from hpctrain.world.slurm import first_host
 
 SRUN = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
@@ -72,9 +73,12 @@ def test_first_host(nodelist: str, first: str) -> None:
     assert first_host(nodelist) == first
 
 
-def test_ports_are_everyones_and_differ_between_steps() -> None:
-    assert candidate_ports("7.0") == candidate_ports("7.0") != candidate_ports("7.1")
-    assert all(1024 < port < 32768 for port in candidate_ports("1.0"))
+def test_ports_are_everyones_and_differ_between_starts() -> None:
+    def ports(token: str) -> list[int]:
+        return list(MeetingPlace(token, "node1", one_node=False).ports())
+
+    assert ports("slurm.7.0") == ports("slurm.7.0") != ports("slurm.7.1")
+    assert len(set(ports("slurm.7.0"))) == 64 and all(1024 < port < 32768 for port in ports("slurm.7.0"))
 
 
 def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, escaped
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.finding import Checkpoint
@@ -73,13 +73,8 @@ def size_text(nbytes: int) -> str:
     return f"{value:.1f} TB"
 
 
-def escaped(text: str) -> str:
-    """`text` without characters that would steer a terminal: a file that others made may hold any."""
-    return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest entry; never cut, so that it can be searched."""
-    cells = [header, *rows]
+    cells = [header, *([escaped(cell).replace("\n", " ") for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)

@@ -8,6 +8,7 @@ import click
 
 from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, table
 from hpctrain.cli.progress import bytes_progress
+from hpctrain.errors import escaped
 
 EXIT_DIFFERENT = 1
 """As diff and h5diff have it."""
@@ -30,7 +31,7 @@ def diff(formats: Formats, a: Path, b: Path) -> int:
             differences = compare(one, other, progress)
         values = compare_values(one.format.read_values(a), other.format.read_values(b))
     for sentence in values:
-        click.echo(f"value {sentence}")
+        click.echo(escaped(f"value {sentence}"))
     if not differences:
         click.echo("all tensors are equal")
         return 0

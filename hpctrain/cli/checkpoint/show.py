@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.checkpoint.common import PATH, Formats, escaped, files_of, size_text, table
+from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, size_text, table
+from hpctrain.errors import escaped
 
 
 @click.command("show")

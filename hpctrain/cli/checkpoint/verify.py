@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.checkpoint.common import PATH, Formats, escaped, files_of, size_text
+from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, size_text
 from hpctrain.cli.progress import bytes_progress
 from hpctrain.errors import CheckpointError
 
@@ -21,7 +21,7 @@ def verify(formats: Formats, checkpoint: Path) -> None:
         with bytes_progress("verifying") as progress:
             faults = found.format.verify(checkpoint, progress)
         if faults:
-            listed = "".join(f"\n  {escaped(fault)}" for fault in faults)
+            listed = "".join(f"\n  {fault}" for fault in faults)
             count = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
             raise CheckpointError(f"checkpoint {checkpoint} isn't whole: {count}{listed}")
         tensors, files = found.format.tensors(checkpoint), found.files()

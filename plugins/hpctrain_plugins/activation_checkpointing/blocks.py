@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
-from hpctrain.api import ModelSpec, UsageError
+from hpctrain.api import ModelSpec, UsageError, buffers_of, version_of
 
 
 def blocks_of(module: nn.Module, spec: ModelSpec, mode: str) -> list[nn.Module]:
@@ -28,7 +28,7 @@ class Buffers:
     backward begins with what the first one began with, and leaves them alone."""
 
     def __init__(self, block: nn.Module):
-        self._owners = [module for module in block.modules() if module._buffers]
+        self._owners = [module for module in block.modules() if buffers_of(module)]
         self._changing: set[tuple[nn.Module, str]] | None = None
         """Those that a forward is known to change; None before the first one."""
 
@@ -42,16 +42,22 @@ class Buffers:
         known = self._changing
         before = [
             # what is only read, a mask say, is copied once, before anything is known
-            (owner, name, buffer, buffer._version, _copy(buffer) if known is None or (owner, name) in known else buffer)
+            (
+                owner,
+                name,
+                buffer,
+                version_of(buffer),
+                _copy(buffer) if known is None or (owner, name) in known else buffer,
+            )
             for owner in self._owners
-            for name, buffer in owner._buffers.items()
+            for name, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
         yield
         for owner, name, buffer, version, value in before:
             # batch and instance norms write their statistics unnoticed by the version counter
             unnoticed = owner.training and getattr(owner, "track_running_stats", False)
-            if unnoticed or owner._buffers[name] is not buffer or buffer._version != version:
+            if unnoticed or buffers_of(owner)[name] is not buffer or version_of(buffer) != version:
                 again.began_with.append((owner, name, value))
         self._changing = (known or set()) | {(owner, name) for owner, name, _ in again.began_with}
 
@@ -67,13 +73,13 @@ class _Again(AbstractContextManager[None]):
         self._kept: list[tuple[nn.Module, str, Tensor | None]] = []
 
     def __enter__(self) -> None:
-        self._kept = [(owner, name, owner._buffers[name]) for owner, name, _ in self.began_with]
+        self._kept = [(owner, name, buffers_of(owner)[name]) for owner, name, _ in self.began_with]
         for owner, name, value in self.began_with:
-            owner._buffers[name] = _copy(value)
+            buffers_of(owner)[name] = _copy(value)
 
     def __exit__(self, *exception: object) -> None:  # torch leaves by one as soon as it has all that it needs
         for owner, name, buffer in self._kept:
-            owner._buffers[name] = buffer
+            buffers_of(owner)[name] = buffer
 
 
 def _copy(buffer: Tensor) -> Tensor:

@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, UsageError, hookimpl
+from hpctrain.api import (
+    ActivationCheckpointing,
+    Field,
+    ModelSpec,
+    Options,
+    TorchDispatchMode,
+    UsageError,
+    hookimpl,
+    is_mutable,
+)
 from hpctrain_plugins.activation_checkpointing.blocks import Buffers, blocks_of
 
 _DEAR = [
@@ -82,12 +90,12 @@ def _strictly_selecting(kept: set[Any]) -> tuple[Any, Any]:
     def policy(_: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if _is_kept(operator, kept) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call, no-any-return]
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return]
 
 
 def _is_kept(operator: Any, kept: set[Any]) -> bool:
     """Not where it writes into memory of the caller's, as compiled code has it (`mm(out=)`), which may change afterwards."""
-    return getattr(operator, "overloadpacket", None) in kept and not operator._schema.is_mutable
+    return getattr(operator, "overloadpacket", None) in kept and not is_mutable(operator)
 
 
 def _selecting(kept: set[Any]) -> tuple[Any, Any]:
@@ -95,7 +103,7 @@ def _selecting(kept: set[Any]) -> tuple[Any, Any]:
     return keeping, _Again(kept, giving)
 
 
-class _Again(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Again(TorchDispatchMode):
     """Takes from `giving` what was kept, and computes the rest, whatever that is.
 
     It need not be what forward computed: a unit of stage 3 inside a block is gathered here where forward found it

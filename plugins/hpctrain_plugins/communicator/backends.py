@@ -13,7 +13,9 @@ from hpctrain.api import (
     EnvironmentUnfitError,
     Field,
     Identity,
+    MPISettings,
     Options,
+    gloo_backend,
     hookimpl,
     mpi_backend,
 )
@@ -52,7 +54,10 @@ class MPI(Communicator):
         return f"the ranks were started by {identity.source} without MPI"
 
     def backend(self) -> str:
-        return f"cpu:{mpi_backend(self.options.shared_memory, self.options.hierarchical)}"
+        return f"cpu:{mpi_backend()}"
+
+    def backend_options(self) -> MPISettings:
+        return MPISettings(self.options.shared_memory, self.options.hierarchical)
 
     def device(self, identity: Identity) -> torch.device:
         return torch.device("cpu")
@@ -68,7 +73,7 @@ class Gloo(Communicator):
         return None if dist.is_gloo_available() else "this torch was built without gloo"
 
     def backend(self) -> str:
-        return "gloo"
+        return gloo_backend()
 
     def device(self, identity: Identity) -> torch.device:
         return torch.device("cpu")
@@ -92,7 +97,7 @@ class NCCL(Communicator):
         return None
 
     def backend(self) -> str:
-        return "cpu:gloo,cuda:nccl"
+        return f"cpu:{gloo_backend()},cuda:nccl"
 
     def device(self, identity: Identity) -> torch.device:
         return torch.device("cuda", identity.local_rank % torch.cuda.device_count())

@@ -45,7 +45,7 @@ class PowerSGD(LossyCompression):
     def refuse(self, sharding: Sharding, axes: Mapping[str, int]) -> str | None:
         if not sharding.tells_spans:
             return (
-                f"stage {sharding.name} does not tell which matrices lie in a bucket; use stage = 2 or less, or "
+                f"sharding {sharding.name} does not tell which matrices lie in a bucket; use stage = 2 or less, or "
                 'name = "bf16"'
             )
         if axes["dp_replicate"] > 1 and axes["dp_shard"] > 1:

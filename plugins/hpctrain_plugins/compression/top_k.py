@@ -44,7 +44,7 @@ class TopK(LossyCompression):
         if sharding.tells_spans:
             return None
         return (
-            f"stage {sharding.name} does not tell which parameters lie in a bucket, and what is not sent is kept by "
+            f"sharding {sharding.name} does not tell which parameters lie in a bucket, and what is not sent is kept by "
             'parameter; use stage = 2 or less, or name = "bf16"'
         )
 

@@ -9,8 +9,8 @@ from hpctrain.api import Dataset, DatasetContext, Field, Lengths, Options, Sampl
 
 
 class SyntheticOptions(Options):
-    samples: int = Field(default=10_000, ge=1, description="samples per epoch")
-    validation_samples: int = Field(default=64, ge=0, description="samples of the validation split")
+    samples: int = Field(default=10_000, ge=1, le=10**8, description="samples per epoch")
+    validation_samples: int = Field(default=64, ge=0, le=10**8, description="samples of the validation split")
     min_length: int | None = Field(
         default=None, ge=1, description="tokens of the shortest samples; lengths are drawn from there to seq_length"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import sysconfig
 from functools import cached_property
 from pathlib import Path
@@ -87,7 +88,7 @@ class Text(Dataset):
     @cached_property
     def _tokens(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
         """All ids in a row, how many each text has, and the vocabulary's size."""
-        texts = [path.read_bytes() for path in self._paths()]
+        texts = [_content(path) for path in self._paths()]
         if self.options.documents == "line":  # with its end, by which a model learns to stop
             texts = [line for text in texts for line in text.splitlines(keepends=True) if line.strip()]
         if self.options.tokenizer is None:
@@ -110,6 +111,13 @@ class Text(Dataset):
         return list(paths)
 
 
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"[dataset] files: {path} cannot be read: {error.strerror}") from None
+
+
 def _tokenizer(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer  # optional: only jobs with a tokenizer file need it
@@ -117,7 +125,7 @@ def _tokenizer(path: Path) -> Any:
         raise EnvironmentUnfitError(
             "[dataset] tokenizer needs the package tokenizers, which is not installed: pip install 'hpctrain[tokenizers]'"
         ) from None
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path's, it takes names that are too long
         raise UsageError(f"[dataset] tokenizer: there is no file {path}")
     try:
         return Tokenizer.from_file(str(path))

@@ -51,7 +51,7 @@ class Tokens(Dataset):
             tokens = self._open_file(path)
         except FileNotFoundError:
             raise UsageError(f"[dataset] path: there is no file {path}") from None
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise UsageError(f"[dataset] path: {path} cannot be read as tokens: {error}") from None
         if len(tokens.shape) != 1 or not np.issubdtype(tokens.dtype, np.integer):
             raise UsageError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.api import EnvironmentUnfitError, Logger, Options, hookimpl
+from hpctrain.api import EnvironmentUnfitError, Logger, Options, hookimpl, make_directory
 
 
 class TensorBoard(Logger):
@@ -26,6 +26,7 @@ class TensorBoard(Logger):
         # imported here: it is an extra, and slow to import
         from torch.utils.tensorboard import SummaryWriter
 
+        make_directory(output_dir / "events")
         # rows of an earlier try that lie after the checkpoint would stand twice: purge_step hides them
         self._writer = SummaryWriter(str(output_dir / "events"), purge_step=resumed_step + 1)
 

@@ -22,7 +22,7 @@ _IGNORED = -100
 
 class GPTOptions(Options):
     hidden_size: int = Field(default=128, ge=1, description="width of the residual stream")
-    layers: int = Field(default=4, ge=1, description="transformer blocks")
+    layers: int = Field(default=4, ge=1, le=1000, description="transformer blocks")
     attention_heads: int = Field(default=4, ge=1, description="heads per block; must divide hidden_size")
     vocab_size: int = Field(default=256, ge=1, description="number of token ids")
     max_seq_length: int = Field(default=128, ge=1, description="longest sequence, in tokens")

@@ -10,7 +10,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from hpctrain.api import CheckpointError, Field, Options, Precision, hookimpl
+from hpctrain.api import CheckpointError, Field, Options, Precision, foreach_mul_, hookimpl
 
 
 class FP16Options(Options):
@@ -53,7 +53,7 @@ class FP16(Precision):
     def unscale(self, gradients: Iterable[Tensor]) -> None:
         mine = list(gradients)
         if mine:  # a rank may hold nothing
-            torch._foreach_mul_(mine, 1.0 / self._scale)
+            foreach_mul_(mine, 1.0 / self._scale)
 
     @property
     def skips_nonfinite(self) -> bool:

@@ -39,7 +39,7 @@ class Bucketed(Sharding):
             bucket.sum = self._sums.bucket(bucket.content, self.axis)
             for entry in bucket.entries:
                 hook = partial(self._ready, bucket, entry)
-                entry.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                entry.parameter.register_post_accumulate_grad_hook(hook)
 
     def begin(self, last: bool, interleaved: bool = False) -> None:
         """Where whole gradients stay in their buckets until the step's last backward."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpctrain.api import BucketSum, GradientBucket, Piece, Span, pieces_of, shared_zeros
+from hpctrain.api import BucketSum, GradientBucket, Piece, Span, move_local, pieces_of, shared_zeros
 
 _ALIGNMENT = 64
 """Bytes: a rank's slice of a bucket begins at a multiple of it."""
@@ -54,7 +54,7 @@ class Entry:
             tensor.data = part
         self.local.data = view
         if isinstance(self.parameter, DTensor):
-            self.parameter._local_tensor.data = view  # to_local() gives a tensor of its own
+            move_local(self.parameter, view)
 
     def gradient(self) -> Tensor | None:
         """This rank's part of the gradient, whatever placement autograd gave it."""

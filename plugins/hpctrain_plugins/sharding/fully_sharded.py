@@ -91,7 +91,7 @@ class Held:
 class FullySharded(Sharding):
     """ZeRO stage 3: everything is sharded."""
 
-    name = "3"
+    name = "zero-3"
     Options = FullyShardedOptions
     options: FullyShardedOptions
 

@@ -29,7 +29,7 @@ class GradientOptions(PartitionedOptions):
 class Gradients(Partitioned):
     """ZeRO stage 2: gradients are sharded, too. Every backward sums them, bucket by bucket."""
 
-    name = "2"
+    name = "zero-2"
     Options = GradientOptions
     options: GradientOptions
 

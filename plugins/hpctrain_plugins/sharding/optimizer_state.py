@@ -18,7 +18,7 @@ class OptimizerStateOptions(PartitionedOptions):
 class OptimizerState(Partitioned):
     """ZeRO stage 1: the optimizer's state is sharded. Communicates after backward, or behind the last one."""
 
-    name = "1"
+    name = "zero-1"
     Options = OptimizerStateOptions
     options: OptimizerStateOptions
 

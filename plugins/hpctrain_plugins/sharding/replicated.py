@@ -21,7 +21,7 @@ class ReplicatedOptions(Options):
 class Replicated(Bucketed):
     """ZeRO stage 0: nothing is sharded."""
 
-    name = "0"
+    name = "zero-0"
     axis = "dp_replicate"
     Options = ReplicatedOptions
     options: ReplicatedOptions

@@ -4,40 +4,46 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
 
-from hpctrain.api import CheckpointError
+from hpctrain import api
+from hpctrain.api import TABLE_BYTES, CheckpointError, read_all
 
 
 @contextmanager
 def opened(path: Path, size: int | None = None) -> Iterator[int]:
     """The descriptor of a regular file, never one that a link leads to, of `size` bytes if given."""
-    try:
-        # O_NONBLOCK: opening a pipe that someone planted must not wait for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise CheckpointError("the file is missing") from error
-    except OSError as error:
-        if path.is_symlink():
-            raise CheckpointError("it is a symbolic link, expected the file itself") from error
-        raise
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError("it is no regular file")
-        if size is not None and found.st_size != size:
-            raise CheckpointError(f"it has {found.st_size} bytes, expected {size}: it was cut off or changed")
+    with ExitStack() as stack:
+        try:
+            fd = stack.enter_context(api.reading(path))
+        except FileNotFoundError as error:
+            raise CheckpointError("the file is missing") from error
+        except PermissionError:
+            raise
+        except OSError as error:
+            raise CheckpointError(error.strerror or str(error)) from error
+        found = os.fstat(fd).st_size
+        if size is not None and found != size:
+            raise CheckpointError(f"it has {found} bytes, expected {size}: it was cut off or changed")
         yield fd
-    finally:
-        os.close(fd)
+
+
+def read_file(path: Path, most: int = TABLE_BYTES) -> bytes:
+    """All of a table, which has at most so many bytes."""
+    with opened(path) as fd:
+        try:
+            return read_all(fd, path, most)
+        except OSError as error:
+            raise CheckpointError(error.strerror or str(error)) from error
+        except MemoryError as error:
+            raise CheckpointError(f"its {os.fstat(fd).st_size} bytes don't fit into memory") from error
 
 
 def read_at(fd: int, nbytes: int, at: int) -> Tensor:
@@ -68,13 +74,8 @@ def empty(nbytes: int) -> Tensor:
 @contextmanager
 def created(path: Path, rank: int) -> Iterator[int]:
     """The descriptor of a new file, on disk when the block ends; an OSError names the file, the rank and the node."""
-    with naming(path, rank):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            yield fd
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    with naming(path, rank), api.created(path) as fd:
+        yield fd
 
 
 @contextmanager

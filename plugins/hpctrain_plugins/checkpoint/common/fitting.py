@@ -13,7 +13,13 @@ def check_fits(where: Path, piece: Piece, shape: tuple[int, ...], dtype: torch.d
     """Raises CheckpointError unless the saved tensor of this shape and dtype, found in `where`, is the piece's."""
     if shape != tuple(piece.shape):
         raise CheckpointError(f"{where}: tensor {piece.name} has the shape {list(shape)}, expected {list(piece.shape)}")
-    if not torch.can_cast(dtype, piece.tensor.dtype):
+    if not is_alike(dtype, piece.tensor.dtype):
         raise CheckpointError(
             f"{where}: tensor {piece.name} is {dtype}, which can't be converted to {piece.tensor.dtype}"
         )
+
+
+def is_alike(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values of one dtype can become the other's: integers are none of a float's, which only a mistake mixes up."""
+    numbers = saved.is_floating_point or saved.is_complex or saved == torch.bool
+    return torch.can_cast(saved, wanted) and (numbers or not (wanted.is_floating_point or wanted.is_complex))

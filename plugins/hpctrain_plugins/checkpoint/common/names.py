@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hpctrain.api import CheckpointError
+from hpctrain.api import CheckpointError, shown
 
 
 def check_printable(name: str) -> None:
     """CheckpointError for a name that would steer the terminal that it is shown on, or can't be shown at all."""
-    if not name.isprintable():
-        raise CheckpointError(f"{name!r} can't name a saved tensor: expected printable characters")
+    if not name or not name.isprintable():
+        raise CheckpointError(f"{shown(name)} can't name a saved tensor: expected printable characters")

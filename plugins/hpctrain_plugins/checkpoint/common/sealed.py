@@ -11,8 +11,9 @@ import re
 from typing import Any
 
 import xxhash
+from pydantic import ValidationError
 
-from hpctrain.api import CheckpointError
+from hpctrain.api import CheckpointError, shown
 
 _HEAD = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 
@@ -33,9 +34,23 @@ def checksum_of(raw: bytes) -> str:
 def unseal(raw: bytes) -> Any:
     """What `seal` was given; CheckpointError when a bit is another one, or it is no JSON."""
     head = _HEAD.match(raw)
-    if head is None or xxhash.xxh3_64_hexdigest(raw[head.end() :]) != head[1].decode():
+    if head is None or xxhash.xxh3_64_hexdigest(memoryview(raw)[head.end() :]) != head[1].decode():
         raise CheckpointError("its checksum doesn't fit its content: the file is damaged or cut off")
+    if raw.count(b"[") + raw.count(b"{") > 2**20 + len(raw) // 8 or raw.count(b",") > 2**20 + len(raw) // 4:
+        raise CheckpointError(
+            f"malformed content: far more lists, objects and numbers than {len(raw)} bytes of a table have"
+        )
     try:
         return json.loads(raw)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"malformed content: {type(error).__name__}: {error}") from error
+
+
+def malformed(error: ValidationError) -> CheckpointError:
+    """The first fault that a schema found."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(str(one)[:80] for one in first["loc"])
+    what = first["msg"].replace("Input should be", "expected")
+    if first["type"].startswith(("int", "greater", "less")):
+        what = "expected a number that is zero or more, and less than 2^63"
+    return CheckpointError(f"malformed content: {place or 'it'}: {what}, found {shown(first['input'])}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpctrain.api import Piece, State
+from hpctrain.api import Piece, State, foreach_copy_
 
 from . import values
 from .collector import collector_waits
@@ -31,7 +31,7 @@ class Snapshots:
             self._kept = []  # given back before as much is asked for
             self._kept = [Piece(one.name, one.shape, one.offsets, _host_memory(one.tensor)) for one in state.pieces]
         if self._kept:
-            torch._foreach_copy_([one.tensor for one in self._kept], [one.tensor.detach() for one in state.pieces])
+            foreach_copy_([one.tensor for one in self._kept], [one.tensor.detach() for one in state.pieces])
         return State(self._kept, plain)
 
 

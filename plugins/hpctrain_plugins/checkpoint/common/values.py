@@ -1,64 +1,21 @@
-"""The small values of a checkpoint as JSON that any language reads; what JSON lacks is a tagged object.
-
-Plain: None, bool, int, finite float, str, list, dict with string keys. Tagged: {"$tuple": [..]}, {"$bytes": base64},
-{"$float": "nan" | "inf" | "-inf"}, {"$dict": [[key, value], ..]} for other keys and for keys that begin with "$".
-"""
+"""The small values of a checkpoint, in the JSON of hpctrain.api.encode_value."""
 
 from __future__ import annotations
 
-import base64
-import math
-from collections.abc import Callable
 from typing import Any
 
-from hpctrain.api import CheckpointError
+from hpctrain.api import CheckpointError, decode_value
+from hpctrain.api import encode_value as encode
 
-MOST_DEPTH = 64
-"""How deep values may be nested."""
-
-
-def encode(value: Any, key: str = "values", depth: int = 0) -> Any:
-    """`value` as what json.dumps takes; TypeError naming `key` for what would not come back the same."""
-    kind = type(value)
-    if depth > MOST_DEPTH:
-        raise TypeError(f"{key} is nested more than {MOST_DEPTH} deep; save it as bytes or as a tensor")
-    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
-        return value
-    if kind is float:
-        return {"$float": repr(value)}
-    if kind is bytes:
-        return {"$bytes": base64.b64encode(value).decode("ascii")}
-    if kind in (list, tuple):
-        items = [encode(item, f"{key}[{index}]", depth + 1) for index, item in enumerate(value)]
-        return items if kind is list else {"$tuple": items}
-    if kind is dict:
-        if all(type(name) is str and not name.startswith("$") for name in value):
-            return {name: encode(item, f"{key}.{name}", depth + 1) for name, item in value.items()}
-        pairs = [
-            [encode(name, key, depth + 1), encode(item, f"{key}[{name!r}]", depth + 1)] for name, item in value.items()
-        ]
-        return {"$dict": pairs}
-    raise TypeError(
-        f"{key} is a {kind.__module__}.{kind.__qualname__}; a checkpoint's small values are None, bool, int, float, "
-        "str, bytes, list, tuple or dict: convert it, or save it as a tensor"
-    )
+__all__ = ["decode", "decode_all", "encode"]
 
 
-def decode(value: Any, depth: int = 0) -> Any:
+def decode(value: Any) -> Any:
     """The value that `encode` was given; CheckpointError for what it wouldn't make."""
-    if depth > MOST_DEPTH:
-        raise CheckpointError(f"its values are nested more than {MOST_DEPTH} deep")
-    if isinstance(value, list):
-        return [decode(item, depth + 1) for item in value]
-    if not isinstance(value, dict):
-        return value
-    tag = next(iter(value), "")
-    if not tag.startswith("$"):
-        return {name: decode(item, depth + 1) for name, item in value.items()}
     try:
-        return _UNTAG[tag](value[tag], depth + 1)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"its values hold a malformed {tag}: {error}") from error
+        return decode_value(value)
+    except ValueError as error:
+        raise CheckpointError(f"its {error}") from error
 
 
 def decode_all(value: Any) -> dict[str, Any]:
@@ -67,11 +24,3 @@ def decode_all(value: Any) -> dict[str, Any]:
     if not isinstance(plain, dict) or not all(isinstance(name, str) and name.isprintable() for name in plain):
         raise CheckpointError("its values are no object with plain names for keys")
     return plain
-
-
-_UNTAG: dict[str, Callable[[Any, int], Any]] = {
-    "$tuple": lambda items, depth: tuple(decode(item, depth) for item in items),
-    "$bytes": lambda text, _: base64.b64decode(text, validate=True),
-    "$float": lambda text, _: float(text),
-    "$dict": lambda pairs, depth: {decode(name, depth): decode(item, depth) for name, item in pairs},
-}

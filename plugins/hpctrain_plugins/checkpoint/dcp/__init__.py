@@ -5,19 +5,23 @@ torch.distributed.checkpoint takes most of a second to import, so that is done w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import xxhash
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from hpctrain.api import CheckpointError, CheckpointFormat, Piece, State, StoredChunk, StoredTensor, hookimpl
 
 from ..common import values
-from ..common.files import opened, read_at
-from ..common.sealed import unseal
+from ..common.files import read_file
+from ..common.sealed import malformed, unseal
 from ..common.snapshot import Snapshots
+from .names import METADATA_FILE, VALUES_FILE
 
 if TYPE_CHECKING:
     from .metadata import Contents
@@ -25,8 +29,17 @@ if TYPE_CHECKING:
 __all__ = ["Dcp", "hpctrain_checkpoint"]
 
 
-METADATA_FILE = ".metadata"
-VALUES_FILE = "hpctrain.json"
+class _Sealed(TypedDict):
+    """hpctrain.json."""
+
+    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
+    metadata_xxh3: str
+    values: Any
+
+
+_SEALED = TypeAdapter(_Sealed)
+MOST_KEPT = 32 * 2**20
+"""Bytes of a table of contents that is remembered: a training needs its memory."""
 
 
 class Dcp(CheckpointFormat):
@@ -37,6 +50,7 @@ class Dcp(CheckpointFormat):
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self._snapshots = Snapshots()
+        self._known: tuple[tuple[object, ...], Contents] | None = None
 
     def snapshot(self, state: State) -> State:
         """A copy in host memory. TypeError names a value that a checkpoint can't hold."""
@@ -83,27 +97,32 @@ class Dcp(CheckpointFormat):
 
     def recognizes(self, directory: Path) -> bool:
         """Whether there is a `.metadata`."""
-        return (directory / METADATA_FILE).is_file()
+        return os.path.lexists(directory / METADATA_FILE)
 
     def _contents(self, directory: Path) -> Contents:
-        """The table of contents, against its checksum where there is one."""
+        """The table of contents, against its checksum where there is one; that of the last directory is remembered."""
         from . import metadata
 
-        sealed = self._sealed(directory)
-        if sealed is not None and sealed["metadata_xxh3"] != xxhash.xxh3_64_hexdigest(metadata.read_bytes(directory)):
+        sealed, raw = self._sealed(directory), metadata.read_bytes(directory)
+        checksum = xxhash.xxh3_64_hexdigest(raw)
+        if sealed is not None and sealed["metadata_xxh3"] != checksum:
             raise CheckpointError(f"{directory / METADATA_FILE}: its checksum is wrong: the file is corrupt")
-        return metadata.read_contents(directory)
+        identity = (directory, len(raw), checksum)
+        if self._known is not None and self._known[0] == identity:
+            return self._known[1]
+        contents = metadata.read_contents(directory, raw)
+        self._known = (identity, contents) if len(raw) <= MOST_KEPT else None
+        return contents
 
-    def _sealed(self, directory: Path) -> dict[str, Any] | None:
+    def _sealed(self, directory: Path) -> _Sealed | None:
         path = directory / VALUES_FILE
-        if not path.exists() and not path.is_symlink():
+        if not os.path.lexists(path):
             return None
         try:
-            with opened(path) as fd:
-                content: dict[str, Any] = unseal(read_at(fd, path.stat().st_size, 0).numpy().tobytes())
-            if not {"values", "metadata_xxh3"} <= set(content):
-                raise CheckpointError(f"it holds {list(content)}, expected values and metadata_xxh3")
+            content = _SEALED.validate_python(unseal(read_file(path)))
             values.decode_all(content["values"])
+        except ValidationError as error:
+            raise CheckpointError(f"{path}: {malformed(error)}") from error
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
         return content

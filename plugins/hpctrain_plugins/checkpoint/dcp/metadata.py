@@ -13,21 +13,24 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from hpctrain.api import CheckpointError
+from hpctrain.api import CheckpointError, check_pickle, shown, storage_record
 
-from ..common.files import opened, read_at
+from ..common.collector import collector_waits
+from ..common.files import read_file
 from ..common.names import check_printable
-from ..common.rectangles import Rectangle, tiling_fault
-from . import METADATA_FILE
-from .opcodes import check_sizes
+from ..common.rectangles import Dims, Rectangle, Work, tiling_fault
+from .names import METADATA_FILE
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_MOST_BYTES = 2**30
+"""Of the file; that of the largest checkpoints, millions of parts, has some hundreds of megabytes."""
+_MOST_DIMS = 64
+"""As torch has it."""
 
 _RECORDS = (
-    dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.ChunkStorageMetadata, dcp.BytesStorageMetadata,
-    dcp.StorageMeta, _StorageInfo,
+    dcp.Metadata, dcp.TensorStorageMetadata, dcp.ChunkStorageMetadata, dcp.BytesStorageMetadata,
+    dcp.StorageMeta, storage_record(),
 )  # fmt: skip
 _UNUSED = (
     ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
@@ -46,6 +49,17 @@ class _Properties:
         self.dtype = state[0]
 
 
+class _Index(dcp.MetadataIndex):
+    """A key, so its hash is asked for before anything is checked."""
+
+    def __hash__(self) -> int:
+        if type(self.fqn) is not str or not isinstance(self.offset, (torch.Size, type(None))):
+            raise CheckpointError(
+                f"a place is of {shown(self.fqn)} at {shown(self.offset)}, expected a name and numbers"
+            )
+        return hash((self.fqn, str(self.offset)))  # of text: nobody can choose it
+
+
 def _stand_ins() -> dict[tuple[str, str], Any]:
     """All that a metadata file may name: DCP's records and plain containers. None of them does anything when it is made.
 
@@ -54,6 +68,9 @@ def _stand_ins() -> dict[tuple[str, str], Any]:
     properties = dcp.TensorProperties
     return {
         **{(one.__module__, one.__qualname__): type(one.__name__, (one,), {}) for one in _RECORDS},
+        (dcp.MetadataIndex.__module__, "MetadataIndex"): type(
+            "MetadataIndex", (_Index,), {"__hash__": _Index.__hash__}
+        ),
         (properties.__module__, properties.__qualname__): type(properties.__name__, (_Properties,), {}),
         **{name: lambda *_: None for name in _UNUSED},
         ("torch", "Size"): torch.Size,  # these two can't be changed
@@ -114,70 +131,91 @@ def read_bytes(directory: Path) -> bytes:
     """The raw bytes of the file."""
     path = directory / METADATA_FILE
     try:
-        with opened(path) as fd:
-            return read_at(fd, path.stat().st_size, 0).numpy().tobytes()
+        return read_file(path, _MOST_BYTES)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def read_contents(directory: Path) -> Contents:
-    """The checked table of contents; CheckpointError says what is wrong with it."""
-    path = directory / METADATA_FILE
+def read_contents(directory: Path, raw: bytes) -> Contents:
+    """The checked table of contents, whose bytes are `raw`; CheckpointError says what is wrong with it."""
     try:
-        return parse(read_bytes(directory))
+        return parse(raw)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
+        raise CheckpointError(f"{directory / METADATA_FILE}: {error}") from error
 
 
 def parse(raw: bytes) -> Contents:
     """Check everything that the bytes of a metadata file claim."""
     try:
-        check_sizes(raw)
-        table = _TableUnpickler(raw).load()
-        places = {(index.fqn, _dims(index.offset)): place for index, place in table.storage_data.items()}
-        tensors, others = {}, {}
-        for name, entry in table.state_dict_metadata.items():
-            check_printable(name)
-            if isinstance(entry, dcp.TensorStorageMetadata):
-                tensors[name] = _tensor(name, entry, places)
-            elif (name, ()) in places:
-                others[name] = _item(Rectangle((), ()), places[name, ()])
-        return Contents(tensors, others)
+        check_pickle(raw)
+        with collector_waits():
+            return _contents(_TableUnpickler(raw).load(), Work(len(raw)))
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
         raise CheckpointError(f"malformed content: {type(error).__name__}: {error}") from error
 
 
-def _tensor(name: str, entry: dcp.TensorStorageMetadata, places: dict[tuple[str, tuple[int, ...]], Any]) -> Tensor:
+def _contents(table: Any, work: Work) -> Contents:
+    places = {(index.fqn, _dims(index.offset)): place for index, place in table.storage_data.items()}
+    tensors, others = {}, {}
+    for name, entry in table.state_dict_metadata.items():
+        check_printable(name)
+        if isinstance(entry, dcp.TensorStorageMetadata):
+            tensors[name] = _tensor(name, entry, places, work)
+        elif (name, ()) in places:
+            others[name] = _item(Rectangle((), ()), places[name, ()])
+    contents = Contents(tensors, others)
+    _check_apart(contents)
+    return contents
+
+
+def _check_apart(contents: Contents) -> None:
+    """No two items share bytes, or few bytes could be values of any number of tensors."""
+    every = [*(item for tensor in contents.tensors.values() for item in tensor.items), *contents.others.values()]
+    ends: dict[str, int] = {}
+    for item in sorted(every, key=lambda one: one.at):
+        if item.at < ends.get(item.file, 0):
+            raise CheckpointError(f"two parts share bytes of {item.file}, from byte {item.at} on")
+        ends[item.file] = item.at + item.length
+
+
+def _tensor(name: str, entry: dcp.TensorStorageMetadata, places: dict[tuple[str, Dims], Any], work: Work) -> Tensor:
     shape, dtype = _dims(entry.size), entry.properties.dtype
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"tensor {name}: {dtype!r} is no dtype")
+        raise CheckpointError(f"tensor {name}: {shown(dtype)} is no dtype")
+    work.spend(len(entry.chunks))  # a list may be that of many tensors
     parts = [Rectangle(_dims(chunk.offsets), _dims(chunk.sizes)) for chunk in entry.chunks]
     if math.prod(shape):  # DCP lists empty parts, too
         parts = [part for part in parts if part.volume]
-    fault = tiling_fault(shape, parts)
+    fault = tiling_fault(shape, parts, work.spend)
     if fault is not None:
         raise CheckpointError(f"tensor {name}: {fault}")
     missing = [part for part in parts if (name, part.offsets) not in places]
     if missing:
         raise CheckpointError(f"tensor {name}: there is no place for its part at {list(missing[0].offsets)}")
-    return Tensor(dtype, shape, tuple(_item(part, places[name, part.offsets]) for part in parts))
+    items = tuple(_item(part, places[name, part.offsets]) for part in parts)
+    short = next((item for item in items if item.length < item.part.volume * dtype.itemsize), None)
+    if short is not None:
+        raise CheckpointError(f"tensor {name}: its part {list(short.part.shape)} doesn't fit into {short.length} bytes")
+    return Tensor(dtype, shape, items)
 
 
 def _item(part: Rectangle, place: Any) -> Item:
     if not isinstance(place.relative_path, str) or not _FILE.fullmatch(place.relative_path):
-        raise CheckpointError(f"{place.relative_path!r} is no name of a file beside it")
+        raise CheckpointError(f"{shown(place.relative_path)} is no name of a file beside it")
     if getattr(place, "transform_descriptors", None):
         raise CheckpointError(
-            f"{place.relative_path} went through {place.transform_descriptors}; this reader knows none"
+            f"{place.relative_path} went through {shown(place.transform_descriptors)}; this reader knows none"
         )
     at, length = _dims((place.offset, place.length))
     return Item(part, place.relative_path, at, length)
 
 
 def _dims(numbers: Any) -> tuple[int, ...]:
-    dims = () if numbers is None else tuple(numbers)
-    if not all(type(number) is int and number >= 0 for number in dims):
-        raise CheckpointError(f"found {dims!r}, expected numbers that are zero or more")
-    return dims
+    if numbers is None:
+        return ()
+    good = isinstance(numbers, (tuple, list)) and len(numbers) <= _MOST_DIMS
+    if not good or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise CheckpointError(f"found {shown(numbers)}, expected numbers that are zero or more, and less than 2^63")
+    return tuple(numbers)

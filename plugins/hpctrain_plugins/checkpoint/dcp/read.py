@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.api import CheckpointError, Piece
+from hpctrain.api import CheckpointError, Piece, check_records
 
 from ..common.files import opened, read_at
 from ..common.fitting import check_fits
@@ -57,7 +58,11 @@ def read_item(directory: Path, name: str, tensor: Tensor, item: Item) -> torch.T
             f"{directory / item.file}: tensor {name} is corrupt: its part at {list(item.part.offsets)} (bytes {item.at} to "
             f"{item.at + item.length}) isn't what torch.save writes"
         ) from error
-    if not isinstance(values, torch.Tensor) or (values.dtype, tuple(values.shape)) != (tensor.dtype, item.part.shape):
+    if (
+        not isinstance(values, torch.Tensor)
+        or values.layout != torch.strided
+        or (values.dtype, tuple(values.shape)) != (tensor.dtype, item.part.shape)
+    ):
         raise CheckpointError(
             f"{directory / item.file}: tensor {name}: its part at {list(item.part.offsets)} isn't the {tensor.dtype} "
             f"{list(item.part.shape)} that .metadata promises"
@@ -67,20 +72,20 @@ def read_item(directory: Path, name: str, tensor: Tensor, item: Item) -> torch.T
 
 def _checked_bytes(directory: Path, item: Item) -> bytes:
     with opened(directory / item.file) as fd:
-        size = (directory / item.file).stat().st_size
+        size = os.fstat(fd).st_size
         if item.at + item.length > size:
             raise CheckpointError(f"its part ends at byte {item.at + item.length} of {size}: the file was cut off")
         content = read_at(fd, item.length, item.at).numpy().tobytes()
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as records:
-            packed = any(one.compress_type != zipfile.ZIP_STORED for one in records.infolist())
-            damaged = None if packed else records.testzip()
+            check_records(records, len(content))
+            damaged = records.testzip()
+    except CheckpointError as error:
+        raise CheckpointError(f"bytes {item.at} to {item.at + item.length}: {error}") from error
     except Exception as error:  # zipfile raises several things for a damaged structure
         raise CheckpointError(
             f"it is corrupt: bytes {item.at} to {item.at + item.length} are no zip: {error}"
         ) from error
-    if packed:  # a few bytes may unpack to any number
-        raise CheckpointError(f"bytes {item.at} to {item.at + item.length} are compressed, which torch.save never does")
     if damaged is not None:
         raise CheckpointError(
             f"it is corrupt: the CRC of {damaged} (bytes {item.at} to {item.at + item.length}) is wrong"

@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from hpctrain.api import CheckpointError, Piece, State, sync_directory
+from hpctrain.api import CheckpointError, Piece, State, agree, attempt, sync_directory
 
 from ..common import values
 from ..common.files import naming, write_file
 from ..common.names import check_printable
 from ..common.rectangles import Rectangle, tiling_fault
 from ..common.sealed import seal
-from . import VALUES_FILE
 from .metadata import read_bytes
+from .names import VALUES_FILE
 
 
 def write(state: State, directory: Path, group: dist.ProcessGroup) -> None:
@@ -40,15 +40,7 @@ def write(state: State, directory: Path, group: dist.ProcessGroup) -> None:
         save({}, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:  # no Exception: torch derives it from BaseException
         raise _reason(error) from error
-    finished: list[Exception | None] = [None]
-    if group.rank() == 0:
-        try:
-            _write_values(state, directory)
-        except (OSError, CheckpointError) as error:
-            finished = [error]
-    dist.broadcast_object_list(finished, group=group, group_src=0)
-    if finished[0] is not None:
-        raise finished[0]
+    agree(attempt(lambda: _write_values(state, directory)) if group.rank() == 0 else None, group)
 
 
 def _write_values(state: State, directory: Path) -> None:

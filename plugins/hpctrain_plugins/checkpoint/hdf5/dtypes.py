@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import torch
 
-from hpctrain.api import CheckpointError
+from hpctrain.api import CheckpointError, shown
 
 _NUMPY = {
     torch.bool: "?",
@@ -46,10 +46,10 @@ def name_of(dtype: torch.dtype) -> str:
     return name
 
 
-def by_name(name: object) -> torch.dtype:
+def by_name(name: str) -> torch.dtype:
     """The dtype that a manifest calls `name`."""
-    if not isinstance(name, str) or name not in _BY_NAME:
-        raise CheckpointError(f"unknown dtype {name!r}; expected one of {', '.join(_BY_NAME)}")
+    if name not in _BY_NAME:
+        raise CheckpointError(f"unknown dtype {shown(name)}; expected one of {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 
 

@@ -7,28 +7,74 @@ lies, with its checksums, stands in the table of its shard (see table.py), which
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
-from hpctrain.api import CheckpointError
+from hpctrain.api import CheckpointError, shown
 
 from ..common import values
 from ..common.collector import collector_waits
 from ..common.names import check_printable
-from ..common.rectangles import Dims, Rectangle, tiling_fault
-from ..common.sealed import seal, unseal
+from ..common.rectangles import Dims, Rectangle, Work, tiling_fault
+from ..common.sealed import malformed, seal, unseal
 from . import dtypes
 
 FILE_NAME = "manifest.json"
 FORMAT = "hpctrain-hdf5"
 VERSION = 2
 
-_SHARD = re.compile(r"shard-\d{5,}\.h5")
+_SHARD = re.compile(r"shard-[0-9]{5,12}\.h5")
+_MOST_DIMS = 32  # HDF5's H5S_MAX_RANK
+STRICT = ConfigDict(strict=True)
+Natural = Annotated[int, Field(ge=0, lt=2**63)]
+Lengths = Annotated[list[Natural], Field(max_length=_MOST_DIMS, fail_fast=True)]
+
+
+class RawShard(TypedDict):
+    """As the file has it, and so the others."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    name: str
+    table: str
+
+
+class RawPart(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    shard: Natural
+    offsets: Lengths
+    shape: Lengths
+
+
+class RawLayout(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    shape: Lengths
+    parts: Annotated[list[RawPart], Field(fail_fast=True)]
+
+
+class RawTensor(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    dtype: str
+    layout: Natural
+
+
+class RawManifest(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    shards: Annotated[list[RawShard], Field(fail_fast=True)]
+    layouts: Annotated[list[RawLayout], Field(fail_fast=True)]
+    tensors: dict[str, Any]
+    values: Any
+
+
+_MANIFEST = TypeAdapter(RawManifest)
+_TENSORS = TypeAdapter(Annotated[list[RawTensor], Field(fail_fast=True)])
 
 
 class Shard(NamedTuple):
@@ -114,62 +160,63 @@ def dump(manifest: Manifest) -> bytes:
 def parse(raw: bytes) -> Manifest:
     """Check the bytes of manifest.json and everything that they claim; CheckpointError says what is wrong."""
     with collector_waits():
-        return _parse(unseal(raw))
+        return _parse(unseal(raw), Work(len(raw)))
 
 
-def _parse(content: Any) -> Manifest:
+def _parse(content: Any, work: Work) -> Manifest:
+    found = (content.get("format"), content.get("version"))
+    if found != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"it is {shown(found[0])} version {shown(found[1])}; this reader knows {FORMAT} {VERSION}"
+        )
     try:
-        if (content["format"], content["version"]) != (FORMAT, VERSION):
-            raise CheckpointError(
-                f"it is {content['format']!r} version {content['version']!r}; this reader knows {FORMAT} {VERSION}"
-            )
-        shards = [Shard(_shard_name(one["name"]), one["table"]) for one in content["shards"]]
-        if len({shard.name for shard in shards}) < len(shards):
-            raise CheckpointError("it lists a shard twice")
-        layouts = [_layout(one, len(shards)) for one in content["layouts"]]
-        tensors = {name: _entry(name, one, layouts) for name, one in content["tensors"].items()}
-        values.decode_all(content["values"])  # so that whoever reads a manifest hears of what is wrong with them
-        return Manifest(shards, tensors, content["values"])
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"malformed content: {type(error).__name__}: {error}") from error
+        raw = _MANIFEST.validate_python(content)
+        entries = dict(zip(raw["tensors"], _TENSORS.validate_python([*raw["tensors"].values()]), strict=True))
+    except ValidationError as error:
+        raise malformed(error) from error
+    shards = [Shard(_shard_name(one["name"]), one["table"]) for one in raw["shards"]]
+    if len({shard.name for shard in shards}) < len(shards):
+        raise CheckpointError("it lists a shard twice")
+    layouts: dict[int, Layout] = {}
+    tensors = {}
+    for name, one in entries.items():
+        check_printable(name)
+        number = one["layout"]
+        if number >= len(raw["layouts"]):
+            raise CheckpointError(f"tensor {name}: it has layout {number} of {len(raw['layouts'])}")
+        try:
+            if number not in layouts:
+                layouts[number] = _layout(raw["layouts"][number], len(shards), work)
+            tensors[name] = _entry(one["dtype"], layouts[number])
+        except CheckpointError as error:
+            raise CheckpointError(f"tensor {name}: {error}") from error
+    if len(layouts) < len(raw["layouts"]):
+        raise CheckpointError(f"it has {len(raw['layouts'])} layouts, and tensors of {len(layouts)} of them")
+    values.decode_all(raw["values"])  # so that whoever reads a manifest hears of what is wrong with them
+    return Manifest(shards, tensors, raw["values"])
 
 
-def _layout(raw: dict[str, Any], shards: int) -> Layout | str:
-    """A layout, or what is wrong with it: the tensors that have it are to be named."""
-    shape = _dims(raw["shape"])
-    parts = tuple(
-        Part(natural(one["shard"]), Rectangle(_dims(one["offsets"]), _dims(one["shape"]))) for one in raw["parts"]
-    )
-    unknown = [part.file for part in parts if part.file >= shards]
-    if unknown:
-        return f"a part is in shard {unknown[0]} of {shards}"
-    return tiling_fault(shape, [part.rectangle for part in parts]) or Layout(shape, parts)
+def _layout(raw: RawLayout, shards: int, work: Work) -> Layout:
+    shape = tuple(raw["shape"])
+    parts = tuple(Part(one["shard"], Rectangle(tuple(one["offsets"]), tuple(one["shape"]))) for one in raw["parts"])
+    unknown = next((part.file for part in parts if part.file >= shards), None)
+    if unknown is not None:
+        raise CheckpointError(f"a part is in shard {unknown} of {shards}")
+    fault = tiling_fault(shape, [part.rectangle for part in parts], work.spend)
+    if fault is not None:
+        raise CheckpointError(fault)
+    return Layout(shape, parts)
 
 
-def _entry(name: str, raw: dict[str, Any], layouts: list[Layout | str]) -> Entry:
-    check_printable(name)
-    dtype, number = dtypes.by_name(raw["dtype"]), natural(raw["layout"])
-    if number >= len(layouts):
-        raise CheckpointError(f"tensor {name}: it has layout {number} of {len(layouts)}")
-    layout = layouts[number]
-    if isinstance(layout, str):
-        raise CheckpointError(f"tensor {name}: {layout}")
+def _entry(name: str, layout: Layout) -> Entry:
+    dtype = dtypes.by_name(name)
+    if math.prod(layout.shape) * dtype.itemsize >= 2**63:
+        raise CheckpointError(f"{list(layout.shape)} values of {name} are more than a file can hold")
     return Entry(dtype, layout)
 
 
-def _shard_name(name: object) -> str:
+def _shard_name(name: str) -> str:
     """Only a plain file name of ours: no path that leads out of the checkpoint's directory."""
-    if not isinstance(name, str) or not _SHARD.fullmatch(name):
-        raise CheckpointError(f"{name!r} is no name of a shard; expected shard-00000.h5 or alike")
+    if not _SHARD.fullmatch(name):
+        raise CheckpointError(f"{shown(name)} is no name of a shard; expected shard-00000.h5 or alike")
     return name
-
-
-def natural(number: object) -> int:
-    """A number that is zero or more; CheckpointError for anything else."""
-    if type(number) is not int or number < 0:
-        raise CheckpointError(f"found {number!r}, expected a number that is zero or more")
-    return number
-
-
-def _dims(numbers: list[object]) -> Dims:
-    return tuple(map(natural, numbers))

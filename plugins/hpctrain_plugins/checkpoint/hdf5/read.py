@@ -16,10 +16,11 @@ from torch import Tensor
 
 from hpctrain.api import CheckpointError, Piece
 
-from ..common.files import empty, opened, read_at, read_into
+from ..common.files import empty, opened, read_file, read_into
 from ..common.fitting import check_fits
 from ..common.rectangles import Rectangle
 from . import manifest, table
+from .headers import Forms
 from .manifest import Entry, Manifest
 from .table import Block, Chunk, Table, table_name
 
@@ -35,8 +36,7 @@ def read_manifest(directory: Path) -> Manifest:
     """The checked manifest of `directory`."""
     path = directory / manifest.FILE_NAME
     try:
-        with opened(path) as fd:
-            return manifest.parse(read_at(fd, os.fstat(fd).st_size, 0).numpy().tobytes())
+        return manifest.parse(read_file(path))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -45,8 +45,7 @@ def read_table(directory: Path, content: Manifest, file: int) -> Table:
     """The checked table of a shard."""
     path = directory / table_name(content.shards[file].name)
     try:
-        with opened(path) as fd:
-            return table.parse(read_at(fd, os.fstat(fd).st_size, 0).numpy().tobytes(), content, file)
+        return table.parse(read_file(path), content, file)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -213,12 +212,14 @@ class BlockReading:
 
 
 def check_frame(fd: int, found: Table) -> None:
-    """Check the bytes of a shard that belong to no tensor."""
-    digest, scratch = xxhash.xxh3_64(), Scratch()
+    """Check the bytes of a shard that belong to no tensor, and that they tell of the tensors as the manifest does."""
+    digest, scratch, forms = xxhash.xxh3_64(), Scratch(), Forms()
     for begin, end in found.holes:
         for at in range(begin, end, STEP_BYTES):
             view = scratch.take(min(STEP_BYTES, end - at)).numpy().data
             read_into(fd, view, at)
             digest.update(view)
+            forms.add(bytes(view), is_last=at + STEP_BYTES >= end)
     if digest.hexdigest() != found.checksum:
         raise CheckpointError("its HDF5 structure isn't the one that was written: the file is corrupt or was changed")
+    forms.check(found.chunks)

@@ -10,16 +10,18 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from hpctrain.api import CheckpointError
 
 from ..common.collector import collector_waits
 from ..common.rectangles import Rectangle
-from ..common.sealed import seal, unseal
-from .manifest import Manifest, natural
+from ..common.sealed import malformed, seal, unseal
+from .manifest import STRICT, Manifest, Natural
 
 BLOCK_BYTES = 2**20
 """A checksum covers whole rows (of dim 0) of at most so many bytes, at least one row: a partial read has to read and check
@@ -27,6 +29,28 @@ whole blocks, and at its two ends half a block too much on average."""
 
 FRAME_BYTES = 16 * 2**20
 """The most that HDF5's own structures can reasonably take in a shard, and again for each chunk."""
+
+
+class RawTable(TypedDict):
+    """As the file has it."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    checksum: str
+    size: Natural
+    xxh3: str
+    chunks: dict[str, Any]
+
+
+class RawChunk(TypedDict):
+    """A chunk as the file has it."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    at: Natural
+    xxh3: Annotated[list[str], Field(fail_fast=True)]
+
+
+_TABLE = TypeAdapter(RawTable)
+_CHUNKS = TypeAdapter(Annotated[list[RawChunk], Field(fail_fast=True)])
 
 
 class Block(NamedTuple):
@@ -109,25 +133,25 @@ def dump(size: int, checksum: str, chunks: Iterable[tuple[str, int, tuple[str, .
 def parse(raw: bytes, content: Manifest, file: int) -> Table:
     """Check the bytes of a shard's table and everything that they claim; CheckpointError says what is wrong."""
     with collector_waits():
-        found = unseal(raw)
         try:
+            found = _TABLE.validate_python(unseal(raw))
             if found["checksum"] != content.shards[file].table:
                 raise CheckpointError("it isn't the one that the manifest knows: it is of another save")
             chunks = list(_chunks(found["chunks"], content, file))
-            return _checked(natural(found["size"]), found["xxh3"], chunks)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"malformed content: {type(error).__name__}: {error}") from error
+            return _checked(found["size"], found["xxh3"], chunks)
+        except ValidationError as error:
+            raise malformed(error) from error
 
 
 def _chunks(found: dict[str, Any], content: Manifest, file: int) -> Iterator[Chunk]:
     expected = 0
     for name, dtype, rectangles in content.parts_in(file):
-        places = found.get(name, [])
+        places = _CHUNKS.validate_python(found.get(name, []))
         if len(places) != len(rectangles):
             raise CheckpointError(f"tensor {name}: it has {len(places)} chunks here, {len(rectangles)} in the manifest")
         expected += 1
         for rectangle, place in zip(rectangles, places, strict=True):
-            chunk = Chunk(name, dtype, rectangle, natural(place["at"]), tuple(place["xxh3"]))
+            chunk = Chunk(name, dtype, rectangle, place["at"], tuple(place["xxh3"]))
             rows, _, step = _rows(rectangle, dtype.itemsize)
             if len(chunk.checksums) != -(-rows // step):
                 raise CheckpointError(f"tensor {name}: a chunk has {len(chunk.checksums)} checksums, not one per block")

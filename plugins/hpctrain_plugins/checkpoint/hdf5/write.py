@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from hpctrain.api import Piece, State, sync_directory
+from hpctrain.api import Outcome, Piece, State, agree, attempt, gather_outcomes, scatter_outcomes, sync_directory
 
 from ..common import values
 from ..common.collector import collector_waits
@@ -20,7 +21,6 @@ from ..common.files import Output, created, write_file
 from ..common.rectangles import Dims, Rectangle
 from ..common.sealed import checksum_of
 from . import dtypes, index, manifest, table
-from .exchange import Outcome, agree, attempt, gather, scatter
 from .manifest import Entry, Layout, Manifest, Part, Shard
 from .plan import Offer, Plan, describe, make_plan, pack
 from .template import Template, make_template
@@ -91,7 +91,7 @@ class Writer:
     def write(self, state: State, directory: Path, group: dist.ProcessGroup) -> None:
         """Collective over `group`; an error on any rank is raised on all."""
         agreement = self._agree(state, group)
-        tables = gather(attempt(lambda: _write_shard(agreement, state.pieces, directory)), group)
+        tables = gather_outcomes(attempt(lambda: _write_shard(agreement, state.pieces, directory)), group)
         if isinstance(tables, Exception):
             agree(tables, group)
         elif group.rank() != 0:
@@ -107,11 +107,12 @@ class Writer:
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=group)
         if kept is not None and not changed.item():
             return kept
-        packed = gather(attempt(lambda: pack(self._describe(state.pieces))), group)
+        packed = gather_outcomes(attempt(lambda: pack(self._describe(state.pieces))), group)
         plan: Outcome[Plan] | None = None
         if group.rank() == 0:
             plan = packed if isinstance(packed, Exception) else attempt(lambda: make_plan(packed))
-        mine = scatter(plan.indices if isinstance(plan, Plan) else plan or [], group)
+        indices = [array("Q", one).tobytes() for one in plan.indices] if isinstance(plan, Plan) else plan or []
+        mine = array("Q", scatter_outcomes(indices, group)).tolist()
         agreed = Agreement(group, self._describe(state.pieces), mine, plan if isinstance(plan, Plan) else None)
         self._agreement = agreed
         return agreed

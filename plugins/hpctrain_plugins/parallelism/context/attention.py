@@ -9,14 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hpctrain.api import cpu_flash_attention, cpu_flash_attention_backward
+
 _CPU_FLASH = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """softmax(query key^T / sqrt(head_size)) value, and the log-sum-exp of each row."""
     if query.device.type == "cpu" and query.dtype in _CPU_FLASH:
-        output, rows = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-        return output, rows
+        return cpu_flash_attention(query, key, value, causal)
     # autocast, which is on in a forward and off in its backward, would make 16 bits of the scores
     with torch.autocast(query.device.type, enabled=False):
         scores = _scores(query, key, causal)
@@ -33,10 +34,7 @@ def backward(
     output, rows: those of the whole rows, over all keys (Dao et al., "FlashAttention", 2022, algorithm 4).
     """
     if query.device.type == "cpu" and query.dtype in _CPU_FLASH:
-        made: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, output, rows, 0.0, causal
-        )
-        return made
+        return cpu_flash_attention_backward(gradient, query, key, value, output, rows, causal)
     weights = (_scores(query, key, causal) - rows.unsqueeze(-1)).exp()
     wide = gradient.to(weights.dtype)
     of_weights = wide @ value.to(weights.dtype).transpose(-1, -2)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import Batch, Field, ModelSpec, Options, Parallelism, UsageError, hookimpl
+from hpctrain.api import AxisTraits, Batch, Field, ModelSpec, Options, Parallelism, UsageError, hookimpl
 from hpctrain_plugins.parallelism.context import ring, ulysses
 
 
@@ -25,15 +25,12 @@ class Context(Parallelism):
     """Cuts sequences over the ranks of the axis cp."""
 
     name = "context"
-    axis = "cp"
-    order = 40
-    cuts_samples = True
     Options = ContextOptions
     options: ContextOptions
 
     @property
-    def shares_heads(self) -> bool:
-        return self.options.method == "ulysses"
+    def traits(self) -> AxisTraits:
+        return AxisTraits("cp", 40, "parts of samples", shares_heads=self.options.method == "ulysses")
 
     def sequence_multiple(self, size: int) -> int:
         return size * (2 if self.options.method == "ring" else 1)
@@ -57,7 +54,7 @@ class Context(Parallelism):
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
         self._dims, self._rank, self._size = spec.sequence_dims(), mesh.get_local_rank(), mesh.size()
         # what sends and receives is no graph: the compiler takes what is before and after it
-        passing_round = torch.compiler.disable(ring.ring_attention)  # type: ignore[no-untyped-call]
+        passing_round = torch.compiler.disable(ring.ring_attention)
         attend = passing_round if self.options.method == "ring" else ulysses.ulysses_attention
         attentions: list[Any] = spec.attentions(module)
         if not attentions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,9 +27,14 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, group: dist.Pro
             f'which {size} ranks do not divide; use method = "ring"',
             everywhere=True,
         )
-    query, key, value = (_Exchange.apply(t, 1, 2, group) for t in (query, key, value))  # type: ignore[no-untyped-call]
+    query, key, value = (_exchange(t, 1, 2, group) for t in (query, key, value))
     attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return _Exchange.apply(attended, 2, 1, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _exchange(attended, 2, 1, group)
+
+
+def _exchange(tensor: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
+    apply: Callable[..., Tensor] = _Exchange.apply
+    return apply(tensor, cut, join, group)
 
 
 class _Exchange(torch.autograd.Function):
@@ -44,4 +50,4 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchange.apply(gradient, ctx.join, ctx.cut, ctx.group), None, None, None  # type: ignore[no-untyped-call]
+        return _exchange(gradient, ctx.join, ctx.cut, ctx.group), None, None, None

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import Field, ModelSpec, Options, Parallelism, Runner, RunnerParts, UsageError, hookimpl
+from hpctrain.api import AxisTraits, Field, ModelSpec, Options, Parallelism, Runner, RunnerParts, UsageError, hookimpl
 from hpctrain_plugins.parallelism.pipeline.shared import SharedParameters, find_shared
 from hpctrain_plugins.parallelism.pipeline.stages import drop, split
 
@@ -36,16 +36,18 @@ class Pipeline(Parallelism):
     """Spreads the blocks over the ranks of the axis pp."""
 
     name = "pipeline"
-    axis = "pp"
-    order = 10
-    splits_module = True
-    one_shape = True  # torch's schedules allocate what they receive once
     Options = PipelineOptions
     options: PipelineOptions
 
     @property
-    def splits_backward(self) -> bool:
-        return self.options.schedule == "zero-bubble"
+    def traits(self) -> AxisTraits:
+        return AxisTraits(
+            "pp",
+            10,
+            "other parameters",
+            splits_backward=self.options.schedule == "zero-bubble",
+            one_shape="always",  # torch's schedules allocate what they receive once
+        )
 
     def refuse(self, spec: ModelSpec, size: int) -> str | None:
         if spec.outline is not None:  # else apply() tells

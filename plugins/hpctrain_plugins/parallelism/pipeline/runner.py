@@ -54,14 +54,16 @@ class PipelineRunner(Runner):
             stage.copies.extend(shared.copies_of(stage))
         self._schedule: Any = None
         self._micro_batches = 0
-        self._watch, self._is_set_up = Stopwatch(parts.device), False
+        self._step = 0
+        self._watch = Stopwatch(parts.device, lambda name: parts.phase(name, self._step))
+        self._is_set_up = False
         self._divisor = 1
         self._total = torch.zeros((), dtype=torch.float64, device=parts.device)
 
     def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
         parts = self._parts
         parts.module.train()
-        self._divisor = divisor
+        self._divisor, self._step = divisor, step
         self._give(micro_batches)
         self._is_set_up = self._micro_batches == len(micro_batches)
         if not self._is_set_up:
@@ -100,9 +102,15 @@ class PipelineRunner(Runner):
             loss = parts.loss(outputs, self._given[int(index)])
         return parts.precision.scale(loss / self._divisor)
 
-    def busy(self) -> tuple[float, float]:
-        # the first step of a schedule finds out the shapes that travel
+    def figures(self) -> tuple[float, float]:
+        """Seconds in which this rank computed, and seconds that the step took."""
+        # the first step of a schedule finds out the shapes that travel: its time tells nothing
         return self._watch.seconds() if self._is_set_up else (math.nan, math.nan)
+
+    def metrics(self, figures: Tensor) -> tuple[dict[str, float], str]:
+        busy, taken = figures.T
+        bubble = 1 - (busy.mean() / taken.max()).item()  # who is ready first waits for the last one
+        return ({"pipeline_bubble": bubble}, f"bubble {bubble:.0%}") if math.isfinite(bubble) else ({}, "")
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, int]:

@@ -61,7 +61,7 @@ class SharedParameters:
                     name for name, p in inner.named_parameters(recurse=False, remove_duplicate=False) if p is one.copy
                 ]
                 for name in own:
-                    del inner._parameters[name]
+                    delattr(inner, name)
                     one.places.append((inner, name))
 
     def place(self, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.api import MicroBatch, ModelSpec, Precision, UsageError
+from hpctrain.api import MicroBatch, ModelSpec, Precision, UsageError, buffers_of, children_of, is_view
 from hpctrain_plugins.parallelism.pipeline.passing import MOST_DIMS
 
 
@@ -37,7 +37,9 @@ def split(blocks: int, stages: int, given: Sequence[int]) -> list[range]:
 def drop(module: nn.Module, unwanted: Sequence[nn.Module]) -> None:
     """Take modules out; their places keep their names and hold nothing."""
     for parent in list(module.modules()):
-        for name, child in list(parent._modules.items()):  # named_children has one that stands in several places once
+        for name, child in list(
+            children_of(parent).items()
+        ):  # named_children has one that stands in several places once
             if any(child is one for one in unwanted):
                 setattr(parent, name, None)
 
@@ -45,15 +47,16 @@ def drop(module: nn.Module, unwanted: Sequence[nn.Module]) -> None:
 @contextmanager
 def without_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
     """What a forward does to buffers and to random numbers is as if it had not been."""
-    kept = [(inner, dict(inner._buffers)) for inner in module.modules() if inner._buffers]
-    for inner, buffers in kept:
-        inner._buffers = {name: None if one is None else one.clone() for name, one in buffers.items()}
+    kept = [(buffers, dict(buffers)) for buffers in map(buffers_of, module.modules()) if buffers]
+    for buffers, before in kept:
+        buffers.update({name: None if one is None else one.clone() for name, one in before.items()})
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
-        for inner, buffers in kept:
-            inner._buffers = buffers
+        for buffers, before in kept:
+            buffers.clear()
+            buffers.update(before)
 
 
 class Stage(nn.Module):
@@ -83,10 +86,12 @@ class Stage(nn.Module):
         self.micro_batches: list[MicroBatch] = []
         self.in_step = False
         """Whether what runs is a micro batch: to see shapes, torch forwards once before, beyond the first stage noise."""
+        self.input_is_trained = False
+        """Whether the latest `value` asked for a gradient."""
 
     def forward(self, value: Tensor, index: Tensor) -> Tensor:
         """value: from the stage before; of the first stage `index` again. index: (1,), number of the micro batch."""
-        whole = self._whole[0]
+        whole, self.input_is_trained = self._whole[0], value.requires_grad
         looks = torch.is_grad_enabled() and not self.in_step
         with without_trace(whole, index.device) if looks else nullcontext(), self._precision.forward(index.device):
             hidden = (
@@ -109,4 +114,4 @@ class Stage(nn.Module):
                 f"floating point tensor of at most {MOST_DIMS} dims"
             )
         # zero-bubble detaches it in place, which a view can't be
-        return hidden.clone() if hidden._is_view() else hidden
+        return hidden.clone() if is_view(hidden) else hidden

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 
 class Stopwatch:
     """Adds up spans of computation. On a GPU it is the stream's time, and nothing waits until `seconds` is asked for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+        """phase: to be entered around a stage's forwards and backwards."""
+        self._device, self._phase = device, phase
         self.restart()
 
     def restart(self) -> None:
@@ -25,10 +25,11 @@ class Stopwatch:
         self._spans: list[tuple[Any, Any]] = []
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Around what counts as computation."""
+    def computing(self, phase: str | None = None) -> Iterator[None]:
+        """Around what counts as computation; `phase` is its name, if it is one."""
         begin = self._mark()
-        yield
+        with nullcontext() if phase is None else self._phase(phase):
+            yield
         self._spans.append((begin, self._mark()))
 
     def stop(self) -> None:
@@ -44,7 +45,7 @@ class Stopwatch:
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -61,32 +62,31 @@ class TimedStage(PipelineStage):
         super().__init__(*args, **options)
         self._whole: set[int] = set()
         """Micro batches whose backward is not to be taken apart."""
+        self._input_is_trained: dict[int, bool] = {}
+        """Of the micro batches under way, whether anything before this stage gets a gradient."""
 
-    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self.submod.in_step = True  # type: ignore[assignment]
-        with self.watch.computing():
-            output = super().forward_one_chunk(*args, **options)
+        with self.watch.computing("forward"):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
         self.submod.in_step = False  # type: ignore[assignment]
+        self._input_is_trained[fwd_chunk_id] = bool(self.submod.input_is_trained)
         return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
-        if not (full_backward or self.is_first or self._needs_input_gradient(bwd_chunk_id)):
+        input_is_trained = self._input_is_trained.pop(bwd_chunk_id)
+        if not (full_backward or self.is_first or input_is_trained):
             # torch's backward for the parameters begins where that for the input passed by: here it passes by none
             self._whole.add(bwd_chunk_id)
             full_backward = True
-        with self.watch.computing():
+        with self.watch.computing("backward"):
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         if bwd_chunk_id in self._whole:
             self._whole.remove(bwd_chunk_id)
             return None
-        with self.watch.computing():
+        with self.watch.computing("backward"):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
-
-    def _needs_input_gradient(self, chunk: int) -> bool:
-        """Whether anything before this stage is trained."""
-        _, inputs = self.fwd_cache[chunk]
-        return any(isinstance(one, Tensor) and one.requires_grad for one in inputs)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
-from hpctrain.api import Field, ModelSpec, Options, Parallelism, UsageError, hookimpl, tie, tied_parameters
+from hpctrain.api import AxisTraits, Field, ModelSpec, Options, Parallelism, UsageError, hookimpl, tie, tied_parameters
 from hpctrain_plugins.parallelism.tensor.blocks import share_all_heads
 from hpctrain_plugins.parallelism.tensor.cut import Entry, gather_shares, linear_of
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
@@ -37,20 +37,19 @@ class Tensor(Parallelism):
     """Cuts matrices over the ranks of the axis tp."""
 
     name = "tensor"
-    axis = "tp"
-    order = 50
-    repeats_loss = True
-    one_compiled_shape = True  # torch's compiler recurses without end on DTensors of sizes that it takes for unknown
     Options = TensorOptions
     options: TensorOptions
 
     @property
-    def repeats_activations(self) -> bool:
-        return not self.options.sequence_parallel
-
-    @property
-    def shares_heads(self) -> bool:
-        return not self.options.plan  # one of the job's may leave attention whole
+    def traits(self) -> AxisTraits:
+        return AxisTraits(
+            "tp",
+            50,
+            "the same samples",
+            repeats_activations=not self.options.sequence_parallel,
+            shares_heads=not self.options.plan,  # one of the job's may leave attention whole
+            one_shape="compiled",  # torch's compiler recurses without end on DTensors of sizes that it takes for unknown
+        )
 
     def sequence_multiple(self, size: int) -> int:
         return size if self.options.sequence_parallel else 1
@@ -61,7 +60,8 @@ class Tensor(Parallelism):
             return (
                 f"the model has {heads} attention heads, which {size} ranks do not divide; choose a divisor of {heads}"
             )
-        if spec.outline is not None and (self.options.plan or spec.tensor_plan()):  # a guess is left to apply()
+        # a guess, which tries blocks out, is left to apply(); but `hpctrain check` shows a model that is not built on meta
+        if spec.outline is not None and (self.options.plan or spec.tensor_plan() or not spec.meta):
             refuse_unfit(spec.outline, spec, plan_for(spec.outline, spec, self.options.plan, size), size)
         return None
 

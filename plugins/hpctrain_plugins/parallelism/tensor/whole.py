@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from hpctrain.api import UsageError
+from hpctrain.api import UsageError, gather_values
 
 _TOLERANCE = 0.05
 """Ranks compute the same from the same numbers; partial sums over different heads are further apart somewhere."""
@@ -41,7 +41,7 @@ class WholeGradients:
                 name = f"{owner}.{last}" if owner else last
                 self._squares[name] = torch.zeros((), device=parameter.device)
                 hook = partial(self._note, name)
-                self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+                self._handles.append(parameter.register_hook(hook))
 
     def _note(self, name: str, gradient: Tensor) -> None:
         self._squares[name] += gradient.detach().float().square().sum()
@@ -52,8 +52,7 @@ class WholeGradients:
         for handle in self._handles:
             handle.remove()
         norms = {name: math.sqrt(square) for name, square in self._squares.items()}
-        everyone: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everyone, norms, group=self._group)
+        everyone = gather_values(norms, self._group)
         apart = [name for name in norms if _differ([of_rank.get(name, 0.0) for of_rank in everyone])]
         if apart:
             raise UsageError(

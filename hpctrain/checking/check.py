@@ -1,0 +1,200 @@
+"""Checks a whole job against the core's tables and the installed plugins, and reports every problem at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from hpctrain.checking.combinations import combination_problems
+from hpctrain.checking.trial import try_parts
+from hpctrain.contracts.plugin import Options
+from hpctrain.errors import HpctrainError
+from hpctrain.foreign import as_plugin, is_reference
+from hpctrain.job.parts import Parts
+from hpctrain.job.problems import JobError, Problem, problems_of, validate
+from hpctrain.job.reading import Key, RawJob, dotted
+from hpctrain.job.tables import AxisTable, Job, LoggerTable, ParameterGroup
+from hpctrain.plugins.registry import Registry, build_registry
+from hpctrain.plugins.slots import SLOTS, Slot
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    """A job that can be trained, with its plugins."""
+
+    job: Job
+    parts: Parts
+    registry: Registry
+    raw: RawJob
+
+
+def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJob:
+    """Raises JobError with every problem of the job; with `world_size` the layout and the batch are checked, too.
+
+    tries: build a model of the user's own as well, and an optimizer, which a rank does in its own time.
+    """
+    loading = raw.tables.get("plugins")
+    lists = {key: _texts(loading.get(key)) for key in ("load", "block")} if isinstance(loading, dict) else {}
+    registry = build_registry(lists.get("load", ()), lists.get("block", ()))
+    problems: list[Problem] = []
+    job = _core_tables(raw, problems)
+    made = _Maker(raw, registry, problems).make_all()
+    if problems or job is None:
+        raise JobError(raw, problems)
+    parts = Parts(**made, **_installed(registry))
+    problems = try_parts(parts) if tries else []
+    problems = problems or combination_problems(job, parts, world_size)
+    if problems:
+        raise JobError(raw, problems)
+    return CheckedJob(job, parts, registry, raw)
+
+
+def table_class(slot: Slot) -> type[BaseModel]:
+    """The core's model of a slot's table."""
+    if slot.name == "parallelism":
+        return AxisTable
+    if slot.name == "logger":
+        return LoggerTable
+    annotation = Job.model_fields[slot.name].annotation
+    assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(v for v in value if isinstance(v, str)) if isinstance(value, list) else ()
+
+
+def _core_tables(raw: RawJob, problems: list[Problem]) -> Job | None:
+    try:
+        job = validate(Job, raw.tables)
+    except ValidationError as error:
+        problems += problems_of(error, (), raw.tables, _core_keys)
+        return None
+    assert isinstance(job, Job)
+    return job
+
+
+def _core_keys(table: Key) -> list[str]:
+    """The keys of one of the core's own tables; they lie no deeper than one level."""
+    if not table:
+        return [*Job.model_fields, "extends"]
+    annotation = Job.model_fields[str(table[0])].annotation
+    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+
+
+class _Maker:
+    """Makes the plugin of every slot from the raw tables, collecting problems instead of stopping at the first."""
+
+    def __init__(self, raw: RawJob, registry: Registry, problems: list[Problem]) -> None:
+        self.raw, self.registry, self.problems = raw, registry, problems
+
+    def make_all(self) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for slot in SLOTS.values():
+            table = self.raw.tables.get(slot.name)
+            if slot.name == "logger":
+                rows = table if isinstance(table, list) else []
+                made["loggers"] = [self._table(slot, row, (slot.name, i)) for i, row in enumerate(rows)]
+            elif slot.name == "parallelism":
+                made["parallelism"] = self._parallelism(slot, table if isinstance(table, dict) else {})
+            elif table is None or isinstance(table, dict):
+                made[slot.name] = self._table(slot, table or {}, (slot.name,))
+        made["optimizer_groups"] = self._groups(made.get("optimizer"))
+        return made
+
+    def _parallelism(self, slot: Slot, table: dict[str, Any]) -> dict[str, Any]:
+        axes = {name: value if isinstance(value, dict) else {"size": value} for name, value in table.items()}
+        self._options(
+            Options,
+            {k: v for k, v in axes.pop("replicate", {}).items() if k != "size"},
+            (slot.name, "replicate"),
+            ["size"],
+        )
+        made = {name: self._plugin(slot, name, value, (slot.name, name)) for name, value in axes.items()}
+        return {name: plugin for name, plugin in made.items() if axes[name].get("size") != 1}
+
+    def _table(self, slot: Slot, table: Any, key: Key) -> Any:
+        if not isinstance(table, dict):
+            return None
+        assert slot.key is not None
+        if slot.numbered is not None and slot.key not in table:
+            short, prefix = slot.numbered
+            number = table.get(short, 0)
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                return None  # the core's table has said so
+            return self._plugin(slot, f"{prefix}{number}", table, key, short)
+        field = table_class(slot).model_fields[slot.key]
+        name = table.get(slot.key, None if field.is_required() else field.default)
+        if not isinstance(name, str):
+            return None  # missing or of a wrong type: the core's table has said so
+        return self._plugin(slot, name, table, key, slot.key)
+
+    def _plugin(self, slot: Slot, name: str, table: dict[str, Any], key: Key, chosen_by: str | None = None) -> Any:
+        own = table_class(slot).model_fields
+        options = {k: v for k, v in table.items() if k not in own}
+        chooser = (*key, chosen_by) if chosen_by else key
+        try:
+            if slot.foreign and is_reference(name):
+                return as_plugin(slot, name, table, options)
+            cls = self.registry.find(slot.name, name).cls
+        except HpctrainError as error:
+            self.problems.append(Problem(chooser, f"{dotted(chooser)}: {error}", error.exit_code))
+            return None
+        validated = self._options(cls.Options, options, key, list(own), lambda k: self._owners(slot, k))
+        try:
+            return None if validated is None else cls(validated)
+        except HpctrainError as error:  # it lacks something on this machine
+            self.problems.append(Problem(chooser, f"{dotted(chooser)} = {name!r}: {error}", error.exit_code))
+            return None
+
+    def _owners(self, slot: Slot, option: str) -> str | None:
+        """Which other plugins of the slot have the option, as a hint."""
+        entries = sorted(self.registry.entries.items())
+        names = [name for (kind, name), one in entries if kind == slot.name and option in one.cls.Options.model_fields]
+        if not names or not slot.key:
+            return None
+        short, prefix = slot.numbered or ("", "")
+        if short and all(name.startswith(prefix) for name in names):
+            return f"an option of {short} = {', '.join(name.removeprefix(prefix) for name in names)}"
+        return f"an option of {slot.key} = {', '.join(names)}"
+
+    def _options(
+        self,
+        model: type[Options],
+        options: dict[str, Any],
+        key: Key,
+        own: list[str],
+        owners: Callable[[str], str | None] = lambda _: None,
+    ) -> BaseModel | None:
+        try:
+            return validate(model, options)
+        except ValidationError as error:
+            self.problems += problems_of(error, key, self.raw.tables, lambda _: [*model.model_fields, *own], owners)
+            return None
+
+    def _groups(self, optimizer: Any) -> list[dict[str, Any]]:
+        """[[optimizer.groups]] with the options that they leave as they are."""
+        table = self.raw.tables.get("optimizer")
+        if optimizer is None or not isinstance(table, dict) or not isinstance(table.get("groups", []), list):
+            return []
+        own = [*table_class(SLOTS["optimizer"]).model_fields]
+        common = {k: v for k, v in table.items() if k not in own}
+        groups = []
+        for i, group in enumerate(table.get("groups", [])):
+            if not isinstance(group, dict) or "pattern" not in group:
+                continue
+            different = {k: v for k, v in group.items() if k not in ParameterGroup.model_fields}
+            key: Key = ("optimizer", "groups", i)
+            options = self._options(optimizer.Options, {**common, **different}, key, ["pattern"])
+            pattern = group["pattern"]
+            values = {} if options is None else options.model_dump()
+            groups.append({"pattern": [pattern] if isinstance(pattern, str) else pattern, **values})
+        return groups
+
+
+def _installed(registry: Registry) -> dict[str, Any]:
+    """Every format and communicator that can be made without options."""
+    return {"formats": registry.made("checkpoint"), "communicators": registry.made("communicator")}

@@ -1,0 +1,111 @@
+"""job.resolved.toml: the job with every default written out, and what makes two jobs different ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import tomli
+import tomli_w
+from pydantic import BaseModel
+
+from hpctrain.checking.check import CheckedJob
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.errors import UsageError, reason, shown
+from hpctrain.files import read_bytes, replacing
+from hpctrain.job.output_lock import OutputLock
+
+FILE_NAME = "job.resolved.toml"
+_IDENTITY = ("job.name", "job.seed", "model", "dataset")
+"""What decides whether a directory's checkpoints are this job's."""
+_FREE = ("model.weights", "dataset.workers", "dataset.prefetch")
+"""What may differ all the same."""
+_TRAINED = ("job.seed", "model")
+"""What decides whether a job can go on from another run's checkpoint; the data has a fingerprint in it."""
+
+
+def resolved_tables(checked: CheckedJob) -> dict[str, Any]:
+    """Every table with its defaults; a job file made of it runs the same."""
+    job, parts = checked.job, checked.parts
+    tables: dict[str, Any] = job.model_dump(mode="json", exclude_none=True)
+    tables["job"]["output_dir"] = str(job.output_dir)
+    for slot in ("model", "dataset", "optimizer", "schedule", "sharding", "precision", "activation_checkpointing"):
+        tables[slot].update(_options(getattr(parts, slot)))
+    for slot in ("compression", "checkpoint", "communicator"):
+        tables[slot].update(_options(getattr(parts, slot)))
+    for table, logger in zip(tables["logger"], parts.loggers, strict=True):
+        table.update(_options(logger))
+    for name, plugin in parts.parallelism.items():
+        tables["parallelism"][name].update(_options(plugin))
+    return tables
+
+
+def _options(plugin: Plugin) -> dict[str, Any]:
+    options = plugin.options
+    return options.model_dump(mode="json", exclude_none=True) if isinstance(options, BaseModel) else dict(options)
+
+
+def write_resolved(checked: CheckedJob, ranks: int, lock: OutputLock) -> None:
+    """Take the output directory and write the file; UsageError when it holds another job's files or is in use."""
+    directory, tables = checked.job.output_dir, resolved_tables(checked)
+    path = directory / FILE_NAME
+    refuse_other_job(path, tables)
+    try:
+        directory.mkdir(checked.job.job.mode, parents=True, exist_ok=True)
+        lock.take(directory)
+        refuse_other_job(path, tables)  # again: two that began at once have both found none
+        text = f"# Every key of the job as it ran, on {ranks} rank{'s' * (ranks > 1)}.\n{tomli_w.dumps(tables)}"
+        with replacing(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise UsageError(f"[job] output_dir: {directory} cannot be written to: {reason(error)}") from None
+
+
+def refuse_other_job(path: Path, tables: dict[str, Any]) -> None:
+    """UsageError when `path` is the resolved file of another job."""
+    try:
+        different = _differences(path, tables, _IDENTITY)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"[job] output_dir: {path} cannot be read ({reason(error)}); use another output_dir") from None
+    if different:
+        raise UsageError(
+            f"[job] output_dir: {path.parent} holds another job ({'; '.join(different[:3])}); "
+            "use another output_dir, or delete that one"
+        )
+
+
+def refuse_other_run(checkpoint: Path, tables: dict[str, Any]) -> None:
+    """UsageError when the run that `checkpoint` lies in had another model or seed; without its resolved file nobody knows.
+
+    The tensors need not tell: those of another number of attention heads have the same shapes.
+    """
+    path = Path(os.path.realpath(checkpoint)).parent.parent / FILE_NAME
+    try:
+        different = _differences(path, tables, _TRAINED)
+    except (OSError, ValueError, RecursionError):
+        return
+    if different:
+        raise UsageError(
+            f"--resume {checkpoint}: it is of another training ({'; '.join(different[:3])}; see {path}); give this job the same, "
+            f'or begin anew with its weights: [model] weights = "{checkpoint}"'
+        )
+
+
+def _differences(path: Path, now: dict[str, Any], prefixes: tuple[str, ...]) -> list[str]:
+    """How the keys that begin with one of `prefixes` differ from those of a resolved file, but for those that may."""
+    before = tomli.loads(read_bytes(path).decode())
+    old, new = (dict(_flat(tables)) for tables in (before, now))
+    keys = [key for key in sorted(old.keys() | new.keys()) if key.startswith(prefixes) and key not in _FREE]
+    return [
+        f"{key} was {shown(old.get(key))}, is {shown(new.get(key))}" for key in keys if old.get(key) != new.get(key)
+    ]
+
+
+def _flat(tables: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    items: list[tuple[str, Any]] = []
+    for key, value in tables.items():
+        items += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+    return items

@@ -1,0 +1,92 @@
+"""What `hpctrain check` tries out on top of the job's check: what `hpctrain run` would meet once its ranks have started."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from hpctrain.contracts.identity import Identity
+from hpctrain.contracts.model import ModelSpec
+from hpctrain.errors import HpctrainError
+from hpctrain.job.parts import Parts
+from hpctrain.job.problems import Problem
+
+BUILDING_SECONDS = 20.0
+"""How long a model of the user's own may take. One with values can be as large as the job's nodes."""
+
+
+class _TooSlow(BaseException):
+    """No Exception: the user's code is not to catch it."""
+
+
+def try_parts(parts: Parts) -> list[Problem]:
+    """Build the model, so that `outline` shows it to the checks that follow, and an optimizer of one parameter."""
+    problems = []
+    try:
+        if not parts.model.meta:
+            with _no_longer_than(BUILDING_SECONDS):
+                parts.model.outline = _built(parts.model)
+    except HpctrainError as error:
+        problems.append(Problem(("model", "name"), str(error), error.exit_code))
+    except _TooSlow:
+        pass  # `notes` tells
+    try:
+        parts.optimizer.build([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+    except HpctrainError as error:
+        if isinstance(error.__cause__, (TypeError, ValueError, type(None))):  # else it may want a GPU
+            problems.append(Problem(("optimizer", "name"), str(error), error.exit_code))
+    return problems
+
+
+def notes(parts: Parts, ranks: int | None) -> list[str]:
+    """What is no mistake in the job, in sentences: what this machine lacks, and what was not looked at."""
+    gpu = torch.cuda.is_available()
+    identity = Identity(source="mpi" if ranks is not None and ranks > 1 else "alone")
+    found = [
+        (f"[precision] mode = {parts.precision.name!r}", parts.precision.unfit(torch.device("cuda" if gpu else "cpu"))),
+        (f"[communicator] name = {parts.communicator.name!r}", parts.communicator.unavailable(identity)),
+    ]
+    said = [f"hpctrain run would refuse this machine: {what}: {why}" for what, why in found if why is not None]
+    if parts.model.outline is None and not parts.model.meta:
+        said.append(
+            f"[model] name = {parts.model.name!r} was not built within {BUILDING_SECONDS:g} s: its modules are not checked"
+        )
+    return said
+
+
+@contextmanager
+def _no_longer_than(seconds: float) -> Iterator[None]:
+    """Raises _TooSlow in the block. Signals, and so this limit, are for the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    begin, handler = time.monotonic(), signal.signal(signal.SIGALRM, _stop)
+    earlier, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if earlier:  # somebody else's limit goes on
+            signal.setitimer(signal.ITIMER_REAL, max(earlier - (time.monotonic() - begin), 0.001))
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise _TooSlow
+
+
+def _built(spec: ModelSpec) -> nn.Module:
+    """On the meta device; with values, as a rank builds it, where the model's own code does not take that."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return spec.build_on_meta()
+        except HpctrainError:
+            return spec.build()

@@ -1,0 +1,34 @@
+"""The slot `activation_checkpointing`: which activations are kept for the backward pass."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpctrain.contracts.model import ModelSpec
+from hpctrain.contracts.plugin import Plugin
+
+
+class ActivationCheckpointing(Plugin):
+    """Trades activation memory for a second forward pass."""
+
+    is_compiled: ClassVar[bool] = False
+    """Whether `[compile]` takes the blocks as `apply` leaves them. If not, `apply` gets blocks whose forward is compiled."""
+
+    def refuse(self, spec: ModelSpec, splits_backward: bool) -> str | None:
+        """Why this mode can't be had, in a sentence; None when it can. A UsageError that it raises is told as it is.
+
+        splits_backward: that of any axis (`AxisTraits.splits_backward`). `spec.outline` shows the modules of most models.
+        """
+        return None
+
+    @abstractmethod
+    def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
+        """Change the blocks of `module` in place without renaming any parameter.
+
+        replicas: the one-dimensional mesh of ranks whose blocks get the same inputs (see
+        `AxisTraits.repeats_activations`); None where each rank's are its own.
+        """

@@ -1,0 +1,68 @@
+"""Flat buckets of gradients, and what sums them over the data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain.contracts.pieces import Piece
+
+Finish = Callable[[], None]
+"""Waits for a sum that was begun."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A parameter, or a rectangle of one, in a flat bucket: its elements in row-major order from `begin` on.
+
+    `piece.tensor` holds parameter values, not gradients: ask it for nothing but its shape.
+    """
+
+    piece: Piece
+    begin: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.piece.tensor.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Its place in a flat tensor, in the rectangle's shape."""
+        return flat[self.begin : self.begin + self.numel].view(self.piece.tensor.shape)
+
+
+@dataclass(frozen=True)
+class GradientBucket:
+    """What lies in a flat bucket of gradients, equal on all ranks that sum it. Elements of no span are zeros.
+
+    `spans` is empty where the sharding stage does not tell (`Sharding.tells_spans`).
+    """
+
+    spans: list[Span]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class BucketSum(Protocol):
+    """Sums one bucket over one data axis, step after step."""
+
+    def all_reduce(self, gradients: Tensor) -> Finish:
+        """Begin to sum the flat `gradients`; the returned function waits and leaves the sum there."""
+
+    def reduce_scatter(self, output: Tensor, gradients: Tensor) -> Finish:
+        """Begin to sum the flat `gradients`, and leave this rank's equal slice of the sum in `output`.
+
+        `output` may be that slice of `gradients` itself, which hold nothing of use afterwards.
+        """
+
+
+class GradientSums(Protocol):
+    """Where a sharding stage gets its sums from: they are compressed as the job says."""
+
+    def bucket(self, content: GradientBucket, axis: str) -> BucketSum:
+        """What sums such a bucket over `axis`; the same buckets in the same order on all its ranks."""

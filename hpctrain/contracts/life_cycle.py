@@ -1,0 +1,42 @@
+"""What the life-cycle hooks give to plugins and take from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpctrain.contracts.pieces import Piece
+
+
+@dataclass
+class Control:
+    """A plugin's way to end a training in order."""
+
+    reasons: list[str] = field(default_factory=list)
+    """Why this rank's plugins want it to end."""
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step: it is saved, `reason` is on the screen, and the exit code is 0.
+
+        One rank's call is enough. To end a run as a failure, raise hpctrain.api.TrainingError instead.
+        """
+        self.reasons.append(reason)
+
+
+def _forget(values: dict[str, Any]) -> None:
+    """Nothing is made of what comes back."""
+
+
+@dataclass(frozen=True)
+class PluginState:
+    """What a plugin keeps in checkpoints, under `name`, a name of its own.
+
+    pieces: live tensors, filled at a resume. values: gives small JSON values at each save, equal on all ranks. restore: gets
+    them back at a resume. A checkpoint need not have any of it: then the tensors stay as they are, and restore isn't called.
+    """
+
+    name: str
+    pieces: Sequence[Piece] = ()
+    values: Callable[[], dict[str, Any]] = dict
+    restore: Callable[[dict[str, Any]], None] = _forget

@@ -1,0 +1,107 @@
+"""The slot `parallelism`: the axes of the mesh over which a model is spread."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, get_args, get_type_hints
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpctrain.contracts.model import Batch, ModelSpec
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.contracts.runner import Runner, RunnerParts
+from hpctrain.errors import UsageError
+
+
+@dataclass(frozen=True)
+class AxisTraits:
+    """What an axis of the mesh is. The core and other plugins ask for these, never for an axis by its name."""
+
+    axis: str
+    """Its short form in the field: "tp", "pp", "cp"."""
+
+    order: int
+    """Its place in the mesh, outermost first. pp is 10, dp_replicate 20, dp_shard 30, cp 40, tp 50."""
+
+    ranks_have: Literal["the same samples", "parts of samples", "other parameters"]
+    """What each rank of the axis has of a micro batch and of the model.
+
+    "the same samples": all compute the same loss, which is counted once (tp). "parts of samples": what `split_batch` gives, and
+    a part of the loss; to the sharding strategy they are data-parallel ranks, so gradients are summed over them, and what it
+    shards is sharded over them, too (cp). "other parameters": each name lies on one of them only, and so does the loss (pp).
+    """
+
+    repeats_activations: bool = False
+    """Whether all ranks have the same activations between the blocks (tp without sequence parallelism)."""
+
+    shares_heads: bool = False
+    """Whether each rank has some of the attention heads (tp, Ulysses): the sizes of all such axes divide them together."""
+
+    splits_backward: bool = False
+    """Whether a block's backward comes in two: one for its input, one for its parameters (pp's zero bubble)."""
+
+    one_shape: Literal["always", "compiled"] | None = None
+    """When all micro batches must have the same shape, so that batches by token budget can't be had: always (pp), or where
+    blocks are compiled (tp)."""
+
+    @property
+    def cuts_samples(self) -> bool:
+        """Whether each rank has a part of the same samples."""
+        return self.ranks_have == "parts of samples"
+
+    def __post_init__(self) -> None:
+        known = get_args(get_type_hints(AxisTraits)["ranks_have"])
+        if self.ranks_have not in known:
+            raise UsageError(
+                f"the axis {self.axis}: its traits say that ranks have {self.ranks_have!r}; expected one of {', '.join(known)}"
+            )
+
+
+class Parallelism(Plugin):
+    """One axis of the mesh besides the data axes. `[parallelism] NAME = size`, or a table with `size` and options."""
+
+    @property
+    @abstractmethod
+    def traits(self) -> AxisTraits:
+        """What the axis is, under these options."""
+
+    def sequence_multiple(self, size: int) -> int:
+        """What the length of a batch must be a multiple of for `size` ranks of this axis to cut it."""
+        return 1
+
+    def refuse(self, spec: ModelSpec, size: int) -> str | None:
+        """Why this model cannot be spread over `size` ranks of this axis, in a sentence; None when it can.
+
+        A UsageError that it raises is told as it is. `spec.outline` shows the modules of most models.
+        """
+        return None
+
+    def refuse_micro_batches(self, count: int, size: int) -> str | None:
+        """Why `size` ranks of this axis cannot run a step of `count` micro batches, in a sentence; None when they can."""
+        return None
+
+    def refuse_compile(self, whole: bool) -> str | None:
+        """Why `[compile]` does not go with this axis, in a sentence; None when it does.
+
+        whole: a block must be compiled in one piece (`ActivationCheckpointing.is_compiled`), or as far as it can be.
+        """
+        return None
+
+    @abstractmethod
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
+        """Change the module (on the meta device) for this rank's place on the axis; `mesh` is one-dimensional."""
+
+    def context(self) -> AbstractContextManager[object]:
+        """Entered around forward, loss and backward of each micro batch."""
+        return nullcontext()
+
+    def split_batch(self, batch: Batch) -> Batch:
+        """What this rank of the axis gets of a micro batch; called ahead of the step, in a thread of its own."""
+        return batch
+
+    def runner(self, parts: RunnerParts) -> Runner | None:
+        """What runs the micro batches in place of one after the other; None where that is right."""
+        return None

@@ -1,0 +1,94 @@
+"""The slot `sharding`: who holds parameters, gradients and optimizer state."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpctrain.contracts.buckets import GradientSums
+from hpctrain.contracts.model import ModelSpec
+from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.plugin import Plugin
+
+
+class Sharding(Plugin):
+    """One ZeRO stage: who holds parameters, gradients and optimizer state, and when gradients are summed.
+
+    `[sharding] stage = N` is short for the name "zero-N". The trainer calls `apply` on the module before it has values and
+    `materialized` once it has them; for each step `begin(last)` before each micro batch's forward, `synchronize()` once
+    after the last backward, and `refresh()` after the optimizer's step.
+
+    What the optimizer updates are the tensors of `pieces()`, plain tensors of this rank: an optimizer whose update
+    of an element depends on that element's gradient and state alone gives the same numbers under every stage.
+    """
+
+    tells_spans: ClassVar[bool] = False
+    """Whether it says of each bucket which parameters lie where in it; compression with error feedback needs that."""
+
+    @abstractmethod
+    def axes(self, ranks: int, replicate: int) -> dict[str, int]:
+        """How `ranks` data-parallel ranks are cut into the axes dp_replicate and dp_shard; the product is `ranks`.
+
+        `replicate` is the job's `[parallelism] replicate` (1 by default) and divides `ranks`.
+        """
+
+    def refuse(self, spec: ModelSpec, axes: Mapping[str, int]) -> str | None:
+        """Why this stage can't train the model on a mesh of `axes` (all of them), in a sentence; None when it can.
+
+        A UsageError that it raises is told as it is.
+        """
+        return None
+
+    @abstractmethod
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> nn.Module:
+        """Prepare the module: on the meta device, or with values on the CPU where the model says `meta = False`.
+
+        Parallelism, activation checkpointing and compile have been applied; parameters may be DTensors. `mesh` has
+        the axes dp_replicate and dp_shard. Parameters that are left as DTensors get only the rows that this rank holds.
+        Gradients are summed with what `sums.bucket` makes, so that `[compression]` holds for every stage.
+        """
+
+    def home(self, device: torch.device) -> torch.device:
+        """Where the parameters of a rank that computes on `device` are kept."""
+        return device
+
+    @abstractmethod
+    def materialized(self, module: nn.Module) -> None:
+        """Every parameter has its first value and its device: lay out what `pieces` gives."""
+
+    @abstractmethod
+    def begin(self, last: bool, interleaved: bool = False) -> None:
+        """A micro batch begins; `last` is true for the last one of the step.
+
+        interleaved: what follows are the forwards and backwards of all the step's micro batches, in any order.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until this rank's gradients are summed over the data-parallel ranks.
+
+        Afterwards every piece has a gradient: a parameter that no rank used has zeros.
+        """
+
+    def refresh(self) -> None:
+        """The values of the pieces have changed, by a step or a restore: bring the module up to date; collective."""
+        return
+
+    @abstractmethod
+    def pieces(self) -> list[Piece]:
+        """What this rank's optimizer updates, without empty pieces; a piece's gradient is `piece.tensor.grad`.
+
+        Each `piece.tensor` is a leaf that is given to the optimizer as it is. It may be a part of a parameter, and
+        several pieces may be of one parameter.
+        """
+
+    @abstractmethod
+    def optimizer(
+        self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """The optimizer over `groups` (parameter groups over the tensors of `pieces`), made with `build`."""

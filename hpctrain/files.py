@@ -1,0 +1,132 @@
+"""The files of a run and of a checkpoint: opened without following links, looked at before they are read, replaced at once.
+
+Somebody may have crafted the directory: a pipe that blocks, a link to another file of the user's, a file without end. What
+is refused is an OSError, as the system's own refusals are. Imports nothing of hpctrain.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+SMALL_BYTES = 16 * 2**20
+"""Far more than a file of names or a resolved job has."""
+TABLE_BYTES = 128 * 2**20
+"""Far more than a table in JSON has: the largest that was measured had 1 MB."""
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """The descriptor of a regular file, never of one that a link leads to; `flags` may create it."""
+    try:
+        # O_NONBLOCK: opening a pipe must not wait for its other end.
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if path.is_symlink():
+            raise _refused(errno.ELOOP, "it is a symbolic link, expected the file itself", path) from error
+        if error.errno == errno.ENXIO:  # a socket, or a pipe without a reader
+            raise _refused(errno.ENXIO, "it is no regular file", path) from error
+        raise
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode):
+        return fd
+    os.close(fd)
+    raise _refused(errno.EINVAL, "it is no regular file", path)
+
+
+def open_to_change(path: Path, flags: int) -> int:
+    """As `open_regular`, made where it is missing; never a file that has a second name elsewhere."""
+    fd = open_regular(path, flags | os.O_CREAT)
+    names = os.fstat(fd).st_nlink
+    if names > 1:
+        os.close(fd)
+        raise _refused(errno.EMLINK, f"it has {names} names (hard links), expected one: copy it", path)
+    return fd
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[int]:
+    """The descriptor of a regular file."""
+    fd = open_regular(path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_bytes(path: Path, most: int = SMALL_BYTES) -> bytes:
+    """All of a regular file; OSError for one of more than `most` bytes."""
+    with reading(path) as fd:
+        return read_all(fd, path, most)
+
+
+def read_all(fd: int, path: Path, most: int) -> bytes:
+    """All of the open file `path`."""
+    size = os.fstat(fd).st_size
+    if size > most:
+        raise _refused(errno.EFBIG, f"it has {size} bytes, expected at most {most}", path)
+    with open(fd, "rb", closefd=False) as file:
+        return file.read(size)
+
+
+@contextmanager
+def created(path: Path) -> Iterator[int]:
+    """The descriptor of a new file, on disk when the block ends."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path`, in one go, when the block ends well and it is on disk."""
+    temporary = temporary_name(path)
+    try:
+        with created(temporary) as fd, open(fd, "wb", closefd=False) as file:
+            yield file
+            file.flush()
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def temporary_name(path: Path) -> Path:
+    """What is to become `path` is called so until it is whole: a name beside it that nobody can have taken."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def make_directory(path: Path) -> None:
+    """A directory within a run, if it isn't there; OSError where a link is, or anything else."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        if path.is_symlink():
+            raise _refused(errno.ELOOP, "it is a symbolic link, expected the directory itself", path) from None
+        if not path.is_dir():
+            raise
+
+
+def is_own_directory(path: Path) -> bool:
+    """Whether it is a directory, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def sync_directory(directory: Path) -> None:
+    """fsync a directory, so that the names in it survive a power failure."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _refused(number: int, why: str, path: Path) -> OSError:
+    return OSError(number, why, str(path))

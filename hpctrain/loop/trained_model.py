@@ -1,0 +1,142 @@
+"""What is trained: the model as it lies on this rank, the sums of its gradients, and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.runner import Runner, RunnerParts
+from hpctrain.errors import UsageError
+from hpctrain.exchange import sum_of
+from hpctrain.gradients.reducer import GradientReducer
+from hpctrain.job.parts import Parts
+from hpctrain.job.tables import Job
+from hpctrain.loop.runner import PlainRunner
+from hpctrain.loop.totals import PieceTotals
+from hpctrain.mesh import DATA_AXES, Meshes
+from hpctrain.model.build import build_model
+from hpctrain.model.groups import parameter_groups
+from hpctrain.model.updates import updates_parts_alike
+from hpctrain.plugins.life_cycle import LifeCycle
+
+
+class TrainedModel:
+    """The module, its pieces on this rank, and what steps them.
+
+    elements, trained_elements: of the whole model. optimizer_begun: whether the optimizer has taken a step; until then it
+    has no state. loss_share: what of this rank's loss counts, where several ranks compute the same one.
+    """
+
+    def __init__(
+        self, job: Job, parts: Parts, meshes: Meshes, node: str, device: torch.device, hooks: LifeCycle
+    ) -> None:
+        """Build it; collective. `node`: this rank's name of it."""
+        self._job, self._parts, self._hooks = job, parts, hooks
+        self._batch_group = meshes.batch_group()
+        self.sums = GradientReducer(parts.compression, meshes.model[DATA_AXES], node)
+        built = build_model(job, parts, meshes, self.sums, device)
+        self.module, self.tied, self._trained = built.module, built.tied, list(built.trained)
+        self.elements, self.trained_elements = built.elements, sum(map(prod, built.trained.values()))
+        axes = [plugin.traits for plugin in parts.parallelism.values()]
+        apart = tuple(one.axis for one in axes if one.ranks_have == "other parameters")
+        self.pieces = [replace(piece, axes=(*apart, *piece.axes)) for piece in parts.sharding.pieces()]
+        self.totals = PieceTotals(self.pieces, meshes.model)
+        self.optimizer, self.optimizer_begun = self.new_optimizer(), False
+        self._base_rates = [group["lr"] * self._rate_factor() for group in self.optimizer.param_groups]
+        self.runner = self._make_runner(device)
+        repeated = [one.axis for one in axes if one.ranks_have == "the same samples"]
+        self.loss_share = 0.0 if any(meshes.axis(axis).get_local_rank() for axis in repeated) else 1.0
+
+    def _make_runner(self, device: torch.device) -> Runner:
+        """The one that an axis brings, or the plain one."""
+        axes = list(self._parts.parallelism.values())
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            with ExitStack() as stack:
+                for plugin in axes:
+                    stack.enter_context(plugin.context())
+                yield
+
+        parts = self._parts
+        mine = RunnerParts(
+            self.module,
+            parts.model,
+            parts.precision,
+            parts.sharding,
+            device,
+            self._job.job.seed,
+            context,
+            self._hooks.phase,
+        )
+        brought = [runner for plugin in axes if (runner := plugin.runner(mine)) is not None]
+        return brought[0] if brought else PlainRunner(mine)
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        """One without state."""
+        groups = parameter_groups(self.pieces, self._trained, self._parts.optimizer_groups)
+        return self._parts.sharding.optimizer(groups, self._parts.optimizer.build)
+
+    def refuse_optimizer(self) -> None:
+        """UsageError for an optimizer that can't update the part of a parameter that a rank holds; collective."""
+        cut = sum_of(sum(piece.tensor.shape != piece.shape for piece in self.pieces))
+        if cut and not updates_parts_alike(self._parts.optimizer.build):
+            raise UsageError(
+                f"[optimizer] name = {self._parts.optimizer.name!r} looks at all of a parameter to update it, and ranks hold parts "
+                "of some: it would train something else; use another optimizer, such as adamw, or [sharding] stage 0 without "
+                "tensor parallelism",
+                everywhere=True,
+            )
+
+    def _rate_factor(self) -> float:
+        """How lr grows with the batch: linear (Goyal et al., 2017) or by its root (Krizhevsky, 2014)."""
+        table = self._job.optimizer
+        if table.lr_reference_batch is None:
+            return 1.0
+        ratio = self._job.batch.size / table.lr_reference_batch
+        return float(ratio if table.lr_scaling == "linear" else ratio**0.5)
+
+    def agree_on_buffers(self) -> None:
+        """What forwards wrote into buffers (BatchNorm's means), each rank of its own samples, becomes the first data-parallel
+        rank's: one model is evaluated and saved. Collective."""
+        if self._batch_group.size() == 1:
+            return
+        for name, buffer in self.module.named_buffers():
+            mine = Piece.of(name, buffer).tensor
+            mine.data = mine.contiguous()
+            # as bytes: not every backend knows every dtype, and a mask is bool
+            dist.broadcast(mine.data.view(-1).view(torch.uint8), group_src=0, group=self._batch_group)
+
+    def sum_over_batch(self, value: int) -> int:
+        """The sum over the ranks that hold different parts of the global batch."""
+        return sum_of(value, self._batch_group)
+
+    def begin_sums(self, step: int) -> None:
+        """Tell the sums of gradients what those of `step` are multiplied by, and whether it may be left out."""
+        precision = self._parts.precision
+        scale = precision.scale(torch.ones((), dtype=torch.float64)).item()
+        may_be_left_out = precision.skips_nonfinite or self._job.job.on_nonfinite == "continue"
+        self.sums.begin(step, scale, may_be_left_out)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients of this rank's pieces."""
+        gradients = [piece.tensor.grad for piece in self.pieces]
+        assert all(gradient is not None for gradient in gradients)  # what Sharding.synchronize promises
+        return gradients  # type: ignore[return-value]
+
+    def gradient_norm(self) -> float:
+        """The norm of the whole model's gradient, equal on all ranks; collective where pieces differ between ranks."""
+        return self.totals.norm(self.gradients())
+
+    def set_learning_rate(self, step: int, steps: int) -> float:
+        """Give each group its rate for this step of `steps`; the first group's."""
+        factor = self._parts.schedule.factor(step, steps)
+        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = rate * factor
+        return float(self._base_rates[0] * factor)

@@ -1,0 +1,131 @@
+"""The arithmetic of reductions: torch's, in a fixed order: rank 0, then 1, then 2 and so on, for each element on its own.
+
+So a sum has the same bits on all ranks, whatever the size of the message, the bucket it was part of, or the MPI. bf16
+and fp16 travel as 16 bits, are added in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from hpctrain.mpi.transfer.buffers import same_memory
+
+_Combine = Callable[[Tensor, Tensor, Tensor], object]
+
+_ARITHMETIC: dict[ReduceOp.RedOpType, _Combine] = {
+    ReduceOp.SUM: lambda a, b, out: torch.add(a, b, out=out),
+    ReduceOp.PRODUCT: lambda a, b, out: torch.mul(a, b, out=out),
+    ReduceOp.MIN: lambda a, b, out: torch.minimum(a, b, out=out),
+    ReduceOp.MAX: lambda a, b, out: torch.maximum(a, b, out=out),
+    ReduceOp.BAND: lambda a, b, out: torch.bitwise_and(a, b, out=out),
+    ReduceOp.BOR: lambda a, b, out: torch.bitwise_or(a, b, out=out),
+    ReduceOp.BXOR: lambda a, b, out: torch.bitwise_xor(a, b, out=out),
+}
+# A truth value saturates: one true is enough for a sum, one false for a product.
+_TRUTH = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_FRACTIONAL = (ReduceOp.AVG, ReduceOp.PREMUL_SUM)
+_PREMUL_SUM = ReduceOp.PREMUL_SUM.value  # comparing torch's enums themselves takes a microsecond
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How elements of a dtype are combined.
+
+    factor: what each summand is multiplied with first (PREMUL_SUM). divisor: what the sum is divided by last (AVG).
+    """
+
+    combine: _Combine
+    factor: float | Tensor | None = None
+    divisor: int | None = None
+
+    @staticmethod
+    def of(op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype, size: int) -> Reduction:
+        """The reduction that torch's `op` means for `dtype` in a group of `size` ranks.
+
+        Raises ValueError where the two do not go together.
+        """
+        kind = kind_of(op)
+        number = kind.value
+        if number != _PREMUL_SUM:
+            return _plain_reduction(number, dtype, size)
+        # Python gets at the factor only by way of the pickled form.
+        factor = op.__getstate__()[1]  # type: ignore[union-attr]
+        return Reduction(_arithmetic(kind, dtype), factor)
+
+    def __call__(self, pieces: Sequence[Tensor], output: Tensor, spare: Tensor) -> None:
+        """Combine the pieces, (elements,) each, of all ranks in rank order into `output`.
+
+        `output` may be the same memory as one of the pieces. spare: memory for the running total, which must be none
+        of the third and later pieces; `output` itself where that is apart from all.
+        """
+        if output.dtype in _HALF:
+            total = pieces[0].float()
+            if self.factor is not None:
+                total.mul_(self.factor)
+            for piece in pieces[1:]:
+                summand = piece.float()
+                if self.factor is not None:
+                    summand.mul_(self.factor)
+                self.combine(total, summand, total)
+            if self.divisor is not None:
+                total.div_(self.divisor)
+            output.copy_(total)
+            return
+        if self.factor is not None:
+            pieces = [piece * self.factor for piece in pieces]
+        total = pieces[0]
+        last = len(pieces) - 1
+        for rank in range(1, last + 1):
+            into = output if rank == last else spare
+            self.combine(total, pieces[rank], into)
+            total = into
+        if last == 0 and not same_memory(total, output):
+            output.copy_(total)
+        if self.divisor is not None:
+            output.div_(self.divisor)
+
+
+@cache  # by the number, since hashing torch's enum takes longer than the rest
+def _plain_reduction(number: int, dtype: torch.dtype, size: int) -> Reduction:
+    kind = ReduceOp.RedOpType(number)
+    return Reduction(_arithmetic(kind, dtype), None, size if kind == ReduceOp.AVG else None)
+
+
+def kind_of(op: ReduceOp | ReduceOp.RedOpType) -> ReduceOp.RedOpType:
+    """Which operation a ReduceOp is; it may carry a factor, too."""
+    named: Any = op  # torch's stubs differ in what it has
+    kind: ReduceOp.RedOpType = getattr(named, "op", named)
+    return kind
+
+
+@cache
+def _arithmetic(kind: ReduceOp.RedOpType, dtype: torch.dtype) -> _Combine:
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        raise ValueError(f"found a reduction of {dtype}, expected a wider type: 8-bit floats have no arithmetic")
+    fractional = dtype.is_floating_point or dtype.is_complex
+    if kind in _BITWISE and fractional:
+        raise ValueError(f"found {kind.name} of {dtype}, expected an integer or bool tensor")
+    if kind in _FRACTIONAL and not fractional:
+        raise ValueError(f"found {kind.name} of {dtype}, expected a floating-point tensor; use SUM and divide")
+    if dtype.is_complex and kind not in (ReduceOp.SUM, *_FRACTIONAL):
+        raise ValueError(f"found {kind.name} of {dtype}, expected SUM or AVG for complex tensors")
+    if kind in _FRACTIONAL:
+        kind = ReduceOp.SUM
+    elif dtype == torch.bool:
+        kind = _TRUTH.get(kind, kind)
+    combine = _ARITHMETIC[kind]
+    one = torch.ones(1, dtype=dtype)
+    try:
+        combine(one, one, one.clone())
+    except RuntimeError as error:
+        raise ValueError(f"found {kind.name} of {dtype}, which torch cannot compute on the CPU ({error})") from error
+    return combine

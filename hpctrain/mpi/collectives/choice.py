@@ -1,0 +1,51 @@
+"""Which of the three ways a group's ranks take; all choose alike."""
+
+from __future__ import annotations
+
+import warnings
+
+from hpctrain.mpi import values
+from hpctrain.mpi.collectives.network import OverNetwork
+from hpctrain.mpi.collectives.node import OverNode
+from hpctrain.mpi.collectives.nodes import OverNodes
+from hpctrain.mpi.collectives.protocol import Collectives
+from hpctrain.mpi.library import MPI
+from hpctrain.mpi.settings import Settings
+from hpctrain.mpi.transfer.channel import Channel
+from hpctrain.mpi.transfer.node import Node
+from hpctrain.mpi.transfer.watch import Watch
+
+
+def choose(channel: Channel, watch: Watch, settings: Settings) -> Collectives:
+    """Through the node's memory if all ranks share one; in two levels if the nodes are alike. Collective."""
+    comm = channel.comm
+    if comm.size == 1 or not settings.shared_memory:
+        return OverNetwork(channel)
+    if settings.ranks_per_node is None:
+        local = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+    else:
+        local = comm.Split(MPI.COMM_WORLD.rank // settings.ranks_per_node, comm.rank)
+    members = sorted({tuple(ranks) for ranks in values.gather(comm, values.gather(local, comm.rank))})
+    wanted = all(len(ranks) == len(members[0]) > 1 for ranks in members) and (
+        len(members) == 1 or settings.hierarchical
+    )
+    node = _create_node(comm, local, watch) if wanted else None
+    if node is None:
+        local.Free()
+        return OverNetwork(channel)
+    if len(members) == 1:
+        return OverNode(channel, node)
+    mine = next(i for i, ranks in enumerate(members) if comm.rank in ranks)
+    rail = Channel(comm.Split(node.rank, mine), watch)
+    return OverNodes(channel, node, rail, [list(ranks) for ranks in members])
+
+
+def _create_node(comm: MPI.Comm, local: MPI.Comm, watch: Watch) -> Node | None:
+    node = Node.create(local, watch)
+    if values.on_all(comm, node is not None):
+        return node
+    if comm.rank == 0:
+        warnings.warn(
+            "ranks of one node cannot map each other's memory here: MPI carries their data, slower", stacklevel=2
+        )
+    return None

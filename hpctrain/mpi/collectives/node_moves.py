@@ -1,0 +1,123 @@
+"""Collectives that only move data, through a node's memory. A small message is passed on in one round; a large one is
+met for first, and read where it lies: in memory that was allocated here, or in the others' own, where the system lets it
+be read. Else it is copied through the outboxes, block by block.
+
+All tensors are plain (see buffers) and checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.mpi.collectives.protocol import SMALL
+from hpctrain.mpi.transfer.buffers import flattened, same_memory
+from hpctrain.mpi.transfer.node import OUTBOX, Node
+
+# Bytes of one rank from which on one copy by the system is faster than two through the outboxes.
+_WORTH_FETCHING = 256 * 1024
+_LINE = 64  # bytes: where the ranks' parts of an outbox begin
+
+
+def broadcast(node: Node, tensor: Tensor, root: int) -> None:
+    """The root's bytes to all."""
+    if tensor.nbytes >= _WORTH_FETCHING:
+        node.sync(node.place(tensor))
+        place = node.places[root]
+        if node.reaches([place]):
+            if node.rank != root:
+                node.fetch(root, place, flattened(tensor))
+            node.sync()  # nobody may write into what others still read
+            return
+    for block in torch.split(_bytes(tensor), OUTBOX):
+        if node.rank == root:
+            node.outbox[: block.numel()].copy_(block)
+        node.sync()
+        if node.rank != root:
+            block.copy_(node.read(root)[: block.numel()])
+
+
+def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    """All ranks' `tensor`, of one size, into one output for each; `tensor` may be this rank's output."""
+    if tensor.nbytes * node.size <= SMALL:
+        _all_gather_in_blocks(node, outputs, tensor)
+        return
+    own = outputs[node.rank]
+    place = node.place(own)
+    if not node.is_allocated(place):
+        # Where the input lies: lines that were just written to the output are dear to read from another core.
+        place = node.place(tensor)
+    elif not same_memory(tensor, own):
+        flattened(own).copy_(flattened(tensor))
+        tensor = own
+    node.sync(place)
+    places = node.places
+    if not node.is_allocated(*places) and (tensor.nbytes < _WORTH_FETCHING or not node.reaches(places)):
+        _all_gather_in_blocks(node, outputs, tensor)
+        return
+    for rank, output in enumerate(outputs):
+        if rank != node.rank:
+            node.fetch(rank, places[rank], flattened(output))
+    if not same_memory(tensor, own):
+        flattened(own).copy_(flattened(tensor))
+    node.sync()  # nobody may write into what others still read
+
+
+def _all_gather_in_blocks(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    own, targets = _bytes(tensor), [_bytes(output) for output in outputs]
+    for start in range(0, max(own.numel(), 1), OUTBOX):
+        block = own[start : start + OUTBOX]
+        node.outbox[: block.numel()].copy_(block)
+        node.sync()
+        for rank in range(node.size):
+            targets[rank][start : start + OUTBOX].copy_(node.read(rank)[: block.numel()])
+
+
+def all_gather_small(node: Node, output: Tensor, tensor: Tensor) -> None:
+    """All ranks' `tensor` one after the other into `output`, of at most SMALL bytes; they may share memory."""
+    own = flattened(tensor)
+    boxes = node.boxes(own.dtype, own.numel())
+    boxes[node.rank].copy_(own)
+    node.sync()
+    torch.cat(boxes, out=flattened(output))
+
+
+def all_to_all(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """`inputs[r]` to rank r, whose own comes into `outputs[r]`; all of one size; outputs and inputs share no memory."""
+    if inputs[0].nbytes >= _WORTH_FETCHING and _all_to_all_where_it_lies(node, outputs, inputs):
+        return
+    sources, targets = [_bytes(tensor) for tensor in inputs], [_bytes(tensor) for tensor in outputs]
+    width = OUTBOX // node.size // _LINE * _LINE
+    others = [rank for rank in range(node.size) if rank != node.rank]
+    for start in range(0, max(sources[0].numel(), 1), width):
+        end = min(start + width, sources[0].numel())
+        for rank in others:
+            node.outbox[rank * width : rank * width + end - start].copy_(sources[rank][start:end])
+        node.sync()
+        for rank in others:
+            place = node.rank * width
+            targets[rank][start:end].copy_(node.read(rank)[place : place + end - start])
+    targets[node.rank].copy_(sources[node.rank])
+
+
+def _all_to_all_where_it_lies(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Whether it is done: the inputs of all ranks can be read."""
+    boxes = node.boxes(torch.int64, node.size)
+    boxes[node.rank].copy_(torch.tensor([node.place(tensor) for tensor in inputs]))
+    node.sync()
+    places = [box.tolist() for box in boxes]
+    if not node.reaches([place for line in places for place in line]):
+        return False
+    for rank, output in enumerate(outputs):
+        if rank == node.rank:
+            output.view(-1).copy_(inputs[rank].view(-1))
+        else:
+            node.fetch(rank, places[rank][node.rank], flattened(output))
+    node.sync()  # nobody may write into what others still read
+    return True
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

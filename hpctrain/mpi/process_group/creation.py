@@ -1,0 +1,70 @@
+"""Makes the process group of a set of ranks. Collective over those ranks only."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.mpi import leaving
+from hpctrain.mpi.collectives.choice import choose
+from hpctrain.mpi.errors import CommunicationTimeoutError, name_ranks
+from hpctrain.mpi.library import MPI
+from hpctrain.mpi.process_group.group import MPIProcessGroup
+from hpctrain.mpi.settings import Settings
+from hpctrain.mpi.transfer.channel import Channel
+from hpctrain.mpi.transfer.presence import Presence
+from hpctrain.mpi.transfer.watch import Watch
+
+
+def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
+    """The group that torch's `_DistributedBackendOptions` describe.
+
+    Raises EnvironmentUnfitError when torch and MPI count the ranks differently, CommunicationTimeoutError when a
+    member does not come.
+    """
+    world = MPI.COMM_WORLD
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    if max(ranks) >= world.size or ranks[options.group_rank] != world.rank:
+        raise EnvironmentUnfitError(
+            f"torch says that this process is rank {ranks[options.group_rank]} of at least {max(ranks) + 1}, MPI says "
+            f"rank {world.rank} of {world.size}: start all ranks with one mpiexec or srun, and use "
+            'init_method="mpi://"'
+        )
+    # torch gives a group that is made again after its destruction the same name and store, with what the first left there
+    made = f"made/{options.group_rank}"
+    store = PrefixStore(str(options.store.add(made, 1)), options.store)
+    try:
+        _meet(store, options.group_rank, ranks, options.group_id, options.timeout)
+    except CommunicationTimeoutError:
+        options.store.add(made, -1)  # as if it had not tried: so all can try again
+        raise
+    # A tag keeps apart groups of the same ranks that are made at the same time.
+    tag = zlib.crc32(options.group_id.encode()) % 2**15
+    comm = world.Create_group(world.group.Incl(ranks), tag)
+    presence = Presence(store, options.group_rank, ranks, options.group_id)
+    watch = Watch(presence)
+    collectives = choose(Channel(comm, watch), watch, settings)
+    group = MPIProcessGroup(collectives, comm, watch, settings, options.group_id, options.timeout)
+    leaving.finish_at_exit(group)
+    return group
+
+
+def _meet(store: Store, group_rank: int, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
+    """MPI would wait for ever for a member that never asks for the group, so wait for all of them in the store."""
+    keys = [f"created/{member}" for member in range(len(ranks))]
+    store.set(keys[group_rank], "")
+    try:
+        store.wait(keys, timeout)
+    except DistStoreError as error:
+        missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        store.delete_key(keys[group_rank])
+        raise CommunicationTimeoutError(
+            f"group {name!r} of {name_ranks(ranks)} was not complete within {timeout.total_seconds():g} s: "
+            f"{name_ranks(missing)} did not create it; new_group must be called by all ranks, in the same order"
+        ) from error

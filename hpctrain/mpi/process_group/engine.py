@@ -1,0 +1,194 @@
+"""Runs a group's collective operations one after the other, in the order in which they were submitted.
+
+An operation runs in the thread that waits for it when nothing is queued before it, which saves two thread switches;
+otherwise in the group's worker thread, so that communication overlaps with the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from hpctrain.mpi import accounting
+from hpctrain.mpi.collectives.protocol import Collectives
+from hpctrain.mpi.errors import CommunicationError, OperationMismatchError
+from hpctrain.mpi.library import MPI
+from hpctrain.mpi.process_group.work import MPIWork, Run, settle
+from hpctrain.mpi.transfer.operation import Operation
+from hpctrain.mpi.transfer.watch import Watch
+from hpctrain.torch_private import DisableTorchDispatch
+
+# An operation that watches its own deadline needs this long to find out who is missing; then the waiter steps in.
+_GRACE = 5.0  # seconds
+
+
+class Engine:
+    """The order of one group's collectives, and the thread that runs them in the background."""
+
+    def __init__(self, collectives: Collectives, watch: Watch, name: str) -> None:
+        self._collectives, self._watch = collectives, watch
+        self._name = name
+        self._changed = threading.Condition()
+        self._queue: deque[MPIWork] = deque()
+        self._running: MPIWork | None = None
+        self._threads: list[threading.Thread] = []
+        self._has_worker = False
+        self._stopped = False
+        self._submitted = 0
+        self._completions: SimpleQueue[tuple[MPIWork, Future[Any]] | None] | None = None
+        # Why the group can no longer be used; and whether somebody stopped waiting for an operation that still runs.
+        self.broken: BaseException | None = None
+        self.abandoned = False
+
+    def submit(self, operation: Operation, run: Run, result: Any, *, asynchronous: bool) -> MPIWork:
+        """Queue an operation, or run it here and now if the caller is going to wait and nothing is before it."""
+        if self.broken is not None:
+            raise CommunicationError(f"{self._name} cannot be used after an earlier failure: {self.broken}")
+        with self._changed:
+            if self._stopped:
+                raise CommunicationError(f"{self._name} was destroyed; make a new group")
+            self._submitted += 1
+            work = MPIWork(self, operation, run, result, self._submitted)
+            here = not asynchronous and self._running is None and not self._queue
+            if here:
+                self._running = work
+            else:
+                self._queue.append(work)
+                self._wake_worker()
+        if here:
+            start = time.perf_counter()
+            self._run(work, in_worker=False)
+            accounting.record_blocked(time.perf_counter() - start)
+        return work
+
+    def wait(self, work: MPIWork, limit: float | None) -> None:
+        """Block until `work` has finished, for at most `limit` seconds (None: as long as its operation may take)."""
+        if limit is None and self._take(work):
+            self._run(work, in_worker=False)
+            return
+        give_up = time.perf_counter() + limit if limit is not None else math.inf
+        while not work.join(min(1.0, give_up - time.perf_counter())):
+            now = time.perf_counter()
+            if now > give_up:
+                self.abandoned = True
+                raise self._watch.overdue(work.operation, work.number, limit or 0.0)
+            running = self._running
+            if running is not None and now > self._watch.deadline + _GRACE:
+                # MPI holds the operation and cannot cancel it: the group is finished.
+                operation = running.operation
+                self.broken = self.broken or self._watch.overdue(operation, running.number, operation.timeout)
+                raise self.broken
+
+    def complete(self, work: MPIWork, future: Future[Any]) -> None:
+        """Give `future` the outcome of `work`.
+
+        The callbacks of a future may wait for further operations, so they run neither in the worker, which has to run
+        those, nor, for futures asked for by a callback, behind that same callback.
+        """
+        if self._completions is None:
+            self._completions = SimpleQueue()
+            self._start_thread(self._settle, f"{self._name} futures")
+        if threading.current_thread().name == f"{self._name} futures":
+            threading.Thread(target=settle, args=(future, work.wait, work.result), daemon=True).start()
+        else:
+            self._completions.put((work, future))
+
+    def drain(self) -> None:
+        """Wait until every submitted operation has finished or failed."""
+        while True:
+            with self._changed:
+                work = self._running or (self._queue[-1] if self._queue else None)
+            if work is None or self.broken is not None:
+                return
+            try:
+                self.wait(work, None)
+            except Exception:
+                continue
+
+    def stop(self) -> None:
+        """End the threads; operations can no longer be submitted."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._completions is not None:
+            self._completions.put(None)
+        # Python kills threads that outlive it, which C++ takes for a crash: see them end.
+        for thread in self._threads:
+            thread.join()
+
+    def _take(self, work: MPIWork) -> bool:
+        with self._changed:
+            if self._running is None and self._queue and self._queue[0] is work:
+                self._running = self._queue.popleft()
+                return True
+        return False
+
+    def _wake_worker(self) -> None:
+        if not self._has_worker:
+            self._has_worker = True
+            self._start_thread(self._work, self._name)
+        self._changed.notify_all()
+
+    def _start_thread(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while self._running is not None or not self._queue:
+                    if self._stopped:
+                        return
+                    self._changed.wait()
+                work = self._running = self._queue.popleft()
+            self._run(work, in_worker=True)
+            del work
+
+    def _run(self, work: MPIWork, *, in_worker: bool) -> None:
+        operation = work.operation
+        error: BaseException | None = None
+        start = time.perf_counter()
+        try:
+            if self.broken is not None:
+                raise CommunicationError(f"{operation.name} was not started: {self.broken}")
+            # what the caller's modes record or replay, such as selective checkpointing, is not how an operation is made up
+            with DisableTorchDispatch():
+                self._watch.start(operation, work.number, in_worker=in_worker)
+                self._collectives.begin(operation)
+                # In the caller's mode, buffers that are kept from one operation to the next would take that of the
+                # first, and a worker could not write to a tensor of inference mode. In this one both can be written to.
+                with torch.inference_mode():
+                    work.run(self._collectives)
+        except OperationMismatchError as mismatch:
+            error = mismatch  # every rank saw it before any data moved: the group is still in step
+        except MPI.Exception as failure:
+            error = CommunicationError(
+                f"{operation.name} of {self._name} failed in MPI: {failure.Get_error_string()}; the ranks may have "
+                "passed different sizes, or one of them has ended"
+            )
+            self.broken = error
+        except BaseException as failure:
+            error = failure
+            self.broken = self.broken or failure
+        accounting.record(operation.name, operation.nbytes, time.perf_counter() - start)
+        with self._changed:
+            self._running = None
+            if self._queue:
+                self._changed.notify_all()
+        work.finish(error)
+
+    def _settle(self) -> None:
+        assert self._completions is not None
+        while (item := self._completions.get()) is not None:
+            work, future = item
+            settle(future, work.wait, work.result)
+            del item, work, future

@@ -1,0 +1,254 @@
+"""Sends and receives of a group, apart from its collectives so that a pipeline cannot block on them.
+
+Every message is given to MPI at once, in the calling thread: MPI matches by (source, tag) in that order, and nothing
+waits for anything else. Whoever waits drives MPI; a thread of the group does so for messages nobody waits for, since
+MPI moves a large message only while both sides call it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from hpctrain.mpi import accounting
+from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError
+from hpctrain.mpi.library import MPI, highest_tag
+from hpctrain.mpi.process_group.work import settle
+from hpctrain.mpi.transfer.buffers import message, plain_like
+from hpctrain.mpi.transfer.presence import Presence
+from hpctrain.mpi.transfer.waiting import Patience, wait_until
+from hpctrain.torch_private import PythonMessageWork
+
+ANY_SOURCE = MPI.ANY_SOURCE
+# A caller that waits at once is served before this; the thread is for those that compute meanwhile.
+_HEAD_START = 0.5e-3  # seconds
+_LONGEST_SLEEP = 2e-3  # seconds
+
+
+class Messages:
+    """The point-to-point messages of one group.
+
+    timeout: seconds that a wait for a message may take.
+    """
+
+    def __init__(self, comm: MPI.Comm, presence: Presence, timeout: float) -> None:
+        self._comm = comm
+        self._presence = presence
+        self.timeout = timeout
+        self._highest_tag = highest_tag() - 1
+        self._changed = threading.Condition()
+        self._outstanding: list[MessageWork] = []
+        self._driver: threading.Thread | None = None
+        self._stopped = False
+        self.broken: BaseException | None = None
+
+    def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> MessageWork:
+        """Post plain tensors to a rank of the group. They must stay unchanged until the work has finished."""
+        self._check(destination, tag)
+        return self._post("send", tensors, tensors, destination, tag)
+
+    def receive(self, tensors: Sequence[Tensor], source: int, tag: int) -> MessageWork:
+        """Post receives from a rank of the group, or ANY_SOURCE."""
+        if source != ANY_SOURCE:
+            self._check(source, tag)
+        return self._post("recv", [plain_like(tensor) for tensor in tensors], tensors, source, tag)
+
+    def drain(self) -> None:
+        """Wait until every message has been delivered, each within the time limit."""
+        while self._outstanding and self.broken is None:
+            try:
+                self._outstanding[0].wait()
+            except (CommunicationError, IndexError):
+                continue
+
+    def stop(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._driver is not None:
+            self._driver.join()
+
+    def finished(self, work: MessageWork) -> None:
+        """A work tells that it need not be driven any more."""
+        with self._changed:
+            self._outstanding.remove(work)
+
+    def timed_out(self, work: MessageWork, seconds: float) -> CommunicationTimeoutError:
+        """The error for a message that never came; MPI holds its buffer, so the group is finished."""
+        if work.peer == ANY_SOURCE:
+            missing = "no rank has sent a matching message"
+        elif work.name == "recv":
+            missing = f"rank {self._presence.global_rank(work.peer)} has not sent a matching message"
+        else:
+            missing = f"rank {self._presence.global_rank(work.peer)} has not received it"
+        self.broken = CommunicationTimeoutError(
+            f"{self.describe(work)} did not finish within {seconds:g} s: {missing}. Look at what that rank does (its "
+            "log, or py-spy dump), whether both sides use the same tag, or raise the timeout if it is only slow"
+        )
+        return self.broken
+
+    def describe(self, work: MessageWork) -> str:
+        """The message, in words."""
+        peer = "any rank" if work.peer == ANY_SOURCE else f"rank {self._presence.global_rank(work.peer)}"
+        way = "from" if work.name == "recv" else "to"
+        return f"{work.name} {way} {peer} (tag {work.tag}, {self._presence.group}) on {self._presence.here}"
+
+    def _check(self, peer: int, tag: int) -> None:
+        if not 0 <= peer < self._comm.size:
+            raise ValueError(f"found rank {peer}, expected a rank of the group, 0 to {self._comm.size - 1}")
+        if not 0 <= tag <= self._highest_tag:
+            raise ValueError(f"found tag {tag}, expected 0 to {self._highest_tag}: this MPI has no more")
+
+    def _post(
+        self, name: str, buffers: Sequence[Tensor], tensors: Sequence[Tensor], peer: int, tag: int
+    ) -> MessageWork:
+        if self.broken is not None:
+            raise CommunicationError(f"{self._presence.group} cannot be used after an earlier failure: {self.broken}")
+        start = self._comm.Isend if name == "send" else self._comm.Irecv
+        with self._changed:
+            # Under the lock, so that the parts of one call are not mixed with those of another thread.
+            requests = [start(message(buffer), peer, tag) for buffer in buffers]
+            work = MessageWork(self, name, requests, buffers, tensors, peer, tag)
+            self._outstanding.append(work)
+            if self._driver is None:
+                self._driver = threading.Thread(
+                    target=self._drive, name=f"{self._presence.group} messages", daemon=True
+                )
+                self._driver.start()
+            if len(self._outstanding) == 1:
+                self._changed.notify_all()
+        return work
+
+    def _drive(self) -> None:
+        while True:
+            with self._changed:
+                while not self._outstanding:
+                    if self._stopped:
+                        return
+                    self._changed.wait()
+            started = time.perf_counter()
+            while works := list(self._outstanding):
+                time.sleep(min(max(_HEAD_START, (time.perf_counter() - started) / 10), _LONGEST_SLEEP))
+                for work in works:
+                    work.test()
+            del works
+
+
+class MessageWork(PythonMessageWork):
+    """The handle of one send or receive. Thread-safe."""
+
+    def __init__(
+        self,
+        messages: Messages,
+        name: str,
+        requests: list[MPI.Request],
+        buffers: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        peer: int,
+        tag: int,
+    ) -> None:
+        super().__init__()
+        self.name, self.peer, self.tag = name, peer, tag
+        self._messages = messages
+        self._requests = requests
+        self._buffers = buffers
+        self._tensors = tensors
+        self._statuses = [MPI.Status() for _ in requests]
+        self._testing = threading.Lock()
+        self._posted = time.perf_counter()
+        self._done = False
+        self._error: BaseException | None = None
+        self._future: Future[Any] | None = None
+
+    def test(self) -> bool:
+        """Drive MPI once; whether the message has been delivered, or has failed."""
+        if self._done or not self._testing.acquire(blocking=False):
+            return self._done
+        try:
+            if not self._done and self._delivered():
+                self._finish()
+        finally:
+            self._testing.release()
+        return self._done
+
+    def _delivered(self) -> bool:
+        try:
+            return MPI.Request.Testall(self._requests, self._statuses)
+        except MPI.Exception as failure:
+            sizes = ", ".join(f"{buffer.nbytes} bytes" for buffer in self._buffers)
+            self._error = CommunicationError(
+                f"{self._messages.describe(self)} of {sizes} failed in MPI: {failure.Get_error_string()}; the two "
+                "sides may have passed different sizes, or one of them has ended"
+            )
+            return True
+
+    def _finish(self) -> None:
+        nbytes = sum(buffer.nbytes for buffer in self._buffers)
+        if self.name == "recv" and self._error is None:
+            arrived = sum(status.Get_elements(MPI.BYTE) for status in self._statuses)
+            if arrived != nbytes:
+                self._error = CommunicationError(
+                    f"{self._messages.describe(self)} got {arrived} bytes, expected {nbytes}: pass a tensor of the "
+                    "sender's size and dtype"
+                )
+            with torch.inference_mode():  # where tensors of both kinds can be written to, whatever thread this is
+                for buffer, tensor in zip(self._buffers, self._tensors, strict=True):
+                    if buffer is not tensor:
+                        tensor.copy_(buffer)
+        accounting.record(self.name, nbytes, time.perf_counter() - self._posted)
+        self._done = True
+        self._messages.finished(self)
+        if self._future is not None:
+            # In a thread of its own: a callback may wait for another message, and this thread drives those.
+            threading.Thread(target=settle, args=(self._future, self.wait, self.result), daemon=True).start()
+
+    # The names below are torch's.
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the buffer may be used again; raise what went wrong. A timeout of zero is the group's."""
+        if not self._done:
+            start = time.perf_counter()
+            limit = timeout.total_seconds() or self._messages.timeout
+            finished = wait_until(self.test, start + limit, Patience.LONG, notice_after=limit, notice=lambda: None)
+            accounting.record_blocked(time.perf_counter() - start)
+            if not finished:
+                raise self._messages.timed_out(self, limit)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.test()
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return list(self._tensors)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        """The rank in the group that the message came from."""
+        return self._statuses[0].Get_source()
+
+    def get_future(self) -> Future[Any]:
+        """A future of the tensors."""
+        with self._testing:
+            if self._future is None:
+                self._future = Future()
+                if self._done:
+                    settle(self._future, self.wait, self.result)
+        return self._future

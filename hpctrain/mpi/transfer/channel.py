@@ -1,0 +1,86 @@
+"""A communicator and the few movements of bytes over it that collectives are made of.
+
+Every MPI call here is nonblocking and then waited for under the watch, so that a timeout can be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hpctrain.mpi.library import MPI, highest_tag
+from hpctrain.mpi.transfer.buffers import message
+from hpctrain.mpi.transfer.watch import Watch
+
+
+class Channel:
+    """A communicator, used by one thread at a time."""
+
+    def __init__(self, comm: MPI.Comm, watch: Watch) -> None:
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self._watch = watch
+        self.others = [rank for rank in range(comm.size) if rank != comm.rank]
+        # The highest tag is ours; point-to-point messages of the user have the others.
+        self._tag = highest_tag()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def scratch(self, nbytes: int) -> Tensor:
+        """Memory of this channel, (nbytes,) uint8, valid until the next call; kept, since fresh pages are slow."""
+        if self._scratch.numel() < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch[:nbytes]
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        self._wait([self.comm.Ibarrier()])
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """The root's bytes to all."""
+        self._wait([self.comm.Ibcast(message(tensor), root)])
+
+    def all_gather(self, output: Tensor, tensor: Tensor | None) -> None:
+        """Equal pieces of all ranks into `output`, (size * piece,), below 2 GiB; None: mine already lies there."""
+        memory = MPI.buffer.fromaddress(output.data_ptr(), output.nbytes)
+        source = MPI.IN_PLACE if tensor is None else message(tensor)
+        self._wait([self.comm.Iallgather(source, [memory, output.nbytes // self.size, MPI.BYTE])])
+
+    def all_gather_pieces(self, output: Tensor, counts: Sequence[int], offsets: Sequence[int]) -> None:
+        """Unequal pieces, in bytes, that each lie at their place in every rank's `output` (below 2 GiB)."""
+        memory = MPI.buffer.fromaddress(output.data_ptr(), output.nbytes)
+        self._wait([self.comm.Iallgatherv(MPI.IN_PLACE, [memory, (counts, offsets), MPI.BYTE])])
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Plain tensors to and from single ranks; at most one each way per rank. Any size.
+
+        meanwhile: what to do while they travel.
+        """
+        requests = [self.comm.Irecv(message(t), rank, self._tag) for rank, t in receives if t.nbytes]
+        requests += [self.comm.Isend(message(t), rank, self._tag) for rank, t in sends if t.nbytes]
+        if meanwhile is not None:
+            meanwhile()
+        if requests:
+            self._wait(requests)
+
+    def meet(self) -> None:
+        """Wait until every rank is in this operation, and check that it is the same on all."""
+        mine = self._watch.operation.description.to_bytes(8, "little")
+        descriptions = bytearray(8 * self.size)
+        self._wait([self.comm.Iallgather([mine, 8, MPI.BYTE], [descriptions, 8, MPI.BYTE])])
+        self._watch.check([int.from_bytes(descriptions[8 * r : 8 * r + 8], "little") for r in range(self.size)])
+
+    def _wait(self, requests: list[MPI.Request]) -> None:
+        if self._watch.all_here and self._watch.in_worker:
+            # MPI's own wait needs no Python, so it never takes the interpreter from the computing thread.
+            MPI.Request.Waitall(requests)
+        else:
+            self._watch.wait(requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests))

@@ -1,0 +1,152 @@
+"""The ranks of a group that share a node's memory, and how they pass through it what others are to read.
+
+Work goes in rounds: every rank writes into its outbox, all `sync`, every rank reads the others' outboxes. Each rank has
+two outboxes, used in turn: while a slow rank still reads those of one round, the others already write the next, and
+nobody can be two rounds ahead. Tensors that were allocated here need no outbox: the others read them where they lie; and
+large ones elsewhere are copied from their owner's memory, where the system allows it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.mpi.library import MPI
+from hpctrain.mpi.transfer import segment
+from hpctrain.mpi.transfer.peers import Peers
+from hpctrain.mpi.transfer.watch import Watch
+
+OUTBOX = 16 * 2**20
+"""Bytes that a rank can pass on in one round. Large, because on a busy machine every round costs a time slice and cores
+that share no cache pass fresh lines more slowly than memory does. Pages that nobody writes to are never allocated."""
+
+_LINE = 128  # bytes: what one rank writes and others poll stands in a cache line of its own, and its neighbour
+# Words of a line: the last round that the rank came to; by the round's parity, what it called and where its tensor lies.
+_ROUND, _DESCRIPTION, _PLACE = 0, 1, 3
+# Above these bits of a place stands which allocation it lies in, the first is 1; 0: these bits are its address.
+_OFFSET_BITS = 48
+_MOST_VIEWS = 64
+"""Views of the outboxes that are kept: each costs a microsecond to make, which a small message would notice."""
+
+
+class Node:
+    """Some ranks' shared memory; used by one thread at a time."""
+
+    def __init__(self, comm: MPI.Comm, parts: list[Tensor], peers: Peers | None, watch: Watch) -> None:
+        """parts: each rank's memory, for its line and its outboxes. peers: where they can read each other's."""
+        self.rank, self.size, self.comm = comm.rank, comm.size, comm
+        self._peers, self._watch = peers, watch
+        self._round = 0
+        self._lines = [part[:_LINE].numpy().data.cast("q") for part in parts]
+        self._outboxes: list[tuple[Tensor, ...]] = [part[_LINE:].view(2, OUTBOX).unbind() for part in parts]
+        self._views: dict[tuple[torch.dtype, int, int, int], list[Tensor]] = {}
+        self._allocated: list[list[Tensor]] = []  # one tensor for each rank
+        self._fence = threading.Lock()
+        self._fence.acquire()
+
+    @staticmethod
+    def create(comm: MPI.Comm, watch: Watch) -> Node | None:
+        """The node of ranks that MPI says can share memory; None where they cannot after all. Collective."""
+        parts = segment.create(comm, _LINE + 2 * OUTBOX)
+        return None if parts is None else Node(comm, parts, Peers.create(comm), watch)
+
+    def allocate(self, nbytes: int) -> Tensor | None:
+        """Zeros that the others can read where they lie, (nbytes,) uint8, as many on each rank. Collective."""
+        parts = segment.create(self.comm, nbytes)
+        if parts is None:
+            return None
+        self._allocated.append(parts)
+        return parts[self.rank]
+
+    def place(self, tensor: Tensor) -> int:
+        """Where a plain tensor lies, for `sync`: in the allocated memory, or at its address."""
+        address = tensor.data_ptr()
+        for index, parts in enumerate(self._allocated, 1):
+            own = parts[self.rank]
+            offset = address - own.data_ptr()
+            if offset >= 0 and offset + tensor.nbytes <= own.nbytes:
+                return index << _OFFSET_BITS | offset
+        return address if address >> _OFFSET_BITS == 0 else 0
+
+    @staticmethod
+    def is_allocated(*places: int) -> bool:
+        """Whether those are places in the allocated memory."""
+        return all(place >> _OFFSET_BITS for place in places)
+
+    @property
+    def places(self) -> list[int]:
+        """What the ranks gave to the last `sync`; valid until the next one."""
+        parity = self._round % 2
+        return [line[_PLACE + parity] for line in self._lines]
+
+    def reaches(self, places: Sequence[int]) -> bool:
+        """Whether `fetch` can copy from there."""
+        return all(self.is_allocated(place) or (place != 0 and self._peers is not None) for place in places)
+
+    def at(self, rank: int, place: int, like: Tensor) -> Tensor:
+        """That rank's tensor at a place in the allocated memory, flat, of the size and dtype of `like`."""
+        offset = place & (1 << _OFFSET_BITS) - 1
+        return self._allocated[(place >> _OFFSET_BITS) - 1][rank][offset : offset + like.nbytes].view(like.dtype)
+
+    def fetch(self, rank: int, place: int, into: Tensor) -> None:
+        """Fill a plain tensor, flat, with what lies at that rank's place."""
+        if self.is_allocated(place):
+            into.copy_(self.at(rank, place, into))
+        elif self._peers is not None:
+            self._peers.read(rank, place, into)
+
+    @property
+    def outbox(self) -> Tensor:
+        """What this rank writes before the next `sync`, (OUTBOX,) uint8."""
+        return self._outboxes[self.rank][(self._round + 1) % 2]
+
+    def read(self, rank: int) -> Tensor:
+        """What `rank` wrote before the last `sync`, (OUTBOX,) uint8; valid until the next one."""
+        return self._outboxes[rank][self._round % 2]
+
+    def boxes(self, dtype: torch.dtype, elements: int, first: int = 0) -> list[Tensor]:
+        """What all ranks will have written when the next `sync` is over, as `elements` of that dtype, from the
+        `first` on, flat; this rank's is its outbox."""
+        side = (self._round + 1) % 2
+        views = self._views.get((dtype, elements, first, side))
+        if views is None:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            views = [pair[side].view(dtype)[first : first + elements] for pair in self._outboxes]
+            self._views[dtype, elements, first, side] = views
+        return views
+
+    def sync(self, place: int = 0) -> None:
+        """Return when every rank is here. place: where this rank's tensor lies that the others are to read.
+
+        The first time in an operation, check that it is the same on all.
+        """
+        self._round += 1
+        number, parity, mine = self._round, self._round % 2, self._lines[self.rank]
+        mine[_DESCRIPTION + parity] = self._watch.operation.description
+        mine[_PLACE + parity] = place
+        self._order_memory()
+        mine[_ROUND] = number
+        awaited = [line for line in self._lines if line[_ROUND] < number]
+
+        def arrived() -> bool:
+            while awaited and awaited[-1][_ROUND] >= number:
+                awaited.pop()
+            return not awaited
+
+        if awaited:
+            self._watch.wait(arrived)
+        self._order_memory()
+        if not self._watch.all_here:
+            self._watch.check([line[_DESCRIPTION + parity] for line in self._lines])
+
+    def _order_memory(self) -> None:
+        """What was written before is seen by others before what is written after; and so for reading.
+
+        x86 orders by itself. On ARM and POWER, giving a lock up and taking it is a fence in both directions.
+        """
+        self._fence.release()
+        self._fence.acquire()

@@ -1,0 +1,40 @@
+"""Small JSON values over an MPI communicator. mpi4py's own lower-case methods send pickles, which run code where they arrive."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+
+from hpctrain.mpi.library import MPI
+
+
+def broadcast(comm: MPI.Comm, value: Any = None) -> Any:
+    """Rank 0's `value`, on all ranks."""
+    content = bytearray(json.dumps(value).encode() if comm.rank == 0 else b"")
+    length = np.array([len(content)], dtype=np.int64)
+    comm.Bcast(length)
+    if comm.rank:
+        content = bytearray(int(length[0]))
+    comm.Bcast([content, MPI.BYTE])
+    return json.loads(content)
+
+
+def gather(comm: MPI.Comm, value: Any) -> list[Any]:
+    """Every rank's `value` in rank order, on all ranks."""
+    content = json.dumps(value).encode()
+    lengths = np.empty(comm.size, dtype=np.int64)
+    comm.Allgather(np.array([len(content)], dtype=np.int64), lengths)
+    everything = bytearray(int(lengths.sum()))
+    begins = np.concatenate(([0], lengths.cumsum()))
+    comm.Allgatherv([content, MPI.BYTE], [everything, (lengths.tolist(), begins[:-1].tolist()), MPI.BYTE])
+    return [json.loads(everything[begin:end]) for begin, end in itertools.pairwise(begins)]
+
+
+def on_all(comm: MPI.Comm, flag: bool) -> bool:
+    """Whether `flag` is true on every rank."""
+    everybody = np.empty(1, dtype=np.int32)
+    comm.Allreduce(np.array([flag], dtype=np.int32), everybody, MPI.MIN)
+    return bool(everybody[0])

@@ -1,0 +1,69 @@
+"""Calls the life-cycle hooks; what a plugin raises is told with its name."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import pluggy
+
+from hpctrain.contracts.identity import Identity
+from hpctrain.errors import HpctrainError, TrainingError
+from hpctrain.plugins.registry import Registry
+
+LOG = logging.getLogger("hpctrain")
+
+
+class LifeCycle:
+    """The hooks of one job's plugins."""
+
+    def __init__(self, registry: Registry, identity: Identity) -> None:
+        self._hooks = registry.manager.hook
+        self._here = f", on rank {identity.rank} on {identity.node}" if identity.size > 1 else ""
+        self._sources = {source.key: source for source in registry.sources}
+        self._watched = any(self._implementations("hpctrain_phase_begin", "hpctrain_phase_end"))
+        ending = self._implementations("hpctrain_job_start", "hpctrain_step_end", "hpctrain_evaluation")
+        self.can_end = any("control" in one.argnames for one in ending)
+        """Whether any plugin takes a Control, with which it may end the run."""
+
+    def _implementations(self, *hooks: str) -> list[pluggy.HookImpl]:
+        return [one for hook in hooks for one in getattr(self._hooks, hook).get_hookimpls()]
+
+    def call(self, hook: str, **arguments: Any) -> list[Any]:
+        """What the implementations return, without None. Raises TrainingError with the plugin's name for what one raises,
+        and an HpctrainError as it is."""
+        caller = getattr(self._hooks, hook)
+        try:
+            found: list[Any] = caller(**arguments)
+            return found
+        except HpctrainError:
+            raise
+        except Exception as error:
+            LOG.error("a plugin failed in %s", hook, exc_info=True)
+            frames, who = self._where(caller, error.__traceback__)
+            said = f"{who} raised {type(error).__name__}" + (f": {error}" if str(error) else "")
+            raise TrainingError(f"{said} in {hook}{self._here}\n{frames}".rstrip()) from error
+
+    def phase(self, name: str, step: int) -> AbstractContextManager[None]:
+        """Around a phase of `step`, counted from 0; costs nothing when nobody listens."""
+        return self._phase(name, step) if self._watched else nullcontext()
+
+    @contextmanager
+    def _phase(self, name: str, step: int) -> Iterator[None]:
+        self.call("hpctrain_phase_begin", phase=name, step=step)
+        yield
+        self.call("hpctrain_phase_end", phase=name, step=step)
+
+    def _where(self, caller: pluggy.HookCaller, trace: TracebackType | None) -> tuple[str, str]:
+        """The frames from the implementation that failed on, and which plugin's it is."""
+        of = {getattr(impl.function, "__code__", None): impl.plugin_name for impl in caller.get_hookimpls()}
+        while trace is not None and trace.tb_frame.f_code not in of:
+            trace = trace.tb_next
+        if trace is None:
+            return "", "a plugin"
+        name = of[trace.tb_frame.f_code]
+        return "".join(traceback.format_tb(trace)), f"the plugin {self._sources.get(name, name)}"

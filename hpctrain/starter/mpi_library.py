@@ -1,0 +1,59 @@
+"""Which MPI mpi4py loads, and whether it takes its ranks from a PMI server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+
+from hpctrain.starter.pmi import PmiServer
+
+MPICH, OPEN_MPI = "MPICH", "Open MPI"
+_SECONDS = 60.0
+
+_QUESTION = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.get_vendor()[0], flush=True)
+if MPI.get_vendor()[0] != "Open MPI":
+    MPI.Init()
+    MPI.Finalize()
+"""
+
+
+@dataclass(frozen=True)
+class MpiLibrary:
+    """speaks_pmi: a build of MPICH that was made for PMIx or for a site's own launcher does not."""
+
+    flavour: str
+    speaks_pmi: bool
+
+
+def ask_library() -> MpiLibrary | None:
+    """Starts MPI in a process of its own: this one must not start it before its ranks do. None without an MPI library."""
+    server = PmiServer(1)
+    question = subprocess.Popen(
+        [sys.executable, "-c", _QUESTION],
+        env={**os.environ, **server.environment(0)},
+        pass_fds=server.descriptors(0),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # Ctrl-C is the starter's
+    )
+    server.started()
+    assert question.stdout is not None
+    name = question.stdout.readline().strip()
+    with suppress(subprocess.TimeoutExpired):
+        question.wait(_SECONDS)
+    question.kill()
+    question.wait()
+    question.stdout.close()
+    if not name:
+        return None
+    # MPICH's relatives (Intel, Cray, MVAPICH) share its launcher
+    return MpiLibrary(OPEN_MPI if name == OPEN_MPI else MPICH, server.join(1.0))

@@ -1,0 +1,143 @@
+"""Gloo over the guarded store: its groups are used only after the ranks have proved over gloo itself who they are.
+
+A rank of gloo listens for its peers and takes the first connection that names the right small number, whoever makes it. So
+once a group is connected, every pair of ranks exchanges tokens that only they can know from the store. A connection that
+passes can't be taken over later, except by somebody on the network path between the two ranks. A group in which a stranger
+was faster is made again.
+
+Gloo encrypts nothing: the builds of torch on PyPI lack its TLS.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.store.messages import DIGEST_BYTES, digest
+
+BACKEND = "guarded_gloo"
+
+LOG = logging.getLogger("hpctrain")
+
+_ATTEMPTS = 5
+_CONNECT = timedelta(seconds=60)
+"""For connecting and proving; all members are there by then."""
+
+
+class _AddressBook(Store):
+    """What gloo looks up while it connects. Each rank enters one address and then asks twice for that of every rank; here
+    a rank gets all of them with one request. Several networks are several rounds of that.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        super().__init__()
+        self._store, self._rank, self._size = store, rank, size
+        self.rounds = 0
+        """Networks so far."""
+        self._found: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch's stub says str, and it is bytes
+        self.rounds += 1
+        self._store.set(f"address/{self.rounds}/{self._rank}", key.encode() + b"\0" + value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        if key not in self._found:
+            entries = self._store.multi_get([f"address/{self.rounds}/{rank}" for rank in range(self._size)])
+            for name, _, value in (entry.partition(b"\0") for entry in entries):
+                self._found[name.decode()] = value
+        return self._found[key]
+
+    def forget(self) -> None:
+        """The group is connected, or never will be."""
+        self._found = {}
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+
+_books: list[_AddressBook] = []
+"""Gloo's groups keep the C++ half of theirs, which is of no use without this half."""
+
+
+def _create(options: Any, _: Any) -> dist.ProcessGroupGloo:
+    """The group that torch's `_DistributedBackendOptions` describe. Collective over its members.
+
+    Raises DistStoreError when a member does not come, EnvironmentUnfitError when strangers were faster again and again.
+    """
+    rank, size = options.group_rank, options.group_size
+    # torch gives a group that is made again after its destruction the same name and store, with what the first left there
+    store = PrefixStore(str(options.store.add(f"made/{rank}", 1)), options.store)
+    _await_members(store, rank, list(options.global_ranks_in_group) or list(range(size)), options)
+    reason = ""
+    for attempt in range(_ATTEMPTS):
+        attempt_store = PrefixStore(f"attempt/{attempt}", store)
+        found = _connect(attempt_store, rank, size)
+        attempt_store.set(f"failed/{rank}", found if isinstance(found, str) else "")
+        reasons = [one.decode() for one in attempt_store.multi_get([f"failed/{member}" for member in range(size)])]
+        reason = next((one for one in reasons if one), "")
+        if not reason and not isinstance(found, str):
+            found.set_timeout(options.timeout)
+            return found
+        if rank == 0:
+            LOG.warning("gloo: group %r is connected anew: %s", options.group_id, reason)
+    raise EnvironmentUnfitError(
+        f"gloo: group {options.group_id!r} could not be connected in {_ATTEMPTS} attempts: {reason}; expected a network between "
+        "all ranks on which nobody else gets in their way (GLOO_SOCKET_IFNAME names its interface)"
+    )
+
+
+def _await_members(store: Store, rank: int, ranks: list[int], options: Any) -> None:
+    keys = [f"here/{member}" for member in range(len(ranks))]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, options.timeout)
+    except dist.DistStoreError as error:
+        missing = ", ".join(str(one) for one, key in zip(ranks, keys, strict=True) if not store.check([key]))
+        raise dist.DistStoreError(
+            f"group {options.group_id!r} was not complete within {options.timeout.total_seconds():g} s: ranks {missing} did not "
+            "create it; new_group must be called by all ranks, in the same order"
+        ) from error
+
+
+def _connect(store: Store, rank: int, size: int) -> dist.ProcessGroupGloo | str:
+    """The connected group, or what went wrong on this rank."""
+    if rank == 0:
+        store.set("secret", secrets.token_hex(DIGEST_BYTES))
+    secret = store.get("secret")
+    book = _AddressBook(store, rank, size)
+    _books.append(book)
+    try:
+        group = dist.ProcessGroupGloo(book, rank, size, _CONNECT)
+        # with several networks, gloo's operations take turns over them
+        if size > 1 and not all(_all_prove(group, secret, rank, size) for _ in range(book.rounds)):
+            return "something else took a rank's place"
+    except (dist.DistStoreError, dist.DistNetworkError):
+        raise
+    except RuntimeError as error:
+        return str(error).partition("\n")[0][:500] or type(error).__name__
+    finally:
+        book.forget()
+    return group
+
+
+def _all_prove(group: dist.ProcessGroupGloo, secret: bytes, rank: int, size: int) -> bool:
+    """Whether this rank got from each member what only that one can send to this one. Gloo sends it directly, without relays."""
+    mine = torch.frombuffer(bytearray(_tokens(secret, [(rank, to) for to in range(size)])), dtype=torch.uint8)
+    received = torch.empty_like(mine)
+    group.alltoall_base(received, mine, [], []).wait()  # type: ignore[attr-defined]  # torch's stub lacks it
+    return bytes(received.numpy()) == _tokens(secret, [(sender, rank) for sender in range(size)])
+
+
+def _tokens(secret: bytes, pairs: list[tuple[int, int]]) -> bytes:
+    return b"".join(digest(secret, str(sender).encode(), str(receiver).encode()) for sender, receiver in pairs)
+
+
+dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])

@@ -1,0 +1,95 @@
+"""The addresses of this host: where a store listens, and which interface gloo and NCCL are to use."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+
+import psutil  # type: ignore[import-untyped]
+
+LOOPBACK = "127.0.0.1"
+
+
+def reachable_addresses(name: str | None = None) -> list[str]:
+    """This host's addresses at which another host may reach it, those of its `name` first."""
+    named = []
+    with suppress(socket.gaierror):  # a node whose name does not resolve still has interfaces
+        found = socket.getaddrinfo(name or socket.gethostname(), None, type=socket.SOCK_STREAM)
+        named = [str(info[4][0]) for info in found]
+    interfaces = [
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    usable = [a for a in named if a in interfaces] + sorted(interfaces, key=lambda a: ":" in a)
+    return [a for a in dict.fromkeys(usable) if _leads_here_from_elsewhere(ipaddress.ip_address(a))]
+
+
+def _leads_here_from_elsewhere(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return not address.is_loopback and not (address.version == 6 and address.is_link_local)
+
+
+def own_addresses(name: str) -> list[str]:
+    """The one address that `name` stands for, if it is this host's; else all at which it can be reached."""
+    with suppress(OSError):
+        address = socket.gethostbyname(name)
+        if address in reachable_addresses():
+            return [address]
+    return reachable_addresses(name)
+
+
+def hosts_of(name: str) -> list[str]:
+    """Where a rank reaches the host `name`: by that name, or, on that host itself, where it may mean loopback, by its addresses."""
+    with suppress(OSError):
+        if ipaddress.ip_address(socket.gethostbyname(name)).is_loopback:
+            return own_addresses(name)
+    return [name]
+
+
+def listeners(hosts: Iterable[str], port: int = 0) -> list[socket.socket]:
+    """A listening socket on each of `hosts` that can have one; port 0 is any free port.
+
+    OSError when none can, or when the port is taken on any: ranks would find two programs there.
+    """
+    made: list[socket.socket] = []
+    last: OSError = OSError("this host has no address that others can reach")
+    for host in hosts:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            made.append(socket.create_server((host, port), family=family, backlog=1024))
+        except OSError as error:
+            last = error
+            if error.errno == errno.EADDRINUSE:
+                break
+    else:
+        if made:
+            return made
+    for one in made:
+        one.close()
+    raise last
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has `address`."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return str(name)
+    return None
+
+
+def bind_communication(address: str) -> None:
+    """Let gloo, and NCCL where all ranks share a node, listen on the interface of `address` unless the user chose one.
+
+    By itself gloo takes what the host's name resolves to, which may be another network, or one that anybody reaches.
+    """
+    interface = interface_of(address)
+    if interface is None:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if ipaddress.ip_address(address).is_loopback:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

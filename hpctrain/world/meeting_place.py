@@ -1,0 +1,133 @@
+"""Where ranks without MPI meet: rank 0 opens the guarded store on its host, at a port that all of them work out alike."""
+
+from __future__ import annotations
+
+import os
+import socket
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+
+from hpctrain.contracts.identity import Identity
+from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.store.client import GuardedStore, narrow, open_store
+from hpctrain.store.credentials import Credential, SecretFinder, make_credential
+from hpctrain.store.messages import ProtocolError
+from hpctrain.store.network import LOOPBACK, bind_communication, hosts_of, listeners, own_addresses
+from hpctrain.store.server import StoreServer
+from hpctrain.world.detection import STARTER_VARIABLE
+from hpctrain.world.slurm import step_host, step_token
+
+_PORTS = range(20000, 32000)
+"""Below the range that Linux hands to outgoing connections."""
+_CANDIDATES = 64
+"""Ports to try: some may be taken by other jobs of the node, or by a stranger who wants to be in the way."""
+_ATTEMPT = 2.0
+"""Seconds for one port: something else may listen there and say nothing."""
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """token: names this start of the job. host: rank 0's, by the name that the others know. secret_file: where the secret
+    lies; None where MUNGE or the home directory is to carry it."""
+
+    token: str
+    host: str
+    one_node: bool
+    secret_file: Path | None = None
+
+    def ports(self) -> Iterator[int]:
+        """Ports in the order in which they are tried."""
+        known = dict.fromkeys(
+            _PORTS[zlib.crc32(f"{self.token} {attempt}".encode()) % len(_PORTS)] for attempt in range(2 * _CANDIDATES)
+        )
+        return islice(known, _CANDIDATES)
+
+
+def meeting_place(identity: Identity, environment: Mapping[str, str] = os.environ) -> MeetingPlace:
+    """The place of the ranks that this process belongs to."""
+    one_node = identity.local_size == identity.size
+    if identity.source == "starter":
+        directory = Path(environment[STARTER_VARIABLE])
+        return MeetingPlace(directory.name, LOOPBACK, True, directory / "secret")
+    if identity.source == "slurm":
+        return MeetingPlace(step_token(environment), step_host(environment), one_node)
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    # two nodes may each have a job of their own on "localhost"
+    node = [socket.gethostname()] if one_node else []
+    token = ".".join(["torchrun", *node, *(environment.get(name, "0") for name in names)])
+    return MeetingPlace(token, environment["MASTER_ADDR"], one_node)
+
+
+def open_or_join(
+    place: MeetingPlace, identity: Identity, timeout: timedelta, on_stranger: Callable[[str], None]
+) -> GuardedStore:
+    """The store of all ranks that meet at `place`; EnvironmentUnfitError when that does not work in time."""
+    first = identity.rank == 0
+    store = _open(place, identity, timeout, on_stranger) if first else _join(place, identity, timeout)
+    bind_communication(store.local_host)
+    return store
+
+
+def _open(
+    place: MeetingPlace, identity: Identity, timeout: timedelta, on_stranger: Callable[[str], None]
+) -> GuardedStore:
+    hosts = [LOOPBACK] if place.one_node else own_addresses(place.host)
+    sockets = _listen(place, hosts, identity)
+    credential = make_credential(place.token, place.secret_file)
+    server = StoreServer(credential.secret, sockets, identity.size, credential.introduction, on_stranger)
+    store = open_store(server.addresses, lambda _: credential.secret, timeout.total_seconds(), timeout)
+    return narrow(store, server, _await_all(store, identity, credential, timeout))
+
+
+def _listen(place: MeetingPlace, hosts: list[str], identity: Identity) -> list[socket.socket]:
+    for port in place.ports():
+        try:
+            return listeners(hosts, port)
+        except OSError:
+            continue  # taken
+    ports = ", ".join(map(str, place.ports()))
+    raise EnvironmentUnfitError(f"none of the ports {ports} is free on {identity.node}; end what listens there")
+
+
+def _await_all(store: GuardedStore, identity: Identity, credential: Credential, timeout: timedelta) -> set[str]:
+    """The addresses at which the other ranks came in, all of them by now; the secret's file goes."""
+    ranks = [rank for rank in range(identity.size) if rank != 0]
+    try:
+        return {host.decode() for host in store.multi_get([_came(rank) for rank in ranks])}
+    except RuntimeError:
+        missing = ", ".join(str(rank) for rank in ranks if not store.check([_came(rank)]))
+        raise not_met(identity, missing, timeout) from None
+    finally:
+        credential.remove()
+
+
+def _join(place: MeetingPlace, identity: Identity, timeout: timedelta) -> GuardedStore:
+    hosts, ports = [LOOPBACK] if place.one_node else hosts_of(place.host), list(place.ports())
+    find_secret = SecretFinder(place.token, place.secret_file)
+    try:
+        addresses = [(host, port) for port in ports for host in hosts]
+        store = open_store(addresses, find_secret, timeout.total_seconds(), timeout, _ATTEMPT)
+    except (OSError, ProtocolError) as error:
+        raise EnvironmentUnfitError(
+            f"rank {identity.rank} on {identity.node} found no rank 0 of this job on {place.host} within "
+            f"{timeout.total_seconds():.0f} s (ports {', '.join(map(str, ports))}; the last answer: {error}); expected "
+            "TCP connections between the job's nodes to be allowed, and MUNGE or a home directory that they share"
+        ) from error
+    store.set(_came(identity.rank), store.remote_host)
+    return store
+
+
+def _came(rank: int) -> str:
+    return f"came/{rank}"
+
+
+def not_met(identity: Identity, missing: str, waited: timedelta) -> EnvironmentUnfitError:
+    """The error of a rank that waited for others in vain."""
+    return EnvironmentUnfitError(
+        f"rank {identity.rank} on {identity.node} waited {waited.total_seconds():.0f} s for rank {missing} of "
+        f"{identity.size} to join; look for that rank's own message, or for a node on which it could not start"
+    )

@@ -1,0 +1,6 @@
+"""Files beside the shards."""
+
+METADATA_FILE = ".metadata"
+"""torch's own table of contents."""
+VALUES_FILE = "hpctrain.json"
+"""The values of a checkpoint, and the checksum of the table."""

@@ -1,0 +1,96 @@
+"""What HDF5's own object headers in a shard say of each dataset, read without HDF5: so a dtype that somebody changed in the
+manifest, with checksums that fit, is found while loading.
+
+The layout is that of the HDF5 File Format Specification, IV.A.1.b (version 2 object headers): a signature, then messages of a
+type, a length and flags. A header of a dataset has its dataspace, its datatype and where its values lie.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from hpctrain.api import CheckpointError
+
+from . import dtypes
+from .table import Chunk
+
+LONGEST = 1024
+"""Bytes of a header; more dims than HDF5 has would not make it longer."""
+_SIGNATURE = b"OHDR\x02"
+_DATASPACE, _DATATYPE, _LAYOUT, _ATTRIBUTE = 1, 3, 8, 12
+_CONTIGUOUS = b"\x03\x01"
+_PLAIN = (0, 1)
+"""Classes of datatypes whose messages are equal where the types are: integers and floats."""
+
+
+class Form(NamedTuple):
+    """Messages of a dataset."""
+
+    space: bytes
+    kind: bytes
+    attribute: bytes
+
+
+class Forms:
+    """Collects the datasets of a shard by the byte where their values begin, from its bytes as they are read."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Form] = {}
+        self._types: dict[torch.dtype, bytes] = {}
+        self._rest = b""
+
+    def add(self, piece: bytes, is_last: bool) -> None:
+        """The next bytes of a stretch outside of all chunks, or its last ones."""
+        raw = self._rest + piece
+        end = len(raw) if is_last else max(0, len(raw) - LONGEST)
+        at = raw.find(_SIGNATURE, 0, end)
+        while at >= 0:
+            self._read(raw, at)
+            at = raw.find(_SIGNATURE, at + 1, end)
+        self._rest = b"" if is_last else raw[end:]
+
+    def check(self, chunks: Iterable[Chunk]) -> None:
+        """CheckpointError names the tensor that the file has in another dtype or shape, or not there."""
+        for chunk in chunks:
+            form = self._found.get(chunk.at)
+            if chunk.part.volume and (form is None or not self._is_of(form, chunk)):
+                raise CheckpointError(
+                    f"tensor {chunk.name}: the file has no dataset of {chunk.dtype} {list(chunk.part.shape)} at byte {chunk.at}, "
+                    "as the manifest says: one of them was changed"
+                )
+
+    def _read(self, raw: bytes, at: int) -> None:
+        flags = raw[at + 5] if at + 5 < len(raw) else 0
+        at += 6 + 16 * (flags >> 5 & 1) + 4 * (flags >> 4 & 1)
+        width = 1 << (flags & 3)
+        end = min(len(raw), at + width + int.from_bytes(raw[at : at + width], "little"))
+        at += width
+        extra = 2 * (flags >> 2 & 1)
+        found: dict[int, bytes] = {}
+        while at + 4 <= end:
+            length = raw[at + 1] | raw[at + 2] << 8
+            begin = at + 4 + extra
+            at, kind = begin + length, raw[at]
+            if kind:
+                found[kind] = raw[begin:at]
+        layout = found.get(_LAYOUT, b"")
+        if layout[:2] == _CONTIGUOUS:
+            form = Form(found.get(_DATASPACE, b""), found.get(_DATATYPE, b""), found.get(_ATTRIBUTE, b""))
+            self._found[int.from_bytes(layout[2:10], "little")] = form
+
+    def _is_of(self, form: Form, chunk: Chunk) -> bool:
+        shape = chunk.part.shape
+        if form.space[1:2] != bytes([len(shape)]) or form.space[4 : 4 + 8 * len(shape)] != struct.pack(
+            f"<{len(shape)}Q", *shape
+        ):
+            return False
+        if chunk.dtype not in self._types:
+            self._types[chunk.dtype] = dtypes.hdf5_type(chunk.dtype).encode()[2:]
+        wanted, kind = self._types[chunk.dtype], form.kind
+        same = kind == wanted if wanted[0] & 15 in _PLAIN else kind[:1] != b"" and kind[0] & 15 == wanted[0] & 15
+        named = dtypes.name_of(chunk.dtype).encode() in form.attribute
+        return same and kind[4:8] == wanted[4:8] and (named if dtypes.is_bits_only(chunk.dtype) else not form.attribute)

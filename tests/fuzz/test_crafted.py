@@ -1,0 +1,46 @@
+"""Crafted checkpoints and run directories (cases.py): each command ends with a sentence and the right exit code, in little
+time and memory, and nothing outside of the directory is read, written or run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cases import CASES, Case
+from confined import Confined, confined
+from crafting import Place, make_bases
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Confined]:
+    with confined() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def bases(server: Confined, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_bases(tmp_path_factory.mktemp("bases"), server)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.base}, {case.name}".replace("/", " "))
+def test_crafted(case: Case, server: Confined, bases: dict[str, Path], tmp_path: Path) -> None:
+    root = tmp_path / "x"
+    shutil.copytree(bases[case.base], root)
+    place = Place(root)
+    place.sing()
+    case.change(place)
+    found = []
+    for ended in server.run(root, *case.commands):
+        word = ended.words[ended.words[0] == "checkpoint"]
+        found += [f"{word}: {fault}" for fault in ended.faults()]
+        if ended.code != case.codes[word]:
+            found.append(f"{word}: exit {ended.code}, expected {case.codes[word]}: {ended.err[-300:]}")
+    found += place.silence()
+    shutil.rmtree(root)
+    assert not found
+
+
+def test_there_are_enough() -> None:
+    assert len(CASES) >= 200

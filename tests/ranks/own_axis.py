@@ -1,0 +1,23 @@
+"""An axis that leaves the model as it is: its ranks compute the same."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpctrain.api import AxisTraits, ModelSpec, Parallelism, hookimpl
+
+
+class Repeat(Parallelism):
+    """Every rank has all."""
+
+    name = "repeat"
+    traits = AxisTraits("rp", 45, "the same samples")
+
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
+@hookimpl
+def hpctrain_parallelism() -> list[type[Parallelism]]:
+    return [Repeat]

@@ -1,0 +1,129 @@
+"""Files of a run: what is in their place isn't followed, waited for or overwritten, and who may enter its directory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import stat
+from pathlib import Path
+
+import pytest
+from conftest import JobFile
+from launching import hpctrain, run
+
+from hpctrain.checkpoint.pickles import check_pickle
+from hpctrain.errors import CheckpointError, HpctrainError, shown
+from hpctrain.files import created, make_directory, open_to_change, read_bytes, replacing
+
+
+def test_only_regular_files_are_read_and_no_more_than_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_bytes(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(OSError, match="it has 5 bytes, expected at most 4"):
+        read_bytes(tmp_path / "file", 4)
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "nowhere").symlink_to("missing")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    for name in ("link", "nowhere", "pipe", "directory"):
+        with pytest.raises(OSError, match="symbolic link" if name in ("link", "nowhere") else "no regular file"):
+            read_bytes(tmp_path / name)
+    for name in ("link", "nowhere"):
+        with pytest.raises(OSError, match="symbolic link"):
+            open_to_change(tmp_path / name, os.O_WRONLY)
+        with pytest.raises(FileExistsError), created(tmp_path / name):
+            pass
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_file_with_another_name_elsewhere_is_not_changed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1")
+    os.link(tmp_path / "file", tmp_path / "other")
+    with pytest.raises(OSError, match="it has 2 names"):
+        open_to_change(tmp_path / "file", os.O_WRONLY)
+
+
+def test_a_replacement_that_fails_changes_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for content in (b"1", b"2"):
+        with replacing(path) as file:
+            file.write(content)
+            (temporary,) = set(tmp_path.iterdir()) - {path}
+            assert temporary.name.startswith(".file.") and len(temporary.name) > 20
+    with pytest.raises(ZeroDivisionError), replacing(path) as file:
+        file.write(b"3")
+        raise ZeroDivisionError
+    assert path.read_bytes() == b"2" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_is_no_directory_of_a_run(tmp_path: Path) -> None:
+    make_directory(tmp_path / "a")
+    make_directory(tmp_path / "a")
+    (tmp_path / "link").symlink_to("a")
+    with pytest.raises(OSError, match="symbolic link"):
+        make_directory(tmp_path / "link")
+
+
+@pytest.mark.parametrize(
+    ("permissions", "umask", "mode"),
+    [
+        (None, 0o022, 0o700),
+        ("0750", 0o022, 0o750),
+        ("770", 0o027, 0o750),
+        ("umask", 0o027, 0o750),
+        ("0777", 0o077, 0o700),
+    ],
+)
+def test_who_may_enter_a_run(permissions: str | None, umask: int, mode: int, job: JobFile) -> None:
+    job.set(job={"output_dir": "runs/x", "steps": 1, **({} if permissions is None else {"permissions": permissions})})
+    before = os.umask(umask)
+    try:
+        assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(job.output.stat().st_mode) == mode
+    assert stat.S_IMODE(job.output.parent.stat().st_mode) == 0o777 & ~umask, "only the run's own directory"
+
+
+def test_a_directory_that_is_there_keeps_its_mode_and_may_lie_behind_a_link(job: JobFile) -> None:
+    scratch = job.directory / "scratch"
+    scratch.mkdir(mode=0o755)
+    (job.directory / "out").symlink_to("scratch")
+    assert run(hpctrain("run", "job.toml"), job.directory).code == 0
+    assert stat.S_IMODE(scratch.stat().st_mode) == 0o755 and (scratch / "metrics.jsonl").is_file()
+
+
+@pytest.mark.parametrize("permissions", ["0077", "rwx", "07000", ""])
+def test_permissions_that_are_none(permissions: str, job: JobFile) -> None:
+    done = run(hpctrain("check", "job.toml", "--set", f"job.permissions='{permissions}'"), job.directory)
+    assert done.code == 2 and "lets the owner in" in done.err, done
+
+
+def test_what_is_told_of_a_file_steers_no_terminal_and_has_an_end() -> None:
+    assert str(HpctrainError("a\x1b[2J\nb")) == "a\\x1b[2J\nb"
+    nested: list[object] = ["x"]
+    for _ in range(60):
+        nested = [nested, nested]
+    for value in (nested, "x" * 10**6, 10**5000, {"x": nested}, object(), (1, 2), None, True, b"x" * 100):
+        length = len(shown(value))  # not in the assertion: pytest would print all of it
+        assert length < 500
+    assert shown((1, None)) == "(1, None)"
+
+
+def test_pickles_of_tables_pass_and_ask_for_no_more_than_they_have() -> None:
+    shared = ("a", 1)
+    content = {"x": [shared, shared, {"y": (shared, 2.5, None, 2**40)}], "z": "text", b"b": True}
+    for protocol in range(1, 5):
+        raw = pickle.dumps(content, protocol)
+        assert check_pickle(b"--" + raw, 2) == len(raw) + 2
+    for crafted in (
+        b"\x80\x04N" + b"2\x86" * 60 + b".",
+        b"\x80\x04N" + b"\x85" * 10**6 + b".",
+        b"\x80\x04\x8f.",
+        b"h\x00.",
+        b"\x80\x04N(0\x85.",  # POP takes the mark, and the tuple of one what lies before it
+        b"\x80\x04N(\x85.",
+        b"N" + b"q\x11" + b"g" + b"0" * 40 + b"17\n.",  # a place of 42 digits
+    ):
+        with pytest.raises(CheckpointError):
+            check_pickle(crafted)

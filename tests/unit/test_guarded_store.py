@@ -1,0 +1,474 @@
+"""The guarded store: TCPStore's semantics for those who know the secret, nothing for anybody else."""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.store import credentials
+from hpctrain.store.client import Connection, GuardedStore, open_store
+from hpctrain.store.credentials import SecretFinder, make_credential
+from hpctrain.store.messages import (
+    DIGEST_BYTES,
+    GREETING_HEADER,
+    MAGIC,
+    MESSAGE_HEADER,
+    NONCE_BYTES,
+    Opener,
+    ProtocolError,
+    Sealer,
+    pack,
+    unpack,
+)  # fmt: skip
+from hpctrain.store.network import LOOPBACK, listeners
+from hpctrain.store.server import StoreServer
+
+SECRET = secrets.token_bytes(32)
+TIMEOUT = timedelta(seconds=20)
+
+
+@pytest.fixture
+def told() -> list[str]:
+    """What the server says of strangers."""
+    return []
+
+
+@pytest.fixture
+def server(told: list[str]) -> Iterator[StoreServer]:
+    one = StoreServer(SECRET, listeners([LOOPBACK]), 4, on_stranger=told.append)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def store(server: StoreServer) -> Iterator[GuardedStore]:
+    one = join(server)
+    yield one
+    one.close()
+
+
+def join(server: StoreServer, secret: bytes = SECRET, timeout: timedelta = TIMEOUT) -> GuardedStore:
+    return open_store(server.addresses, lambda _: secret, 5, timeout)
+
+
+# ------------------------------------------------------------------ as a store
+
+KEYS = st.sampled_from(["a", "b", "c"])
+VALUES = st.binary(max_size=20)
+REQUESTS = st.one_of(
+    st.tuples(st.just("set"), KEYS, VALUES),
+    st.tuples(st.just("add"), st.sampled_from(["n", "m"]), st.integers(-5, 5)),
+    st.tuples(st.just("append"), KEYS, VALUES),
+    st.tuples(st.just("check"), st.lists(KEYS, max_size=3)),
+    st.tuples(st.just("delete_key"), KEYS),
+    st.tuples(st.just("compare_set"), KEYS, VALUES.map(bytes.hex), VALUES.map(bytes.hex)),
+    st.tuples(st.just("num_keys")),
+)
+
+
+@given(st.lists(REQUESTS, max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_it_answers_as_torch_s_own_store_in_memory(requests: list[tuple]) -> None:
+    server = StoreServer(SECRET, listeners([LOOPBACK]), 1)
+    store, reference = join(server), HashStore()
+    try:
+        for name, *arguments in requests:
+            assert getattr(store, name)(*arguments) == getattr(reference, name)(*arguments), (name, arguments)
+    finally:
+        store.close()
+        server.close()
+
+
+def test_values_of_any_size_and_kind_come_back(store: GuardedStore) -> None:
+    big = os.urandom(3 * 2**20 + 1)
+    store.multi_set(["big", "text", "empty"], [big, "über", b""])
+    assert store.multi_get(["empty", "text", "big"]) == [b"", "über".encode(), big]
+    assert PrefixStore("x", store).add("n", 2**40) == 2**40
+
+
+def test_ranks_wait_for_each_other_s_keys(server: StoreServer, store: GuardedStore) -> None:
+    other = join(server)
+    threading.Timer(0.3, lambda: other.set("late", "1")).start()
+    begin = time.monotonic()
+    store.wait(["late"])
+    assert store.get("late") == b"1" and time.monotonic() - begin < 5
+    with pytest.raises(dist.DistStoreError, match=r"waited 0\.2 s in the store for: never, nor this$"):
+        store.wait(["late", "never", "nor this"], timedelta(seconds=0.2))
+    other.close()
+
+
+def test_a_thread_that_waits_does_not_hold_up_the_others(store: GuardedStore) -> None:
+    waiting = threading.Thread(target=store.wait, args=(["door"],))
+    waiting.start()
+    for number in range(50):
+        assert store.add("n", 1) == number + 1
+    store.set("door", "open")
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+def test_many_ranks_count_to_the_right_number(server: StoreServer) -> None:
+    def count() -> None:
+        store = join(server)
+        for _ in range(100):
+            store.add("n", 1)
+        store.close()
+
+    threads = [threading.Thread(target=count) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert join(server).add("n", 0) == 1600
+
+
+def test_a_store_whose_server_is_gone_says_so_at_once_each_time(server: StoreServer, store: GuardedStore) -> None:
+    server.close()
+    begin = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(
+            dist.DistNetworkError, match=r"the store on rank 0 \(127\.0\.0\.1 port \d+\) does not answer"
+        ):
+            store.set("a", "b")
+    assert time.monotonic() - begin < 5
+
+
+def test_what_the_store_can_t_do_is_told_and_it_goes_on(store: GuardedStore) -> None:
+    store.set("text", "a")
+    store.add("most", 2**62)
+    for key, amount in (("text", 1), ("most", 2**62)):
+        with pytest.raises(dist.DistStoreError, match="the store can't do that"):
+            store.add(key, amount)
+    assert store.get("text") == b"a" and store.add("most", 0) == 2**62
+    with pytest.raises(dist.DistStoreError, match="waited 0 s"):
+        store.wait(["never"], timedelta(0))
+    threading.Timer(0.2, lambda: store.set("late", "1")).start()
+    store.wait(["late"], timedelta.max)
+
+
+def test_a_forked_process_ends(server: StoreServer, store: GuardedStore) -> None:
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            server.close()
+            os._exit(7)
+        os._exit(1)
+    give_up = time.monotonic() + 10
+    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(found[1]) == 7 and store.add("n", 1) == 1
+
+
+# ------------------------------------------------------------------ strangers
+
+
+def raw(server: StoreServer) -> socket.socket:
+    one = socket.create_connection(server.addresses[0], 5)
+    one.settimeout(5)
+    return one
+
+
+def is_hung_up(one: socket.socket) -> bool:
+    with suppress(ConnectionError):
+        while one.recv(4096):
+            pass
+    return True
+
+
+TCPSTORE_SET = b"\x00" + b"".join(len(part).to_bytes(8, "little") + part for part in (b"hpctrain/job", b"{}"))
+PICKLE = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R."
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        os.urandom(64), bytes(64), os.urandom(4096), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64), TCPSTORE_SET + bytes(64),
+        PICKLE + bytes(64), b"\xff" * 2**16, MAGIC + bytes(64),
+    ],
+)  # fmt: skip
+def test_whoever_lacks_the_secret_is_hung_up_on_and_told_of_once(
+    server: StoreServer, store: GuardedStore, told: list[str], message: bytes
+) -> None:
+    store.set("job", "mine")
+    for _ in range(3):
+        stranger = raw(server)
+        stranger.sendall(message)
+        assert is_hung_up(stranger)
+    assert store.get("job") == b"mine" and store.num_keys() == 1
+    assert (
+        len(told) == 1
+        and "a connection from 127.0.0.1 port" in told[0]
+        and "does not know this job's secret" in told[0]
+    )
+
+
+def test_a_wrong_secret_is_refused_on_both_sides(server: StoreServer) -> None:
+    with pytest.raises((ProtocolError, ConnectionError)):
+        Connection(server.addresses[0], lambda _: bytes(32), 5)
+
+
+def impostor(answer: Callable[[bytes], bytes], introduction: bytes = b"") -> tuple[socket.socket, threading.Thread]:
+    """Greets as a server would, and answers a rank's proof by what `answer` makes of it."""
+    (listener,) = listeners([LOOPBACK])
+
+    def serve() -> None:
+        with suppress(OSError), listener.accept()[0] as rank:
+            rank.settimeout(5)
+            rank.sendall(GREETING_HEADER.pack(MAGIC, bytes(NONCE_BYTES), len(introduction)) + introduction)
+            rank.sendall(answer(rank.recv(NONCE_BYTES + DIGEST_BYTES)))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return listener, thread
+
+
+@pytest.mark.parametrize("answer", [lambda proof: proof[-DIGEST_BYTES:], lambda _: bytes(DIGEST_BYTES), lambda _: b""])
+def test_a_rank_believes_no_impostor(answer: Callable[[bytes], bytes]) -> None:
+    listener, thread = impostor(answer)
+    with pytest.raises((ProtocolError, ConnectionError)):
+        Connection(listener.getsockname()[:2], lambda _: SECRET, 5)
+    listener.close()
+    thread.join(5)
+
+
+def test_a_stranger_who_passes_everything_on_gets_nothing(server: StoreServer, told: list[str]) -> None:
+    """It took a port that ranks try before rank 0's."""
+    (listener,) = listeners([LOOPBACK])
+    seen: list[bytes] = []
+
+    def relay() -> None:
+        with suppress(OSError), listener.accept()[0] as rank, socket.create_connection(server.addresses[0]) as there:
+            back = threading.Thread(target=copy, args=(there, rank), daemon=True)
+            back.start()
+            copy(rank, there)
+
+    def copy(source: socket.socket, into: socket.socket) -> None:
+        with suppress(OSError):
+            while chunk := source.recv(65536):
+                seen.append(chunk)
+                into.sendall(chunk)
+            into.shutdown(socket.SHUT_RDWR)
+
+    thread = threading.Thread(target=relay, daemon=True)
+    thread.start()
+    store = open_store([listener.getsockname()[:2], *server.addresses], lambda _: SECRET, 5, TIMEOUT)
+    store.set("job", "secret job")
+    listener.close()
+    thread.join(5)
+    assert store.address == server.addresses[0] and b"secret job" not in b"".join(seen)
+    assert len(told) == 1 and "does not know this job's secret" in told[0]
+
+
+class Changed:
+    """A rank's socket behind which `change` makes of its n-th message what the server gets."""
+
+    def __init__(self, inner: socket.socket, change: Callable[[int, bytes], list[bytes]]) -> None:
+        self._inner, self._change, self._count = inner, change, 0
+
+    def sendall(self, message: bytes) -> None:
+        for one in self._change(self._count, message):
+            self._inner.sendall(one)
+        self._count += 1
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+def flip(message: bytes, position: int) -> bytes:
+    return message[:position] + bytes([message[position] ^ 1]) + message[position + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda n, m: [flip(m, len(m) - 1)] if n == 1 else [m], "altered"),
+        (lambda n, m: [flip(m, 4 + 8 + 3)] if n == 1 else [m], "altered"),
+        (lambda n, m: [m, m] if n == 1 else [m], "repeated"),
+        (lambda n, m: [flip(m, 11)] if n == 1 else [m], "out of order"),
+    ],
+    ids=["value", "digest", "replay", "number"],
+)
+def test_messages_that_somebody_changes_on_the_way_are_told(
+    server: StoreServer, told: list[str], change: Callable[[int, bytes], list[bytes]], why: str
+) -> None:
+    store = join(server)
+    store._idle[0]._socket = Changed(store._idle[0]._socket, change)  # type: ignore[assignment]
+    with suppress(dist.DistNetworkError):
+        store.add("n", 1)
+        store.add("n", 1)
+        store.add("n", 1)
+    store.close()
+    give_up = time.monotonic() + 5
+    while not told and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert len(told) == 1 and why in told[0] and "127.0.0.1" in told[0]
+    assert join(server).add("n", 0) <= 3
+
+
+def test_a_flood_of_connections_keeps_nobody_out_and_takes_no_memory(
+    server: StoreServer, store: GuardedStore, told: list[str]
+) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    held = []
+    for number in range(3000):
+        with suppress(OSError):
+            one = raw(server)
+            one.sendall(b"\xff" * 40)
+            held = [*held[-100:], one]
+        if number % 500 == 0:
+            other = join(server)
+            assert other.add("n", 1) == number // 500 + 1 and store.add("m", 1)
+            other.close()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 100_000, f"{grown} KB more"
+    assert len(told) == 1
+
+
+def test_a_flood_at_once_leaves_files_to_the_process(server: StoreServer, store: GuardedStore) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    flood = "import socket, sys\nheld = []\nfor _ in range(900):\n one = socket.socket(); one.setblocking(False)\n" \
+            " one.connect_ex(('127.0.0.1', int(sys.argv[1]))); held.append(one)\ninput()"  # fmt: skip
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    floods = [
+        subprocess.Popen([sys.executable, "-c", flood, str(server.addresses[0][1])], stdin=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    try:
+        give_up = time.monotonic() + 4
+        while time.monotonic() < give_up:
+            with open(os.devnull):
+                store.add("n", 1)
+    finally:
+        for one in floods:
+            one.communicate(b"\n", timeout=20)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("drip", [b"", b"x"])
+def test_a_server_that_never_comes_to_an_end_is_given_up_in_time(drip: bytes) -> None:
+    (listener,) = listeners([LOOPBACK])
+
+    def serve() -> None:
+        with suppress(OSError):
+            rank = listener.accept()[0]
+            rank.sendall(GREETING_HEADER.pack(MAGIC, bytes(NONCE_BYTES), 4000))
+            while drip:
+                rank.sendall(drip)
+                time.sleep(0.1)
+
+    threading.Thread(target=serve, daemon=True).start()
+    begin = time.monotonic()
+    with pytest.raises(OSError):
+        Connection(listener.getsockname()[:2], lambda _: SECRET, 1.0)
+    assert time.monotonic() - begin < 3
+    listener.close()
+
+
+def test_half_open_connections_give_way(server: StoreServer) -> None:
+    held = [raw(server) for _ in range(400)]
+    assert join(server).add("n", 1) == 1
+    assert sum(is_hung_up(one) for one in held[:100]) == 100
+    for one in held:
+        one.close()
+
+
+# ------------------------------------------------------------------ its parts
+
+
+@given(st.lists(st.binary(max_size=50), max_size=10))
+def test_parts_come_back(parts: list[bytes]) -> None:
+    assert unpack(pack(parts)) == parts
+
+
+@given(st.binary(max_size=80))
+def test_odd_payloads_are_refused_in_words(payload: bytes) -> None:
+    with suppress(ProtocolError):
+        assert pack(unpack(payload)) == payload
+
+
+def test_a_message_in_one_direction_is_none_in_the_other() -> None:
+    sealed = Sealer(b"one key").seal([b"set", b"a", b"b"])
+    opener = Opener(b"another")
+    with pytest.raises(ProtocolError, match="altered"):
+        opener.length(sealed[: MESSAGE_HEADER.size])
+        opener.open(sealed[MESSAGE_HEADER.size :])
+
+
+def test_lengths_beyond_reason_are_refused_before_memory_is_taken() -> None:
+    with pytest.raises(ProtocolError, match="longer than"):
+        Opener(b"key").length(MESSAGE_HEADER.pack(2**32 - 1, 0, bytes(DIGEST_BYTES)))
+
+
+# ------------------------------------------------------------------ the secret
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(credentials.shutil, "which", lambda _: None)  # a machine without MUNGE
+    return tmp_path
+
+
+def test_a_file_carries_the_secret_to_this_user_only(home: Path) -> None:
+    made = make_credential("start 1", None)
+    (file,) = (home / ".hpctrain").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+    assert SecretFinder("start 1", None)(made.introduction) == made.secret
+    assert SecretFinder("start 2", None)(made.introduction) is None
+    made.remove()
+    assert not file.exists()
+
+
+def _open_to_group(file: Path) -> None:
+    file.chmod(0o640)
+
+
+def _link(file: Path) -> None:
+    file.rename(file.with_suffix(".real"))
+    file.symlink_to(file.with_suffix(".real"))
+
+
+def _fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file, 0o600)
+
+
+def _cut(file: Path) -> None:
+    file.write_text(file.read_text()[:-1])
+
+
+def _longer(file: Path) -> None:
+    file.write_text(file.read_text() + "0")
+
+
+@pytest.mark.parametrize("spoil", [_open_to_group, _link, _fifo, _cut, _longer])
+def test_a_file_that_others_could_have_made_is_not_believed(home: Path, spoil: Callable[[Path], None]) -> None:
+    made = make_credential("start", None)
+    (file,) = (home / ".hpctrain").iterdir()
+    spoil(file)
+    assert SecretFinder("start", None)(made.introduction) is None
+
+
+def test_no_way_to_recognize_each_other_is_told(home: Path) -> None:
+    (home / ".hpctrain").write_text("in the way")
+    with pytest.raises(
+        EnvironmentUnfitError, match=r"runs no MUNGE, and .* cannot be written .*; expected one of the two"
+    ):
+        make_credential("start", None)

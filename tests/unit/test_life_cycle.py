@@ -1,0 +1,208 @@
+"""What a plugin can do with a training: end it, keep state in its checkpoints, see its phases, and fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY
+
+import hpctrain
+from hpctrain.errors import CheckpointError, TrainingError, UsageError
+
+PATIENCE = """
+import torch
+from hpctrain.api import Piece, PluginState, hookimpl
+
+
+class Patience:
+    '''Ends the run when the evaluation is over a bound for the second time; its average of the losses is a tensor.'''
+
+    def __init__(self):
+        self.evaluations, self.average = 0, torch.zeros(3)
+
+    @hookimpl
+    def hpctrain_state(self):
+        return PluginState("patience", [Piece.whole("average", self.average)], self.values, self.restore)
+
+    def values(self):
+        return {"evaluations": self.evaluations}
+
+    def restore(self, values):
+        self.evaluations = values["evaluations"]
+
+    @hookimpl
+    def hpctrain_job_start(self, step, control):
+        self.control = control
+        print("began after", step, self.evaluations, self.average.tolist())
+
+    @hookimpl
+    def hpctrain_step_end(self, step, metrics):
+        self.average.mul_(0.5).add_(metrics["loss"])
+
+    @hookimpl
+    def hpctrain_evaluation(self, step, metrics, control):
+        self.evaluations += 1
+        if self.evaluations == 2:
+            control.stop(f"{self.evaluations} evaluations are enough")
+
+
+_patience = Patience()
+for name in ("hpctrain_state", "hpctrain_job_start", "hpctrain_step_end", "hpctrain_evaluation"):
+    globals()[name] = getattr(_patience, name)
+"""
+
+PHASES = """
+from hpctrain.api import hookimpl
+
+
+def note(*words):
+    with open("phases", "a") as file:
+        print(*words, file=file)
+
+
+@hookimpl
+def hpctrain_phase_begin(phase, step):
+    note("begin", phase, step)
+
+
+@hookimpl
+def hpctrain_phase_end(phase, step):
+    note("end", phase, step)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def train(plugin: str | None = None, **changes: dict[str, Any]) -> dict[str, Any]:
+    tables: dict[str, Any] = json.loads(json.dumps(TINY))
+    for name, table in changes.items():
+        tables.setdefault(name, {}).update(table)
+    if plugin is not None:
+        tables["plugins"] = {"load": [plugin]}
+    return hpctrain.run(tables)
+
+
+def write(name: str, text: str) -> str:
+    Path(f"{name}.py").write_text(text)
+    return name
+
+
+def losses(directory: str = "out") -> list[float]:
+    rows = [json.loads(line) for line in Path(directory, "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_a_plugin_ends_a_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    name = write("patience_ends", PATIENCE)
+    tables = {"evaluation": {"every_steps": 2}, "job": {"steps": 9}}
+    assert train(name, **tables) == {"step": 4, "loss": losses()[-1], "exit_code": 0}
+    out = capsys.readouterr().out
+    assert "ended        after step 4: 2 evaluations are enough" in out and "done         step 4" in out
+    assert [path.name for path in Path("out/checkpoints").glob("step-*")] == ["step-00000004"]
+    train(evaluation={"every_steps": 2}, job={"steps": 9, "output_dir": "whole"})
+    assert losses() == losses("whole")[:4]
+
+
+def test_a_plugin_that_ends_a_run_before_its_first_step(capsys: pytest.CaptureFixture[str]) -> None:
+    name = write(
+        "ends_at_once", "from hpctrain.api import hookimpl\n\n\n@hookimpl\n"
+        "def hpctrain_job_start(control):\n    control.stop('no need')\n",
+    )  # fmt: skip
+    assert train(name)["step"] == 0
+    out = capsys.readouterr().out
+    assert "ended        after step 0: no need" in out and "nan" not in out and "raise [job] steps" not in out
+
+
+def test_a_plugin_gets_back_what_it_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    straight, halves = write("patience_straight", PATIENCE), write("patience_halves", PATIENCE)
+    evaluation = {"every_steps": 3}
+    train(straight, job={"steps": 5}, evaluation=evaluation)
+    train(straight, job={"steps": 5}, evaluation=evaluation)
+    ended = capsys.readouterr().out.splitlines()[-4:]
+    train(write("patience_first", PATIENCE), job={"steps": 4, "output_dir": "halves"}, evaluation=evaluation)
+    train(halves, job={"steps": 5, "output_dir": "halves"}, evaluation=evaluation)
+    began = [line for line in capsys.readouterr().out.splitlines() if line.startswith("began")]
+    average = 0.0
+    for loss in losses("halves")[:4]:
+        average = average / 2 + loss
+    words = began[-1].split(" ", 4)
+    assert words[:4] == ["began", "after", "4", "2"], (began, ended)  # it had evaluated after steps 3 and 4
+    assert json.loads(words[4]) == pytest.approx([average] * 3, rel=1e-6)
+
+
+def test_a_checkpoint_without_a_plugin_s_state_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    train(job={"steps": 2})
+    train(write("patience_later", PATIENCE), job={"steps": 3})
+    out = capsys.readouterr().out
+    assert "plugins      1 of its tensors are not in out/checkpoints/step-00000002; they begin as in a new run" in out
+    assert "began after 2 0 [0.0, 0.0, 0.0]" in out
+    train(job={"steps": 4})  # and one with it, where the plugin is gone
+    assert len(losses()) == 4
+
+
+def test_two_plugins_with_one_name_for_their_state() -> None:
+    write("patience_one", PATIENCE)
+    both = PATIENCE + "\nimport patience_one\n"
+    with pytest.raises(UsageError, match="two plugins keep state in checkpoints under the name 'patience'"):
+        hpctrain.run({**TINY, "plugins": {"load": ["patience_one", write("patience_two", both)]}})
+
+
+def test_phases_are_told_in_order() -> None:
+    tables = {"job": {"steps": 2}, "evaluation": {"every_steps": 2, "batches": 1}, "batch": {"micro_size": 6}}
+    train(write("notes_phases", PHASES), **tables)
+    lines = [line.split() for line in Path("phases").read_text().splitlines()]
+    step = [(which, phase) for which, phase, number in lines if number == "0"]
+    expected = ["build", "data", *["forward", "backward"] * 2, "optimizer"]
+    assert step == [(which, phase) for phase in expected for which in ("begin", "end")]
+    assert [(phase, number) for which, phase, number in lines if which == "end"][-2:] == [
+        ("evaluation", "2"), ("save", "2"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "hook", ["state", "job_start", "step_end", "evaluation", "checkpoint_saved", "phase_begin", "job_end"]
+)
+def test_an_error_in_a_plugin_is_told_with_its_name(hook: str) -> None:
+    name = write(
+        f"breaks_{hook}", "from hpctrain.api import hookimpl\n\n\ndef inner():\n    raise ValueError('boom')\n\n\n"
+        f"@hookimpl\ndef hpctrain_{hook}():\n    inner()\n",
+    )  # fmt: skip
+    with pytest.raises(TrainingError) as found:
+        train(name, evaluation={"every_steps": 2})
+    first, *frames = str(found.value).splitlines()
+    assert first == f"the plugin {name} ([plugins] load) raised ValueError: boom in hpctrain_{hook}"
+    assert [line.split(", in ")[1] for line in frames if ", in " in line] == [f"hpctrain_{hook}", "inner"]
+    assert "Traceback" in Path("out/log/rank-00000.log").read_text()
+
+
+def test_an_hpctrain_error_of_a_plugin_is_told_as_it_is() -> None:
+    name = write(
+        "refuses", "from hpctrain.api import CheckpointError, hookimpl\n\n\n@hookimpl\n"
+        "def hpctrain_job_start():\n    raise CheckpointError('the table is gone')\n",
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"^the table is gone$"):
+        train(name)
+
+
+def test_early_stopping_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its page is to be true: also where a checkpoint is saved before the first evaluation, and after a resume."""
+    page = (Path(__file__).parent.parent.parent / "docs" / "plugins.md").read_text()
+    code = next(block for block in page.split("```python\n") if '"early-stopping"' in block).split("```")[0]
+    tables = {
+        "evaluation": {"every_steps": 2, "batches": 1},
+        "optimizer": {"lr": 1e-30},
+        "checkpoint": {"every_steps": 1},
+    }
+    train(
+        write("stops_early", code), job={"steps": 6}, **tables
+    )  # nothing is learned: 2 evaluations without a better one
+    result = train(write("stops_early_again", code), job={"steps": 20}, **tables)
+    assert result["step"] == 8 and result["exit_code"] == 0
+    assert "ended        after step 8: the evaluation loss has not fallen for 3 evaluations" in capsys.readouterr().out

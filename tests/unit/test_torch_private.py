@@ -1,0 +1,206 @@
+"""torch's private names are used in hpctrain/torch_private.py only, and the installed torch has them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import pkgutil
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import hpctrain.api
+from hpctrain import torch_private
+
+ROOT = Path(__file__).parent.parent.parent
+HOME = ROOT / "hpctrain" / "torch_private.py"
+
+OWNERS: dict[str, Any] = {
+    "_DisableTorchDispatch": "torch._C",
+    "_StorageInfo": "torch.distributed.checkpoint.filesystem",
+    "_StridedShard": "torch.distributed.tensor.placement_types",
+    "_allgather_base": dist.ProcessGroup,
+    "_apply": nn.Module,
+    "_buffers": nn.Module(),
+    "_clear_sharding_prop_cache": "torch.distributed.tensor.debug",
+    "_flatten": DeviceMesh,
+    "_foreach_copy_": torch,
+    "_foreach_mul_": torch,
+    "_foreach_norm": torch,
+    "_get_backend": dist.ProcessGroup,
+    "_get_layout": torch.serialization,
+    "_indices": torch.Tensor,
+    "_is_view": torch.Tensor,
+    "_local_tensor": DTensor,
+    "_modules": nn.Module(),
+    "_reduce_scatter_base": dist.ProcessGroup,
+    "_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": torch.ops.aten,
+    "_schema": torch.ops.aten.mm.default,
+    "_source_rank": dist.Work,
+    "_unpickler": "torch.distributed.distributed_c10d",
+    "_values": torch.Tensor,
+    "_version": torch.Tensor,
+}
+"""Where torch has the private attributes that torch_private.py uses."""
+
+OTHERS = ("os._exit", "threading._shutdown", "atexit._run_exitfuncs")
+"""Private names of Python's own."""
+NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def names_of_torch(node: ast.AST) -> Iterator[str]:
+    """The private names that an import takes from torch."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    elif isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names if alias.name.partition(".")[0] == "torch"]
+    else:
+        return
+    yield from (name for name in names if any(map(is_private, name.split("."))))
+
+
+def attributes(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Private attributes, and what they are of."""
+    if isinstance(node, ast.Attribute) and is_private(node.attr):
+        yield ast.unparse(node.value), node.attr
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+        name = node.args[1]
+        if isinstance(name, ast.Constant) and isinstance(name.value, str) and is_private(name.value):
+            yield ast.unparse(node.args[0]), name.value
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """Private names that a file gives to something of its own."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return {name for name in names if is_private(name)}
+
+
+def heirs_of_torch(tree: ast.AST, heirs: Mapping[str, set[str]]) -> Iterator[tuple[ast.ClassDef, set[str]]]:
+    """The classes that have bases of torch's, of torch_private, or of `heirs`, with the private names that they have from these."""
+    known: dict[str, Any] = {"torch": torch}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None)
+            for alias in node.names:
+                name = f"{module}.{alias.name}" if module else alias.name
+                if name.partition(".")[0] == "torch" or module == torch_private.__name__:
+                    known[alias.asname or alias.name] = pkgutil.resolve_name(name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            names: set[str] = set()
+            for base in node.bases:
+                first, *rest = ast.unparse(base).split(".")
+                if first in known:
+                    kind = functools.reduce(getattr, rest, known[first])
+                    names |= {name for name in dir(nn.Module() if kind is nn.Module else kind) if is_private(name)}
+                names |= heirs.get(ast.unparse(base), set())
+            if names:
+                yield node, names
+
+
+def all_heirs_of_torch(trees: Collection[ast.AST]) -> dict[str, set[str]]:
+    """The classes of all files, by name, that have the private names of a base of torch's, however far away."""
+    heirs: dict[str, set[str]] = {}
+    while True:
+        found = {kind.name: names for tree in trees for kind, names in heirs_of_torch(tree, heirs)}
+        if found == heirs:
+            return heirs
+        heirs = found
+
+
+def private_names_of_torch(tree: ast.AST, own: set[str], heirs: Mapping[str, set[str]]) -> Iterator[str]:
+    """Those that a file uses.
+
+    own: the names that classes of other files give to what they have. heirs: what `all_heirs_of_torch` found.
+    """
+    here = defined(tree)
+    for node in ast.walk(tree):
+        yield from names_of_torch(node)
+        for value, name in attributes(node):
+            # what a class has from a base in another file is known by `self` only
+            ours = name in (own | here if value in ("self", "cls") else here) or name in NAMED_TUPLES
+            if (not ours or value == "torch") and f"{value}.{name}" not in OTHERS and name != "_tp_plan":
+                yield f"{node.lineno}: {value}.{name}"  # type: ignore[attr-defined]
+    for kind, inherited in heirs_of_torch(tree, heirs):
+        used = {name for node in ast.walk(kind) for value, name in attributes(node) if value in ("self", "cls")}
+        yield from (f"{kind.lineno}: {kind.name}.{name}" for name in (used | defined(kind)) & inherited)
+
+
+def test_no_other_file_uses_a_private_name_of_torch() -> None:
+    files = [*(ROOT / "hpctrain").glob("**/*.py"), *(ROOT / "plugins").glob("**/*.py")]
+    trees = {file: ast.parse(file.read_text()) for file in files if file != HOME}
+    assert len(trees) > 200
+    own = set.union(*map(defined, trees.values()))
+    heirs = all_heirs_of_torch(trees.values())
+    assert {"MPIProcessGroup", "MessageWork", "TimedStage", "GuardedStore"} <= set(heirs)
+    found = [f"{file}:{name}" for file, tree in trees.items() for name in private_names_of_torch(tree, own, heirs)]
+    assert not found, "import it from hpctrain.torch_private, plugins from hpctrain.api:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch._C import Graph", "from torch.serialization import _get_layout", "import torch._dynamo",
+        "torch._foreach_mul_(a, b)", "module._buffers", "self._schema", "inner._parameters = {}",
+        "getattr(group, '_get_backend')", "dist.distributed_c10d._unpickler = x",
+        "from torch import nn\nclass Mine(nn.Module):\n    def f(self): self._modules = {}",
+        "import torch.distributed as dist\nclass Mine(dist.ProcessGroup):\n    def _get_backend(self, device): ...",
+        "class Mine(GroupBase):\n    def _get_backend(self, device): ...",
+    ],
+)  # fmt: skip
+def test_what_counts_as_a_private_name(code: str) -> None:
+    assert list(private_names_of_torch(ast.parse(code), {"_modules"}, {"GroupBase": {"_get_backend"}}))
+
+
+def test_torch_has_every_private_name() -> None:
+    tree = ast.parse(HOME.read_text())
+    imported = {name for node in ast.walk(tree) for name in names_of_torch(node)}
+    assert len(imported) >= 7
+    for name in imported:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+    used = {name for node in ast.walk(tree) for _, name in attributes(node)} | defined(tree)
+    used |= {name.rpartition(".")[2] for name in imported}
+    assert {name for name in used if is_private(name)} - {"_C"} == set(OWNERS)
+    for name, owner in OWNERS.items():
+        assert hasattr(importlib.import_module(owner) if isinstance(owner, str) else owner, name), name
+
+
+def test_plugins_get_them_from_the_api() -> None:
+    shared = {name for name in hpctrain.api.__all__ if hasattr(torch_private, name)}
+    assert {"buffers_of", "children_of", "is_view", "version_of", "storage_record", "TorchDispatchMode"} <= shared
+    assert all(getattr(hpctrain.api, name) is getattr(torch_private, name) for name in shared)
+
+
+def test_operators_that_selective_keeps_exist() -> None:
+    """A user writes operators by the names that torch.ops.aten has, of which some begin with an underscore."""
+    from hpctrain_plugins.activation_checkpointing.selective import SelectiveOptions
+
+    assert all(hasattr(torch.ops.aten, name) for name in SelectiveOptions().keep)
+
+
+def test_a_group_in_python_is_its_own_backend_on_the_cpu() -> None:
+    group = torch_private.PythonGroup(0, 1)
+    assert group._get_backend(torch.device("cpu")) is group
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cuda"):
+        group._get_backend(torch.device("cuda"))
