@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -172,7 +173,8 @@ class _Maker:
         try:
             return validate(model, options)
         except ValidationError as error:
-            self.problems += problems_of(error, key, self.raw.tables, lambda _: [*model.model_fields, *own], owners)
+            known = partial(_option_keys, model, own)
+            self.problems += problems_of(error, key, self.raw.tables, known, owners)
             return None
 
     def _groups(self, optimizer: Any) -> list[dict[str, Any]]:
@@ -193,6 +195,16 @@ class _Maker:
             values = {} if options is None else options.model_dump()
             groups.append({"pattern": [pattern] if isinstance(pattern, str) else pattern, **values})
         return groups
+
+
+def _option_keys(model: type[BaseModel], own: Sequence[str], below: Key) -> list[str]:
+    """The keys of a plugin's table, or of a table `below` it; `own` are the core's keys of the same table."""
+    if not below:
+        return [*model.model_fields, *own]
+    field = model.model_fields.get(str(below[0]))
+    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+    inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return _option_keys(inner, (), below[1:]) if inner else []
 
 
 def _installed(registry: Registry) -> dict[str, Any]:

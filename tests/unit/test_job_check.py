@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,7 @@ from conftest import TINY
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
 from hpctrain.checking.schema import job_schema
+from hpctrain.contracts.identity import Identity
 from hpctrain.data.opening import open_data, sequence_multiple
 from hpctrain.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.job.problems import JobError
@@ -102,6 +106,23 @@ def test_options_of_the_communicator() -> None:
     assert len(found) == 1 and "hierarchical = true needs shared_memory = true, found false" in found[0]
     found = problems(communicator={"shared_memory": False})
     assert found == ["unknown key 'shared_memory' in [communicator]; an option of name = mpi"]
+
+
+def test_gloo_encrypts_where_torch_was_built_for_it(tmp_path: Path) -> None:
+    """The builds that the tests install were not; another build would take these files for what they are."""
+    pem = tmp_path / "pem"
+    pem.write_text("none")
+    tls = dict.fromkeys(("certificate", "key", "authority"), str(pem))
+    gloo = checked(communicator={"name": "gloo", "tls": tls}).parts.communicator
+    assert "this torch was built without gloo's TLS" in str(gloo.unavailable(Identity()))
+    missing = checked(communicator={"name": "gloo", "tls": {**tls, "key": "/nowhere"}}).parts.communicator
+    assert "/nowhere can't be read" in str(missing.unavailable(Identity()))
+    program = "import os; import torch.distributed as dist; dist.ProcessGroupGloo.create_default_device()"
+    command = [sys.executable, "-c", program]
+    tried = subprocess.run(command, env={**os.environ, **gloo.options.tls.variables()}, capture_output=True, timeout=60)
+    assert b"unsupported gloo device" in tried.stderr  # gloo has read the variables
+    [unknown] = problems(communicator={"name": "gloo", "tls": {**tls, "kei": "x"}})
+    assert unknown == "unknown key 'kei' in [communicator] tls; did you mean 'key'?"
 
 
 def test_every_compression_but_those_goes_with_every_stage() -> None:

@@ -1,4 +1,4 @@
-"""The communicators mpi, gloo, nccl, and auto, which takes the best that is available."""
+"""The communicators mpi, nccl, and auto, which takes the best that is available."""
 
 from __future__ import annotations
 
@@ -63,22 +63,6 @@ class MPI(Communicator):
         return torch.device("cpu")
 
 
-class Gloo(Communicator):
-    """torch's own TCP communicator, for ranks that compute on CPUs."""
-
-    name = "gloo"
-    preference: ClassVar[int | None] = 10
-
-    def unavailable(self, identity: Identity) -> str | None:
-        return None if dist.is_gloo_available() else "this torch was built without gloo"
-
-    def backend(self) -> str:
-        return gloo_backend()
-
-    def device(self, identity: Identity) -> torch.device:
-        return torch.device("cpu")
-
-
 class NCCL(Communicator):
     """NVIDIA's communicator, for ranks that compute on GPUs; one GPU per rank of a node."""
 
@@ -128,4 +112,4 @@ class Auto(Communicator):
 
 @hookimpl
 def hpctrain_communicator() -> list[type[Communicator]]:
-    return [MPI, Gloo, NCCL, Auto]
+    return [MPI, NCCL, Auto]

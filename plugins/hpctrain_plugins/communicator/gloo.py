@@ -1,0 +1,89 @@
+"""The communicator gloo: torch's own, over TCP, encrypted where torch was built for that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.api import Communicator, Field, Identity, Options, gloo_backend, hookimpl
+
+_PROBE = "import torch.distributed as dist; dist.ProcessGroupGloo.create_default_device()"
+_PROBE_SECONDS = 60
+
+
+class TLS(Options):
+    """Files in PEM format, on every node."""
+
+    certificate: Path = Field(description="this rank's certificate")
+    key: Path = Field(description="its private key")
+    authority: Path = Field(description="the certificate of the authority that signed all ranks' certificates")
+
+    def variables(self) -> dict[str, str]:
+        """Gloo's own settings; it reads them once in a process."""
+        return {
+            "GLOO_DEVICE_TRANSPORT": "TCP_TLS",
+            "GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT": str(self.certificate),
+            "GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY": str(self.key),
+            "GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE": str(self.authority),
+        }
+
+
+class GlooOptions(Options):
+    tls: TLS | None = Field(
+        default=None, description="encrypt the connections, by TLS; needs a torch whose gloo was built with it"
+    )
+
+
+class Gloo(Communicator):
+    """torch's own TCP communicator, for ranks that compute on CPUs."""
+
+    name = "gloo"
+    Options = GlooOptions
+    options: GlooOptions
+    preference: ClassVar[int | None] = 10
+
+    def unavailable(self, identity: Identity) -> str | None:
+        if not dist.is_gloo_available():
+            return "this torch was built without gloo"
+        return None if self.options.tls is None else _without_tls(self.options.tls)
+
+    def backend(self) -> str:
+        if self.options.tls is not None:
+            os.environ.update(self.options.tls.variables())
+        return gloo_backend()
+
+    def device(self, identity: Identity) -> torch.device:
+        return torch.device("cpu")
+
+
+def _without_tls(tls: TLS) -> str | None:
+    """Why gloo can't encrypt here. Another process tries: in this one gloo would remember what it was told."""
+    for file in (tls.certificate, tls.key, tls.authority):
+        if not os.access(file, os.R_OK):
+            return f"[communicator] tls: {file} can't be read"
+    environment = {**os.environ, **tls.variables()}
+    try:
+        tried = subprocess.run(
+            [sys.executable, "-c", _PROBE], env=environment, capture_output=True, text=True, timeout=_PROBE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"[communicator] tls: gloo did not come up within {_PROBE_SECONDS} s"
+    if tried.returncode == 0:
+        return None
+    if "unsupported gloo device" in tried.stderr:
+        return (
+            "[communicator] tls: this torch was built without gloo's TLS; leave tls out, or build torch with "
+            "USE_GLOO_WITH_OPENSSL=1"
+        )
+    return f"[communicator] tls: gloo refuses it: {tried.stderr.strip().rpartition(chr(10))[2][:300]}"
+
+
+@hookimpl
+def hpctrain_communicator() -> list[type[Communicator]]:
+    return [Gloo]
