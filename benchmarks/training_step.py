@@ -23,20 +23,21 @@ def make_step(checked: CheckedJob, meshes: Meshes, batch: dict[str, torch.Tensor
 
     It gives this rank's part of the mean loss over `divisor`.
     """
-    parts, sharding = checked.parts, checked.parts.sharding
+    parts = checked.parts
     sums = GradientReducer(parts.compression, meshes.model[DATA_AXES], "")
     built = build_model(checked.job, parts, meshes, sums, CPU)
-    groups = parameter_groups(sharding.pieces(), list(built.trained), [])
-    optimizer = sharding.optimizer(groups, parts.optimizer.build)
-    for plugin in parts.parallelism.values():
-        batch = plugin.split_batch(batch)
-    runner = PlainRunner(RunnerParts(built.module, parts.model, parts.precision, sharding, CPU, 0, nullcontext))
+    sharded, scaler = built.sharded, parts.precision.start()
+    groups = parameter_groups(sharded.pieces(), list(built.trained), [])
+    optimizer = sharded.optimizer(groups, parts.optimizer.build)
+    for axis in built.axes:
+        batch = axis.split_batch(batch)
+    runner = PlainRunner(RunnerParts(sharded, parts.model, parts.precision, scaler, CPU, 0, nullcontext))
 
     def step() -> float:
         loss = runner.train([MicroBatch(batch, 0)], divisor, 0)
-        sharding.synchronize()
+        sharded.synchronize()
         optimizer.step()
-        sharding.refresh()
+        sharded.refresh()
         return float(loss)
 
     return step

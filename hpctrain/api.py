@@ -5,7 +5,7 @@ from pydantic import Field
 from hpctrain.checkpoint.pickles import check_pickle, check_records
 from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
 from hpctrain.contracts.buckets import BucketSum, GradientBucket, GradientSums, Span
-from hpctrain.contracts.checkpoint import CheckpointFormat, StoredChunk, StoredTensor
+from hpctrain.contracts.checkpoint import CheckpointFormat, CheckpointWriter, StoredChunk, StoredTensor
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import (
     Compression,
@@ -16,16 +16,18 @@ from hpctrain.contracts.compression import (
 from hpctrain.contracts.dataset import Dataset, DatasetContext, Lengths, Samples, Split
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Control, PluginState
-from hpctrain.contracts.logger import Logger
+from hpctrain.contracts.logger import Logger, LogWriter
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.optimization import Optimizer, OptimizerOptions, Schedule
-from hpctrain.contracts.parallelism import AxisTraits, Parallelism
+from hpctrain.contracts.parallelism import AppliedAxis, AxisTraits, Parallelism
 from hpctrain.contracts.pieces import Piece, State, pieces_of, set_row_order
+from hpctrain.contracts.plan import Machine, Plan, Problem
 from hpctrain.contracts.plugin import ByteSize, Options, Plugin
-from hpctrain.contracts.precision import Precision
+from hpctrain.contracts.precision import LossScaler, Precision
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts
-from hpctrain.contracts.sharding import Sharding
+from hpctrain.contracts.sharding import ShardedModel, Sharding
 from hpctrain.errors import (
+    EXIT_ENVIRONMENT,
     CheckpointError,
     EnvironmentUnfitError,
     HpctrainError,
@@ -65,14 +67,17 @@ from hpctrain.world.meeting import gloo_backend, mpi_backend
 
 __all__ = [
     "API_VERSION",
+    "EXIT_ENVIRONMENT",
     "TABLE_BYTES",
     "ActivationCheckpointing",
+    "AppliedAxis",
     "AxisTraits",
     "Batch",
     "BucketSum",
     "ByteSize",
     "CheckpointError",
     "CheckpointFormat",
+    "CheckpointWriter",
     "Communicator",
     "Compression",
     "CompressionOptions",
@@ -88,9 +93,12 @@ __all__ = [
     "Identity",
     "Job",
     "Lengths",
+    "LogWriter",
     "Logger",
+    "LossScaler",
     "LossyCompression",
     "MPISettings",
+    "Machine",
     "MicroBatch",
     "ModelSpec",
     "Optimizer",
@@ -99,14 +107,17 @@ __all__ = [
     "Outcome",
     "Parallelism",
     "Piece",
+    "Plan",
     "Plugin",
     "PluginState",
     "Precision",
+    "Problem",
     "Residual",
     "Runner",
     "RunnerParts",
     "Samples",
     "Schedule",
+    "ShardedModel",
     "Sharding",
     "Span",
     "Split",

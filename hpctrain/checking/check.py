@@ -9,15 +9,19 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from hpctrain.checking.choices import plugin_problems
 from hpctrain.checking.combinations import combination_problems
-from hpctrain.checking.trial import try_parts
+from hpctrain.checking.planning import plan_of
+from hpctrain.checking.trial import build_outline, try_optimizer
+from hpctrain.contracts.plan import Plan
 from hpctrain.contracts.plugin import Options
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.foreign import as_plugin, is_reference
 from hpctrain.job.parts import Parts
-from hpctrain.job.problems import JobError, Problem, problems_of, validate
+from hpctrain.job.problems import JobError, PlacedProblem, problems_of, validate
 from hpctrain.job.reading import Key, RawJob, dotted
 from hpctrain.job.tables import AxisTable, Job, LoggerTable, ParameterGroup
+from hpctrain.mesh import Layout, layout_of
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.slots import SLOTS, Slot
 
@@ -30,6 +34,7 @@ class CheckedJob:
     parts: Parts
     registry: Registry
     raw: RawJob
+    plan: Plan
 
 
 def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJob:
@@ -40,17 +45,28 @@ def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJo
     loading = raw.tables.get("plugins")
     lists = {key: _texts(loading.get(key)) for key in ("load", "block")} if isinstance(loading, dict) else {}
     registry = build_registry(lists.get("load", ()), lists.get("block", ()))
-    problems: list[Problem] = []
+    problems: list[PlacedProblem] = []
     job = _core_tables(raw, problems)
     made = _Maker(raw, registry, problems).make_all()
     if problems or job is None:
         raise JobError(raw, problems)
     parts = Parts(**made, **_installed(registry))
-    problems = try_parts(parts) if tries else []
-    problems = problems or combination_problems(job, parts, world_size)
+    outline = build_outline(parts.model, problems, tries)
+    if tries:
+        try_optimizer(parts.optimizer, problems)
+    plan = plan_of(job, parts, outline, _layout(job, parts, world_size, problems))
+    problems += [*combination_problems(job, parts, plan), *plugin_problems(job, parts, plan, registry)]
     if problems:
         raise JobError(raw, problems)
-    return CheckedJob(job, parts, registry, raw)
+    return CheckedJob(job, parts, registry, raw, plan)
+
+
+def _layout(job: Job, parts: Parts, world_size: int | None, problems: list[PlacedProblem]) -> Layout | None:
+    try:
+        return None if world_size is None else layout_of(job, parts, world_size)
+    except UsageError as error:
+        problems.append(PlacedProblem(("parallelism",), str(error)))
+        return None
 
 
 def table_class(slot: Slot) -> type[BaseModel]:
@@ -68,7 +84,7 @@ def _texts(value: object) -> tuple[str, ...]:
     return tuple(v for v in value if isinstance(v, str)) if isinstance(value, list) else ()
 
 
-def _core_tables(raw: RawJob, problems: list[Problem]) -> Job | None:
+def _core_tables(raw: RawJob, problems: list[PlacedProblem]) -> Job | None:
     try:
         job = validate(Job, raw.tables)
     except ValidationError as error:
@@ -89,7 +105,7 @@ def _core_keys(table: Key) -> list[str]:
 class _Maker:
     """Makes the plugin of every slot from the raw tables, collecting problems instead of stopping at the first."""
 
-    def __init__(self, raw: RawJob, registry: Registry, problems: list[Problem]) -> None:
+    def __init__(self, raw: RawJob, registry: Registry, problems: list[PlacedProblem]) -> None:
         self.raw, self.registry, self.problems = raw, registry, problems
 
     def make_all(self) -> dict[str, Any]:
@@ -142,13 +158,13 @@ class _Maker:
                 return as_plugin(slot, name, table, options)
             cls = self.registry.find(slot.name, name).cls
         except HpctrainError as error:
-            self.problems.append(Problem(chooser, f"{dotted(chooser)}: {error}", error.exit_code))
+            self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)}: {error}", error.exit_code))
             return None
         validated = self._options(cls.Options, options, key, list(own), lambda k: self._owners(slot, k))
         try:
             return None if validated is None else cls(validated)
         except HpctrainError as error:  # it lacks something on this machine
-            self.problems.append(Problem(chooser, f"{dotted(chooser)} = {name!r}: {error}", error.exit_code))
+            self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)} = {name!r}: {error}", error.exit_code))
             return None
 
     def _owners(self, slot: Slot, option: str) -> str | None:

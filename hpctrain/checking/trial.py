@@ -13,11 +13,15 @@ from typing import NoReturn
 import torch
 from torch import nn
 
+from hpctrain.checking.choices import lacking
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import ModelSpec
+from hpctrain.contracts.optimization import Optimizer
+from hpctrain.contracts.plan import Machine, Plan
 from hpctrain.errors import HpctrainError
 from hpctrain.job.parts import Parts
-from hpctrain.job.problems import Problem
+from hpctrain.job.problems import PlacedProblem
+from hpctrain.job.tables import Job
 
 BUILDING_SECONDS = 20.0
 """How long a model of the user's own may take. One with values can be as large as the job's nodes."""
@@ -27,35 +31,39 @@ class _TooSlow(BaseException):
     """No Exception: the user's code is not to catch it."""
 
 
-def try_parts(parts: Parts) -> list[Problem]:
-    """Build the model, so that `outline` shows it to the checks that follow, and an optimizer of one parameter."""
-    problems = []
+def build_outline(spec: ModelSpec, problems: list[PlacedProblem], tries: bool) -> nn.Module | None:
+    """The model's modules, on the meta device where they can be built there.
+
+    tries: build a model of the user's own, too; None where that takes longer than BUILDING_SECONDS.
+    """
     try:
-        if not parts.model.meta:
+        if spec.meta:
+            return spec.build_on_meta()
+        if tries:
             with _no_longer_than(BUILDING_SECONDS):
-                parts.model.outline = _built(parts.model)
+                return _built(spec)
     except HpctrainError as error:
-        problems.append(Problem(("model", "name"), str(error), error.exit_code))
+        problems.append(PlacedProblem(("model", "name"), str(error), error.exit_code))
     except _TooSlow:
         pass  # `notes` tells
+    return None
+
+
+def try_optimizer(optimizer: Optimizer, problems: list[PlacedProblem]) -> None:
+    """Build an optimizer of one parameter."""
     try:
-        parts.optimizer.build([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+        optimizer.build([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
     except HpctrainError as error:
         if isinstance(error.__cause__, (TypeError, ValueError, type(None))):  # else it may want a GPU
-            problems.append(Problem(("optimizer", "name"), str(error), error.exit_code))
-    return problems
+            problems.append(PlacedProblem(("optimizer", "name"), str(error), error.exit_code))
 
 
-def notes(parts: Parts, ranks: int | None) -> list[str]:
+def notes(job: Job, parts: Parts, plan: Plan, ranks: int | None) -> list[str]:
     """What is no mistake in the job, in sentences: what this machine lacks, and what was not looked at."""
-    gpu = torch.cuda.is_available()
-    identity = Identity(source="mpi" if ranks is not None and ranks > 1 else "alone")
-    found = [
-        (f"[precision] mode = {parts.precision.name!r}", parts.precision.unfit(torch.device("cuda" if gpu else "cpu"))),
-        (f"[communicator] name = {parts.communicator.name!r}", parts.communicator.unavailable(identity)),
-    ]
-    said = [f"hpctrain run would refuse this machine: {what}: {why}" for what, why in found if why is not None]
-    if parts.model.outline is None and not parts.model.meta:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    machine = Machine(Identity(source="mpi" if ranks is not None and ranks > 1 else "alone"), device)
+    said = [f"hpctrain run would refuse this machine: {sentence}" for sentence in lacking(job, parts, machine)]
+    if plan.outline is None:
         said.append(
             f"[model] name = {parts.model.name!r} was not built within {BUILDING_SECONDS:g} s: its modules are not checked"
         )

@@ -61,12 +61,12 @@ class Format(Method):
 
     def __init__(self, format: CheckpointFormat, pieces: list[Piece], root: Path) -> None:
         super().__init__(format.name, pieces, root)
-        self.format = format
+        self.format, self.writer = format, format.writer()
 
     def write(self) -> None:
         group = dist.group.WORLD
         assert group is not None
-        self.format.write(State(self.pieces, {"step": 1}), self.root, group)
+        self.writer.write(State(self.pieces, {"step": 1}), self.root, group)
 
     def read(self) -> None:
         self.format.load(self.root, self._wanted(slice(None), slice(None)))

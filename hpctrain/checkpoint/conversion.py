@@ -95,7 +95,7 @@ def import_weights(
     _fill(Source(chosen, source.fill), tensors, progress)
     pieces = [Piece.whole(MODEL + name.removeprefix(prefix), tensor) for name, tensor in tensors.items()]
     with writing(out), new_directory(out) as temporary, alone() as group:
-        format.write(State(pieces, {"step": 0, "imported_from": path.name}), temporary, group)
+        format.writer().write(State(pieces, {"step": 0, "imported_from": path.name}), temporary, group)
     return len(pieces)
 
 

@@ -73,7 +73,7 @@ class CheckpointStore:
         background_group: a second group of the same ranks in the same order, needed by `save_in_background`.
         """
         self._directory = CheckpointDirectory(root)
-        self._format = format
+        self._writer = format.writer()
         self._formats = {one.name: one for one in formats}
         self._retention = Retention(keep, keep_every, keep_best, self._read_values)
         self._group = group
@@ -95,7 +95,7 @@ class CheckpointStore:
             raise ValueError("save_in_background needs the store's background_group")
         self.finish()
         group, running = self._background_group, _Background()
-        snapshot = together(self._group, lambda: self._format.snapshot(state))
+        snapshot = together(self._group, lambda: self._writer.snapshot(state))
 
         def run() -> None:
             try:
@@ -175,7 +175,7 @@ class CheckpointStore:
         temporary = Path(share(group, lambda: str(self._begin(step))))
         try:
             together(group, lambda: _check_there(temporary, group.rank()))
-            together(group, lambda: self._format.write(state, temporary, group))
+            together(group, lambda: self._writer.write(state, temporary, group))
             final = Path(share(group, lambda: str(self._directory.commit(temporary))))
         except Exception:
             if group.rank() == 0:

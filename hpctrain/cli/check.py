@@ -23,25 +23,25 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     from hpctrain.checking.trial import notes
     from hpctrain.checkpoint.weights import open_weights
     from hpctrain.data.opening import open_data
-    from hpctrain.job.problems import JobError, Problem
+    from hpctrain.job.problems import JobError, PlacedProblem
     from hpctrain.job.reading import read_job
 
     checked = check(read_job(job, overrides), ranks, tries=True)
     weights = checked.job.model.weights
     if weights is not None and not os.access(weights, os.R_OK):
         message = f"[model] weights: there are none at {weights}, or no permission to read them"
-        raise JobError(checked.raw, [Problem(("model", "weights"), message)])
+        raise JobError(checked.raw, [PlacedProblem(("model", "weights"), message)])
     if weights is not None:
         try:
             open_weights(weights, checked.parts.formats)  # their table only
         except (HpctrainError, OSError) as error:
             code = error.exit_code if isinstance(error, HpctrainError) else EXIT_CHECKPOINT
             raise JobError(
-                checked.raw, [Problem(("model", "weights"), f"[model] weights: {reason(error)}", code)]
+                checked.raw, [PlacedProblem(("model", "weights"), f"[model] weights: {reason(error)}", code)]
             ) from None
     data = open_data(checked.job, checked.parts)
     refuse_other_job(checked.job.output_dir / FILE_NAME, resolved_tables(checked))
-    for note in notes(checked.parts, ranks):
+    for note in notes(checked.job, checked.parts, checked.plan, ranks):
         click.echo(f"{job}: note: {note}", err=True)
     click.echo(
         f"{job}: ok, {data.steps} steps, {len(data.training):,} training samples"

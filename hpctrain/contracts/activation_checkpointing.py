@@ -18,13 +18,6 @@ class ActivationCheckpointing(Plugin):
     is_compiled: ClassVar[bool] = False
     """Whether `[compile]` takes the blocks as `apply` leaves them. If not, `apply` gets blocks whose forward is compiled."""
 
-    def refuse(self, spec: ModelSpec, splits_backward: bool) -> str | None:
-        """Why this mode can't be had, in a sentence; None when it can. A UsageError that it raises is told as it is.
-
-        splits_backward: that of any axis (`AxisTraits.splits_backward`). `spec.outline` shows the modules of most models.
-        """
-        return None
-
     @abstractmethod
     def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
         """Change the blocks of `module` in place without renaming any parameter.

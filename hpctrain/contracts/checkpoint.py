@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +39,10 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class CheckpointFormat(Plugin):
-    """Writes and reads one checkpoint directory. Every method but `recognizes` may raise CheckpointError or OSError.
+class CheckpointWriter(ABC):
+    """Writes the checkpoints of one run; it may keep memory and plans from one save for the next.
 
-    `write` is collective over `group`; everything else is local (each rank reads what it needs), so that a checkpoint
-    can be read at any world size. The commands `hpctrain checkpoint ...` use these methods and nothing else: a
-    format that has them has the commands.
+    Both methods may raise CheckpointError or OSError.
     """
 
     @abstractmethod
@@ -64,6 +62,19 @@ class CheckpointFormat(Plugin):
         shape, or CheckpointError. `snapshot.values` is taken from rank 0. The core raises one rank's error on all;
         no rank may wait for one that has failed.
         """
+
+
+class CheckpointFormat(Plugin):
+    """Reads one checkpoint directory, and makes what writes it. Every method but `writer` and `recognizes` may raise
+    CheckpointError or OSError.
+
+    Reading is local: each rank reads what it needs, so that a checkpoint can be read at any world size. The commands
+    `hpctrain checkpoint ...` use these methods and nothing else: a format that has them has the commands.
+    """
+
+    @abstractmethod
+    def writer(self) -> CheckpointWriter:
+        """What writes the checkpoints of a run."""
 
     @abstractmethod
     def read_values(self, directory: Path) -> dict[str, Any]:

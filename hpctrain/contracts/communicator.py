@@ -22,10 +22,6 @@ class Communicator(Plugin):
         return self
 
     @abstractmethod
-    def unavailable(self, identity: Identity) -> str | None:
-        """Why it cannot serve this world, as the end of a sentence; None when it can. Must not communicate."""
-
-    @abstractmethod
     def backend(self) -> str:
         """The backend for torch.distributed.init_process_group; registers it first where it is not torch's own."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 
 import torch.distributed as dist
 from pydantic import Field
@@ -12,7 +11,6 @@ from torch import Tensor
 from hpctrain.contracts.buckets import GradientBucket
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import Options, Plugin
-from hpctrain.contracts.sharding import Sharding
 
 
 class CompressionOptions(Options):
@@ -28,10 +26,6 @@ class CompressionOptions(Options):
 
 class Compression(Plugin):
     """How gradients travel. A direct subclass sends them as they are; see LossyCompression for the rest."""
-
-    def refuse(self, sharding: Sharding, axes: Mapping[str, int]) -> str | None:
-        """Why it can't work with this stage on a mesh of `axes` (all of them), in a sentence; None when it can."""
-        return None
 
 
 class LossyCompression(Compression):

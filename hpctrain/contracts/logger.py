@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,15 @@ from hpctrain.contracts.plugin import Plugin
 
 
 class Logger(Plugin):
-    """Lives on rank 0 only. After an exception of `log` it gets no more rows, and training goes on."""
+    """A place for metrics."""
 
     @abstractmethod
-    def open(self, output_dir: Path, resumed_step: int) -> None:
-        """The run begins after step `resumed_step` (0 for a new one)."""
+    def open(self, output_dir: Path, resumed_step: int) -> LogWriter:
+        """The run begins after step `resumed_step` (0 for a new one); called on rank 0 only."""
+
+
+class LogWriter(ABC):
+    """What gets the rows of one run. A writer that raises gets no more rows, and training goes on."""
 
     @abstractmethod
     def log(self, row: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -76,14 +75,6 @@ class ModelSpec(Plugin):
     @abstractmethod
     def build(self) -> nn.Module:
         """The module, on the current default device."""
-
-    @cached_property
-    def outline(self) -> nn.Module | None:
-        """What `build` gives, on the meta device: for a look at the model before it is built, never to be changed.
-
-        None where `meta` is false; but `hpctrain check` builds such a model, too, and shows it here.
-        """
-        return self.build_on_meta() if self.meta else None
 
     def build_on_meta(self) -> nn.Module:
         """A new module whose tensors have no memory; UsageError for sizes that torch can't count."""

@@ -40,6 +40,9 @@ class AxisTraits:
     shares_heads: bool = False
     """Whether each rank has some of the attention heads (tp, Ulysses): the sizes of all such axes divide them together."""
 
+    interleaves: bool = False
+    """Whether the forwards and backwards of a step's micro batches take turns (pp)."""
+
     splits_backward: bool = False
     """Whether a block's backward comes in two: one for its input, one for its parameters (pp's zero bubble)."""
 
@@ -60,39 +63,11 @@ class AxisTraits:
             )
 
 
-class Parallelism(Plugin):
-    """One axis of the mesh besides the data axes. `[parallelism] NAME = size`, or a table with `size` and options."""
+class AppliedAxis:
+    """An axis on one rank of one run, once it is applied to the module."""
 
-    @property
-    @abstractmethod
-    def traits(self) -> AxisTraits:
-        """What the axis is, under these options."""
-
-    def sequence_multiple(self, size: int) -> int:
-        """What the length of a batch must be a multiple of for `size` ranks of this axis to cut it."""
-        return 1
-
-    def refuse(self, spec: ModelSpec, size: int) -> str | None:
-        """Why this model cannot be spread over `size` ranks of this axis, in a sentence; None when it can.
-
-        A UsageError that it raises is told as it is. `spec.outline` shows the modules of most models.
-        """
-        return None
-
-    def refuse_micro_batches(self, count: int, size: int) -> str | None:
-        """Why `size` ranks of this axis cannot run a step of `count` micro batches, in a sentence; None when they can."""
-        return None
-
-    def refuse_compile(self, whole: bool) -> str | None:
-        """Why `[compile]` does not go with this axis, in a sentence; None when it does.
-
-        whole: a block must be compiled in one piece (`ActivationCheckpointing.is_compiled`), or as far as it can be.
-        """
-        return None
-
-    @abstractmethod
-    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
-        """Change the module (on the meta device) for this rank's place on the axis; `mesh` is one-dimensional."""
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
 
     def context(self) -> AbstractContextManager[object]:
         """Entered around forward, loss and backward of each micro batch."""
@@ -105,3 +80,20 @@ class Parallelism(Plugin):
     def runner(self, parts: RunnerParts) -> Runner | None:
         """What runs the micro batches in place of one after the other; None where that is right."""
         return None
+
+
+class Parallelism(Plugin):
+    """One axis of the mesh besides the data axes. `[parallelism] NAME = size`, or a table with `size` and options."""
+
+    @property
+    @abstractmethod
+    def traits(self) -> AxisTraits:
+        """What the axis is, under these options."""
+
+    def sequence_multiple(self, size: int) -> int:
+        """What the length of a batch must be a multiple of for `size` ranks of this axis to cut it."""
+        return 1
+
+    @abstractmethod
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> AppliedAxis:
+        """Change the module (on the meta device) for this rank's place on the axis; `mesh` is one-dimensional."""

@@ -1,12 +1,15 @@
-"""What every plugin has: a name, options with types and help, and nothing else."""
+"""What every plugin has: a name, and options with types and help. It is a choice, not what runs."""
 
 from __future__ import annotations
 
 import re
-from abc import ABC
-from typing import Annotated, Any, ClassVar
+from abc import ABCMeta
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+if TYPE_CHECKING:
+    from hpctrain.contracts.plan import Machine, Plan, Problem
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -21,8 +24,21 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class Plugin(ABC):
-    """Base of the classes that the registration hooks return; each slot has its own subclass of it."""
+class _Frozen(ABCMeta):
+    """Its classes' instances take no attributes after their constructor."""
+
+    def __call__(cls, *args: Any, **keywords: Any) -> Any:
+        plugin = super().__call__(*args, **keywords)
+        object.__setattr__(plugin, "_is_made", True)
+        return plugin
+
+
+class Plugin(metaclass=_Frozen):
+    """Base of the classes that the registration hooks return; each slot has its own subclass of it.
+
+    A plugin is a description: cheap to make, frozen once made, and without state. What runs is made by its factory methods
+    (`Sharding.shard`, `Precision.start`, `Parallelism.apply`, ...), for each job anew.
+    """
 
     name: ClassVar[str]
     """What the job file calls it."""
@@ -33,6 +49,28 @@ class Plugin(ABC):
     def __init__(self, options: Any) -> None:
         """Keep the validated options (an instance of `Options`); must not communicate or build anything large."""
         self.options = options
+
+    def problems(self, plan: Plan) -> list[Problem]:
+        """What in the job doesn't go with this plugin. Asked once for each job, before anything is built.
+
+        A UsageError that it raises is told as it is. Must not communicate.
+        """
+        return []
+
+    def missing(self, machine: Machine) -> str | None:
+        """What this plugin needs and `machine` lacks, as the end of a sentence; None where it can run.
+
+        Asked where a rank starts; `hpctrain check` asks, too, and only notes the answer: the job may be for another machine.
+        """
+        return None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_made" in self.__dict__:
+            raise AttributeError(
+                f"the plugin {type(self).__qualname__} is a description and was given {name!r} after its constructor; keep "
+                "state in what its factory methods return"
+            )
+        super().__setattr__(name, value)
 
 
 def parse_bytes(value: object) -> object:

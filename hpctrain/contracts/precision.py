@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hpctrain.contracts.plugin import Plugin
 
 
+class LossScaler:
+    """The scale of one run's loss; this one leaves the loss alone.
+
+    The loop's order is: forward -> loss * scale -> backward -> gradients / scale -> (all finite?) -> clip -> step -> update.
+    """
+
+    scale: float = 1.0
+    """The factor on the loss of this step. Backward, and so every gradient until the optimizer's step, has it."""
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether a step with a gradient that is not finite is left out (dynamic loss scaling) rather than an error."""
+        return False
+
+    def update(self, finite: bool) -> None:
+        """Learn whether this step's gradients were finite on every rank; `scale` may change."""
+        return
+
+    def state(self) -> dict[str, Any]:
+        """What a resume must restore, as JSON values."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take back what `state` gave; in a run of another mode that may have been something else, or nothing."""
+        return
+
+
 class Precision(Plugin):
-    """The loop's order is: forward() -> scale -> backward -> unscale -> (all finite?) -> clip -> step -> update."""
+    """A mode of arithmetic. It is the same for all ranks of a job."""
 
     @property
     @abstractmethod
@@ -24,10 +50,6 @@ class Precision(Plugin):
     def describe(self, device: torch.device) -> str:
         """The mode that `device` computes in, for the screen."""
         return self.name
-
-    def unfit(self, device: torch.device) -> str | None:
-        """Why `device` cannot run this mode, as the end of a sentence; None when it can."""
-        return None
 
     def convert(self, module: nn.Module) -> None:
         """Exchange modules for ones that compute in this mode, in place and without renaming a parameter.
@@ -40,27 +62,6 @@ class Precision(Plugin):
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         """A context around forward and loss."""
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss that backward starts from."""
-        return loss
-
-    def unscale(self, gradients: Iterable[Tensor]) -> None:
-        """Undo `scale` on the reduced gradients, in place."""
-        return
-
-    @property
-    def skips_nonfinite(self) -> bool:
-        """Whether a step with a gradient that is not finite is left out (dynamic loss scaling) rather than an error."""
-        return False
-
-    def update(self, finite: bool) -> None:
-        """Learn whether this step's gradients were finite on every rank."""
-        return
-
-    def state(self) -> dict[str, Any]:
-        """What a resume must restore, as JSON values."""
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave; in a run of another mode that may have been something else, or nothing."""
-        return
+    def start(self) -> LossScaler:
+        """The scaling of the loss for one run."""
+        return LossScaler()

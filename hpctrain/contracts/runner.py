@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.contracts.model import Batch, ModelSpec
-from hpctrain.contracts.precision import Precision
-from hpctrain.contracts.sharding import Sharding
+from hpctrain.contracts.precision import LossScaler, Precision
+from hpctrain.contracts.sharding import ShardedModel
 from hpctrain.seeded import derive_seed
 
 
@@ -28,20 +28,30 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """What a runner works with; the module is ready to be trained.
+    """What a runner works with; `sharded.module` is ready to be trained.
 
     context: entered around forward, loss and backward; once per micro batch, or around all of them.
     phase: to be entered around the phases "forward" and "backward" of a step.
     """
 
-    module: nn.Module
+    sharded: ShardedModel
     spec: ModelSpec
     precision: Precision
-    sharding: Sharding
+    scaler: LossScaler
     device: torch.device
     seed: int
     context: Callable[[], AbstractContextManager[None]]
     phase: Callable[[str, int], AbstractContextManager[None]] = lambda *_: nullcontext()
+
+    @property
+    def module(self) -> nn.Module:
+        """The module as it lies on this rank."""
+        return self.sharded.module
+
+    def backward_from(self, loss: Tensor, divisor: int) -> Tensor:
+        """What backward starts from, where the step's losses are divided by `divisor`."""
+        divided = loss / divisor
+        return divided if self.scaler.scale == 1 else divided * self.scaler.scale
 
     def seed_draws(self, step: int, micro: MicroBatch, stage: int = 0) -> None:
         """Random numbers from the place in the global batch, not from this rank: no random state needs saving.
@@ -63,7 +73,7 @@ class Runner(ABC):
     def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
         """Forward and backward of every micro batch; the sum of this rank's losses, a float64 scalar on the device.
 
-        Gradients are of (sum of losses) / `divisor`, summed over the micro batches. Calls `sharding.begin` before the
+        Gradients are of (sum of losses) / `divisor`, summed over the micro batches. Calls `sharded.begin` before the
         forward of each micro batch, or once before all of them where their forwards and backwards interleave.
         """
 

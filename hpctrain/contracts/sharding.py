@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,14 +17,9 @@ from hpctrain.contracts.plugin import Plugin
 
 
 class Sharding(Plugin):
-    """One ZeRO stage: who holds parameters, gradients and optimizer state, and when gradients are summed.
+    """One strategy: who holds parameters, gradients and optimizer state, and when gradients are summed.
 
-    `[sharding] stage = N` is short for the name "zero-N". The trainer calls `apply` on the module before it has values and
-    `materialized` once it has them; for each step `begin(last)` before each micro batch's forward, `synchronize()` once
-    after the last backward, and `refresh()` after the optimizer's step.
-
-    What the optimizer updates are the tensors of `pieces()`, plain tensors of this rank: an optimizer whose update
-    of an element depends on that element's gradient and state alone gives the same numbers under every stage.
+    `[sharding] stage = N` is short for the name "zero-N".
     """
 
     tells_spans: ClassVar[bool] = False
@@ -37,28 +32,35 @@ class Sharding(Plugin):
         `replicate` is the job's `[parallelism] replicate` (1 by default) and divides `ranks`.
         """
 
-    def refuse(self, spec: ModelSpec, axes: Mapping[str, int]) -> str | None:
-        """Why this stage can't train the model on a mesh of `axes` (all of them), in a sentence; None when it can.
-
-        A UsageError that it raises is told as it is.
-        """
-        return None
-
-    @abstractmethod
-    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> nn.Module:
-        """Prepare the module: on the meta device, or with values on the CPU where the model says `meta = False`.
-
-        Parallelism, activation checkpointing and compile have been applied; parameters may be DTensors. `mesh` has
-        the axes dp_replicate and dp_shard. Parameters that are left as DTensors get only the rows that this rank holds.
-        Gradients are summed with what `sums.bucket` makes, so that `[compression]` holds for every stage.
-        """
-
     def home(self, device: torch.device) -> torch.device:
         """Where the parameters of a rank that computes on `device` are kept."""
         return device
 
     @abstractmethod
-    def materialized(self, module: nn.Module) -> None:
+    def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> ShardedModel:
+        """Prepare the module: on the meta device, or with values on the CPU where the model says `meta = False`.
+
+        Parallelism, activation checkpointing and compile have been applied; parameters may be DTensors. `mesh` has
+        the axes dp_replicate and dp_shard. Parameters that are left as DTensors get only the rows that this rank holds.
+        Gradients are summed with what `sums.bucket` makes, so that `[compression]` holds for every strategy.
+        """
+
+
+class ShardedModel(ABC):
+    """A module that a strategy has sharded, on one rank of one run.
+
+    The trainer calls `materialized` once the module has values; for each step `begin(last)` before each micro batch's
+    forward, `synchronize()` once after the last backward, and `refresh()` after the optimizer's step.
+
+    What the optimizer updates are the tensors of `pieces()`, plain tensors of this rank: an optimizer whose update
+    of an element depends on that element's gradient and state alone gives the same numbers under every strategy.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @abstractmethod
+    def materialized(self) -> None:
         """Every parameter has its first value and its device: lay out what `pieces` gives."""
 
     @abstractmethod
@@ -87,8 +89,8 @@ class Sharding(Plugin):
         several pieces may be of one parameter.
         """
 
-    @abstractmethod
     def optimizer(
         self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
         """The optimizer over `groups` (parameter groups over the tensors of `pieces`), made with `build`."""
+        return build(groups)

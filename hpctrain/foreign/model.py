@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ class ForeignModel(ModelSpec):
         super().__init__(options)
         self.name = self.reference = reference  # type: ignore[misc]  # for messages: what the job file calls it
         self._factory, self._loss = factory, loss
-        self._structure = Structure()
+        self._structures: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
+        """What each built module was like, before anything was cut."""
 
     @classmethod
     def from_table(cls, reference: str, loss: object, options: dict[str, Any]) -> ForeignModel:
@@ -49,7 +51,7 @@ class ForeignModel(ModelSpec):
             raise UsageError(
                 f"[model] name = {self.reference!r} returned {type(module).__name__}, expected a torch.nn.Module"
             )
-        self._structure = structure_of(module)
+        self._structures[module] = structure_of(module)
         for inner in module.modules():  # a decoder may have a configuration of its own
             config: Any = getattr(inner, "config", None)
             if getattr(config, "use_cache", None) is True:
@@ -57,11 +59,16 @@ class ForeignModel(ModelSpec):
                 config.use_cache = False
         return module
 
+    def _structure(self, module: nn.Module) -> Structure:
+        """Nothing is known of a module that was built elsewhere."""
+        return self._structures.get(module, Structure())
+
     def blocks(self, module: nn.Module) -> list[nn.Module]:
-        return present(module, self._structure.blocks)
+        return present(module, self._structure(module).blocks)
 
     def ends(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-        return present(module, self._structure.before), present(module, self._structure.after)
+        structure = self._structure(module)
+        return present(module, structure.before), present(module, structure.after)
 
     def embed(self, module: nn.Module, batch: Batch) -> Tensor:
         positional, named = self._inputs(batch)

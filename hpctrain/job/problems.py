@@ -15,7 +15,7 @@ from hpctrain.job.reading import Key, RawJob, dotted
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlacedProblem:
     """One thing that is wrong at `key`."""
 
     key: Key
@@ -26,7 +26,7 @@ class Problem:
 class JobError(HpctrainError):
     """All problems of a job, a line each: `file:line: message`."""
 
-    def __init__(self, raw: RawJob, problems: Sequence[Problem]) -> None:
+    def __init__(self, raw: RawJob, problems: Sequence[PlacedProblem]) -> None:
         self.problems = list(problems)
         self.exit_code = min(p.exit_code for p in problems)
         super().__init__("\n".join(dict.fromkeys(f"{raw.place(p.key)}: {p.message}" for p in problems)))
@@ -48,7 +48,7 @@ def problems_of(
     tables: Any,
     known: Callable[[Key], Sequence[str]],
     owners: Callable[[str], str | None] = lambda _: None,
-) -> list[Problem]:
+) -> list[PlacedProblem]:
     """pydantic's errors as sentences. `known` gives the keys of a table, by its place below `prefix`.
 
     `owners` says who takes a key that this table does not, as "an option of ...".
@@ -58,24 +58,24 @@ def problems_of(
 
 def _problem(
     item: Any, prefix: Key, tables: Any, known: Callable[[Key], Sequence[str]], owners: Callable[[str], str | None]
-) -> Problem:
+) -> PlacedProblem:
     place = _existing((*prefix, *item["loc"]), tables)
     if item["type"] == "missing" and isinstance(item["loc"][-1], int):
         found = json.dumps(item["input"], default=str)
-        return Problem(place, f"{dotted(place)}: expected at least {item['loc'][-1] + 1} values, found {found}")
+        return PlacedProblem(place, f"{dotted(place)}: expected at least {item['loc'][-1] + 1} values, found {found}")
     if item["type"] == "missing":
         name = str(item["loc"][-1])
         what = f"lacks the key {name!r}" if place else f"lacks the table [{name}]"
-        return Problem(place, f"{dotted(place)} {what}; add it")
+        return PlacedProblem(place, f"{dotted(place)} {what}; add it")
     if item["type"] == "extra_forbidden":
         name = str(item["loc"][-1])
         table = (*prefix, *item["loc"][:-1])
-        return Problem((*table, name), unknown_key(name, table, known(item["loc"][:-1]), owners(name)))
+        return PlacedProblem((*table, name), unknown_key(name, table, known(item["loc"][:-1]), owners(name)))
     message = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     if message.startswith(("expected either", "expected lr_reference_batch")):
-        return Problem(place, f"{dotted(place)}: {message}")
+        return PlacedProblem(place, f"{dotted(place)}: {message}")
     found = json.dumps(item["input"], default=str)
-    return Problem(place, f"{dotted(place)}: {message}, found {found if len(found) < 80 else found[:77] + '...'}")
+    return PlacedProblem(place, f"{dotted(place)}: {message}, found {found if len(found) < 80 else found[:77] + '...'}")
 
 
 def unknown_key(name: str, table: Key, known: Sequence[str], owners: str | None = None) -> str:

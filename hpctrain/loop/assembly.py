@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from hpctrain.checking.check import CheckedJob
+from hpctrain.checking.choices import refuse_machine
 from hpctrain.contracts.life_cycle import Control
-from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.contracts.plan import Machine
 from hpctrain.loop.feed import Feed
 from hpctrain.loop.progress import Progress
 from hpctrain.loop.report import Report
@@ -21,16 +22,14 @@ from hpctrain.world.meeting import World, threads_per_rank
 def assemble(checked: CheckedJob, world: World, device: torch.device, resume: str) -> Session:
     """Everything that the loop needs; collective. `resume` is "auto", "never" or a path."""
     job, parts, identity = checked.job, checked.parts, world.identity
-    why = parts.precision.unfit(device)
-    if why is not None:
-        raise EnvironmentUnfitError(f"[precision] mode = {parts.precision.name!r}: {why}")
+    refuse_machine(job, parts, Machine(identity, device))
     layout = layout_of(job, parts, identity.size)
     meshes = build_meshes(layout, device)
     hooks = LifeCycle(checked.registry, identity)
     report = Report(identity, world.front)
     with hooks.phase("build", 0):
         model = TrainedModel(job, parts, meshes, identity.node, device, hooks)
-    feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device)
+    feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device, model.split)
     progress = Progress(feed.steps)
     saving = Saving(job, parts, identity, hooks, layout, model, feed, progress, report)
     saving.restore(resume)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,9 +26,20 @@ class Feed:
     steps: of a run from the beginning. plan: how this rank takes part in the global batches.
     """
 
-    def __init__(self, job: Job, parts: Parts, rank: int, ranks: int, node: str, device: torch.device) -> None:
-        """`rank` of `ranks` see different samples; `node`: this rank's name of it. Collective over the world."""
+    def __init__(
+        self,
+        job: Job,
+        parts: Parts,
+        rank: int,
+        ranks: int,
+        node: str,
+        device: torch.device,
+        split: Callable[[Batch], Batch],
+    ) -> None:
+        """`rank` of `ranks` see different samples; `node`: this rank's name of it; `split` gives this rank's part of a micro
+        batch. Collective over the world."""
         self._job, self._parts, self._rank, self._ranks, self._device = job, parts, rank, ranks, device
+        self._split = split
         data = open_data(job, parts)
         self._training, self._validation, self._order = data.training, data.validation, data.order
         self.samples, self.steps, self.fingerprint = len(data.training), data.steps, data.fingerprint
@@ -72,9 +83,3 @@ class Feed:
     def _loader(self, samples: Samples, plan: Iterator[Any]) -> Loader:
         table, dtype = self._job.dataset, self._parts.precision.parameter_dtype
         return Loader(samples, plan, self._split, table.workers, table.prefetch, self._device, dtype, self._padding)
-
-    def _split(self, batch: Batch) -> Batch:
-        """This rank's part of a micro batch."""
-        for plugin in self._parts.parallelism.values():
-            batch = plugin.split_batch(batch)
-        return batch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.contracts.logger import Logger
+from hpctrain.contracts.logger import Logger, LogWriter
 from hpctrain.errors import EnvironmentUnfitError, UsageError, reason
 from hpctrain.loop.metrics import MetricsFile
 
@@ -24,29 +24,30 @@ class Records:
             self._metrics = MetricsFile(path, resumed_step)
         except OSError as error:
             raise UsageError(f"[job] output_dir: {path} cannot be written: {reason(error)}") from None
+        self._writers: list[tuple[str, LogWriter]] = []  # with the logger's name
         for logger in loggers:
             try:
-                logger.open(output_dir, resumed_step)
+                self._writers.append((logger.name, logger.open(output_dir, resumed_step)))
             except OSError as error:
                 raise EnvironmentUnfitError(f"[[logger]] name = {logger.name!r}: {reason(error)}") from error
-        self._loggers = list(loggers)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """One row, to all."""
         self._metrics.write(dict(row))
-        self._ask_loggers(lambda logger: logger.log(row))
+        self._ask_writers(lambda writer: writer.log(row))
 
     def close(self) -> None:
         """The run has ended."""
         self._metrics.close()
-        self._ask_loggers(lambda logger: logger.close())
+        self._ask_writers(lambda writer: writer.close())
 
-    def _ask_loggers(self, ask: Callable[[Logger], None]) -> None:
-        """One that fails (its server or its disk is gone) is done without from then on: metrics.jsonl has every row."""
-        for logger in list(self._loggers):
+    def _ask_writers(self, ask: Callable[[LogWriter], None]) -> None:
+        """A writer that raises (its server or its disk is gone) is dropped, with a warning: metrics.jsonl has every row."""
+        for writer in list(self._writers):
+            name, one = writer
             try:
-                ask(logger)
+                ask(one)
             except Exception as error:
-                self._loggers.remove(logger)
-                LOG.warning("logger %s failed and gets no more rows: %s: %s", logger.name, type(error).__name__, error)
-                LOG.info("where logger %s failed", logger.name, exc_info=error)
+                self._writers.remove(writer)
+                LOG.warning("logger %s failed and gets no more rows: %s: %s", name, type(error).__name__, error)
+                LOG.info("where logger %s failed", name, exc_info=error)

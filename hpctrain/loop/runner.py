@@ -21,13 +21,13 @@ class PlainRunner(Runner):
         parts.module.train()
         total = torch.zeros((), dtype=torch.float64, device=parts.device)
         for i, micro in enumerate(micro_batches):
-            parts.sharding.begin(last=i == len(micro_batches) - 1)
+            parts.sharded.begin(last=i == len(micro_batches) - 1)
             parts.seed_draws(step, micro)
             with parts.context():
                 with parts.phase("forward", step):
                     loss = self._loss(micro)
                 with parts.phase("backward", step):
-                    parts.precision.scale(loss / divisor).backward()
+                    parts.backward_from(loss, divisor).backward()
             total += loss.detach()
         return total
 

@@ -115,7 +115,7 @@ class Saving:
         self._progress.resume(restored.step, values["samples_seen"])
         if EVALUATION_LOSS in values:
             self._progress.evaluation = restored.step, values[EVALUATION_LOSS]
-        self._parts.precision.restore(values["precision"])
+        model.scaler.restore(values["precision"])
         for state in self._states:
             if state.name in values.get("plugins", {}):
                 state.restore(values["plugins"][state.name])
@@ -124,7 +124,7 @@ class Saving:
         model.optimizer_begun = values.get("optimizer_begun", True)
         if not model.optimizer_begun:
             model.optimizer = model.new_optimizer()
-        self._parts.sharding.refresh()
+        model.sharded.refresh()
         self.newest = _shown(restored.path)
         self._tell_of_absent(restored.absent)
 
@@ -140,7 +140,7 @@ class Saving:
         if weights is not None:
             pieces = model_pieces(model.module, model.pieces)
             load_weights(weights, self._parts.formats, pieces, self._group, model.tied)
-            self._parts.sharding.refresh()
+            model.sharded.refresh()
 
     def _tell_of_absent(self, names: list[str]) -> None:
         """What compression and plugins remember may not be in the checkpoint: that was saved without, or with another."""
@@ -207,7 +207,7 @@ class Saving:
         values = {
             "samples_seen": progress.samples_seen,
             "fingerprint": self._feed.fingerprint,
-            "precision": self._parts.precision.state(),
+            "precision": model.scaler.state(),
             "optimizer_numbers": model.totals.merged(numbers),
             "optimizer_begun": model.optimizer_begun,
             "job": self._job.job.name,

@@ -10,6 +10,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from hpctrain.contracts.model import Batch
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.runner import Runner, RunnerParts
 from hpctrain.errors import UsageError
@@ -24,6 +25,7 @@ from hpctrain.model.build import build_model
 from hpctrain.model.groups import parameter_groups
 from hpctrain.model.updates import updates_parts_alike
 from hpctrain.plugins.life_cycle import LifeCycle
+from hpctrain.torch_private import foreach_mul_
 
 
 class TrainedModel:
@@ -41,11 +43,13 @@ class TrainedModel:
         self._batch_group = meshes.batch_group()
         self.sums = GradientReducer(parts.compression, meshes.model[DATA_AXES], node)
         built = build_model(job, parts, meshes, self.sums, device)
-        self.module, self.tied, self._trained = built.module, built.tied, list(built.trained)
+        self.sharded, self.module, self.tied = built.sharded, built.sharded.module, built.tied
+        self.scaler = parts.precision.start()
+        self.axes, self._trained = built.axes, list(built.trained)
         self.elements, self.trained_elements = built.elements, sum(map(prod, built.trained.values()))
         axes = [plugin.traits for plugin in parts.parallelism.values()]
         apart = tuple(one.axis for one in axes if one.ranks_have == "other parameters")
-        self.pieces = [replace(piece, axes=(*apart, *piece.axes)) for piece in parts.sharding.pieces()]
+        self.pieces = [replace(piece, axes=(*apart, *piece.axes)) for piece in self.sharded.pieces()]
         self.totals = PieceTotals(self.pieces, meshes.model)
         self.optimizer, self.optimizer_begun = self.new_optimizer(), False
         self._base_rates = [group["lr"] * self._rate_factor() for group in self.optimizer.param_groups]
@@ -55,33 +59,31 @@ class TrainedModel:
 
     def _make_runner(self, device: torch.device) -> Runner:
         """The one that an axis brings, or the plain one."""
-        axes = list(self._parts.parallelism.values())
 
         @contextmanager
         def context() -> Iterator[None]:
             with ExitStack() as stack:
-                for plugin in axes:
-                    stack.enter_context(plugin.context())
+                for axis in self.axes:
+                    stack.enter_context(axis.context())
                 yield
 
-        parts = self._parts
+        parts, seed = self._parts, self._job.job.seed
         mine = RunnerParts(
-            self.module,
-            parts.model,
-            parts.precision,
-            parts.sharding,
-            device,
-            self._job.job.seed,
-            context,
-            self._hooks.phase,
+            self.sharded, parts.model, parts.precision, self.scaler, device, seed, context, self._hooks.phase
         )
-        brought = [runner for plugin in axes if (runner := plugin.runner(mine)) is not None]
+        brought = [runner for axis in self.axes if (runner := axis.runner(mine)) is not None]
         return brought[0] if brought else PlainRunner(mine)
+
+    def split(self, batch: Batch) -> Batch:
+        """This rank's part of a micro batch."""
+        for axis in self.axes:
+            batch = axis.split_batch(batch)
+        return batch
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         """One without state."""
         groups = parameter_groups(self.pieces, self._trained, self._parts.optimizer_groups)
-        return self._parts.sharding.optimizer(groups, self._parts.optimizer.build)
+        return self.sharded.optimizer(groups, self._parts.optimizer.build)
 
     def refuse_optimizer(self) -> None:
         """UsageError for an optimizer that can't update the part of a parameter that a rank holds; collective."""
@@ -119,20 +121,20 @@ class TrainedModel:
 
     def begin_sums(self, step: int) -> None:
         """Tell the sums of gradients what those of `step` are multiplied by, and whether it may be left out."""
-        precision = self._parts.precision
-        scale = precision.scale(torch.ones((), dtype=torch.float64)).item()
-        may_be_left_out = precision.skips_nonfinite or self._job.job.on_nonfinite == "continue"
-        self.sums.begin(step, scale, may_be_left_out)
+        may_be_left_out = self.scaler.skips_nonfinite or self._job.job.on_nonfinite == "continue"
+        self.sums.begin(step, self.scaler.scale, may_be_left_out)
 
-    def gradients(self) -> list[torch.Tensor]:
-        """The gradients of this rank's pieces."""
-        gradients = [piece.tensor.grad for piece in self.pieces]
-        assert all(gradient is not None for gradient in gradients)  # what Sharding.synchronize promises
-        return gradients  # type: ignore[return-value]
+    def take_gradients(self) -> list[torch.Tensor]:
+        """The gradients of this rank's pieces, without the loss scale."""
+        gradients = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
+        assert len(gradients) == len(self.pieces)  # what ShardedModel.synchronize promises
+        if gradients and self.scaler.scale != 1:  # a rank may hold nothing
+            foreach_mul_(gradients, 1.0 / self.scaler.scale)
+        return gradients
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self, gradients: list[torch.Tensor]) -> float:
         """The norm of the whole model's gradient, equal on all ranks; collective where pieces differ between ranks."""
-        return self.totals.norm(self.gradients())
+        return self.totals.norm(gradients)
 
     def set_learning_rate(self, step: int, steps: int) -> float:
         """Give each group its rate for this step of `steps`; the first group's."""

@@ -57,12 +57,11 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     model.begin_sums(step)
     loss_sum = model.runner.train(micro_batches, count, step)
     with times.communicating():
-        parts.sharding.synchronize()
+        model.sharded.synchronize()
 
-    # unscale -> finite? -> norm -> clip -> step -> update: the norm is finite only if every gradient is
-    gradients = model.gradients()
-    parts.precision.unscale(gradients)
-    norm = model.gradient_norm()
+    # without the loss scale -> finite? -> norm -> clip -> step -> update: the norm is finite only if every gradient is
+    gradients = model.take_gradients()
+    norm = model.gradient_norm(gradients)
     lr = model.set_learning_rate(step, progress.steps)
     apply = math.isfinite(norm)
     with phase("optimizer", step):
@@ -70,11 +69,11 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
             clip(gradients, norm, session.job.optimizer.clip_norm)
             model.optimizer.step()
             model.optimizer_begun = True
-            parts.sharding.refresh()
+            model.sharded.refresh()
         else:
             model.sums.leave_out()
-    excused = not apply and parts.precision.skips_nonfinite
-    parts.precision.update(apply)
+    excused = not apply and model.scaler.skips_nonfinite
+    model.scaler.update(apply)
     progress.advance(samples_seen)
 
     loss_part = loss_sum.item() * model.loss_share

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpctrain.contracts.buckets import GradientSums
+    from hpctrain.contracts.parallelism import AppliedAxis
+    from hpctrain.contracts.sharding import ShardedModel
     from hpctrain.job.parts import Parts
     from hpctrain.job.tables import Job
 
@@ -34,7 +36,9 @@ _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
 class Built:
     """The model on this rank."""
 
-    module: nn.Module
+    sharded: ShardedModel
+    axes: list[AppliedAxis]
+    """Outermost first."""
     trained: dict[str, tuple[int, ...]]
     """Name and shape of each trained parameter of the whole model, as it was before anything was cut."""
     elements: int
@@ -58,9 +62,11 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
         raise UsageError(f"[model] {spec.name}: it has no parameter to train")
     elements = sum(tensor.numel() for _, tensor in named_tensors(module))
     tied = tied_parameters(module)
+    axes: list[AppliedAxis] = []
     # the pipeline last: plans name all
     for plugin in sorted(parts.parallelism.values(), key=lambda p: -p.traits.order):
-        module = plugin.apply(module, spec, meshes.axis(plugin.traits.axis))
+        axes.append(plugin.apply(module, spec, meshes.axis(plugin.traits.axis)))
+        module = axes[-1].module
     alike = [meshes.axis(p.traits.axis) for p in parts.parallelism.values() if p.traits.repeats_activations]
     checkpointing = parts.activation_checkpointing
     if job.compile.enabled and not checkpointing.is_compiled:
@@ -68,7 +74,8 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     checkpointing.apply(module, spec, alike[0] if alike else None)
     if job.compile.enabled and checkpointing.is_compiled:
         _compile_blocks(module, spec)
-    module = parts.sharding.apply(module, spec, meshes.model[DATA_AXES], sums)
+    sharded = parts.sharding.shard(module, spec, meshes.model[DATA_AXES], sums)
+    module = sharded.module
     home = parts.sharding.home(device)
     if spec.meta:
         here = tied_parameters(module)
@@ -83,8 +90,8 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
         initialize(module, spec, job.job.seed)
     module.to(device=home)
     _place_buffers(module, device, job.precision.buffer_dtype)
-    parts.sharding.materialized(module)
-    return Built(module, trained, elements, tied)
+    sharded.materialized()
+    return Built(sharded, axes[::-1], trained, elements, tied)
 
 
 def _compile_blocks(module: nn.Module, spec: ModelSpec) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
+from hpctrain.contracts.plan import Machine
 from hpctrain.errors import EnvironmentUnfitError, HpctrainError
 from hpctrain.store.client import GuardedStore
 from hpctrain.store.server import warn_of_stranger
@@ -149,7 +150,7 @@ def _differences(reports: list[dict[str, Any]]) -> list[str]:
 
 def start_communication(world: World, communicator: Communicator, seconds: float) -> torch.device:
     """Set up torch.distributed over `communicator`, and this rank's device and threads."""
-    why = communicator.unavailable(world.identity)
+    why = communicator.missing(Machine(world.identity))
     if why is not None:
         raise EnvironmentUnfitError(f"[communicator] name = {communicator.name!r}: {why}")
     device = communicator.device(world.identity)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import AxisTraits, ModelSpec, Parallelism, hookimpl
+from hpctrain.api import AppliedAxis, AxisTraits, ModelSpec, Parallelism, hookimpl
 
 
 class Repeat(Parallelism):
@@ -14,8 +14,8 @@ class Repeat(Parallelism):
     name = "repeat"
     traits = AxisTraits("rp", 45, "the same samples")
 
-    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
-        return module
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> AppliedAxis:
+        return AppliedAxis(module)
 
 
 @hookimpl

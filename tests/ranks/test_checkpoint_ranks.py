@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hpctrain_plugins.checkpoint.dcp import Dcp
-from hpctrain_plugins.checkpoint.hdf5 import Hdf5
+from hpctrain_plugins.checkpoint.hdf5 import Hdf5, Hdf5Writer
 from torch import Tensor
 
 from hpctrain.api import CheckpointError, CheckpointFormat, Piece, State
@@ -190,13 +190,18 @@ def test_a_write_that_fails_on_one_rank_is_told_on_all(root: Path, monkeypatch: 
     assert result.step == 3
 
 
-class Own(Hdf5):
-    """As someone else's format may be: each rank writes its own file and asks nobody."""
+class OwnWriter(Hdf5Writer):
+    """As someone else's format may have it: each rank writes its own file and asks nobody."""
 
     def write(self, snapshot: State, directory: Path, group: dist.ProcessGroup) -> None:
         if rank() == size() - 1:
             raise OSError(28, "No space left on device")
         (directory / f"own-{rank()}").touch()
+
+
+class Own(Hdf5):
+    def writer(self) -> OwnWriter:
+        return OwnWriter()
 
 
 def test_a_format_whose_ranks_write_alone_fails_on_all_when_one_does(root: Path) -> None:

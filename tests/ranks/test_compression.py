@@ -357,7 +357,7 @@ def test_between_nodes(root, pairs, stage: int, capsys: pytest.CaptureFixture[st
     with session_of(tables(root, "some", {"name": "top-k", "ratio": 0.05}, **options), rows := Rows(None)) as session:
         train(session, StopRequest())
         mine = torch.tensor(sum(tensor.numel() for tensor in session.model.sums._state()))
-        buckets = session.parts.sharding._buckets  # type: ignore[attr-defined]
+        buckets = session.model.sharded._buckets  # type: ignore[attr-defined]
     assert mine > 0, "the ranks of a node take turns"
     nodes = -(-dist.get_world_size() // 2)
     assert summed(mine) == nodes * sum(bucket.numel for bucket in buckets)

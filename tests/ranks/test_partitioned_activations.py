@@ -25,7 +25,7 @@ def kept(root, table: dict[str, Any]) -> tuple[int, list[torch.Tensor]]:
         batch={"global_size": ROWS * dist.get_world_size() // 2, "micro_size": ROWS},
     )  # fmt: skip
     with session_of(tables) as session:
-        spec, tensor = session.parts.model, session.parts.parallelism["tensor"]
+        spec, [tensor], sharded = session.parts.model, session.model.axes, session.model.sharded
         loader = session.feed.training_loader(session.progress)
         batch = next(loader).batch
         loader.close()
@@ -33,10 +33,10 @@ def kept(root, table: dict[str, Any]) -> tuple[int, list[torch.Tensor]]:
             with LiveBytes() as live:
                 loss = spec.loss(spec.forward(session.model.module, batch), batch)
                 found = live.bytes
-            session.parts.sharding.begin(last=True)
+            sharded.begin(last=True)
             loss.backward()
-        session.parts.sharding.synchronize()
-        return found, [gradient.clone() for gradient in session.model.gradients()]
+        sharded.synchronize()
+        return found, [gradient.clone() for gradient in session.model.take_gradients()]
 
 
 @pytest.mark.shown_on(2)

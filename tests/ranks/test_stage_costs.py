@@ -152,11 +152,11 @@ def step(session: Session) -> list[Traffic]:
     session.model.runner.train(micro_batches, 1000, 0)
     compute = traffic.so_far()
     traffic = Traffic()
-    session.parts.sharding.synchronize()
+    session.model.sharded.synchronize()
     synchronize = traffic.so_far()
     traffic = Traffic()
     session.model.optimizer.step()
-    session.parts.sharding.refresh()
+    session.model.sharded.refresh()
     return [compute, synchronize, traffic.so_far()]
 
 

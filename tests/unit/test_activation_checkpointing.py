@@ -13,7 +13,7 @@ from conftest import TINY
 from live_bytes import LiveBytes
 
 import hpctrain
-from hpctrain.api import ActivationCheckpointing
+from hpctrain.api import ActivationCheckpointing, Identity, Machine
 from hpctrain.checking.check import check
 from hpctrain.errors import UsageError
 from hpctrain.foreign.model import ForeignModel
@@ -182,5 +182,5 @@ def test_options_of_another_mode_are_refused() -> None:
 @pytest.mark.parametrize("mode", ["tf32", "fp8"])
 def test_gpu_modes_are_unfit_for_a_cpu(mode: str) -> None:
     parts = check(RawJob({**TABLES, "precision": {"mode": mode}}, {}, "j"), None).parts
-    why = parts.precision.unfit(torch.device("cpu"))
+    why = parts.precision.missing(Machine(Identity(), torch.device("cpu")))
     assert why is not None and "needs an NVIDIA GPU" in why and "use fp32 or bf16" in why

@@ -151,7 +151,7 @@ def test_show_takes_any_values(command: Command) -> None:
     values = {"layout": [1], "x": {(1, 2): float("nan")}, "y": b"\0", "z": ("\x1b[2J", 1), "step": "\x1b[2J"}
     Path("c").mkdir()
     with alone() as group:
-        Hdf5().write(State([Piece.whole("model/w", torch.ones(2))], values), Path("c"), group)
+        Hdf5().writer().write(State([Piece.whole("model/w", torch.ones(2))], values), Path("c"), group)
     content = json.loads(command("show", "c", "--json").out)
     assert content["values"] == {"x": {"(1, 2)": None}, "y": repr(b"\0"), "z": ["\x1b[2J", 1]}
     text = command("show", "c")
@@ -250,7 +250,9 @@ def test_diff_tells_missing_tensors_other_forms_and_nan(command: Command, tmp_pa
     with alone() as group:
         for name, tensors in contents.items():
             (tmp_path / name).mkdir()
-            Hdf5().write(State([Piece.whole(*item) for item in tensors.items()], {"step": 1}), tmp_path / name, group)
+            Hdf5().writer().write(
+                State([Piece.whole(*item) for item in tensors.items()], {"step": 1}), tmp_path / name, group
+            )
     lines = {line.split()[0]: line for line in command("diff", "one", "two").out.splitlines()}
     assert "1 of 3" in lines["w"] and "nan" in lines["w"]
     assert "float32 [2] in A, float32 [3] in B" in lines["x"]
@@ -289,7 +291,9 @@ def test_a_signal_leaves_no_half_written_file(
 def test_export_refuses_what_safetensors_does_not_hold(command: Command, tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     with alone() as group:
-        Hdf5().write(State([Piece.whole("model/w", torch.ones(2, dtype=torch.complex64))]), tmp_path / "c", group)
+        Hdf5().writer().write(
+            State([Piece.whole("model/w", torch.ones(2, dtype=torch.complex64))]), tmp_path / "c", group
+        )
     done = command("export", "c", "--to", "safetensors", "c.safetensors")
     assert done.code == 5 and "w is torch.complex64" in done.err and not Path("c.safetensors").exists()
 
@@ -374,7 +378,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(command: Command, tmp_path: Path
     form = Dcp()  # its items are read whole: the writing is what fails
     (tmp_path / "c").mkdir()
     with alone() as group:
-        form.write(
+        form.writer().write(
             State([Piece.whole("model/w", torch.ones(2**19)), Piece.whole("model/b", torch.ones(2))]), Path("c"), group
         )
     disk = tmp_path / "disk"
@@ -435,7 +439,16 @@ def test_import_runs_nothing_of_a_file(command: Command) -> None:
 THIRD_PARTY = '''
 import json
 import torch
-from hpctrain.api import CheckpointFormat, StoredChunk, StoredTensor, hookimpl
+from hpctrain.api import CheckpointFormat, CheckpointWriter, StoredChunk, StoredTensor, hookimpl
+
+
+class OneFileWriter(CheckpointWriter):
+    def snapshot(self, state):
+        return state
+
+    def write(self, snapshot, directory, group):
+        torch.save({piece.name: piece.tensor for piece in snapshot.pieces}, directory / "all.one")
+        (directory / "values.json").write_text(json.dumps(snapshot.values))
 
 
 class OneFile(CheckpointFormat):
@@ -443,12 +456,8 @@ class OneFile(CheckpointFormat):
 
     name = "one-file"
 
-    def snapshot(self, state):
-        return state
-
-    def write(self, snapshot, directory, group):
-        torch.save({piece.name: piece.tensor for piece in snapshot.pieces}, directory / "all.one")
-        (directory / "values.json").write_text(json.dumps(snapshot.values))
+    def writer(self):
+        return OneFileWriter()
 
     def _all(self, directory):
         return torch.load(directory / "all.one", weights_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hpctrain_plugins.checkpoint.hdf5 import Hdf5
+from hpctrain_plugins.checkpoint.hdf5 import Hdf5, Hdf5Writer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -464,7 +464,7 @@ def test_a_background_save_that_failed_is_told_at_the_next_wait(
         raise OSError(28, "no space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Hdf5, "write", fail)
+        patched.setattr(Hdf5Writer, "write", fail)
         one.save_in_background(1, state(1))
         began.set()
         with pytest.raises(OSError, match="no space left"):

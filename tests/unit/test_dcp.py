@@ -62,7 +62,7 @@ def pieces(ways: int = 1) -> list[Piece]:
 def checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> Path:
     directory = tmp_path / "step-00000003"
     directory.mkdir()
-    Dcp().write(State(pieces(2), {"step": 3, "betas": (0.9, 0.95)}), directory, group)
+    Dcp().writer().write(State(pieces(2), {"step": 3, "betas": (0.9, 0.95)}), directory, group)
     return directory
 
 
@@ -335,7 +335,7 @@ def test_a_full_disk_is_told_with_directory_and_rank(room: int, tmp_path: Path, 
         (tmp_path / "c").mkdir()
         many = State([Piece.whole(f"w{number}", torch.ones(1000)) for number in range(60)])
         with pytest.raises(OSError, match=rf"no space left on device while writing {tmp_path}/c.* \(rank 0, node "):
-            Dcp().write(many, tmp_path / "c", group)
+            Dcp().writer().write(many, tmp_path / "c", group)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True, timeout=30)
 
@@ -352,4 +352,4 @@ def test_what_cannot_be_saved_is_told(
     state: State, error: type[Exception], says: str, tmp_path: Path, group: dist.ProcessGroup
 ) -> None:
     with pytest.raises(error, match=says):
-        Dcp().write(state, tmp_path, group)
+        Dcp().writer().write(state, tmp_path, group)

@@ -46,7 +46,7 @@ def tensors() -> dict[str, Tensor]:
 def checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> Path:
     directory = tmp_path / "step-00000001"
     directory.mkdir()
-    Hdf5().write(State([Piece.whole(*one) for one in tensors().items()], {"step": 1}), directory, group)
+    Hdf5().writer().write(State([Piece.whole(*one) for one in tensors().items()], {"step": 1}), directory, group)
     return directory
 
 
@@ -438,4 +438,4 @@ def test_a_structure_that_hdf5_does_not_get_through_is_given_up(
 
 def test_a_leaf_that_is_no_plain_value_is_a_type_error(tmp_path: Path, group: dist.ProcessGroup) -> None:
     with pytest.raises(TypeError, match=r"values\.scaler is a torch\.Tensor"):
-        Hdf5().write(State([], {"scaler": torch.ones(1)}), tmp_path, group)
+        Hdf5().writer().write(State([], {"scaler": torch.ones(1)}), tmp_path, group)

@@ -35,7 +35,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def write(directory: Path, group: dist.ProcessGroup, *pieces: Piece) -> Hdf5:
     form = Hdf5()
-    form.write(State(list(pieces)), directory, group)
+    form.writer().write(State(list(pieces)), directory, group)
     return form
 
 
@@ -158,7 +158,7 @@ def test_parameters_that_require_gradients_are_filled(tmp_path: Path, group: dis
 
 def test_a_snapshot_does_not_follow_the_training(group: dist.ProcessGroup) -> None:
     tensor, losses = torch.ones(3), [1.0]
-    snapshot = Hdf5().snapshot(State([Piece.whole("w", tensor)], {"losses": losses}))
+    snapshot = Hdf5().writer().snapshot(State([Piece.whole("w", tensor)], {"losses": losses}))
     tensor.zero_()
     losses.append(2.0)
     assert snapshot.pieces[0].tensor.tolist() == [1, 1, 1]

@@ -47,7 +47,7 @@ def checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> Path:
     pieces = []
     for name, tensor in tensors().items():
         pieces += halves(name, tensor) if tensor.dim() == 2 and tensor.numel() else [Piece.whole(name, tensor)]
-    Hdf5().write(State(pieces), tmp_path, group)
+    Hdf5().writer().write(State(pieces), tmp_path, group)
     return tmp_path
 
 
@@ -103,6 +103,6 @@ def test_too_many_chunks_have_no_index(
     monkeypatch.setattr(index, "MAX_CHUNKS", 2)
     for number, columns in enumerate((4, 6)):
         (tmp_path / str(number)).mkdir()
-        Hdf5().write(State(halves("w", torch.ones(2, columns))), tmp_path / str(number), group)
+        Hdf5().writer().write(State(halves("w", torch.ones(2, columns))), tmp_path / str(number), group)
         assert (tmp_path / str(number) / "index.h5").exists() == (columns == 4)
         assert Hdf5().verify(tmp_path / str(number)) == []

@@ -69,7 +69,7 @@ def test_a_reader_that_goes_by_the_page_reads_every_value(tmp_path: Path) -> Non
         pieces.append(Piece("model/a", (900, 1500), (top, left), corner))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        Hdf5().write(State(pieces, {"step": 1}), tmp_path, dist.group.WORLD)
+        Hdf5().writer().write(State(pieces, {"step": 1}), tmp_path, dist.group.WORLD)
     finally:
         dist.destroy_process_group()
     found = read_by_the_page(tmp_path)

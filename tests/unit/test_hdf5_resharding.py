@@ -70,7 +70,7 @@ def test_any_tiling_is_read_under_any_other(
     source = torch.randn(shape)
     with tempfile.TemporaryDirectory() as name:
         form = Hdf5()
-        form.write(State(pieces_of(source, written)), Path(name), group)
+        form.writer().write(State(pieces_of(source, written)), Path(name), group)
         target = torch.full(shape, float("nan"))
         form.load(Path(name), pieces_of(target, wanted))
     assert torch.equal(source, target)
@@ -82,7 +82,9 @@ def test_a_part_is_read_from_the_blocks_that_hold_it_and_no_others(
     monkeypatch.setattr(table, "BLOCK_BYTES", 1024)
     source = torch.randn(64, 32)  # rows of 128 bytes: 8 rows a block
     form = Hdf5()
-    form.write(State(pieces_of(source, [Rectangle((0, 0), (32, 32)), Rectangle((32, 0), (32, 32))])), tmp_path, group)
+    form.writer().write(
+        State(pieces_of(source, [Rectangle((0, 0), (32, 32)), Rectangle((32, 0), (32, 32))])), tmp_path, group
+    )
     sizes: list[int] = []
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: sizes.append(real(fd, into, at)) or sizes[-1])
@@ -101,7 +103,7 @@ def test_two_checkpoints_that_are_read_in_parts_and_in_turns_have_their_tables_p
     form, sources = Hdf5(), {tmp_path / name: torch.randn(64, 32) for name in "ab"}
     for directory, source in sources.items():
         directory.mkdir()
-        form.write(State([Piece.whole("w", source)]), directory, group)
+        form.writer().write(State([Piece.whole("w", source)]), directory, group)
     asked, manifests, real = list[Path](), list[Path](), read.read_manifest
     monkeypatch.setattr(read, "read_manifest", lambda one: manifests.append(one) or real(one))
     monkeypatch.setattr(read, "read_table", lambda *words, real=read.read_table: asked.append(words[0]) or real(*words))
@@ -121,7 +123,7 @@ def test_another_shape_a_missing_name_and_a_rectangle_outside_are_named(
     tmp_path: Path, group: dist.ProcessGroup
 ) -> None:
     form = Hdf5()
-    form.write(State([Piece.whole("w", torch.ones(4))]), tmp_path, group)
+    form.writer().write(State([Piece.whole("w", torch.ones(4))]), tmp_path, group)
     for piece, says in [
         (Piece.whole("v", torch.ones(4)), "no tensor v"),
         (Piece.whole("w", torch.ones(5)), r"w has the shape \[4\], expected \[5\]"),
@@ -140,11 +142,12 @@ def test_plan_and_layout_are_kept_while_shapes_stay_and_remade_when_they_change(
     real = write.make_template
     monkeypatch.setattr(write, "make_template", lambda offers: made.append(len(offers)) or real(offers))
     form = Hdf5()
+    writer = form.writer()
     for step, rows in enumerate([3, 3, 5]):
         directory = tmp_path / str(step)
         directory.mkdir()
         source, target = torch.randn(rows, 2), torch.zeros(rows, 2)
-        form.write(State([Piece.whole("w", source)], {"step": step}), directory, group)
+        writer.write(State([Piece.whole("w", source)], {"step": step}), directory, group)
         form.load(directory, [Piece.whole("w", target)])
         assert torch.equal(source, target)
         assert form.read_values(directory) == {"step": step}
@@ -158,7 +161,7 @@ def test_a_system_without_files_in_memory_writes_the_same(
     state = State([Piece.whole("a/w", torch.randn(5, 3)), Piece.whole("b", torch.zeros(0))])
     for name in ("with", "without"):
         (tmp_path / name).mkdir()
-        Hdf5().write(state, tmp_path / name, group)
+        Hdf5().writer().write(state, tmp_path / name, group)
         monkeypatch.delattr(os, "memfd_create", raising=False)
     for file in ("shard-00000.h5", "shard-00000.json", "index.h5", "manifest.json"):
         assert (tmp_path / "with" / file).read_bytes() == (tmp_path / "without" / file).read_bytes()
@@ -176,7 +179,7 @@ def test_a_system_that_writes_less_than_it_was_asked_for_is_asked_again(
     monkeypatch.setattr(os, "pwritev", short)
     sources = {f"w{number}": torch.randn(number, 3) for number in range(1500)}  # more buffers than one call takes
     form = Hdf5()
-    form.write(State([Piece.whole(*item) for item in sources.items()]), tmp_path, group)
+    form.writer().write(State([Piece.whole(*item) for item in sources.items()]), tmp_path, group)
     loaded = {name: torch.zeros_like(source) for name, source in sources.items()}
     form.load(tmp_path, [Piece.whole(*item) for item in loaded.items()])
     assert all(torch.equal(loaded[name], source) for name, source in sources.items())
@@ -187,14 +190,15 @@ def test_a_snapshot_that_is_taken_again_is_written_with_its_new_values(
     tmp_path: Path, group: dist.ProcessGroup
 ) -> None:
     form, tensor = Hdf5(), torch.zeros(4, 3)
+    writer = form.writer()
     strided = torch.zeros(6, 4).T
     for step in range(3):
         tensor.fill_(step)
         strided.fill_(-step)
         (tmp_path / str(step)).mkdir()
-        taken = form.snapshot(State([Piece.whole("w", tensor), Piece.whole("s", strided)], {"step": step}))
+        taken = writer.snapshot(State([Piece.whole("w", tensor), Piece.whole("s", strided)], {"step": step}))
         tensor.fill_(99)
-        form.write(taken, tmp_path / str(step), group)
+        writer.write(taken, tmp_path / str(step), group)
         w, s = torch.ones(4, 3), torch.ones(4, 6)
         form.load(tmp_path / str(step), [Piece.whole("w", w), Piece.whole("s", s)])
         assert (w == step).all() and (s == -step).all()

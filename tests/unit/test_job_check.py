@@ -22,6 +22,7 @@ from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
 from hpctrain.checking.schema import job_schema
 from hpctrain.contracts.identity import Identity
+from hpctrain.contracts.plan import Machine
 from hpctrain.data.opening import open_data, sequence_multiple
 from hpctrain.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.job.problems import JobError
@@ -114,9 +115,9 @@ def test_gloo_encrypts_where_torch_was_built_for_it(tmp_path: Path) -> None:
     pem.write_text("none")
     tls = dict.fromkeys(("certificate", "key", "authority"), str(pem))
     gloo = checked(communicator={"name": "gloo", "tls": tls}).parts.communicator
-    assert "this torch was built without gloo's TLS" in str(gloo.unavailable(Identity()))
+    assert "this torch was built without gloo's TLS" in str(gloo.missing(Machine(Identity())))
     missing = checked(communicator={"name": "gloo", "tls": {**tls, "key": "/nowhere"}}).parts.communicator
-    assert "/nowhere can't be read" in str(missing.unavailable(Identity()))
+    assert "/nowhere can't be read" in str(missing.missing(Machine(Identity())))
     program = "import os; import torch.distributed as dist; dist.ProcessGroupGloo.create_default_device()"
     command = [sys.executable, "-c", program]
     tried = subprocess.run(command, env={**os.environ, **gloo.options.tls.variables()}, capture_output=True, timeout=60)
@@ -300,9 +301,7 @@ def test_what_cannot_be_computed_again() -> None:
     selective = {"activation_checkpointing": {"mode": "selective"}}
     pipeline = {"parallelism": {"pipeline": {"size": 2, **ZERO_BUBBLE}}}
     (message,) = problems(**pipeline, **selective)
-    assert message.startswith("[activation_checkpointing] mode = 'selective': schedule = \"zero-bubble\" takes"), (
-        message
-    )
+    assert message.startswith("[activation_checkpointing] mode = 'selective': the schedule of pipeline takes"), message
     checked(**pipeline, activation_checkpointing={"mode": "full"})
     (message,) = problems(activation_checkpointing={"mode": "selective", "keep": ["mm", "matmuul"]})
     assert message.startswith("[activation_checkpointing] keep: torch has no operator matmuul;"), message
@@ -453,8 +452,8 @@ def test_a_strategy_by_name_or_by_stage(tmp_path: Path, monkeypatch: pytest.Monk
     """A package's own strategy has a name; the stages have both."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "own_strategy.py").write_text(
-        "from hpctrain.api import hookimpl\nfrom hpctrain_plugins.sharding.replicated import Replicated\n\n\n"
-        "class Own(Replicated):\n    'As ZeRO 0.'\n\n    name = 'own'\n\n\n"
+        "from hpctrain.api import hookimpl\nfrom hpctrain_plugins.sharding.zero0 import Zero0\n\n\n"
+        "class Own(Zero0):\n    'As ZeRO 0.'\n\n    name = 'own'\n\n\n"
         "@hookimpl\ndef hpctrain_sharding():\n    return [Own]\n"
     )
     assert checked(sharding={"name": "zero-2"}).parts.sharding.name == "zero-2"
@@ -494,7 +493,7 @@ def test_a_buffer_that_nothing_gives_values(tmp_path: Path, monkeypatch: pytest.
 
 
 OWN_AXIS = """
-from hpctrain.api import AxisTraits, Parallelism, hookimpl
+from hpctrain.api import AppliedAxis, AxisTraits, Parallelism, hookimpl
 
 
 class Own(Parallelism):
@@ -504,7 +503,7 @@ class Own(Parallelism):
     traits = AxisTraits({axis!r}, 45, {ranks_have!r})
 
     def apply(self, module, spec, mesh):
-        return module
+        return AppliedAxis(module)
 
 
 @hookimpl

@@ -9,21 +9,17 @@ import torch
 from hpctrain_plugins.parallelism.context import attention
 
 from hpctrain.contracts.optimization import Schedule
-from hpctrain.contracts.precision import Precision
+from hpctrain.contracts.precision import LossScaler, Precision
 from hpctrain.plugins.registry import build_registry
 
 REGISTRY = build_registry()
 
 
-def fp16(**options: float) -> Precision:
+def fp16(**options: float) -> LossScaler:
     cls = REGISTRY.find("precision", "fp16").cls
     plugin = cls(cls.Options(**options))
     assert isinstance(plugin, Precision)
-    return plugin
-
-
-def scale_of(precision: Precision) -> float:
-    return float(precision.scale(torch.ones(())))
+    return plugin.start()
 
 
 def schedule(name: str, **options: float) -> Schedule:
@@ -34,57 +30,54 @@ def schedule(name: str, **options: float) -> Schedule:
 
 
 def test_dynamic_scale_halves_after_hysteresis_and_doubles_after_a_window() -> None:
-    precision = fp16(initial_scale=1024, window=3, hysteresis=2, minimum_scale=128)
-    precision.update(finite=False)
-    assert scale_of(precision) == 1024
-    precision.update(finite=False)
-    assert scale_of(precision) == 512
-    precision.update(finite=False)
-    assert scale_of(precision) == 256, "the patience is used up until a good window"
+    scaler = fp16(initial_scale=1024, window=3, hysteresis=2, minimum_scale=128)
+    scaler.update(finite=False)
+    assert scaler.scale == 1024
+    scaler.update(finite=False)
+    assert scaler.scale == 512
+    scaler.update(finite=False)
+    assert scaler.scale == 256, "the patience is used up until a good window"
     for _ in range(3):
-        precision.update(finite=True)
-    assert scale_of(precision) == 512
-    precision.update(finite=False)
-    assert scale_of(precision) == 512, "the window brought the patience back"
+        scaler.update(finite=True)
+    assert scaler.scale == 512
+    scaler.update(finite=False)
+    assert scaler.scale == 512, "the window brought the patience back"
     for _ in range(9):
-        precision.update(finite=False)
-    assert scale_of(precision) == 128
+        scaler.update(finite=False)
+    assert scaler.scale == 128
 
 
 def test_overflow_at_the_smallest_scale_is_no_excuse() -> None:
-    precision = fp16(initial_scale=2, hysteresis=1, minimum_scale=1)
-    assert precision.skips_nonfinite
-    precision.update(finite=False)
-    assert not precision.skips_nonfinite
+    scaler = fp16(initial_scale=2, hysteresis=1, minimum_scale=1)
+    assert scaler.skips_nonfinite
+    scaler.update(finite=False)
+    assert not scaler.skips_nonfinite
     assert not fp16(static_scale=8).skips_nonfinite
 
 
-def test_static_scale_stays_and_unscale_undoes_it() -> None:
-    precision = fp16(static_scale=64)
+def test_static_scale_stays() -> None:
+    scaler = fp16(static_scale=64)
     for _ in range(5):
-        precision.update(finite=False)
-    assert scale_of(precision) == 64
-    gradient = torch.tensor([64.0, -128.0])
-    precision.unscale([gradient])
-    assert gradient.tolist() == [1.0, -2.0]
+        scaler.update(finite=False)
+    assert scaler.scale == 64
 
 
 def test_the_state_of_the_scaler_comes_back() -> None:
-    precision, fresh = fp16(initial_scale=1024, window=3), fp16(initial_scale=8, window=3)
+    scaler, fresh = fp16(initial_scale=1024, window=3), fp16(initial_scale=8, window=3)
     for finite in (False, False, True, True):
-        precision.update(finite)
-    fresh.restore(precision.state())
+        scaler.update(finite)
+    fresh.restore(scaler.state())
     for finite in (True, False, True, True, True):
-        precision.update(finite)
+        scaler.update(finite)
         fresh.update(finite)
-        assert scale_of(fresh) == scale_of(precision)
+        assert fresh.scale == scaler.scale
 
 
 def test_the_state_of_another_mode_changes_nothing() -> None:
     fresh, static = fp16(initial_scale=8), fp16(static_scale=64)
     fresh.restore({})
     static.restore(fp16(initial_scale=1024).state())
-    assert (scale_of(fresh), scale_of(static)) == (8, 64)
+    assert (fresh.scale, static.scale) == (8, 64)
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
@@ -108,7 +101,8 @@ def test_decay_ends_at_the_final_factor() -> None:
 def test_auto_says_what_it_took() -> None:
     (auto,) = (one for one in REGISTRY.made("precision") if one.name == "auto")
     assert auto.describe(torch.device("cpu")) == "fp32 (auto)"
-    assert fp16().describe(torch.device("cpu")) == "fp16"
+    fp16_plugin = next(one for one in REGISTRY.made("precision") if one.name == "fp16")
+    assert fp16_plugin.describe(torch.device("cpu")) == "fp16"
 
 
 def test_a_ring_s_attention_adds_up_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,3 +115,11 @@ def test_a_ring_s_attention_adds_up_in_float32_under_autocast(monkeypatch: pytes
         _, rows = attention.forward(query, key, value, causal=True)
     assert rows.dtype == torch.float32
     assert torch.equal(rows, expected)
+
+
+def test_two_runs_of_one_plugin_share_no_scale() -> None:
+    cls = REGISTRY.find("precision", "fp16").cls
+    plugin = cls(cls.Options(initial_scale=1024, hysteresis=1))
+    one, other = plugin.start(), plugin.start()
+    one.update(finite=False)
+    assert (one.scale, other.scale, plugin.start().scale) == (512, 1024, 1024)

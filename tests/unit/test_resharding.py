@@ -170,8 +170,8 @@ def test_every_layout_loads_into_every_other(written: str, form: type[Checkpoint
         directory.mkdir()
         on_ranks(
             ranks,
-            lambda rank, group, ranks=ranks, to=directory: form({}).write(
-                State(LAYOUTS[written](tensors, ranks, rank), {"step": 1}), to, group
+            lambda rank, group, ranks=ranks, to=directory: (
+                form({}).writer().write(State(LAYOUTS[written](tensors, ranks, rank), {"step": 1}), to, group)
             ),
         )
         for layout in LAYOUTS.values():
@@ -210,7 +210,7 @@ def test_any_rectangles_on_any_ranks(
         ]
 
     with tempfile.TemporaryDirectory() as directory:
-        on_ranks(ranks, lambda rank, group: form({}).write(State(mine(rank)), Path(directory), group))
+        on_ranks(ranks, lambda rank, group: form({}).writer().write(State(mine(rank)), Path(directory), group))
         target = {name: torch.full_like(one, float("nan")) for name, one in source.items()}
         form({}).load(Path(directory), [Piece.whole(*item) for item in target.items()])
     assert digests(target) == digests(source)

@@ -242,10 +242,12 @@ def test_output_that_cannot_be_written_leaves_the_exit_code_as_it_is() -> None:
 @pytest.mark.parametrize("where", ["log", "close"])
 def test_a_logger_that_fails_ends_no_training(where: str, caplog: pytest.LogCaptureFixture) -> None:
     Path("failing.py").write_text(
-        "from hpctrain.api import Logger, hookimpl\n"
+        "from hpctrain.api import Logger, LogWriter, hookimpl\n"
         "class Failing(Logger):\n"
         "    name = 'failing'\n"
-        "    def open(self, output_dir, resumed_step): self.rows = 0\n"
+        "    def open(self, output_dir, resumed_step): return Writer()\n"
+        "class Writer(LogWriter):\n"
+        "    rows = 0\n"
         "    def log(self, row):\n"
         "        self.rows += 1\n"
         f"        if self.rows == 2 and '{where}' == 'log': raise ConnectionError('no server')\n"

@@ -15,7 +15,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, hookimpl
+from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, Plan, Problem, hookimpl
 from hpctrain_plugins.activation_checkpointing.blocks import Buffers, blocks_of
 from hpctrain_plugins.activation_checkpointing.partition import Partition
 
@@ -47,10 +47,10 @@ class Full(ActivationCheckpointing):
     Options = FullOptions
     options: FullOptions
 
-    def refuse(self, spec: ModelSpec, splits_backward: bool) -> str | None:
-        if spec.outline is not None:
-            blocks_of(spec.outline, spec, self.name)
-        return None
+    def problems(self, plan: Plan) -> list[Problem]:
+        if plan.outline is not None:
+            blocks_of(plan.outline, plan.model, self.name)
+        return []
 
     def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
         blocks, keeping = blocks_of(module, spec, self.name), self._keeping(replicas)

@@ -18,6 +18,8 @@ from hpctrain.api import (
     Field,
     ModelSpec,
     Options,
+    Plan,
+    Problem,
     TorchDispatchMode,
     UsageError,
     hookimpl,
@@ -49,12 +51,11 @@ class Selective(ActivationCheckpointing):
     Options = SelectiveOptions
     options: SelectiveOptions
 
-    def refuse(self, spec: ModelSpec, splits_backward: bool) -> str | None:
-        if splits_backward:  # torch's selective checkpoint gives what it kept to one backward only
-            return (
-                'schedule = "zero-bubble" takes the backward of a block apart, and what is kept can be used once; use '
-                'mode = "full", or another schedule'
-            )
+    def problems(self, plan: Plan) -> list[Problem]:
+        split = [name for name, plugin in plan.parallelism.items() if plugin.traits.splits_backward]
+        if split:  # torch's selective checkpoint gives what it kept to one backward only
+            why = f"the schedule of {split[0]} takes the backward of a block apart, and what is kept can be used once"
+            return [Problem(f'{why}; use mode = "full", or another schedule')]
         unknown = [name for name in self.options.keep if not hasattr(torch.ops.aten, name)]
         if unknown:
             raise UsageError(
@@ -62,9 +63,9 @@ class Selective(ActivationCheckpointing):
                 "or addmm",
                 everywhere=True,
             )
-        if spec.outline is not None:
-            blocks_of(spec.outline, spec, self.name)
-        return None
+        if plan.outline is not None:
+            blocks_of(plan.outline, plan.model, self.name)
+        return []
 
     def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
         blocks = blocks_of(module, spec, self.name)

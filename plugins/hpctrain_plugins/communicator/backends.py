@@ -13,6 +13,7 @@ from hpctrain.api import (
     EnvironmentUnfitError,
     Field,
     Identity,
+    Machine,
     MPISettings,
     Options,
     gloo_backend,
@@ -46,7 +47,8 @@ class MPI(Communicator):
     options: MPIOptions
     preference: ClassVar[int | None] = 20
 
-    def unavailable(self, identity: Identity) -> str | None:
+    def missing(self, machine: Machine) -> str | None:
+        identity = machine.identity
         if identity.source == "mpi":
             return None
         if identity.source == "alone":
@@ -69,12 +71,12 @@ class NCCL(Communicator):
     name = "nccl"
     preference: ClassVar[int | None] = 30
 
-    def unavailable(self, identity: Identity) -> str | None:
+    def missing(self, machine: Machine) -> str | None:
         if not torch.cuda.is_available():
             return "there is no GPU that torch can use"
         if not dist.is_nccl_available():
             return "this torch was built without NCCL"
-        visible = torch.cuda.device_count()
+        visible, identity = torch.cuda.device_count(), machine.identity
         # one visible GPU per task is what srun --gpus-per-task gives
         if visible < identity.local_size and visible != 1:
             return f"node {identity.node} has {identity.local_size} ranks and {visible} GPUs"
@@ -93,15 +95,13 @@ class Auto(Communicator):
     name = "auto"
 
     def choose(self, identity: Identity, installed: list[Communicator]) -> Communicator:
+        machine = Machine(identity)
         candidates = [c for c in installed if c.preference is not None]
         for candidate in sorted(candidates, key=lambda c: -(c.preference or 0)):
-            if candidate.unavailable(identity) is None:
+            if candidate.missing(machine) is None:
                 return candidate
-        reasons = "; ".join(f"{c.name}: {c.unavailable(identity)}" for c in candidates)
+        reasons = "; ".join(f"{c.name}: {c.missing(machine)}" for c in candidates)
         raise EnvironmentUnfitError(f"no communicator is available ({reasons})")
-
-    def unavailable(self, identity: Identity) -> str | None:
-        return None
 
     def backend(self) -> str:
         raise EnvironmentUnfitError("auto is no backend itself: it chooses one")

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from hpctrain.api import Communicator, Field, Identity, Options, gloo_backend, hookimpl
+from hpctrain.api import Communicator, Field, Identity, Machine, Options, gloo_backend, hookimpl
 
 _PROBE = "import torch.distributed as dist; dist.ProcessGroupGloo.create_default_device()"
 _PROBE_SECONDS = 60
@@ -48,7 +48,7 @@ class Gloo(Communicator):
     options: GlooOptions
     preference: ClassVar[int | None] = 10
 
-    def unavailable(self, identity: Identity) -> str | None:
+    def missing(self, machine: Machine) -> str | None:
         if not dist.is_gloo_available():
             return "this torch was built without gloo"
         return None if self.options.tls is None else _without_tls(self.options.tls)

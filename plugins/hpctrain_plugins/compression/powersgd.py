@@ -7,7 +7,6 @@ P = orthonormal(sum of M Q), Q = sum of M^T P; the sum of M becomes P Q^T, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from zlib import crc32
@@ -24,8 +23,9 @@ from hpctrain.api import (
     GradientBucket,
     LossyCompression,
     Piece,
+    Plan,
+    Problem,
     Residual,
-    Sharding,
     Span,
     hookimpl,
 )
@@ -42,18 +42,14 @@ class PowerSGD(LossyCompression):
     Options = PowerSGDOptions
     options: PowerSGDOptions
 
-    def refuse(self, sharding: Sharding, axes: Mapping[str, int]) -> str | None:
-        if not sharding.tells_spans:
-            return (
-                f"sharding {sharding.name} does not tell which matrices lie in a bucket; use stage = 2 or less, or "
-                'name = "bf16"'
-            )
-        if axes["dp_replicate"] > 1 and axes["dp_shard"] > 1:
-            return (
-                "hybrid sharding sums slices of the parameters over the replicas, and these are no matrices; use "
-                'stage = 0, replicate = 1 or name = "top-k"'
-            )
-        return None
+    def problems(self, plan: Plan) -> list[Problem]:
+        if not plan.sharding.tells_spans:
+            why = f"sharding {plan.sharding.name} does not tell which matrices lie in a bucket"
+            return [Problem(f'{why}; use stage = 2 or less, or name = "bf16"')]
+        if plan.model_axes is not None and plan.model_axes["dp_replicate"] > 1 and plan.model_axes["dp_shard"] > 1:
+            why = "hybrid sharding sums slices of the parameters over the replicas, and these are no matrices"
+            return [Problem(f'{why}; use stage = 0, replicate = 1 or name = "top-k"')]
+        return []
 
     def compressor(self, bucket: GradientBucket, group: dist.ProcessGroup) -> Compressor:
         return PowerSGDCompressor(bucket, group, self.options.rank)

@@ -6,7 +6,6 @@ per parameter: ranks that hold the same parameter beside different others (tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import ceil
 
 import torch
@@ -21,8 +20,9 @@ from hpctrain.api import (
     GradientBucket,
     LossyCompression,
     Piece,
+    Plan,
+    Problem,
     Residual,
-    Sharding,
     hookimpl,
 )
 
@@ -40,13 +40,14 @@ class TopK(LossyCompression):
     Options = TopKOptions
     options: TopKOptions
 
-    def refuse(self, sharding: Sharding, axes: Mapping[str, int]) -> str | None:
-        if sharding.tells_spans:
-            return None
-        return (
-            f"sharding {sharding.name} does not tell which parameters lie in a bucket, and what is not sent is kept by "
+    def problems(self, plan: Plan) -> list[Problem]:
+        if plan.sharding.tells_spans:
+            return []
+        why = (
+            f"sharding {plan.sharding.name} does not tell which parameters lie in a bucket, and what is not sent is kept by "
             'parameter; use stage = 2 or less, or name = "bf16"'
         )
+        return [Problem(why)]
 
     def compressor(self, bucket: GradientBucket, group: dist.ProcessGroup) -> Compressor:
         return TopKCompressor(bucket, group, self.options.ratio)

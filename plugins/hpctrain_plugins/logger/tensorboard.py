@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.api import EnvironmentUnfitError, Logger, Options, hookimpl, make_directory
+from hpctrain.api import EXIT_ENVIRONMENT, Logger, LogWriter, Plan, Problem, hookimpl, make_directory
 
 
 class TensorBoard(Logger):
@@ -15,20 +15,26 @@ class TensorBoard(Logger):
 
     name = "tensorboard"
 
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        if importlib.util.find_spec("tensorboard") is None:
-            raise EnvironmentUnfitError(
-                "the package tensorboard is not installed; pip install 'hpctrain[tensorboard]', or leave this logger out"
-            )
+    def problems(self, plan: Plan) -> list[Problem]:
+        if importlib.util.find_spec("tensorboard") is not None:
+            return []
+        why = "the package tensorboard is not installed; pip install 'hpctrain[tensorboard]', or leave this logger out"
+        return [Problem(why, exit_code=EXIT_ENVIRONMENT)]
 
-    def open(self, output_dir: Path, resumed_step: int) -> None:
+    def open(self, output_dir: Path, resumed_step: int) -> EventFiles:
+        make_directory(output_dir / "events")
+        return EventFiles(output_dir / "events", resumed_step)
+
+
+class EventFiles(LogWriter):
+    """A row's numbers as scalars."""
+
+    def __init__(self, directory: Path, resumed_step: int) -> None:
         # imported here: it is an extra, and slow to import
         from torch.utils.tensorboard import SummaryWriter
 
-        make_directory(output_dir / "events")
         # rows of an earlier try that lie after the checkpoint would stand twice: purge_step hides them
-        self._writer = SummaryWriter(str(output_dir / "events"), purge_step=resumed_step + 1)
+        self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1)
 
     def log(self, row: Mapping[str, Any]) -> None:
         for key, value in row.items():

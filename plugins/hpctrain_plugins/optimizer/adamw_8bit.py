@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hpctrain.api import EnvironmentUnfitError, Field, Optimizer, OptimizerOptions, Options, hookimpl
+from hpctrain.api import EXIT_ENVIRONMENT, Field, Optimizer, OptimizerOptions, Options, Plan, Problem, hookimpl
 from hpctrain_plugins.optimizer.options import Decay
 
 
@@ -28,10 +28,10 @@ class AdamW8bit(Optimizer):
     name = "adamw-8bit"
     Options: ClassVar[type[Options]] = AdamW8bitOptions
 
-    def __init__(self, options: Any) -> None:
-        super().__init__(options)
-        if find_spec("torchao") is None:
-            raise EnvironmentUnfitError("torchao is not installed; pip install 'hpctrain[adamw-8bit]'")
+    def problems(self, plan: Plan) -> list[Problem]:
+        if find_spec("torchao") is not None:
+            return []
+        return [Problem("torchao is not installed; pip install 'hpctrain[adamw-8bit]'", exit_code=EXIT_ENVIRONMENT)]
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         # it tells of each kernel for GPUs that it could not load

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.api import Precision, hookimpl
+from hpctrain.api import Machine, Precision, hookimpl
 
 
 class FP64(Precision):
@@ -43,8 +43,9 @@ class BF16(FP32):
 
     name = "bf16"
 
-    def unfit(self, device: torch.device) -> str | None:
-        if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+    def missing(self, machine: Machine) -> str | None:
+        device = machine.device
+        if device is not None and device.type == "cuda" and not torch.cuda.is_bf16_supported():
             return f"{torch.cuda.get_device_name(device)} has no bfloat16; use fp16 or fp32"
         return None
 

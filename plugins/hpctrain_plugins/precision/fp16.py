@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from pydantic import model_validator
-from torch import Tensor
 
-from hpctrain.api import CheckpointError, Field, Options, Precision, foreach_mul_, hookimpl
+from hpctrain.api import CheckpointError, Field, LossScaler, Options, Precision, hookimpl
 
 
 class FP16Options(Options):
@@ -34,12 +32,6 @@ class FP16(Precision):
     Options = FP16Options
     options: FP16Options
 
-    def __init__(self, options: FP16Options) -> None:
-        super().__init__(options)
-        self._scale = options.static_scale or options.initial_scale
-        self._good_steps = 0
-        self._patience = options.hysteresis
-
     @property
     def parameter_dtype(self) -> torch.dtype:
         return torch.float32
@@ -47,43 +39,56 @@ class FP16(Precision):
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.float16)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss * self._scale
+    def start(self) -> LossScaler:
+        return (
+            DynamicScaler(self.options)
+            if self.options.static_scale is None
+            else StaticScaler(self.options.static_scale)
+        )
 
-    def unscale(self, gradients: Iterable[Tensor]) -> None:
-        mine = list(gradients)
-        if mine:  # a rank may hold nothing
-            foreach_mul_(mine, 1.0 / self._scale)
+
+class StaticScaler(LossScaler):
+    """One scale for the whole run."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class DynamicScaler(LossScaler):
+    """Doubles the scale after `window` good steps, and halves it after `hysteresis` bad ones."""
+
+    def __init__(self, options: FP16Options) -> None:
+        self._options = options
+        self.scale = options.initial_scale
+        self._good_steps = 0
+        self._patience = options.hysteresis
 
     @property
     def skips_nonfinite(self) -> bool:
         """While the scale can still fall: an overflow at the smallest one comes from elsewhere."""
-        return self.options.static_scale is None and self._scale > self.options.minimum_scale
+        return self.scale > self._options.minimum_scale
 
     def update(self, finite: bool) -> None:
-        """A static scale stays; the dynamic one doubles after `window` good steps, and halves after `hysteresis` bad."""
-        if self.options.static_scale is not None:
-            return
         if finite:
             self._good_steps += 1
-            if self._good_steps == self.options.window:
-                self._scale *= 2.0
-                self._good_steps, self._patience = 0, self.options.hysteresis
+            if self._good_steps == self._options.window:
+                self.scale *= 2.0
+                self._good_steps, self._patience = 0, self._options.hysteresis
             return
         self._good_steps = 0
         self._patience -= 1
         if self._patience <= 0:
-            self._scale = max(self._scale / 2.0, self.options.minimum_scale)
+            self.scale = max(self.scale / 2.0, self._options.minimum_scale)
             # patience comes back with the next window only: a scale far too high falls step by step
 
     def state(self) -> dict[str, Any]:
-        return {"scale": self._scale, "good_steps": self._good_steps, "patience": self._patience}
+        return {"scale": self.scale, "good_steps": self._good_steps, "patience": self._patience}
 
     def restore(self, state: dict[str, Any]) -> None:
-        if self.options.static_scale is not None or "scale" not in state:  # that of another mode
+        if "scale" not in state:  # that of another mode
             return
         try:
-            self._scale = float(state["scale"])
+            self.scale = float(state["scale"])
             self._good_steps, self._patience = int(state["good_steps"]), int(state["patience"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"the loss scale of the checkpoint is malformed: {error!r} in {state}") from error

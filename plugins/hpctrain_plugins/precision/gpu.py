@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpctrain.api import Precision, hookimpl
+from hpctrain.api import Machine, Precision, hookimpl
 
 _TF32_CAPABILITY, _FP8_CAPABILITY = (8, 0), (8, 9)
 
 
-def _lacks(device: torch.device, capability: tuple[int, int], what: str) -> str | None:
+def _lacks(device: torch.device | None, capability: tuple[int, int], what: str) -> str | None:
+    if device is None:  # not chosen yet
+        return None
     if device.type != "cuda":
         return f"{what} needs an NVIDIA GPU, and this rank computes on {device.type}; use fp32 or bf16"
     if torch.cuda.get_device_capability(device) < capability:
@@ -31,8 +33,8 @@ class TF32(Precision):
     def parameter_dtype(self) -> torch.dtype:
         return torch.float32
 
-    def unfit(self, device: torch.device) -> str | None:
-        return _lacks(device, _TF32_CAPABILITY, "TensorFloat-32")
+    def missing(self, machine: Machine) -> str | None:
+        return _lacks(machine.device, _TF32_CAPABILITY, "TensorFloat-32")
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         # for good: backward runs outside of this context
@@ -49,8 +51,8 @@ class FP8(Precision):
     def parameter_dtype(self) -> torch.dtype:
         return torch.float32
 
-    def unfit(self, device: torch.device) -> str | None:
-        why = _lacks(device, _FP8_CAPABILITY, "float8")
+    def missing(self, machine: Machine) -> str | None:
+        why = _lacks(machine.device, _FP8_CAPABILITY, "float8")
         if why is None and find_spec("torchao") is None:
             return "torchao is not installed; pip install 'hpctrain[fp8]'"
         return why

@@ -7,32 +7,30 @@ and parameters that a rank did not use are zeros instead of an error.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import GradientSums, ModelSpec, Sharding
+from hpctrain.api import GradientSums, ShardedModel
 from hpctrain_plugins.sharding.buckets import Bucket, Entry, make_buckets
 
 
-class Bucketed(Sharding):
+class BucketedModel(ShardedModel):
     """Gradients in flat buckets. A stage says when a bucket may be reduced, and how."""
 
-    tells_spans = True
     axis: ClassVar[str]
     """Over which whole buckets are summed."""
 
-    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> nn.Module:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, sums: GradientSums, bucket_bytes: int) -> None:
+        """bucket_bytes: how large a bucket may be."""
+        super().__init__(module)
         self._shard, self._replicate = mesh["dp_shard"].get_group(), mesh["dp_replicate"].get_group()
-        self._sums = sums
-        return module
+        self._sums, self._bucket_bytes = sums, bucket_bytes
 
-    def materialized(self, module: nn.Module) -> None:
-        self._buckets = make_buckets(module, self.bucket_bytes, self._shard.size())
+    def materialized(self) -> None:
+        self._buckets = make_buckets(self.module, self._bucket_bytes, self._shard.size())
         self._launched = 0
         self._fresh = True
         for bucket in self._buckets:
@@ -48,11 +46,6 @@ class Bucketed(Sharding):
                 bucket.forget()
         self._fresh, self._last = False, last and not interleaved
         self._await_gradients()
-
-    @property
-    @abstractmethod
-    def bucket_bytes(self) -> int:
-        """How large a bucket may be."""
 
     @abstractmethod
     def _gradient_made(self, bucket: Bucket, entry: Entry) -> None:
@@ -95,8 +88,3 @@ class Bucketed(Sharding):
             if bucket.finish is not None:
                 bucket.finish()
                 bucket.finish = None
-
-    def optimizer(
-        self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-    ) -> torch.optim.Optimizer:
-        return build(groups)

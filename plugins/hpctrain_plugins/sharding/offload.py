@@ -17,7 +17,11 @@ def host_copy(tensor: Tensor, pin_memory: bool) -> Tensor:
 
 
 def is_needed(asked: bool, device: torch.device) -> bool:
-    """Whether there is anything to offload from `device`; says so once where a CPU rank was asked to."""
+    """Whether there is anything to offload from `device`."""
+    return asked and device.type != "cpu"
+
+
+def warn_if_useless(asked: bool, device: torch.device) -> None:
+    """Tell a job that asks for offload on CPU ranks."""
     if asked and device.type == "cpu":
         LOG.warning("[sharding] offload: the ranks compute on CPUs, where it saves no memory")
-    return asked and device.type != "cpu"

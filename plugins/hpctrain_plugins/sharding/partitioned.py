@@ -14,11 +14,12 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import BucketSum, ByteSize, Field, GradientBucket, Options, Piece, Span
-from hpctrain_plugins.sharding.bucketed import Bucketed
+from hpctrain.api import BucketSum, ByteSize, Field, GradientBucket, GradientSums, Options, Piece, Sharding, Span
+from hpctrain_plugins.sharding.bucketed import BucketedModel
 from hpctrain_plugins.sharding.buckets import Bucket, Entry
-from hpctrain_plugins.sharding.offload import host_copy, is_needed
+from hpctrain_plugins.sharding.offload import host_copy, is_needed, warn_if_useless
 from hpctrain_plugins.sharding.rectangles import rectangles
 
 
@@ -57,22 +58,29 @@ class Part:
     """How the gradients are summed over the replicas."""
 
 
-class Partitioned(Bucketed):
+class Partitioned(Sharding):
     """The optimizer's part is sharded over dp_shard."""
 
     options: PartitionedOptions
-    axis = "dp_shard"
+    tells_spans = True
 
     def axes(self, ranks: int, replicate: int) -> dict[str, int]:
         return {"dp_replicate": replicate, "dp_shard": ranks // replicate}
 
-    @property
-    def bucket_bytes(self) -> int:
-        return min(self.options.reduce_bucket_size, self.options.allgather_bucket_size)
 
-    def materialized(self, module: nn.Module) -> None:
-        super().materialized(module)
+class PartitionedModel(BucketedModel):
+    """Each rank updates its slice of every bucket."""
+
+    axis = "dp_shard"
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, sums: GradientSums, options: PartitionedOptions) -> None:
+        super().__init__(module, mesh, sums, min(options.reduce_bucket_size, options.allgather_bucket_size))
+        self.options = options
+
+    def materialized(self) -> None:
+        super().materialized()
         device = next((bucket.entries[0].local.device for bucket in self._buckets), torch.device("cpu"))
+        warn_if_useless(self.options.offload_optimizer, device)
         self._offloads = is_needed(self.options.offload_optimizer, device)
         self._parts = [self._lay_out(bucket) for bucket in self._buckets]
 

@@ -15,7 +15,16 @@ import xxhash
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from hpctrain.api import CheckpointError, CheckpointFormat, Piece, State, StoredChunk, StoredTensor, hookimpl
+from hpctrain.api import (
+    CheckpointError,
+    CheckpointFormat,
+    CheckpointWriter,
+    Piece,
+    State,
+    StoredChunk,
+    StoredTensor,
+    hookimpl,
+)
 
 from ..common import values
 from ..common.files import read_file
@@ -42,15 +51,11 @@ MOST_KEPT = 32 * 2**20
 """Bytes of a table of contents that is remembered: a training needs its memory."""
 
 
-class Dcp(CheckpointFormat):
-    """Files that torch.distributed.checkpoint.load reads; those it wrote itself are read, too, without unpickling."""
+class DcpWriter(CheckpointWriter):
+    """Keeps the memory of its copy."""
 
-    name = "dcp"
-
-    def __init__(self, options: Any = None) -> None:
-        super().__init__(options)
+    def __init__(self) -> None:
         self._snapshots = Snapshots()
-        self._known: tuple[tuple[object, ...], Contents] | None = None
 
     def snapshot(self, state: State) -> State:
         """A copy in host memory. TypeError names a value that a checkpoint can't hold."""
@@ -61,6 +66,21 @@ class Dcp(CheckpointFormat):
         from . import write
 
         write.write(snapshot, directory, group)
+
+
+class Dcp(CheckpointFormat):
+    """Files that torch.distributed.checkpoint.load reads; those it wrote itself are read, too, without unpickling."""
+
+    name = "dcp"
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self._known: dict[tuple[object, ...], Contents] = {}
+        """The last table of contents, unless it is large, by what it was read from."""
+
+    def writer(self) -> DcpWriter:
+        """One for a run."""
+        return DcpWriter()
 
     def read_values(self, directory: Path) -> dict[str, Any]:
         """The small values; none in a checkpoint that another program wrote."""
@@ -108,10 +128,12 @@ class Dcp(CheckpointFormat):
         if sealed is not None and sealed["metadata_xxh3"] != checksum:
             raise CheckpointError(f"{directory / METADATA_FILE}: its checksum is wrong: the file is corrupt")
         identity = (directory, len(raw), checksum)
-        if self._known is not None and self._known[0] == identity:
-            return self._known[1]
+        if identity in self._known:
+            return self._known[identity]
         contents = metadata.read_contents(directory, raw)
-        self._known = (identity, contents) if len(raw) <= MOST_KEPT else None
+        self._known.clear()
+        if len(raw) <= MOST_KEPT:
+            self._known[identity] = contents
         return contents
 
     def _sealed(self, directory: Path) -> _Sealed | None:

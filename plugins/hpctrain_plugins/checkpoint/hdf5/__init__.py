@@ -8,13 +8,29 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpctrain.api import CheckpointFormat, Piece, State, StoredChunk, StoredTensor, hookimpl
+from hpctrain.api import CheckpointFormat, CheckpointWriter, Piece, State, StoredChunk, StoredTensor, hookimpl
 
 from ..common import values
 from ..common.snapshot import Snapshots
 from . import manifest, read, verify, write
 
 __all__ = ["Hdf5", "hpctrain_checkpoint"]
+
+
+class Hdf5Writer(CheckpointWriter):
+    """Keeps what it worked out for the save before, and the memory of its copy."""
+
+    def __init__(self) -> None:
+        self._writer = write.Writer()
+        self._snapshots = Snapshots()
+
+    def snapshot(self, state: State) -> State:
+        """A copy in host memory. TypeError names a value that a checkpoint can't hold."""
+        return self._snapshots.take(state)
+
+    def write(self, snapshot: State, directory: Path, group: dist.ProcessGroup) -> None:
+        """Collective over `group`; makes at most a shard and its table per rank, and rank 0's manifest.json last."""
+        self._writer.write(snapshot, directory, group)
 
 
 class Hdf5(CheckpointFormat):
@@ -24,17 +40,11 @@ class Hdf5(CheckpointFormat):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._writer = write.Writer()
-        self._snapshots = Snapshots()
         self._reader = read.Reader()
 
-    def snapshot(self, state: State) -> State:
-        """A copy in host memory. TypeError names a value that a checkpoint can't hold."""
-        return self._snapshots.take(state)
-
-    def write(self, snapshot: State, directory: Path, group: dist.ProcessGroup) -> None:
-        """Collective over `group`; makes at most a shard and its table per rank, and rank 0's manifest.json last."""
-        self._writer.write(snapshot, directory, group)
+    def writer(self) -> Hdf5Writer:
+        """One for a run."""
+        return Hdf5Writer()
 
     def read_values(self, directory: Path) -> dict[str, Any]:
         """The small values, checked."""

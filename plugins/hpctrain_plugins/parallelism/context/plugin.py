@@ -10,7 +10,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import AxisTraits, Batch, Field, ModelSpec, Options, Parallelism, UsageError, hookimpl
+from hpctrain.api import (
+    AppliedAxis,
+    AxisTraits,
+    Batch,
+    Field,
+    ModelSpec,
+    Options,
+    Parallelism,
+    Plan,
+    Problem,
+    UsageError,
+    hookimpl,
+)
 from hpctrain_plugins.parallelism.context import ring, ulysses
 
 
@@ -21,7 +33,7 @@ class ContextOptions(Options):
     )
 
 
-class Context(Parallelism):
+class ContextParallel(Parallelism):
     """Cuts sequences over the ranks of the axis cp."""
 
     name = "context"
@@ -35,24 +47,24 @@ class Context(Parallelism):
     def sequence_multiple(self, size: int) -> int:
         return size * (2 if self.options.method == "ring" else 1)
 
-    def refuse(self, spec: ModelSpec, size: int) -> str | None:
+    def problems(self, plan: Plan) -> list[Problem]:
+        spec, size, method = plan.model, plan.sizes[self.name], self.options.method
+        problems = []
         if not spec.sequence_dims():
-            return f"the model {spec.name!r} does not say which of its inputs are sequences (sequence_dims)"
-        heads = spec.attention_heads
-        if self.options.method == "ulysses" and heads is not None and heads % size:
-            return f'the model has {heads} attention heads, which {size} ranks do not divide; use method = "ring"'
-        return None
-
-    def refuse_compile(self, whole: bool) -> str | None:
-        if whole and self.options.method == "ring":
-            return (
-                'method = "ring" is not compiled, and this activation checkpointing needs each block in one piece; use method = '
-                '"ulysses", or [activation_checkpointing] mode = "full"'
+            why = f"the model {spec.name!r} does not say which of its inputs are sequences (sequence_dims)"
+            problems.append(Problem(why))
+        elif method == "ulysses" and spec.attention_heads is not None and spec.attention_heads % size:
+            heads = f"the model has {spec.attention_heads} attention heads, which {size} ranks do not divide"
+            problems.append(Problem(f'{heads}; use method = "ring"'))
+        if plan.compiles and plan.activation_checkpointing.is_compiled and method == "ring":
+            why = (
+                'context: method = "ring" is not compiled, and this activation checkpointing needs each block in one piece; '
+                'use method = "ulysses", or [activation_checkpointing] mode = "full"'
             )
-        return None
+            problems.append(Problem(why, "compile.enabled"))
+        return problems
 
-    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
-        self._dims, self._rank, self._size = spec.sequence_dims(), mesh.get_local_rank(), mesh.size()
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> AppliedContextParallel:
         # what sends and receives is no graph: the compiler takes what is before and after it
         passing_round = torch.compiler.disable(ring.ring_attention)
         attend = passing_round if self.options.method == "ring" else ulysses.ulysses_attention
@@ -61,24 +73,37 @@ class Context(Parallelism):
             raise UsageError(f"[parallelism] context: the model {spec.name!r} names no attentions")
         for attention in attentions:
             attention.attend = partial(attend, group=mesh.get_group())
-        return module
+        multiple = self.sequence_multiple(mesh.size())
+        return AppliedContextParallel(module, self.options.method, spec.sequence_dims(), mesh, multiple)
+
+
+class AppliedContextParallel(AppliedAxis):
+    """Gives this rank its tokens."""
+
+    def __init__(
+        self, module: nn.Module, method: str, dims: Mapping[str, int], mesh: DeviceMesh, multiple: int
+    ) -> None:
+        """dims: those of the batch's entries that are cut. multiple: what a sequence's length must be a multiple of."""
+        super().__init__(module)
+        self._method, self._dims, self._multiple = method, dims, multiple
+        self._rank, self._size = mesh.get_local_rank(), mesh.size()
 
     def split_batch(self, batch: Batch) -> Batch:
         """This rank's tokens, and `positions`: where each stood in its sequence, (seq,)."""
         assert isinstance(batch, Mapping)  # a model with sequence_dims names its inputs
         name, dim = next(iter(self._dims.items()))
-        seq, unit = batch[name].shape[dim], self.sequence_multiple(self._size)
-        if seq % unit:
+        seq = batch[name].shape[dim]
+        if seq % self._multiple:
             raise UsageError(
-                f"[parallelism] context = {self._size}: found sequences of {seq} tokens, expected a multiple of {unit} "
-                f"with method = {self.options.method!r}",
+                f"[parallelism] context = {self._size}: found sequences of {seq} tokens, expected a multiple of "
+                f"{self._multiple} with method = {self._method!r}",
                 everywhere=True,
             )
-        place = (ring if self.options.method == "ring" else ulysses).positions(seq, self._size, self._rank)
+        place = (ring if self._method == "ring" else ulysses).positions(seq, self._size, self._rank)
         cut = {key: batch[key].index_select(at, place.to(batch[key].device)) for key, at in self._dims.items()}
         return {**batch, **cut, "positions": place.to(batch[name].device)}
 
 
 @hookimpl
 def hpctrain_parallelism() -> list[type[Parallelism]]:
-    return [Context]
+    return [ContextParallel]

@@ -9,8 +9,21 @@ from pydantic import model_validator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import AxisTraits, Field, ModelSpec, Options, Parallelism, Runner, RunnerParts, UsageError, hookimpl
-from hpctrain_plugins.parallelism.pipeline.shared import SharedParameters, find_shared
+from hpctrain.api import (
+    AppliedAxis,
+    AxisTraits,
+    Field,
+    ModelSpec,
+    Options,
+    Parallelism,
+    Plan,
+    Problem,
+    Runner,
+    RunnerParts,
+    UsageError,
+    hookimpl,
+)
+from hpctrain_plugins.parallelism.pipeline.shared import Shared, SharedParameters, find_shared
 from hpctrain_plugins.parallelism.pipeline.stages import drop, split
 
 
@@ -32,7 +45,7 @@ class PipelineOptions(Options):
         return self
 
 
-class Pipeline(Parallelism):
+class PipelineParallel(Parallelism):
     """Spreads the blocks over the ranks of the axis pp."""
 
     name = "pipeline"
@@ -45,27 +58,29 @@ class Pipeline(Parallelism):
             "pp",
             10,
             "other parameters",
+            interleaves=True,
             splits_backward=self.options.schedule == "zero-bubble",
             one_shape="always",  # torch's schedules allocate what they receive once
         )
 
-    def refuse(self, spec: ModelSpec, size: int) -> str | None:
-        if spec.outline is not None:  # else apply() tells
-            self._split(spec.outline, spec, size)
-        return None
-
-    def _split(self, module: nn.Module, spec: ModelSpec, size: int) -> list[range]:
-        """The blocks of each pipeline stage, by number; raises UsageError where the model can't be cut so."""
-        blocks = spec.blocks(module)
-        if not blocks or not any(spec.ends(module)):
-            raise UsageError(
-                f"[parallelism] pipeline: the model {spec.name!r} does not say where it can be cut; that takes an "
-                "nn.Sequential with several blocks of one class in a row, or a model plugin with blocks, ends, embed and head",
-                everywhere=True,
+    def problems(self, plan: Plan) -> list[Problem]:
+        size = plan.sizes[self.name]
+        if plan.outline is not None:  # else apply() tells
+            self._split(plan.outline, plan.model, size)
+        problems = []
+        if plan.micro_batches is not None and (why := self._cannot_run(plan.micro_batches, size)):
+            count, micro_size = plan.micro_batches, plan.tables["batch"]["micro_size"]
+            per_step = f"{micro_size} makes {count} micro batch{'es' * (count > 1)} per step"
+            problems.append(Problem(f"{per_step}; pipeline: {why}", "batch.micro_size"))
+        if plan.compiles and self.traits.splits_backward:
+            why = (
+                f'pipeline: schedule = "{self.options.schedule}" takes backward apart, and compiled code has it in one'
             )
-        return split(len(blocks), size * self.options.stages_per_rank, self.options.split)
+            problems.append(Problem(f"{why}; use another schedule", "compile.enabled"))
+        return problems
 
-    def refuse_micro_batches(self, count: int, size: int) -> str | None:
+    def _cannot_run(self, count: int, size: int) -> str | None:
+        """Why `size` ranks cannot run a step of `count` micro batches, in a sentence; None when they can."""
         schedule = self.options.schedule
         if schedule == "1f1b" and count < size:
             return (
@@ -80,14 +95,18 @@ class Pipeline(Parallelism):
             )
         return None
 
-    def refuse_compile(self, whole: bool) -> str | None:
-        if self.options.schedule == "zero-bubble":
-            return (
-                'schedule = "zero-bubble" takes backward apart, and compiled code has it in one; use another schedule'
+    def _split(self, module: nn.Module, spec: ModelSpec, size: int) -> list[range]:
+        """The blocks of each pipeline stage, by number; raises UsageError where the model can't be cut so."""
+        blocks = spec.blocks(module)
+        if not blocks or not any(spec.ends(module)):
+            raise UsageError(
+                f"[parallelism] pipeline: the model {spec.name!r} does not say where it can be cut; that takes an "
+                "nn.Sequential with several blocks of one class in a row, or a model plugin with blocks, ends, embed and head",
+                everywhere=True,
             )
-        return None
+        return split(len(blocks), size * self.options.stages_per_rank, self.options.split)
 
-    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> AppliedPipeline:
         blocks, (before, after) = spec.blocks(module), spec.ends(module)
         stages = mesh.size() * self.options.stages_per_rank
         parts = self._split(module, spec, mesh.size())
@@ -99,19 +118,34 @@ class Pipeline(Parallelism):
         dropped = [[one for one in everything if not any(one is other for other in own)] for own in kept]
         shared = find_shared(module, dropped)
         rank = mesh.get_local_rank()
-        self._group: dist.ProcessGroup = mesh.get_group()
-        self._stages = {stage: [blocks[i] for i in parts[stage]] for stage in ranks[rank]}
+        mine = {stage: [blocks[i] for i in parts[stage]] for stage in ranks[rank]}
         drop(module, dropped[rank])
-        self._shared = SharedParameters(module, shared, self._group)
-        return module
+        return AppliedPipeline(module, self.options.schedule, mine, shared, mesh.get_group())
+
+
+class AppliedPipeline(AppliedAxis):
+    """This rank's pipeline stages; the other ranks' modules are gone."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        schedule: str,
+        stages: dict[int, list[nn.Module]],
+        shared: list[Shared],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """stages: the blocks of each of this rank's pipeline stages, by number."""
+        super().__init__(module)
+        self._schedule, self._stages, self._group = schedule, stages, group
+        self._shared = SharedParameters(module, shared, group)
 
     def runner(self, parts: RunnerParts) -> Runner:
         # here, because every command loads every plugin, and torch's schedules bring half of the compiler with them
         from hpctrain_plugins.parallelism.pipeline.runner import PipelineRunner
 
-        return PipelineRunner(parts, self._group, self.options.schedule, self._stages, self._shared)
+        return PipelineRunner(parts, self._group, self._schedule, self._stages, self._shared)
 
 
 @hookimpl
 def hpctrain_parallelism() -> list[type[Parallelism]]:
-    return [Pipeline]
+    return [PipelineParallel]

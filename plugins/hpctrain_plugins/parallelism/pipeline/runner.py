@@ -68,7 +68,7 @@ class PipelineRunner(Runner):
         self._is_set_up = self._micro_batches == len(micro_batches)
         if not self._is_set_up:
             self._micro_batches, self._schedule = len(micro_batches), self._make_schedule(len(micro_batches))
-        parts.sharding.begin(last=True, interleaved=True)
+        parts.sharded.begin(last=True, interleaved=True)
         parts.seed_draws(step, micro_batches[0], min(self._stages))
         index = torch.arange(len(micro_batches), device=parts.device)
         first = [index] if 0 in self._stages else []
@@ -83,7 +83,7 @@ class PipelineRunner(Runner):
             work.wait()
         self._shared.gather_gradients()
         self._give([])
-        scale = parts.precision.scale(torch.ones_like(self._total)) / divisor
+        scale = parts.scaler.scale / divisor
         return sum((loss.detach().double() / scale for loss in losses), torch.zeros_like(self._total))
 
     def _make_schedule(self, micro_batches: int) -> Any:
@@ -100,7 +100,7 @@ class PipelineRunner(Runner):
         parts = self._parts
         with self._watch.computing(), parts.precision.forward(parts.device):
             loss = parts.loss(outputs, self._given[int(index)])
-        return parts.precision.scale(loss / self._divisor)
+        return parts.backward_from(loss, self._divisor)
 
     def figures(self) -> tuple[float, float]:
         """Seconds in which this rank computed, and seconds that the step took."""

@@ -11,7 +11,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
-from hpctrain.api import AxisTraits, Field, ModelSpec, Options, Parallelism, UsageError, hookimpl, tie, tied_parameters
+from hpctrain.api import (
+    AppliedAxis,
+    AxisTraits,
+    Field,
+    ModelSpec,
+    Options,
+    Parallelism,
+    Plan,
+    Problem,
+    UsageError,
+    hookimpl,
+    tie,
+    tied_parameters,
+)
 from hpctrain_plugins.parallelism.tensor.blocks import share_all_heads
 from hpctrain_plugins.parallelism.tensor.cut import Entry, gather_shares, linear_of
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
@@ -33,7 +46,7 @@ class TensorOptions(Options):
     )
 
 
-class Tensor(Parallelism):
+class TensorParallel(Parallelism):
     """Cuts matrices over the ranks of the axis tp."""
 
     name = "tensor"
@@ -54,19 +67,20 @@ class Tensor(Parallelism):
     def sequence_multiple(self, size: int) -> int:
         return size if self.options.sequence_parallel else 1
 
-    def refuse(self, spec: ModelSpec, size: int) -> str | None:
+    def problems(self, plan: Plan) -> list[Problem]:
+        size, spec, outline = plan.sizes[self.name], plan.model, plan.outline
         heads = spec.attention_heads
         if heads is not None and heads % size:
-            return (
+            why = (
                 f"the model has {heads} attention heads, which {size} ranks do not divide; choose a divisor of {heads}"
             )
+            return [Problem(why)]
         # a guess, which tries blocks out, is left to apply(); but `hpctrain check` shows a model that is not built on meta
-        if spec.outline is not None and (self.options.plan or spec.tensor_plan() or not spec.meta):
-            refuse_unfit(spec.outline, spec, plan_for(spec.outline, spec, self.options.plan, size), size)
-        return None
+        if outline is not None and (self.options.plan or spec.tensor_plan() or not spec.meta):
+            refuse_unfit(outline, spec, plan_for(outline, spec, self.options.plan, size), size)
+        return []
 
-    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> nn.Module:
-        self._size, self._has_run = mesh.size(), False
+    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> AppliedTensorParallel:
         plan = plan_for(module, spec, self.options.plan, mesh.size())
         refuse_unfit(module, spec, plan, mesh.size())
         if not spec.tensor_plan():
@@ -89,8 +103,16 @@ class Tensor(Parallelism):
         tie(module, tied)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in trained)  # some of torch's styles make parameters that are trained
+        return AppliedTensorParallel(module, mesh, self.options)
+
+
+class AppliedTensorParallel(AppliedAxis):
+    """Looks after the first micro batch, in which a wrong plan shows."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, options: TensorOptions) -> None:
+        super().__init__(module)
+        self._size, self._options, self._has_run = mesh.size(), options, False
         self._whole = WholeGradients(module, mesh.get_group())
-        return module
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -102,10 +124,10 @@ class Tensor(Parallelism):
                 if self._has_run or type(error) not in (RuntimeError, NotImplementedError):
                     raise
                 LOG.info("the first micro batch failed", exc_info=True)
-                given = ", ".join(f"{pattern} as {cut.style}" for pattern, cut in self.options.plan.items())
+                given = ", ".join(f"{pattern} as {cut.style}" for pattern, cut in self._options.plan.items())
                 raise UsageError(
                     f"[parallelism.tensor] plan: the first micro batch failed with the model cut over {self._size} ranks "
-                    f"({given or 'no plan given'}, sequence_parallel = {str(self.options.sequence_parallel).lower()}): "
+                    f"({given or 'no plan given'}, sequence_parallel = {str(self._options.sequence_parallel).lower()}): "
                     f"{error}; does the plan name every module that takes or gives a part? The traceback is in this rank's log"
                 ) from error
         self._has_run = True
@@ -115,4 +137,4 @@ class Tensor(Parallelism):
 
 @hookimpl
 def hpctrain_parallelism() -> list[type[Parallelism]]:
-    return [Tensor]
+    return [TensorParallel]

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import Field, Sharding, hookimpl
+from hpctrain.api import Field, GradientSums, ModelSpec, Sharding, hookimpl
 from hpctrain_plugins.sharding.buckets import Bucket, Entry
-from hpctrain_plugins.sharding.partitioned import Partitioned, PartitionedOptions
+from hpctrain_plugins.sharding.partitioned import Partitioned, PartitionedModel, PartitionedOptions
 
 
-class OptimizerStateOptions(PartitionedOptions):
+class Zero1Options(PartitionedOptions):
     overlap_communication: bool = Field(
         default=False, description="sum a bucket in the step's last backward as soon as it is full, not after backward"
     )
 
 
-class OptimizerState(Partitioned):
+class Zero1(Partitioned):
     """ZeRO stage 1: the optimizer's state is sharded. Communicates after backward, or behind the last one."""
 
     name = "zero-1"
-    Options = OptimizerStateOptions
-    options: OptimizerStateOptions
+    Options = Zero1Options
+    options: Zero1Options
+
+    def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> Zero1Model:
+        return Zero1Model(module, mesh, sums, self.options)
+
+
+class Zero1Model(PartitionedModel):
+    """Whole gradients stay in their buckets until the step's end."""
+
+    options: Zero1Options
 
     def _gradients_of(self, bucket: Bucket, rank: int) -> Tensor:
         bucket.gradients = bucket.buffer(self._shard)
@@ -47,4 +57,4 @@ class OptimizerState(Partitioned):
 
 @hookimpl
 def hpctrain_sharding() -> list[type[Sharding]]:
-    return [OptimizerState]
+    return [Zero1]

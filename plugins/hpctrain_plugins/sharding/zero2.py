@@ -6,16 +6,17 @@ from collections import deque
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import ByteSize, Field, Sharding, hookimpl
+from hpctrain.api import ByteSize, Field, GradientSums, ModelSpec, Sharding, hookimpl
 from hpctrain_plugins.sharding.buckets import Bucket, Entry, flat_zeros
-from hpctrain_plugins.sharding.partitioned import Part, Partitioned, PartitionedOptions
+from hpctrain_plugins.sharding.partitioned import Part, Partitioned, PartitionedModel, PartitionedOptions
 
 _IN_FLIGHT = 2
 """Buckets that may be on their way while the next one is filled."""
 
 
-class GradientOptions(PartitionedOptions):
+class Zero2Options(PartitionedOptions):
     reduce_bucket_size: ByteSize = Field(
         default=25_000_000,
         gt=0,
@@ -26,15 +27,24 @@ class GradientOptions(PartitionedOptions):
     )
 
 
-class Gradients(Partitioned):
+class Zero2(Partitioned):
     """ZeRO stage 2: gradients are sharded, too. Every backward sums them, bucket by bucket."""
 
     name = "zero-2"
-    Options = GradientOptions
-    options: GradientOptions
+    Options = Zero2Options
+    options: Zero2Options
 
-    def materialized(self, module: nn.Module) -> None:
-        super().materialized(module)
+    def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> Zero2Model:
+        return Zero2Model(module, mesh, sums, self.options)
+
+
+class Zero2Model(PartitionedModel):
+    """Buckets of gradients exist while they are filled and summed."""
+
+    options: Zero2Options
+
+    def materialized(self) -> None:
+        super().materialized()
         self._in_flight: deque[tuple[Bucket, Part]] = deque()
         self._free: dict[torch.dtype, list[Tensor]] = {bucket.dtype: [] for bucket in self._buckets}
         self._taken: dict[int, Tensor] = {}
@@ -112,4 +122,4 @@ class Gradients(Partitioned):
 
 @hookimpl
 def hpctrain_sharding() -> list[type[Sharding]]:
-    return [Gradients]
+    return [Zero2]

@@ -5,36 +5,46 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import ByteSize, Field, Options, Piece, Sharding, hookimpl
-from hpctrain_plugins.sharding.bucketed import Bucketed
+from hpctrain.api import ByteSize, Field, GradientSums, ModelSpec, Options, Piece, Sharding, hookimpl
+from hpctrain_plugins.sharding.bucketed import BucketedModel
 from hpctrain_plugins.sharding.buckets import Bucket, Entry
 
 
-class ReplicatedOptions(Options):
+class Zero0Options(Options):
     reduce_bucket_size: ByteSize = Field(
         default=25_000_000, gt=0, description="gradients are summed in buckets of this size, while backward goes on"
     )
     overlap_communication: bool = Field(default=True, description="sum a bucket as soon as its gradients are there")
 
 
-class Replicated(Bucketed):
+class Zero0(Sharding):
     """ZeRO stage 0: nothing is sharded."""
 
     name = "zero-0"
-    axis = "dp_replicate"
-    Options = ReplicatedOptions
-    options: ReplicatedOptions
+    Options = Zero0Options
+    options: Zero0Options
+    tells_spans = True
 
     def axes(self, ranks: int, replicate: int) -> dict[str, int]:
         return {"dp_replicate": ranks, "dp_shard": 1}
 
-    @property
-    def bucket_bytes(self) -> int:
-        return self.options.reduce_bucket_size
+    def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> Zero0Model:
+        return Zero0Model(module, mesh, sums, self.options)
 
-    def materialized(self, module: nn.Module) -> None:
-        super().materialized(module)
+
+class Zero0Model(BucketedModel):
+    """Every rank has all pieces."""
+
+    axis = "dp_replicate"
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, sums: GradientSums, options: Zero0Options) -> None:
+        super().__init__(module, mesh, sums, options.reduce_bucket_size)
+        self._overlaps = options.overlap_communication
+
+    def materialized(self) -> None:
+        super().materialized()
         self._pieces: dict[str, list[Piece]] = {}
         for bucket in self._buckets:
             bucket.gradients = bucket.buffer(self._replicate)
@@ -46,7 +56,7 @@ class Replicated(Bucketed):
 
     def _gradient_made(self, bucket: Bucket, entry: Entry) -> None:
         bucket.fill(entry)
-        if self._last and self.options.overlap_communication:
+        if self._last and self._overlaps:
             self._launch_ready()
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -72,4 +82,4 @@ class Replicated(Bucketed):
 
 @hookimpl
 def hpctrain_sharding() -> list[type[Sharding]]:
-    return [Replicated]
+    return [Zero0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -28,6 +27,9 @@ from hpctrain.api import (
     ModelSpec,
     Options,
     Piece,
+    Plan,
+    Problem,
+    ShardedModel,
     Sharding,
     UsageError,
     hookimpl,
@@ -35,11 +37,11 @@ from hpctrain.api import (
 )
 from hpctrain_plugins.sharding.buckets import trained
 from hpctrain_plugins.sharding.communication import AsynchronousAllGather, Buffers, Pending, SummingReduceScatter
-from hpctrain_plugins.sharding.offload import host_copy, is_needed
+from hpctrain_plugins.sharding.offload import host_copy, is_needed, warn_if_useless
 from hpctrain_plugins.sharding.wrapping import refuse_mixed, refuse_unseen, units_of, unseen
 
 
-class FullyShardedOptions(Options):
+class Zero3Options(Options):
     wrap: str = Field(
         default="block",
         description='what is gathered at once: "block", "size" (see min_parameters) or "class:NAME" of a module',
@@ -61,7 +63,7 @@ class FullyShardedOptions(Options):
         return wrap
 
     @model_validator(mode="after")
-    def _only_size_has_a_minimum(self) -> FullyShardedOptions:
+    def _only_size_has_a_minimum(self) -> Zero3Options:
         if "min_parameters" in self.model_fields_set and self.wrap != "size":
             raise ValueError(f'min_parameters goes with wrap = "size"; with wrap = "{self.wrap}" it does nothing')
         return self
@@ -88,37 +90,52 @@ class Held:
         return gradient.to(self.piece.tensor.device)
 
 
-class FullySharded(Sharding):
+class Zero3(Sharding):
     """ZeRO stage 3: everything is sharded."""
 
     name = "zero-3"
-    Options = FullyShardedOptions
-    options: FullyShardedOptions
+    Options = Zero3Options
+    options: Zero3Options
 
     def axes(self, ranks: int, replicate: int) -> dict[str, int]:
         return {"dp_replicate": replicate, "dp_shard": ranks // replicate}
 
-    def refuse(self, spec: ModelSpec, axes: Mapping[str, int]) -> str | None:
-        if axes.get("pp", 1) > 1:
-            return (
+    def problems(self, plan: Plan) -> list[Problem]:
+        if any(traits.interleaves for traits in plan.traits):
+            why = (
                 "a pipeline interleaves the forwards and backwards of micro batches, and stage 3 would gather every "
                 "parameter for each; use stage = 2 or less with pipeline"
             )
-        if spec.outline is not None:
-            _refuse_scalars(spec.outline, spec)
+            return [Problem(why)]
+        if plan.outline is not None:
+            _refuse_scalars(plan.outline, plan.model)
             if self.options.wrap.startswith("class:"):
-                units_of(spec.outline, spec, self.options.wrap, self.options.min_parameters)
-        return None
+                units_of(plan.outline, plan.model, self.options.wrap, self.options.min_parameters)
+        return []
 
-    def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> nn.Module:
-        options = self.options
+    def home(self, device: torch.device) -> torch.device:
+        return torch.device("cpu") if is_needed(self.options.offload_parameters, device) else device
+
+    def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> Zero3Model:
+        return Zero3Model(module, spec, mesh, sums, self.options)
+
+
+class Zero3Model(ShardedModel):
+    """torch's fully_shard, unit by unit."""
+
+    def __init__(
+        self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums, options: Zero3Options
+    ) -> None:
+        super().__init__(module)
+        self.options = options
         _refuse_scalars(module, spec)
         self._replicate, self._sums = mesh["dp_replicate"].get_group(), sums
         self._over_replicas: dict[torch.dtype, BucketSum] = {}
         device = torch.device(mesh.device_type)
-        self._offloads_parameters = is_needed(options.offload_parameters, device)
-        self._offloads = is_needed(options.offload_optimizer, device) and not self._offloads_parameters
-        policy = CPUOffloadPolicy(options.pin_memory) if self._offloads_parameters else OffloadPolicy()
+        offloads_parameters = is_needed(options.offload_parameters, device)
+        self._offloads = is_needed(options.offload_optimizer, device) and not offloads_parameters
+        warn_if_useless(options.offload_parameters or options.offload_optimizer, device)
+        policy = CPUOffloadPolicy(options.pin_memory) if offloads_parameters else OffloadPolicy()
         units = units_of(module, spec, options.wrap, options.min_parameters)
         refuse_mixed(module, units)
         for unit in reversed(units):  # inner ones first
@@ -132,7 +149,6 @@ class FullySharded(Sharding):
         # what belongs to no unit is needed again when backward begins
         fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=False, offload_policy=policy)
         self._set_up([cast(FSDPModule, one) for one in (module, *units)], mesh.device_type)
-        return module
 
     def _set_up(self, units: list[FSDPModule], device_type: str) -> None:
         """Sums instead of means, communication that does not wait, and what is gathered ahead of what."""
@@ -154,11 +170,9 @@ class FullySharded(Sharding):
             if before and ahead > 1:  # one is gathered ahead anyway
                 unit.set_modules_to_backward_prefetch(before[::-1])
 
-    def home(self, device: torch.device) -> torch.device:
-        return torch.device("cpu") if self._offloads_parameters else device
-
-    def materialized(self, module: nn.Module) -> None:
+    def materialized(self) -> None:
         self._held: list[Held] = []
+        module = self.module
         for name, parameter in trained(module):
             assert isinstance(parameter, DTensor)
             begin = 0
@@ -226,11 +240,6 @@ class FullySharded(Sharding):
     def pieces(self) -> list[Piece]:
         return [held.piece for held in self._held]
 
-    def optimizer(
-        self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-    ) -> torch.optim.Optimizer:
-        return build(groups)
-
 
 def _refuse_scalars(module: nn.Module, spec: ModelSpec) -> None:
     scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
@@ -244,4 +253,4 @@ def _refuse_scalars(module: nn.Module, spec: ModelSpec) -> None:
 
 @hookimpl
 def hpctrain_sharding() -> list[type[Sharding]]:
-    return [FullySharded]
+    return [Zero3]

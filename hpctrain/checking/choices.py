@@ -1,0 +1,83 @@
+"""Asks each plugin that a job chose what it has against the job, and what it lacks on a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.contracts.plan import Machine, Plan
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.errors import EXIT_TRAINING, EnvironmentUnfitError, UsageError
+from hpctrain.job.parts import Parts
+from hpctrain.job.problems import PlacedProblem
+from hpctrain.job.reading import Key, dotted
+from hpctrain.job.tables import Job
+from hpctrain.plugins.blame import raised_in
+from hpctrain.plugins.registry import Registry
+from hpctrain.plugins.slots import SLOTS
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plugin, and the key of the job that chose it."""
+
+    key: Key
+    plugin: Plugin
+    value: str = ""
+    """What the key says; "" for an axis, whose key is its name."""
+
+    def __str__(self) -> str:
+        return dotted(self.key) + (f" = {self.value}" if self.value else "")
+
+
+def choices(job: Job, parts: Parts) -> list[Choice]:
+    """Every plugin of the job, in the order of the slots."""
+    found: list[Choice] = []
+    for slot in SLOTS.values():
+        if slot.name == "parallelism":
+            found += [Choice((slot.name, name), plugin) for name, plugin in parts.parallelism.items()]
+        elif slot.name == "logger":
+            found += [
+                Choice(("logger", number, "name"), plugin, repr(plugin.name))
+                for number, plugin in enumerate(parts.loggers)
+            ]
+        elif slot.name == "sharding":
+            chosen_by, value = job.sharding.choice
+            found.append(Choice(("sharding", chosen_by), parts.sharding, value))
+        else:
+            plugin: Plugin = getattr(parts, slot.name)
+            assert slot.key is not None
+            found.append(Choice((slot.name, slot.key), plugin, repr(plugin.name)))
+    return found
+
+
+def plugin_problems(job: Job, parts: Parts, plan: Plan, registry: Registry) -> list[PlacedProblem]:
+    """What all plugins have against the job."""
+    return [problem for choice in choices(job, parts) for problem in _problems_of(choice, plan, registry)]
+
+
+def _problems_of(choice: Choice, plan: Plan, registry: Registry) -> list[PlacedProblem]:
+    try:
+        found = choice.plugin.problems(plan)
+    except UsageError as error:
+        return [PlacedProblem(choice.key, str(error))]
+    except Exception as error:  # a third party's code: its failure is told with its name
+        return [PlacedProblem(choice.key, f"{choice}: {raised_in(error, registry)}", EXIT_TRAINING)]
+    placed = []
+    for problem in found:
+        key: Key = tuple(problem.key.split(".")) if problem.key else choice.key
+        what = f"{dotted(key)}: " if problem.key else f"{choice}: "
+        placed.append(PlacedProblem(key, what + problem.why, problem.exit_code))
+    return placed
+
+
+def lacking(job: Job, parts: Parts, machine: Machine) -> list[str]:
+    """What the plugins of the job lack on `machine`, in sentences."""
+    asked = [(choice, choice.plugin.missing(machine)) for choice in choices(job, parts)]
+    return [f"{choice}: {why}" for choice, why in asked if why is not None]
+
+
+def refuse_machine(job: Job, parts: Parts, machine: Machine) -> None:
+    """Raises EnvironmentUnfitError for what the plugins of the job lack on `machine`."""
+    sentences = lacking(job, parts, machine)
+    if sentences:
+        raise EnvironmentUnfitError("\n".join(sentences))

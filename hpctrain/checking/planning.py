@@ -1,0 +1,33 @@
+"""Lays a job out as the data that plugins look at."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hpctrain.contracts.plan import Plan
+from hpctrain.job.parts import Parts
+from hpctrain.job.tables import Job
+from hpctrain.mesh import Layout
+
+
+def plan_of(job: Job, parts: Parts, outline: nn.Module | None, layout: Layout | None) -> Plan:
+    """The plan; `layout` is None where the number of ranks is not known, or the axes don't fit it."""
+    return Plan(
+        tables=job.model_dump(),
+        model=parts.model,
+        outline=outline,
+        parallelism=parts.parallelism,
+        sizes={name: job.parallelism[name].size for name in parts.parallelism},
+        sharding=parts.sharding,
+        activation_checkpointing=parts.activation_checkpointing,
+        axes=None if layout is None else layout.axes,
+        model_axes=None if layout is None else layout.model_axes,
+        micro_batches=None if layout is None else _micro_batches(job, layout),
+    )
+
+
+def _micro_batches(job: Job, layout: Layout) -> int | None:
+    size, micro_size = job.batch.global_size, job.batch.micro_size
+    if size is None or micro_size is None or size % (layout.data_ranks * micro_size):
+        return None
+    return size // (layout.data_ranks * micro_size)

@@ -1,0 +1,78 @@
+"""What plugins look at before anything is built: the job as data, and the machine that it is to run on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
+from hpctrain.contracts.identity import Identity
+from hpctrain.contracts.model import ModelSpec
+from hpctrain.contracts.parallelism import AxisTraits, Parallelism
+from hpctrain.contracts.sharding import Sharding
+from hpctrain.errors import EXIT_USAGE
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something in a job that a plugin can't do.
+
+    why: the end of a sentence that says what was found, what was expected and what to do. key: what has to change, such as
+    "batch.micro_size"; "" is the plugin's own place in the job. exit_code: 2, or 3 for what is not installed.
+    """
+
+    why: str
+    key: str = ""
+    exit_code: int = EXIT_USAGE
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job with its plugins and its layout. Plugins ask each other for traits, never for names."""
+
+    tables: Mapping[str, Any]
+    """The core's tables with all defaults: `tables["batch"]["micro_size"]`."""
+
+    model: ModelSpec
+    outline: nn.Module | None
+    """The modules of the whole model, on the meta device unless they can't be built there; never to be changed. None where
+    only `hpctrain check` would build them (`ModelSpec.meta` is false)."""
+
+    parallelism: Mapping[str, Parallelism]
+    """The axes besides the data axes, by name; those of size 1 are left out."""
+
+    sizes: Mapping[str, int]
+    """The size of each of them."""
+
+    sharding: Sharding
+    activation_checkpointing: ActivationCheckpointing
+    axes: Mapping[str, int] | None = None
+    """The size of each mesh axis, the data axes included; None where the number of ranks is not known."""
+
+    model_axes: Mapping[str, int] | None = None
+    """As the sharding strategy sees it: axes that cut samples are part of a data axis."""
+
+    micro_batches: int | None = None
+    """Micro batches of a step on each rank; None where they are not known, or differ."""
+
+    @property
+    def traits(self) -> list[AxisTraits]:
+        """Those of all axes."""
+        return [plugin.traits for plugin in self.parallelism.values()]
+
+    @property
+    def compiles(self) -> bool:
+        """Whether blocks are compiled."""
+        return bool(self.tables["compile"]["enabled"])
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a rank runs. device: None until a communicator has given the rank one."""
+
+    identity: Identity
+    device: torch.device | None = None
