@@ -21,6 +21,7 @@ from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.optimization import Optimizer, OptimizerOptions, Schedule
 from hpctrain.contracts.parallelism import AppliedAxis, AxisTraits, Parallelism
 from hpctrain.contracts.pieces import Piece, State, pieces_of, set_row_order
+from hpctrain.contracts.pipeline_schedule import PipelineSchedule
 from hpctrain.contracts.plan import Machine, Plan, Problem
 from hpctrain.contracts.plugin import ByteSize, Options, Plugin
 from hpctrain.contracts.precision import LossScaler, Precision
@@ -107,6 +108,7 @@ __all__ = [
     "Outcome",
     "Parallelism",
     "Piece",
+    "PipelineSchedule",
     "Plan",
     "Plugin",
     "PluginState",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.contracts.model import ModelSpec
     from hpctrain.contracts.optimization import Optimizer, Schedule
     from hpctrain.contracts.parallelism import Parallelism
+    from hpctrain.contracts.pipeline_schedule import PipelineSchedule
     from hpctrain.contracts.precision import Precision
     from hpctrain.contracts.sharding import Sharding
     from hpctrain.job.tables import Job
@@ -36,6 +37,10 @@ class RegistrationHooks:
     @hookspec
     def hpctrain_parallelism(self) -> list[type[Parallelism]]:
         """Mesh axes besides the data axes."""
+
+    @hookspec
+    def hpctrain_pipeline_schedule(self) -> list[type[PipelineSchedule]]:
+        """Schedules of pipelines."""
 
     @hookspec
     def hpctrain_sharding(self) -> list[type[Sharding]]:

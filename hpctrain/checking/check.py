@@ -23,7 +23,7 @@ from hpctrain.job.reading import Key, RawJob, dotted
 from hpctrain.job.tables import AxisTable, Job, LoggerTable, ParameterGroup
 from hpctrain.mesh import Layout, layout_of
 from hpctrain.plugins.registry import Registry, build_registry
-from hpctrain.plugins.slots import SLOTS, Slot
+from hpctrain.plugins.slots import SLOTS, TABLES, Slot
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _Maker:
 
     def make_all(self) -> dict[str, Any]:
         made: dict[str, Any] = {}
-        for slot in SLOTS.values():
+        for slot in TABLES:
             table = self.raw.tables.get(slot.name)
             if slot.name == "logger":
                 rows = table if isinstance(table, list) else []
@@ -156,16 +156,32 @@ class _Maker:
         try:
             if slot.foreign and is_reference(name):
                 return as_plugin(slot, name, table, options)
-            cls = self.registry.find(slot.name, name).cls
+            cls: Any = self.registry.find(slot.name, name).cls
         except HpctrainError as error:
             self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)}: {error}", error.exit_code))
             return None
         validated = self._options(cls.Options, options, key, list(own), lambda k: self._owners(slot, k))
+        if validated is None:
+            return None
         try:
-            return None if validated is None else cls(validated)
+            chosen = self._chosen(cls, validated, key)
+            return None if chosen is None else cls(validated, chosen) if cls.chooses else cls(validated)
         except HpctrainError as error:  # it lacks something on this machine
             self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)} = {name!r}: {error}", error.exit_code))
             return None
+
+    def _chosen(self, cls: Any, options: BaseModel, key: Key) -> dict[str, Any] | None:
+        """The plugins that options name; None where one is unknown."""
+        chosen = {}
+        for option, slot in cls.chooses.items():
+            try:
+                found = self.registry.find(slot, getattr(options, option)).cls
+            except HpctrainError as error:
+                place = (*key, option)
+                self.problems.append(PlacedProblem(place, f"{dotted(place)}: {error}", error.exit_code))
+                return None
+            chosen[option] = found(found.Options())
+        return chosen
 
     def _owners(self, slot: Slot, option: str) -> str | None:
         """Which other plugins of the slot have the option, as a hint."""

@@ -13,7 +13,7 @@ from hpctrain.job.reading import Key, dotted
 from hpctrain.job.tables import Job
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.registry import Registry
-from hpctrain.plugins.slots import SLOTS
+from hpctrain.plugins.slots import TABLES
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Choice:
 def choices(job: Job, parts: Parts) -> list[Choice]:
     """Every plugin of the job, in the order of the slots."""
     found: list[Choice] = []
-    for slot in SLOTS.values():
+    for slot in TABLES:
         if slot.name == "parallelism":
             found += [Choice((slot.name, name), plugin) for name, plugin in parts.parallelism.items()]
         elif slot.name == "logger":

@@ -6,8 +6,9 @@ from typing import Any
 
 from hpctrain.checking.check import table_class
 from hpctrain.job.tables import Job
+from hpctrain.plugins.listing import options_schema
 from hpctrain.plugins.registry import Registry
-from hpctrain.plugins.slots import SLOTS, Slot
+from hpctrain.plugins.slots import TABLES, Slot
 
 
 def job_schema(registry: Registry) -> dict[str, Any]:
@@ -16,7 +17,7 @@ def job_schema(registry: Registry) -> dict[str, Any]:
     definitions = schema["$defs"]
     properties = schema["properties"]
     properties["extends"] = {"type": "string", "description": "A job file that this one is merged over."}
-    for slot in SLOTS.values():
+    for slot in TABLES:
         tables = [_table(slot, entry.cls.name, registry, definitions) for entry in _entries(registry, slot)]
         if slot.key is None:
             axes = {entry.cls.name: _axis(table) for entry, table in zip(_entries(registry, slot), tables, strict=True)}
@@ -39,7 +40,8 @@ def _entries(registry: Registry, slot: Slot) -> list[Any]:
 def _table(slot: Slot, name: str, registry: Registry, definitions: dict[str, Any]) -> dict[str, Any]:
     """The table that chooses plugin `name`."""
     core = table_class(slot).model_json_schema(ref_template="#/$defs/{model}")
-    own = registry.entries[slot.name, name].cls.Options.model_json_schema(ref_template="#/$defs/{model}")
+    cls = registry.entries[slot.name, name].cls
+    own = options_schema(cls, registry)
     definitions.update(core.pop("$defs", {}))
     definitions.update(own.pop("$defs", {}))
     properties = {**own.get("properties", {}), **core["properties"]}
@@ -50,7 +52,6 @@ def _table(slot: Slot, name: str, registry: Registry, definitions: dict[str, Any
         if slot.numbered is None and default != name:
             required.add(slot.key)  # without the key the default plugin is meant
     chosen = _numbered(slot, name, properties, required) if slot.numbered is not None else {}
-    cls = registry.entries[slot.name, name].cls
     return {
         "type": "object",
         "title": f"{slot.name} {name}",

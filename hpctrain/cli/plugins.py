@@ -48,7 +48,7 @@ def show(registry: object, slot: str, name: str) -> None:
     entry = registry.find(slot, name)
     cls: type[Plugin] = entry.cls
     click.echo(f"{slot} {name}: {(cls.__doc__ or '').strip()}\nfrom {entry.source}\n")
-    for option in describe_options(cls):
+    for option in describe_options(cls, registry):
         click.echo(f"{option.key} ({option.type}; {option.default})\n    {option.help}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABCMeta
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
@@ -45,6 +46,12 @@ class Plugin(metaclass=_Frozen):
 
     Options: ClassVar[type[Options]] = Options
     """The keys that its table may hold."""
+
+    chooses: ClassVar[Mapping[str, str]] = {}
+    """Options whose value is the name of a plugin of another slot: the option, and the slot.
+
+    The constructor of such a plugin takes `chosen` besides: the plugins by the options.
+    """
 
     def __init__(self, options: Any) -> None:
         """Keep the validated options (an instance of `Options`); must not communicate or build anything large."""

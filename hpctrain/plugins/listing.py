@@ -52,9 +52,17 @@ def list_plugins(registry: Registry) -> list[Listed]:
     return rows
 
 
-def describe_options(plugin: type[Plugin]) -> list[Option]:
+def options_schema(plugin: type[Plugin], registry: Registry) -> dict[str, Any]:
+    """The JSON schema of a plugin's options, with the names that are installed where an option chooses a plugin."""
+    schema = plugin.Options.model_json_schema(ref_template="#/$defs/{model}")
+    for option, slot in plugin.chooses.items():
+        schema["properties"][option]["enum"] = registry.names(slot)
+    return schema
+
+
+def describe_options(plugin: type[Plugin], registry: Registry) -> list[Option]:
     """The options from their JSON schema: what is checked is what is shown."""
-    schema = plugin.Options.model_json_schema()
+    schema = options_schema(plugin, registry)
     required = schema.get("required", [])
     return [
         Option(

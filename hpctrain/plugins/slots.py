@@ -13,6 +13,7 @@ from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.optimization import Optimizer, Schedule
 from hpctrain.contracts.parallelism import Parallelism
+from hpctrain.contracts.pipeline_schedule import PipelineSchedule
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.sharding import Sharding
@@ -27,6 +28,8 @@ class Slot:
     contract: type[Plugin]
     numbered: tuple[str, str] | None = None
     """A key whose number stands for a plugin's name, and what the name has before the number; 0 where no key chooses."""
+    inner: bool = False
+    """Whether it has no table of its own: an option of another slot's plugin chooses (`Plugin.chooses`)."""
     foreign: bool = False
     """Whether "package.module:callable" may stand for a plugin's name."""
 
@@ -44,6 +47,7 @@ SLOTS: dict[str, Slot] = {
         Slot("optimizer", "name", Optimizer, foreign=True),
         Slot("schedule", "name", Schedule),
         Slot("parallelism", None, Parallelism),
+        Slot("pipeline_schedule", None, PipelineSchedule, inner=True),
         Slot("sharding", "name", Sharding, numbered=("stage", "zero-")),
         Slot("precision", "mode", Precision),
         Slot("activation_checkpointing", "mode", ActivationCheckpointing),
@@ -53,3 +57,6 @@ SLOTS: dict[str, Slot] = {
         Slot("logger", "name", Logger),
     )
 }
+
+TABLES = [slot for slot in SLOTS.values() if not slot.inner]
+"""The slots that have a table in the job file."""

@@ -19,6 +19,8 @@ TENSOR, SEQUENCE = {"size": 2}, {"size": 2, "sequence_parallel": True}
 ULYSSES = {"size": 2, "method": "ulysses"}
 INTERLEAVED = {"size": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 2}
 ZERO_BUBBLE = {"size": 2, "schedule": "zero-bubble", "stages_per_rank": 2}
+ZBV = {"size": 2, "schedule": "zbv", "stages_per_rank": 2}
+DUALPIPE_V = {"size": 2, "schedule": "dualpipe-v", "stages_per_rank": 2}
 GPIPE = {"size": 2, "schedule": "gpipe"}
 
 CHECKPOINTING = {"full, partitioned": {"mode": "full", "partition_activations": True}}
@@ -41,6 +43,10 @@ ONE_AXIS: list[tuple[dict[str, Any], int, str, int, str]] = [
     ({"pipeline": GPIPE}, 0, "sgd", 4, "none"),
     ({"pipeline": INTERLEAVED}, 2, "sgd", 2, "none"),
     ({"pipeline": ZERO_BUBBLE}, 1, "sgd", 2, "none"),
+    ({"pipeline": ZBV}, 0, "adamw", 2, "full"),
+    ({"pipeline": ZBV}, 2, "sgd", 4, "none"),
+    ({"pipeline": DUALPIPE_V}, 1, "sgd", 4, "none"),
+    ({"pipeline": DUALPIPE_V}, 0, "adamw", 6, "none"),
     ({"tensor": TENSOR}, 0, "sgd", 2, "full, partitioned"),
 ]
 MORE_AXES = [
@@ -64,6 +70,7 @@ TIED = [
     pytest.param(({"pipeline": GPIPE}, 0, "sgd", 4, "none"), marks=pytest.mark.shown_on(2)),
     pytest.param(({"pipeline": INTERLEAVED}, 2, "adamw", 2, "full"), marks=pytest.mark.shown_on(2)),
     pytest.param(({"pipeline": ZERO_BUBBLE}, 1, "sgd", 2, "none"), marks=pytest.mark.shown_on(2)),
+    pytest.param(({"pipeline": ZBV}, 1, "sgd", 4, "none"), marks=pytest.mark.shown_on(2)),
     ({"pipeline": 2, "tensor": SEQUENCE}, 1, "sgd", 2, "none"),
     pytest.param(({"tensor": TENSOR}, 3, "sgd", 1, "none"), marks=pytest.mark.shown_on(2)),
     ({"replicate": 2}, 1, "sgd", 1, "none"),

@@ -104,7 +104,9 @@ def _context(draw: random.Random) -> dict[str, Any]:
 
 
 def _pipeline(draw: random.Random) -> dict[str, Any]:
-    schedule = draw.choice(["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"])
+    schedule = draw.choice(["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipe-v"])
+    if schedule in ("zbv", "dualpipe-v"):
+        return {"schedule": schedule}
     per_rank = draw.randint(2, 3) if schedule in ("interleaved-1f1b", "zero-bubble") else 1
     return {"schedule": schedule, "stages_per_rank": per_rank}
 

@@ -337,7 +337,11 @@ def test_heads_that_do_not_divide(root) -> None:
             {},
             "2 blocks, fewer than 4 pipeline",
         ),
-        ({"pipeline": {"size": 2, "schedule": "interleaved-1f1b"}}, {}, "expects stages_per_rank of at least 2"),
+        (
+            {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 1}},
+            {},
+            "expects stages_per_rank of at least 2",
+        ),
         ({"pipeline": {"size": 2, "stages_per_rank": 2}}, {}, 'schedule = "1f1b" has 1 stage per rank'),
         ({"pipeline": 2}, {"stage": 3}, "use stage = 2 or less with pipeline"),
         ({"tensor": 7}, {}, "needs a multiple of 7 ranks"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch.distributed as dist
-from pydantic import model_validator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +16,7 @@ from hpctrain.api import (
     ModelSpec,
     Options,
     Parallelism,
+    PipelineSchedule,
     Plan,
     Problem,
     Runner,
@@ -28,21 +29,13 @@ from hpctrain_plugins.parallelism.pipeline.stages import drop, split
 
 
 class PipelineOptions(Options):
-    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"] = Field(
+    schedule: str = Field(
         default="1f1b", description="in which order forwards and backwards of the micro batches take turns"
     )
-    stages_per_rank: int = Field(
-        default=1, ge=1, description="pipeline stages on each rank; more than 1 with interleaved-1f1b and zero-bubble"
+    stages_per_rank: int | None = Field(
+        default=None, ge=1, description="pipeline stages on each rank; default: as few as the schedule takes"
     )
     split: list[int] = Field(default=[], description="blocks of each pipeline stage, such as [3, 5]; default: evenly")
-
-    @model_validator(mode="after")
-    def _stages_fit_schedule(self) -> PipelineOptions:
-        if self.stages_per_rank > 1 and self.schedule in ("gpipe", "1f1b"):
-            raise ValueError(f'schedule = "{self.schedule}" has 1 stage per rank; use "interleaved-1f1b"')
-        if self.stages_per_rank == 1 and self.schedule == "interleaved-1f1b":
-            raise ValueError('schedule = "interleaved-1f1b" expects stages_per_rank of at least 2')
-        return self
 
 
 class PipelineParallel(Parallelism):
@@ -51,6 +44,12 @@ class PipelineParallel(Parallelism):
     name = "pipeline"
     Options = PipelineOptions
     options: PipelineOptions
+    chooses: ClassVar[Mapping[str, str]] = {"schedule": "pipeline_schedule"}
+
+    def __init__(self, options: PipelineOptions, chosen: Mapping[str, PipelineSchedule]) -> None:
+        super().__init__(options)
+        self._schedule = chosen["schedule"]
+        self._stages_per_rank = options.stages_per_rank or self._schedule.stages_per_rank[0]
 
     @property
     def traits(self) -> AxisTraits:
@@ -59,41 +58,31 @@ class PipelineParallel(Parallelism):
             10,
             "other parameters",
             interleaves=True,
-            splits_backward=self.options.schedule == "zero-bubble",
+            splits_backward=self._schedule.splits_backward,
             one_shape="always",  # torch's schedules allocate what they receive once
         )
 
     def problems(self, plan: Plan) -> list[Problem]:
-        size = plan.sizes[self.name]
+        named, size = f'schedule = "{self._schedule.name}"', plan.sizes[self.name]
+        fewest, most = self._schedule.stages_per_rank
+        if self._stages_per_rank < fewest:
+            return [Problem(f"{named} expects stages_per_rank of at least {fewest}, found {self._stages_per_rank}")]
+        if most is not None and self._stages_per_rank > most:
+            why = (
+                f"{named} has {most} stage{'s' * (most > 1)} per rank, found stages_per_rank = {self._stages_per_rank}"
+            )
+            return [Problem(f'{why}; leave it out, or use "interleaved-1f1b"')]
         if plan.outline is not None:  # else apply() tells
             self._split(plan.outline, plan.model, size)
-        problems = []
-        if plan.micro_batches is not None and (why := self._cannot_run(plan.micro_batches, size)):
-            count, micro_size = plan.micro_batches, plan.tables["batch"]["micro_size"]
-            per_step = f"{micro_size} makes {count} micro batch{'es' * (count > 1)} per step"
-            problems.append(Problem(f"{per_step}; pipeline: {why}", "batch.micro_size"))
-        if plan.compiles and self.traits.splits_backward:
-            why = (
-                f'pipeline: schedule = "{self.options.schedule}" takes backward apart, and compiled code has it in one'
-            )
-            problems.append(Problem(f"{why}; use another schedule", "compile.enabled"))
+        problems, count = [], plan.micro_batches
+        why_not = None if count is None else self._schedule.cannot_run(count, size, size * self._stages_per_rank)
+        if why_not:
+            made = f"{plan.tables['batch']['micro_size']} makes {count} micro batch{'es' * (count != 1)} per step"
+            problems.append(Problem(f"{made}; pipeline: {named} {why_not}", "batch.micro_size"))
+        if plan.compiles and self._schedule.splits_backward:
+            why = f"pipeline: {named} takes backward apart, and compiled code has it in one; use another schedule"
+            problems.append(Problem(why, "compile.enabled"))
         return problems
-
-    def _cannot_run(self, count: int, size: int) -> str | None:
-        """Why `size` ranks cannot run a step of `count` micro batches, in a sentence; None when they can."""
-        schedule = self.options.schedule
-        if schedule == "1f1b" and count < size:
-            return (
-                f'schedule = "1f1b" expects at least one for each of its {size} stages; use a smaller micro_size, or '
-                'schedule = "gpipe"'
-            )
-        rounds = max(1, count // size)  # as torch's interleaved schedules cut a step
-        if schedule in ("interleaved-1f1b", "zero-bubble") and count % rounds:
-            return (
-                f'schedule = "{schedule}" on {size} ranks cannot run that many in {rounds} equal rounds; expected a multiple of '
-                f"{size}, such as {count - count % size}"
-            )
-        return None
 
     def _split(self, module: nn.Module, spec: ModelSpec, size: int) -> list[range]:
         """The blocks of each pipeline stage, by number; raises UsageError where the model can't be cut so."""
@@ -104,23 +93,25 @@ class PipelineParallel(Parallelism):
                 "nn.Sequential with several blocks of one class in a row, or a model plugin with blocks, ends, embed and head",
                 everywhere=True,
             )
-        return split(len(blocks), size * self.options.stages_per_rank, self.options.split)
+        return split(len(blocks), size * self._stages_per_rank, self.options.split)
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> AppliedPipeline:
         blocks, (before, after) = spec.blocks(module), spec.ends(module)
-        stages = mesh.size() * self.options.stages_per_rank
-        parts = self._split(module, spec, mesh.size())
-        ranks = [range(rank, stages, mesh.size()) for rank in range(mesh.size())]
-        kept = [[blocks[i] for stage in mine for i in parts[stage]] for mine in ranks]
-        kept[0] += before
-        kept[-1] += after
+        parts, size = self._split(module, spec, mesh.size()), mesh.size()
+        ranks = [self._schedule.rank_of(stage, size) for stage in range(len(parts))]
+        kept = [
+            [blocks[i] for stage, part in enumerate(parts) if ranks[stage] == rank for i in part]
+            for rank in range(size)
+        ]
+        kept[ranks[0]] += before
+        kept[ranks[-1]] += after
         everything = [*before, *blocks, *after]
         dropped = [[one for one in everything if not any(one is other for other in own)] for own in kept]
         shared = find_shared(module, dropped)
         rank = mesh.get_local_rank()
-        mine = {stage: [blocks[i] for i in parts[stage]] for stage in ranks[rank]}
+        mine = {stage: [blocks[i] for i in part] for stage, part in enumerate(parts) if ranks[stage] == rank}
         drop(module, dropped[rank])
-        return AppliedPipeline(module, self.options.schedule, mine, shared, mesh.get_group())
+        return AppliedPipeline(module, self._schedule, mine, shared, mesh.get_group())
 
 
 class AppliedPipeline(AppliedAxis):
@@ -129,7 +120,7 @@ class AppliedPipeline(AppliedAxis):
     def __init__(
         self,
         module: nn.Module,
-        schedule: str,
+        schedule: PipelineSchedule,
         stages: dict[int, list[nn.Module]],
         shared: list[Shared],
         group: dist.ProcessGroup,

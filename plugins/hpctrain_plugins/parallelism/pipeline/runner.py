@@ -9,26 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from hpctrain.api import MicroBatch, Runner, RunnerParts
+from hpctrain.api import MicroBatch, PipelineSchedule, Runner, RunnerParts
 from hpctrain_plugins.parallelism.pipeline.passing import receive, send
 from hpctrain_plugins.parallelism.pipeline.shared import SharedParameters
 from hpctrain_plugins.parallelism.pipeline.stages import Stage
 from hpctrain_plugins.parallelism.pipeline.stopwatch import Stopwatch, TimedStage
-
-_SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-}
-_OF_ONE_STAGE = ("gpipe", "1f1b")
 
 
 class PipelineRunner(Runner):
@@ -38,12 +25,12 @@ class PipelineRunner(Runner):
         self,
         parts: RunnerParts,
         group: dist.ProcessGroup,
-        schedule: str,
+        schedule: PipelineSchedule,
         stages: dict[int, list[nn.Module]],
         shared: SharedParameters,
     ) -> None:
         """stages: the blocks of each of this rank's pipeline stages, by number. shared: what other ranks need, too."""
-        self._parts, self._group, self._name, self._shared = parts, group, schedule, shared
+        self._parts, self._group, self._record, self._shared = parts, group, schedule, shared
         self._count = len(stages) * group.size()
         self._stages = {
             number: Stage(parts.module, parts.spec, parts.precision, blocks, number == 0, number == self._count - 1)
@@ -93,8 +80,9 @@ class PipelineRunner(Runner):
         ]
         for stage in stages:
             stage.watch = self._watch
-        of = stages[0] if self._name in _OF_ONE_STAGE else stages
-        return _SCHEDULES[self._name](of, micro_batches, loss_fn=self._loss, scale_grads=False)
+        schedule = self._record.torch_class()
+        of = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages
+        return schedule(of, micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, outputs: Any, index: Tensor) -> Tensor:
         parts = self._parts
@@ -135,11 +123,12 @@ class PipelineRunner(Runner):
         index = torch.zeros(1, dtype=torch.int64, device=self._parts.device)
         value: Any = index
         for number, stage in self._stages.items():
-            if number > 0 and self._group.size() > 1:
-                value = receive((number - 1) % self._group.size(), self._group, self._parts.device)
+            before, after = (self._record.rank_of(other, self._group.size()) for other in (number - 1, number + 1))
+            if number > 0 and before != self._group.rank():
+                value = receive(before, self._group, self._parts.device)
             value = stage(value, index)
-            if number < self._count - 1:
-                send(value, (number + 1) % self._group.size(), self._group)
+            if number < self._count - 1 and after != self._group.rank():
+                send(value, after, self._group)
         return value
 
     def _give(self, micro_batches: list[MicroBatch]) -> None:
@@ -152,7 +141,5 @@ class PipelineRunner(Runner):
         batch (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2)."""
         ranks, per_rank = self._group.size(), len(self._stages)
         bubble = (ranks - 1) / (per_rank * micro_batches + ranks - 1)
-        at_most = "at most " if self._name == "zero-bubble" else ""
-        return (
-            f"{self._name}, {self._count} stages, {micro_batches} micro batches, bubble {at_most}{bubble:.0%} of a step"
-        )
+        at_most = "at most " if self._record.splits_backward else ""
+        return f"{self._record.name}, {self._count} stages, {micro_batches} micro batches, bubble {at_most}{bubble:.0%} of a step"
