@@ -11,10 +11,10 @@ from launching import run
 from hpctrain.starter.mpiexec import Mpiexec
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.timeout(450)
+pytestmark = pytest.mark.timeout(1000)
 
 
-def under_mpiexec(python: str, flavour: str, ranks: int, *words: str, timeout: float = 400) -> None:
+def under_mpiexec(python: str, flavour: str, ranks: int, *words: str, timeout: float = 900) -> None:
     mpiexec = Mpiexec(Path(python).parent / "mpiexec", flavour)
     pytest_words = [python, "-m", "pytest", "-p", "no:cacheprovider", *(words or ("tests/ranks",))]
     done = run([*mpiexec.command(ranks), *pytest_words], ROOT, timeout, mpiexec.environment(ranks))
