@@ -1,4 +1,4 @@
-"""Makes docs/equivalence.md of what the equivalence tests found.
+"""Writes docs/equivalence.md from the results of the equivalence tests.
 
 export OMP_NUM_THREADS=1
 for n in 1 2 3 4 8; do
@@ -21,14 +21,17 @@ BOUNDS = {"fp32": (2e-6, 1e-5), "fp64": (1e-10, 1e-10), "bf16": (2e-3, 1e-1), "f
 
 HEAD = """# Every layout gives the curve of one process
 
-Written by `tests/equivalence_table.py` from a run of `tests/ranks`. A tiny GPT (hidden size 20, 2 layers, 61 ids, 8
-tokens: numbers that the ranks do not divide) trains 10 steps of 24 samples on each layout, and the losses and
-gradient norms are held against a plain torch loop in one process that knows nothing of hpctrain's ranks, buckets or
-sharding (`tests/plain.py`). Deviations are relative, the largest over all steps and cases; behind each stands the bound that
-the tests hold it to. The optimizers are AdamW, and SGD with momentum and a clip that binds in about half of the steps
-(AdamW would hide a gradient of the wrong scale). Cases are at once and accumulated over micro batches, with and without
-activation checkpointing. The curve of bf16 and fp16 is held against that of float32. "Tokens" are batches by token budget,
-of samples of 1 to 8 tokens, against one that forwards each sample alone.
+`tests/equivalence_table.py` writes this page from a run of `tests/ranks`. A tiny GPT (hidden size 20, 2 layers, 61 ids, 8
+tokens: numbers that the ranks do not divide) trains 10 steps of 24 samples on each layout. The tests compare its losses and
+gradient norms with a plain torch loop in one process (`tests/plain.py`), which knows nothing of hpctrain's ranks, buckets or
+sharding.
+
+- **Deviations** are relative: the largest over all steps and cases. The bound that the tests hold stands in parentheses.
+- **Optimizers**: AdamW, and SGD with momentum and a clip that binds in about half of the steps. AdamW would hide a gradient of
+  the wrong scale.
+- **Cases**: a step at once or accumulated over micro batches, with and without activation checkpointing.
+- **bf16 and fp16** are compared with the float32 curve.
+- **"Tokens"** are batches by token budget, of samples of 1 to 8 tokens, compared with a loop that forwards each sample alone.
 """
 
 

@@ -20,7 +20,7 @@ COMMANDS = ("run", "check", "new", "checkpoint", "plugins", "schema", "bench")
 
 
 class _Commands(click.Group):
-    """Looks a subcommand up in the module of its name: torch is imported by those that need it only."""
+    """Looks a subcommand up in the module of its name, so that only the commands that need torch import it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -80,7 +80,7 @@ def execute() -> int:
 
 
 class _Stderr(io.FileIO):
-    """What can't be told, on a full disk say, ends nothing and changes no exit code."""
+    """A line that can't be written, on a full disk for instance, ends nothing and changes no exit code."""
 
     def write(self, content: Any) -> int:
         try:
@@ -103,7 +103,7 @@ def _open_streams() -> None:
 
 
 def _flush() -> None:
-    """Python does so at its end, and leaves with 120 where that fails; a job that is done, or saved, is so all the same."""
+    """Flush as Python does at its end. Python leaves with 120 where that fails, although the job is done, or saved."""
     try:
         sys.stdout.flush()
     except OSError:  # no room, or nobody reads it any more

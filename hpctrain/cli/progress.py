@@ -1,4 +1,4 @@
-"""A bar for what takes long: it appears after two seconds, on a terminal only."""
+"""A progress bar: it appears after two seconds, on a terminal only."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...], resume: st
     identity = detect()
 
     def read() -> RawJob:
-        """What rank 0 does for all: so a wrong -n is told once."""
+        """Read the job; only rank 0 does, so a wrong -n is told once."""
         if ranks is not None and ranks != identity.size:
             raise UsageError(
                 f"-n {ranks}: the launcher started {identity.size} ranks; expected the same number (or leave -n out)"

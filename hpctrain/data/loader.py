@@ -47,7 +47,7 @@ class Loader:
         dtype: torch.dtype,
         padding: Padding | None = None,
     ) -> None:
-        """`split`: what this rank gets of a micro batch. `dtype`: of floating point inputs. `padding`: of samples of
+        """`split`: cuts this rank's part out of a micro batch. `dtype`: of floating point inputs. `padding`: of samples of
         different lengths."""
         self._split, self._padding = split, padding
         self._device, self._dtype = device, dtype
@@ -90,7 +90,7 @@ class Loader:
         return micro_batches, self._after
 
     def close(self) -> None:
-        """Stop loading; what was loaded ahead is dropped."""
+        """Stop loading and drop the micro batches that were loaded ahead."""
         self._closed.set()
         while self._thread.is_alive():
             try:

@@ -19,9 +19,9 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 
 _COUNTED_STEPS = 500_000
-"""Steps of a job that gives epochs and batches by tokens, at most: only the lengths of its samples tell how many there are."""
+"""The most steps of a job with epochs and batches by tokens: only the lengths of its samples tell their number."""
 _EPOCHS = 100
-"""A batch by tokens has no more samples than so many epochs; all of them are looked up at once."""
+"""A batch by tokens has at most the samples of so many epochs; all of them are looked up at once."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def capacity(job: Job, parts: Parts) -> int:
 
 
 def sequence_multiple(job: Job, parts: Parts) -> int:
-    """What the length of a batch must be a multiple of, so that each axis can cut what those outside of it leave."""
+    """The number that must divide the length of a batch, so that each axis can cut the part that outer axes leave."""
     multiple, ranks = 1, 1  # that have parts of a sample
     for name, plugin in sorted(parts.parallelism.items(), key=lambda item: item[1].traits.order):
         size = job.parallelism[name].size
@@ -104,7 +104,7 @@ def sequence_multiple(job: Job, parts: Parts) -> int:
 
 
 def _lengths(job: Job, parts: Parts, samples: Samples) -> Lengths | None:
-    """Of each sample, where the job needs them; raises UsageError where they are not known or do not fit."""
+    """The length of each sample, where the job needs it; UsageError where lengths are unknown or do not fit."""
     lengths = samples.lengths()
     if lengths is not None and (lengths.shape != (len(samples),) or lengths.min() < 1):
         raise UsageError(
@@ -136,7 +136,8 @@ def _lengths(job: Job, parts: Parts, samples: Samples) -> Lengths | None:
 
 
 def _refuse_uneven(job: Job, parts: Parts, length: int) -> None:
-    """What batches by tokens are padded for; a dataset that does not know its lengths may meet this in the first step."""
+    """UsageError for a length that the axes cannot cut. Batches by tokens are padded instead; a dataset that does not know its
+    lengths may fail in the first step."""
     multiple = sequence_multiple(job, parts)
     if length % multiple:
         sizes = {name: job.parallelism[name].size for name in parts.parallelism}

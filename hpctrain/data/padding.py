@@ -16,7 +16,7 @@ from hpctrain.errors import TrainingError
 class Padding:
     """Fills the samples behind their ends, up to a common length that is a multiple of `multiple`.
 
-    values: what fills an entry of the samples (ModelSpec.padding); the others are stacked as they are.
+    values: the filling of each padded entry (ModelSpec.padding); other entries are stacked as they are.
     """
 
     values: Mapping[str, float]
@@ -33,7 +33,7 @@ class Padding:
         return {key: self._stacked(key, [sample[key] for sample in samples]) for key in samples[0]}
 
     def blank(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A batch of one row that is nothing but filling: its loss is 0, and so are its gradients."""
+        """A batch of one row of padding only: its loss is 0, and so are its gradients."""
         return {
             key: torch.full_like(tensor[:1, : self.multiple], self.values[key]) if key in self.values else tensor[:1]
             for key, tensor in batch.items()

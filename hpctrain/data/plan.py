@@ -14,7 +14,7 @@ from hpctrain.data.order import SampleOrder
 class Planned:
     """A micro batch: the indices of its samples, the place of the first one, and whether its loss counts.
 
-    after: of a step's last micro batch, the position in the order of the samples that the next step begins with.
+    after: for a step's last micro batch, the position in the order of the samples at which the next step begins.
     """
 
     indices: Sequence[int]

@@ -1,8 +1,8 @@
 """Batches by token budget, for samples of different lengths.
 
 A global batch is the next samples of the order that fit the budget. So where it ends is a pure function of the order, the
-lengths and where it begins: the same on any number of ranks, and a resume needs the position alone. How the ranks share it
-has no influence on what is in it.
+lengths and where it begins: it is the same on any number of ranks, and a resume needs the position alone. The way in which
+the ranks share a batch has no influence on its content.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def share_out(lengths: Lengths, ranks: int, capacity: int, multiple: int) -> lis
 
 
 def padded(length: int, multiple: int) -> int:
-    """`length` with its filling."""
+    """`length` with its padding."""
     return -(-length // multiple) * multiple
 
 
@@ -121,8 +121,8 @@ class TokenPlan:
     def _mine(self, indices: Indices, after: int) -> Iterator[Planned]:
         """This rank's micro batches of a global batch.
 
-        Every rank runs as many as the one that has the most, since a forward may communicate: the others end with some
-        that do not count.
+        Every rank runs as many as the rank with the most, since a forward may communicate. The others end with micro
+        batches that do not count.
         """
         lengths = self.lengths[indices]
         shares = share_out(lengths, self.ranks, self.capacity, self.multiple)

@@ -16,13 +16,13 @@ from hpctrain.files import open_to_change
 
 FILE_NAME = "lock"
 PATIENCE_SECONDS = 30.0
-"""How long a run waits for one that is just ending: a job that was killed is often started again at once."""
+"""How long a run waits for another one that is just ending: a killed job is often started again at once."""
 
 
 class OutputLock:
     """Rank 0's claim. The system lets go of it when this process ends, however it ends: nothing is left to clean up.
 
-    A record lock: unlike flock's it is no child's that outlives this process, and NFS has it.
+    It is a record lock: unlike flock's, no child that outlives this process keeps it, and NFS has it.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a job: every problem with its place, reported together."""
+"""The problems of a job, each with its place, reported together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.job.reading import Key, RawJob, dotted
 
 @dataclass(frozen=True)
 class PlacedProblem:
-    """One thing that is wrong at `key`."""
+    """One problem, at `key`."""
 
     key: Key
     message: str

@@ -53,7 +53,7 @@ class RawJob:
         return self
 
     def as_json(self) -> dict[str, Any]:
-        """What another rank can make it from again."""
+        """A JSON value from which another rank makes it again."""
         return {
             "tables": self.tables,
             "places": [[list(key), place] for key, place in self.places.items()],
@@ -143,7 +143,7 @@ def _value_at(tables: Any, key: Key) -> Any:
 
 
 _ENDS = ("]", "}", '"""', "'''")
-"""What the last line of a statement of several lines has."""
+"""Characters that the last line of a multi-line statement has."""
 
 
 def key_lines(text: str) -> Iterator[tuple[Key, int]]:

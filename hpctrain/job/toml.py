@@ -56,7 +56,7 @@ def first_beyond(tables: dict[str, Any]) -> tuple[tuple[str | int, ...], str] | 
 
 
 def _walk(tables: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Every value with its place, without recursion; nothing below one that lies too deep."""
+    """Every value with its place, without recursion; nothing below a value that lies too deep."""
     waiting: list[tuple[tuple[str | int, ...], Any]] = [((), tables)]
     while waiting:
         key, value = waiting.pop()

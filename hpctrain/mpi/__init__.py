@@ -6,8 +6,8 @@
     dist.init_process_group("mpi4py", init_method="mpi://")  # CPU tensors over MPI
     dist.init_process_group("nccl", init_method="mpi://")    # any backend; MPI only tells who is who
 
-under mpiexec or srun. `pg_options=hpctrain.mpi.Settings(...)` there, or in new_group, says how a group moves its bytes;
-a group without them takes those of the world's group.
+under mpiexec or srun. `pg_options=hpctrain.mpi.Settings(...)` there, or in new_group, says how a group moves its bytes.
+A group without options takes those of the world's group.
 
 Importing this package does not start MPI. Of hpctrain it needs hpctrain.store,
 hpctrain.errors and hpctrain.torch_private only.

@@ -1,4 +1,4 @@
-"""What communication cost this process: seconds that callers stood blocked, and bytes put in per kind of operation.
+"""The cost of communication in this process: seconds for which callers were blocked, and bytes per kind of operation.
 
 Counters are cumulative and process-wide; take two snapshots and subtract. Imports nothing of hpctrain.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 class OperationStatistics:
     """Totals of one kind of operation.
 
-    calls: number of operations; bytes: what this rank put in (a receive counts what came out);
-    seconds: time the operations were running, whether or not anything waited for them.
+    calls: number of operations. bytes: this rank's input (a receive counts its output). seconds: time for which the
+    operations were running, whether or not anything waited for them.
     """
 
     calls: int = 0
@@ -55,7 +55,7 @@ def record(name: str, nbytes: int, seconds: float) -> None:
 
 
 def record_blocked(seconds: float) -> None:
-    """Count time that a caller stood still."""
+    """Count time for which a caller was blocked."""
     global _blocked_seconds
     with _lock:
         _blocked_seconds += seconds

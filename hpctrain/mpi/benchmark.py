@@ -1,4 +1,4 @@
-"""How long collectives take on the ranks of this job: this backend, gloo, and plain mpi4py on numpy buffers."""
+"""Measures collectives on the ranks of this job: this backend, gloo, and plain mpi4py on numpy buffers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _TURN = 10  # repetitions
 class Row:
     """One measurement.
 
-    nbytes: size of the reduced tensor, of the gathered output, or of the input that is scattered.
-    seconds: the median over the repetitions, of the slowest rank.
+    nbytes: size of the reduced tensor, of the gathered output, or of the scattered input.
+    seconds: the slowest rank's median over the repetitions.
     """
 
     operation: str

@@ -1,4 +1,4 @@
-"""What can go wrong between ranks. Imports nothing of hpctrain."""
+"""Errors of communication between ranks. Imports nothing of hpctrain."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How a process that communicates ends: cleanly when all is well, and never by hanging in MPI_Finalize.
 
 - An uncaught exception on one rank ends all ranks at once: the others would wait for it for ever.
-- A rank that gave up on an operation (a timeout) aborts at exit: MPI cannot cancel what it holds.
-- A script that forgets destroy_process_group ends as if it had not.
+- A rank that gave up on an operation (a timeout) aborts at exit, since MPI cannot cancel the operation.
+- A script that forgets destroy_process_group ends as if it had called it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hpctrain.mpi.library import MPI, abort
 
 
 class Group(Protocol):
-    """What a group says of the operations that were submitted to it."""
+    """A group's view of the operations that were submitted to it."""
 
     @property
     def broken(self) -> bool:
-        """Whether MPI still holds one that this process has given up."""
+        """Whether MPI still holds an operation that this process has given up."""
 
     def finish(self) -> None:
         """Wait for all of them."""

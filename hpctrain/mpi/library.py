@@ -37,11 +37,11 @@ if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
 __all__ = ["MPI", "abort", "highest_tag"]
 
 _FORWARDING = 0.5
-"""Seconds that a launcher gets to forward what this rank printed: on Abort, MPICH's drops what it has not read yet."""
+"""Seconds for a launcher to forward this rank's output: on Abort, MPICH's launcher drops what it has not read yet."""
 
 
 def abort(code: int) -> None:
-    """End all ranks with an exit code, after what this one printed has been forwarded."""
+    """End all ranks with an exit code, after the launcher has forwarded this rank's output."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError):  # no room, or nobody reads it any more
             stream.flush()

@@ -38,7 +38,7 @@ def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30)) -> Iterator
 
 
 def open_over_mpi(timeout: timedelta, on_stranger: Callable[[str], None] = warn_of_stranger) -> GuardedStore:
-    """A new store of all ranks of MPI's world. Collective; errors as of `rendezvous`."""
+    """A new store of all ranks of MPI's world. Collective; raises the errors of `rendezvous`."""
     comm = MPI.COMM_WORLD
     leaving.install()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)

@@ -1,4 +1,4 @@
-"""How a group moves its bytes: what torch.distributed calls pg_options. Imports nothing of hpctrain."""
+"""How a group moves its bytes: the pg_options of torch.distributed. Imports nothing of hpctrain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts ranks on this machine: over a PMI server of ours, under the MPI's own mpiexec, or without MPI."""
+"""Starts ranks on this machine: over hpctrain's PMI server, under the MPI's own mpiexec, or without MPI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.starter.processes import over_pmi, without_mpi
 
 
 class Launched(Protocol):
-    """Ranks that run; what subprocess.Popen is for one process."""
+    """Running ranks, with the methods of subprocess.Popen."""
 
     def poll(self) -> int | None: ...
 

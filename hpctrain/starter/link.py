@@ -1,9 +1,9 @@
-"""What ties ranks to the `hpctrain run -n` that started them: a directory with a file per pid, a pipe, the exit code.
+"""The launcher channel between `hpctrain run -n` and its ranks: a directory with a file per pid, a pipe, the exit code.
 
 A rank that is still coming up cannot answer a signal yet, so a request to stop is kept for it until it can.
 
-The pipe is held open by the starter: when that is killed, the ranks read its end and leave, so no orphan goes on
-writing. Launchers give no such promise (and MPICH ORs the ranks' exit codes: the code goes through a file).
+The starter holds the pipe open. When it is killed, the ranks read the end of the pipe and leave, so no orphan goes on
+writing. Launchers promise nothing of the kind. The exit code goes through a file, since MPICH ORs the ranks' codes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Link:
 
     @property
     def exit_code(self) -> int | None:
-        """What the ranks agreed on; None when none of them could say."""
+        """The exit code that the ranks agreed on; None when none of them recorded one."""
         try:
             return int((self.directory / _CODE).read_text())
         except (FileNotFoundError, ValueError):
@@ -64,7 +64,7 @@ class Link:
 
 
 def attach(directory: Path) -> Front:
-    """A rank's side: it can be signalled and leaves with its starter, which is its way to the person.
+    """A rank's side: the starter can signal it and shows its output, and it leaves with the starter.
 
     To be called before MPI starts, whose wait for the other ranks would outlast the starter.
     EnvironmentUnfitError for a directory that another user could have made in the place of a starter's that is gone.

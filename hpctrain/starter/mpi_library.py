@@ -1,4 +1,4 @@
-"""Which MPI mpi4py loads, and whether it takes its ranks from a PMI server."""
+"""Finds out which MPI mpi4py loads, and whether it takes its ranks from a PMI server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if MPI.get_vendor()[0] != "Open MPI":
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """speaks_pmi: a build of MPICH that was made for PMIx or for a site's own launcher does not."""
+    """speaks_pmi: false for a build of MPICH that was made for PMIx or for a site's own launcher."""
 
     flavour: str
     speaks_pmi: bool

@@ -27,7 +27,7 @@ class Mpiexec:
         return [str(self.path), "-n", str(ranks)]
 
     def environment(self, ranks: int) -> dict[str, str]:
-        """Open MPI refuses root and more ranks than cores, and binds each rank to one core, unless it is told.
+        """By default Open MPI refuses root and more ranks than cores, and binds each rank to one core.
 
         Both names of each setting: version 4 reads OMPI_, version 5 PRTE_. MPICH does none of it.
         """

@@ -1,7 +1,7 @@
 """PMI-1, the wire protocol through which an MPI library asks its launcher who it is, served over socket pairs.
 
-MPICH's own mpiexec listens on a TCP port for it, where anybody who connects holds up the start. The library only wants
-a connected descriptor, named in PMI_FD; a pair of sockets is one that nobody else can reach.
+MPICH's own mpiexec listens on a TCP port for it, where anybody who connects holds up the start. The library only needs
+a connected descriptor, named in PMI_FD, and nobody else can reach a pair of sockets.
 
 A line of `key=value` words each way. On one node, processes ask for who they are, for the mapping of ranks to nodes,
 and for barriers; they `put` values under keys only where they can't share memory.
@@ -18,7 +18,7 @@ import threading
 from contextlib import suppress
 
 _LONGEST = 2**16
-"""Bytes of a line. A rank that sends more has lost its way, and is left alone."""
+"""The longest line, in bytes. A rank that sends more is no longer served."""
 
 
 class PmiServer:
@@ -45,7 +45,7 @@ class PmiServer:
         self._thread.start()
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What MPICH's mpiexec says to this rank, as far as MPI and hpctrain listen to it."""
+        """The variables of MPICH's mpiexec that MPI and hpctrain read."""
         return {
             "PMI_FD": str(self._theirs[rank].fileno()),
             "PMI_RANK": str(rank),
@@ -55,9 +55,10 @@ class PmiServer:
         }
 
     def descriptors(self, rank: int) -> tuple[int, int]:
-        """Those that this rank must inherit: its end, and ours.
+        """The descriptors that this rank must inherit: its end, and ours.
 
-        With ours it does not see the server go: MPI would end it on the spot, before it can clean up (starter/link.py).
+        With ours it does not notice the end of the server: MPI would end the rank at once, before it can clean up
+        (starter/link.py).
         """
         return self._theirs[rank].fileno(), self._ours[rank].fileno()
 
@@ -67,7 +68,7 @@ class PmiServer:
             socket_.close()
 
     def join(self, timeout: float) -> bool:
-        """Wait until all ranks have left; whether each of them said goodbye."""
+        """Wait until all ranks have left; whether each of them finalized PMI."""
         self._thread.join(timeout)
         return len(self._finalized) == self._ranks
 
@@ -88,7 +89,7 @@ class PmiServer:
                         self._ours[rank].close()
 
     def _answer(self, rank: int, line: str) -> None:
-        """What the rank gets to hear; nothing to an `abort`, after which it leaves, and is seen to."""
+        """Answer the rank's command, except for `abort`: the rank then leaves, and the starter handles that."""
         words = dict(word.partition("=")[::2] for word in line.split())
         command, key = words.get("cmd", ""), words.get("key", "")
         if command == "barrier_in":

@@ -16,7 +16,7 @@ _POLL = 0.05
 _GRACE = 10.0
 """Seconds that the other ranks have to leave by themselves after one has failed: their connections to it end."""
 _GRACE_OF_MPI = 1.0
-"""They learn nothing of it."""
+"""As _GRACE, for ranks under MPI: they do not notice the failure of another rank."""
 
 
 class Processes:
@@ -72,7 +72,7 @@ class Processes:
 
 
 def without_mpi(command: Sequence[str], ranks: int, directory: Path) -> Processes:
-    """Ranks that find each other, and their secret, in `directory`; they are told who they are in torchrun's words."""
+    """Ranks that find each other, and their secret, in `directory`. torchrun's variables tell each its rank."""
     return Processes(
         command,
         [
@@ -89,7 +89,7 @@ def without_mpi(command: Sequence[str], ranks: int, directory: Path) -> Processe
 
 
 def over_pmi(command: Sequence[str], ranks: int) -> Processes:
-    """Ranks whose MPI library asks a PMI server of ours who they are."""
+    """Ranks whose MPI library asks hpctrain's PMI server for their rank."""
     server = PmiServer(ranks)
     environments = [server.environment(rank) for rank in range(ranks)]
     descriptors = [server.descriptors(rank) for rank in range(ranks)]

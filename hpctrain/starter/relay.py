@@ -1,4 +1,4 @@
-"""Passes on what a launcher prints: launchers end their ranks when they can't write it, on a full disk say."""
+"""Passes a launcher's output on: launchers end their ranks when they can't write it, on a full disk for instance."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import IO
 
 _CHUNK = 2**16
 _LEFT = 5.0
-"""Seconds for what is still to be passed on when the launcher has ended."""
+"""Seconds for the remaining output when the launcher has ended."""
 
 
 class Relay:
-    """Begins with the launcher, whose outputs are pipes. What nobody takes (a full disk, a reader that is gone) is left out."""
+    """Runs from the start of the launcher, whose outputs are pipes. Output that cannot be written (a full disk, a reader that
+    is gone) is dropped."""
 
     def __init__(self, launcher: subprocess.Popen[bytes]) -> None:
         assert launcher.stdout is not None and launcher.stderr is not None
@@ -26,7 +27,7 @@ class Relay:
             thread.start()
 
     def finish(self) -> None:
-        """Wait until all is passed on that was printed."""
+        """Wait until all output is passed on."""
         for thread in self._threads:
             thread.join(_LEFT)
 

@@ -37,7 +37,7 @@ def start_ranks(job: Path, ranks: int, overrides: tuple[str, ...], resume: str) 
     finally:
         link.close()
         shutil.rmtree(directory, ignore_errors=True)
-        # what comes now is not to change the exit code; a handler would end with the interpreter
+        # a signal that comes now must not change the exit code; a handler would end with the interpreter
         for number in STOPPING:
             signal.signal(number, signal.SIG_IGN)
 
@@ -73,7 +73,7 @@ def _attend(launched: Launched, link: Link, ranks: int, signals: list[int]) -> i
 
 
 def _wait(launched: Launched, link: Link, ranks: int, signals: list[int]) -> int | None:
-    """The status of `launched`; None when it was told twice to stop before all ranks could be asked to."""
+    """The status of `launched`; None after a second request to stop that came before all ranks could answer the first."""
     while True:
         try:
             return launched.wait(timeout=_POLL)

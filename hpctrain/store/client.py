@@ -30,7 +30,7 @@ from hpctrain.store.messages import (
 from hpctrain.store.server import StoreServer
 
 _SLACK = 10.0
-"""Seconds that an answer may take beyond the time that the server was told to wait: rank 0 may be busy."""
+"""Seconds that an answer may take beyond the server's own time limit: rank 0 may be busy."""
 _PATIENCE = 300.0
 """Seconds for an answer to a request that waits for nothing."""
 _ANOTHER = 60.0
@@ -45,7 +45,7 @@ FindSecret = Callable[[bytes], bytes | None]
 
 
 _open: set[GuardedStore] = set()
-"""Stores in use: torch's groups keep the C++ half of one, which is of no use without this half."""
+"""Stores in use: torch's groups keep only the C++ half of a store, which needs this half."""
 
 
 class Connection:
@@ -115,8 +115,8 @@ class Connection:
 class GuardedStore(Store):
     """Any number of threads may use it, each on a connection of its own meanwhile.
 
-    Raises torch's DistStoreError when a key does not come in time or a request can't be carried out, DistNetworkError when
-    rank 0 is out of reach; from then on each call does at once.
+    Raises torch's DistStoreError when a key does not come in time or a request can't be carried out, and DistNetworkError
+    when rank 0 is out of reach; later calls then raise it at once.
     """
 
     def __init__(self, address: Address, timeout: timedelta, first: Connection) -> None:
@@ -183,11 +183,11 @@ class GuardedStore(Store):
         return True
 
     def clone(self) -> GuardedStore:
-        """NCCL's threads want one of their own; this one serves any number of threads."""
+        """NCCL's threads want a store of their own; this one serves any number of threads."""
         return self
 
     def _ask_in_time(self, name: bytes, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
-        """timeout: the store's own where none is given."""
+        """timeout: the store's own by default."""
         limit = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # torch's stub lacks it
         seconds = min(limit.total_seconds(), _LONGEST_WAIT)
         request = (name, SECONDS.pack(seconds), *(key.encode() for key in keys))
@@ -225,7 +225,7 @@ class GuardedStore(Store):
         return reply
 
     def _another(self) -> Connection:
-        """One more connection. A server that refuses it has ended; one that hangs up may have been flooded."""
+        """One more connection. A server that refuses it has ended; a server that hangs up may have been flooded."""
         give_up = time.monotonic() + _ANOTHER
         while True:
             try:

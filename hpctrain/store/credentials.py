@@ -1,4 +1,4 @@
-"""The secret of ranks that no MPI connects: from MUNGE where the nodes run it, else from a file that only its user reads.
+"""The secret of ranks without MPI: from MUNGE where the nodes run it, else from a file that only its user can read.
 
 MUNGE (https://dun.github.io/munge) is the authentication service that most Slurm clusters have. Rank 0 seals the secret in
 a credential that only processes of the same user can open, and shows it to whoever connects.
@@ -30,7 +30,7 @@ _FILE_BYTES = 2 * SECRET_BYTES
 
 @dataclass(frozen=True)
 class Credential:
-    """What rank 0 has: the secret, what it shows to whoever connects, and how to remove the secret's file."""
+    """Rank 0's side: the secret, the introduction that it shows to whoever connects, and the removal of the secret's file."""
 
     secret: bytes
     introduction: bytes
@@ -73,7 +73,7 @@ class SecretFinder:
         self._file = secret_file(token) if file is None else file
 
     def __call__(self, introduction: bytes) -> bytes | None:
-        """The secret; None when there is none, or it is not this user's. Looked up anew each time: it may be an earlier start's."""
+        """The secret; None when there is none, or it is another user's. It is looked up each time: it may be an earlier start's."""
         return _open_seal(introduction, self._token) if introduction else _read(self._file)
 
 

@@ -2,8 +2,8 @@
 
 A rank of gloo listens for its peers and takes the first connection that names the right small number, whoever makes it. So
 once a group is connected, every pair of ranks exchanges tokens that only they can know from the store. A connection that
-passes can't be taken over later, except by somebody on the network path between the two ranks. A group in which a stranger
-was faster is made again.
+passes can't be taken over later, except by somebody on the network path between the two ranks. If a stranger was faster,
+the group is made again.
 
 Gloo encrypts nothing: the builds of torch on PyPI lack its TLS.
 """
@@ -32,8 +32,8 @@ _CONNECT = timedelta(seconds=60)
 
 
 class _AddressBook(Store):
-    """What gloo looks up while it connects. Each rank enters one address and then asks twice for that of every rank; here
-    a rank gets all of them with one request. Several networks are several rounds of that.
+    """The addresses that gloo looks up while it connects. Each rank enters one address and then asks twice for that of every
+    rank; here a rank gets all of them with one request. Each network is one round of that.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -64,7 +64,7 @@ class _AddressBook(Store):
 
 
 _books: list[_AddressBook] = []
-"""Gloo's groups keep the C++ half of theirs, which is of no use without this half."""
+"""Gloo's groups keep only the C++ half of their address book, which needs this half."""
 
 
 def _create(options: Any, _: Any) -> dist.ProcessGroupGloo:
@@ -129,7 +129,7 @@ def _connect(store: Store, rank: int, size: int) -> dist.ProcessGroupGloo | str:
 
 
 def _all_prove(group: dist.ProcessGroupGloo, secret: bytes, rank: int, size: int) -> bool:
-    """Whether this rank got from each member what only that one can send to this one. Gloo sends it directly, without relays."""
+    """Whether each member sent the token that only it can send to this rank. Gloo sends it directly, without relays."""
     mine = torch.frombuffer(bytearray(_tokens(secret, [(rank, to) for to in range(size)])), dtype=torch.uint8)
     received = torch.empty_like(mine)
     group.alltoall_base(received, mine, [], []).wait()  # type: ignore[attr-defined]  # torch's stub lacks it

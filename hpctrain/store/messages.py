@@ -1,11 +1,11 @@
-"""What travels on a connection of the guarded store: a handshake, then numbered and authenticated messages.
+"""The protocol of the guarded store: a handshake, then numbered and authenticated messages.
 
     server -> client   greeting: magic | server nonce | length of introduction | introduction
     client -> server   proof: client nonce | HMAC(secret, "client", both nonces, introduction, server's address)
     server -> client   proof: HMAC(secret, "server", both nonces, introduction, server's address)
     both               message: length | number | HMAC(key, number, payload) | payload
 
-The server's address is what each end sees of it: so a stranger who listens elsewhere can't pass the proofs on. Each direction
+The server's address is the one that each end sees, so a stranger who listens elsewhere can't relay the proofs. Each direction
 has a key of its own, HMAC(secret, direction, both nonces), and numbers its messages from 0. A message that is altered, repeated,
 reflected or out of order is therefore an error. Nothing is encrypted. The hash is SHA-256.
 """

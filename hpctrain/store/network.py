@@ -44,7 +44,7 @@ def own_addresses(name: str) -> list[str]:
 
 
 def hosts_of(name: str) -> list[str]:
-    """Where a rank reaches the host `name`: by that name, or, on that host itself, where it may mean loopback, by its addresses."""
+    """How a rank reaches the host `name`: by that name or, on that host itself, where it may mean loopback, by its addresses."""
     with suppress(OSError):
         if ipaddress.ip_address(socket.gethostbyname(name)).is_loopback:
             return own_addresses(name)

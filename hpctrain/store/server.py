@@ -34,16 +34,16 @@ from hpctrain.store.messages import (
 _HANDSHAKE_SECONDS = 30.0
 """Rank 0 may compute meanwhile and keep the interpreter to itself."""
 _UNPROVEN = 256
-"""Connections in their handshake at a time, besides one of each rank; the oldest gives way to a newer one, and a rank tries
-again."""
+"""Connections in their handshake at a time, besides one of each rank. A newer connection replaces the oldest, and a rank
+tries again."""
 _ACCEPTED_AT_ONCE = 64
 """Connections that asyncio takes before it looks at any of them."""
 _WAITING = 1024
 """Connections that the system keeps for the server."""
 _ANSWER_SECONDS = 30.0
-"""For what is asked of the server's own thread."""
+"""Time limit of requests to the server's own thread, in seconds."""
 _CANCEL_SECONDS = 0.1
-"""Before a task is cancelled again: up to Python 3.11 wait_for ignores it once what it waited for is done."""
+"""Seconds before a task is cancelled again: up to Python 3.11, wait_for ignores a cancellation once its awaitable is done."""
 _SPARE_FILES = 256
 """Files that this process opens for other purposes."""
 
@@ -60,8 +60,8 @@ def warn_of_stranger(sentence: str) -> None:
 class StoreServer:
     """Listens on `listeners` from construction to `close`.
 
-    introduction: what a rank needs to find out the secret by itself, sent to whoever connects.
-    on_stranger: called on the server's thread with a sentence, once for each host that failed to prove itself.
+    introduction: sent to whoever connects; a rank needs it to find out the secret by itself.
+    on_stranger: called on the server's thread with a sentence, once for each host without a valid proof.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Who am I among the ranks, and how ranks are started and meet."""
+"""A process's identity among the ranks, and how the ranks meet and end."""

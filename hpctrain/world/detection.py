@@ -12,7 +12,7 @@ from hpctrain.contracts.identity import Identity, Source
 from hpctrain.errors import EnvironmentUnfitError
 
 _MPIRUN = ("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED", "MPI_LOCALNRANKS")
-"""Set by the mpiexec of Open MPI 4, of Open MPI 5, of MPICH: also where Slurm's variables describe only their proxies."""
+"""Set by the mpiexec of Open MPI 4, of Open MPI 5, and of MPICH, even where Slurm's variables describe only their proxies."""
 _PMI = ("PMI_RANK", "PMI_SIZE", "PMI_FD", "PMIX_RANK", "PMIX_NAMESPACE")
 """Set by whoever offers a process manager interface: mpiexec, and srun with --mpi=pmi2 or pmix."""
 
@@ -64,7 +64,7 @@ def slurm_step_tasks(environment: Mapping[str, str]) -> int:
 
 
 def fallback_notice(identity: Identity) -> str | None:
-    """What to tell the user, once, when srun gave the tasks no MPI."""
+    """A notice for the user when srun gave the tasks no MPI; it is printed once."""
     if identity.source != "slurm":
         return None
     return (
@@ -83,8 +83,8 @@ def _announced_size(environment: Mapping[str, str]) -> int:
 def _shorten_addresses(environment: Mapping[str, str]) -> None:
     """Choose libfabric over UCX for PyPI's MPICH under srun, unless the user has chosen.
 
-    Over UCX it hands PMI its address and what lies behind that in memory, 4 KB in all. Where these do not compress, a
-    line is longer than the 1024 bytes that the pmi2 of Slurm 22.05 reads at once, and MPI_Init fails or hangs.
+    Over UCX it hands PMI its address and the memory behind it, 4 KB in all. If these bytes do not compress, a line is
+    longer than the 1024 bytes that the pmi2 of Slurm 22.05 reads at once, and MPI_Init fails or hangs.
     """
     if started_by_srun(environment) and "PMI_FD" in environment and _installed("mpich"):
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
@@ -99,7 +99,7 @@ def _installed(distribution: str) -> bool:
 
 
 def _from_mpi() -> Identity | None:
-    """What MPI says; None when there is no MPI library."""
+    """MPI's answer; None when there is no MPI library."""
     try:
         from hpctrain.mpi.library import MPI
     except EnvironmentUnfitError:

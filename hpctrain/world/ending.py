@@ -14,8 +14,8 @@ def end_process(code: int) -> NoReturn:
     """End this rank with `code` as Python would, but without taking the interpreter apart.
 
     Gloo's threads free the tensors of their last operations a moment after those are done, and need the interpreter
-    for it. A thread that asks for it while it is taken apart is ended by Python in the middle of C++ code, which aborts
-    the process: a rank that was done would leave with 134.
+    for it. Python ends a thread that asks for the interpreter while it is being taken apart. In the middle of C++ code
+    that aborts the process: a rank that was done would leave with 134.
     """
     # the two steps with which Python begins its own end: the first closes thread pools, too, and joins the threads
     threading._shutdown()  # type: ignore[attr-defined]
@@ -28,7 +28,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def flush_output() -> None:
-    """Hand over what was printed, as far as that goes."""
+    """Flush the output, as far as that is possible."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # no room, nobody reads it any more, or it is closed
             stream.flush()

@@ -21,13 +21,13 @@ from hpctrain.world.ending import flush_output
 from hpctrain.world.meeting import World
 
 _AFTER_THE_CAUSE = 1.0
-"""Seconds that a rank which failed in communication leaves to the one that made it fail, to speak first."""
+"""Seconds that a rank waits after a failed communication, so that the rank that caused it can print first."""
 _PATIENCE = timedelta(seconds=5)
-"""How long a rank that failed after another waits until that one has printed."""
+"""How long a rank that failed second waits for the first one to print."""
 _GATHERING_SECONDS = 2.0
-"""How long a rank that leaves waits for the others to leave, too, before it has them ended."""
+"""How long a leaving rank waits for the others to leave, before the launcher ends them."""
 _LEAVING_SECONDS = 5
-"""How long a rank that was told to end may take to leave in its own way."""
+"""How long a rank may take to leave by itself after SIGTERM."""
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -36,7 +36,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def describe(error: BaseException, identity: Identity) -> str:
-    """A sentence for what the user can mend, a traceback with rank and host for the rest."""
+    """A sentence for an error that the user can mend, a traceback with rank and host for any other."""
     if isinstance(error, HpctrainError):
         return sentence(error)
     trace = "".join(traceback.format_exception(error))
@@ -56,7 +56,7 @@ def leave(world: World, error: BaseException) -> NoReturn:
             time.sleep(_AFTER_THE_CAUSE)
         first = _claim(world, f"{world.identity.rank} {code}")
         if first is None:
-            code = EXIT_TRAINING  # rank 0, which holds the store, is gone: it has said why
+            code = EXIT_TRAINING  # rank 0, which holds the store, is gone and has printed the reason
         elif first.split()[0] != str(world.identity.rank):
             code = int(first.split()[1])
             _wait_for_print(world)
@@ -71,7 +71,7 @@ def leave(world: World, error: BaseException) -> NoReturn:
 
 
 def end_now(identity: Identity, code: int, everybody: bool) -> NoReturn:
-    """Leave without cleaning up. Unless `everybody` does, under MPI the launcher is to end the other ranks."""
+    """Leave without cleaning up. Under MPI the launcher ends the other ranks, unless `everybody` leaves."""
     # srun makes 137 of every code that is given to Abort
     if identity.source == "mpi" and identity.size > 1 and not (everybody and started_by_srun()):
         from hpctrain.mpi.library import abort
@@ -86,8 +86,8 @@ def end_now(identity: Identity, code: int, everybody: bool) -> NoReturn:
 def delay_terminate() -> None:
     """From now on SIGTERM, where the loop does not answer it, ends this process in a few seconds instead of at once.
 
-    `srun --kill-on-bad-exit` sends it to the ranks that are a moment slower than the first that left. They are to leave
-    with the code that all agreed on: dying of the signal makes 143 of 75, and no batch script would go on.
+    `srun --kill-on-bad-exit` sends it to the ranks that are a moment slower than the first that left. They must leave with
+    the code that all agreed on: a death by the signal turns 75 into 143, and no batch script would go on.
     """
     signal.signal(signal.SIGTERM, _end_soon)
 

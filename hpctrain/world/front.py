@@ -1,4 +1,4 @@
-"""What stands between this rank and the person who started the job."""
+"""A rank's connection to the person who started the job: a terminal or not, and who hears the exit code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 def _tell_nobody(code: int) -> None:
-    """The process's own exit code says it."""
+    """The process's own exit code tells it."""
 
 
 def _wait_for_nothing() -> None:
@@ -17,7 +17,7 @@ def _wait_for_nothing() -> None:
 
 
 def on_terminal() -> bool:
-    """Whether a person sees this process's output as it comes; it may be closed.
+    """Whether a person sees this process's output as it comes. The output may be closed.
 
     Open MPI's mpiexec gives its ranks a terminal of their own, wherever its own output goes: that one says nothing.
     """
@@ -26,9 +26,10 @@ def on_terminal() -> bool:
 
 @dataclass(frozen=True)
 class Front:
-    """A terminal or not, and who wants to hear the exit code; by default this process's own output and nobody.
+    """Whether a terminal shows the output, and the receiver of the exit code. The defaults are this process's own output, and
+    no receiver.
 
-    answers_signals: to be called when this rank has become ready to be asked to stop.
+    answers_signals: called when this rank can answer a request to stop.
     """
 
     terminal: bool = field(default_factory=on_terminal)

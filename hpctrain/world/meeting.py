@@ -31,7 +31,7 @@ MEETING_TIMEOUT = timedelta(minutes=5)
 
 
 class PeerError(HpctrainError):
-    """Another rank has said what is wrong; this one leaves with the same code and says nothing."""
+    """Another rank has printed the error; this one leaves with the same code and prints nothing."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("another rank reports the error", everywhere=True)
@@ -46,12 +46,12 @@ class World:
     store: Store
     front: Front
     strangers: list[str] = field(default_factory=list)
-    """What rank 0 said of connections that were refused."""
+    """Rank 0's sentences about refused connections."""
     close: Callable[[], None] = lambda: None
     """Leave the store; on rank 0 it ends."""
 
     def share(self, key: str, make: Callable[[], Any]) -> Any:
-        """The JSON value that rank 0 makes, on every rank. An error of rank 0 is raised there, and PeerError elsewhere."""
+        """Rank 0's JSON value, on every rank. An error of rank 0 is raised there, and PeerError elsewhere."""
         if self.identity.rank == 0:
             try:
                 value = make()
@@ -67,7 +67,7 @@ class World:
         return answer["value"]
 
     def tell(self, key: str, value: Any) -> None:
-        """Lay down this rank's JSON `value` for rank 0 to collect."""
+        """Put this rank's JSON `value` into the store for rank 0 to collect."""
         self.store.set(f"{key}/{self.identity.rank}", json.dumps(value))
 
     def collect(self, key: str) -> list[Any]:
@@ -81,7 +81,7 @@ class World:
         return [json.loads(self.store.get(key)) for key in keys]
 
     def _answer(self, key: str) -> Any:
-        """What rank 0 says, which may itself have waited for a rank: so twice the time."""
+        """Rank 0's value. Rank 0 may itself have waited for a rank, hence twice the time."""
         try:
             self.store.wait([key], 2 * MEETING_TIMEOUT)
         except RuntimeError:

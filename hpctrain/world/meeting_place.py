@@ -24,7 +24,7 @@ from hpctrain.world.slurm import step_host, step_token
 _PORTS = range(20000, 32000)
 """Below the range that Linux hands to outgoing connections."""
 _CANDIDATES = 64
-"""Ports to try: some may be taken by other jobs of the node, or by a stranger who wants to be in the way."""
+"""Ports to try: other jobs of the node may hold some, or a stranger who wants to block the job."""
 _ATTEMPT = 2.0
 """Seconds for one port: something else may listen there and say nothing."""
 

@@ -1,4 +1,4 @@
-"""What torch's own code may send between ranks as a pickle: DCP its plans, pipelines their shapes. Nothing that runs code.
+"""The pickles that torch's own code may send between ranks: DCP's plans, pipelines' shapes. Nothing in them runs code.
 
 hpctrain itself sends JSON (hpctrain.exchange).
 """
@@ -55,7 +55,7 @@ def restrict_objects() -> None:
 
 
 def allow_objects() -> None:
-    """The job is over; what the program does with torch.distributed from here on is its own business."""
+    """The job is over: the program may use torch.distributed without restriction again."""
     set_object_unpickler(pickle.Unpickler)
 
 

@@ -1,4 +1,4 @@
-"""What Slurm's variables say of a step whose ranks have no MPI: where rank 0 runs, and what names this start of it."""
+"""Slurm's variables of a step whose ranks have no MPI: the host of rank 0, and a name for this start of the step."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def step_host(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def step_token(environment: Mapping[str, str] = os.environ) -> str:
-    """Names this start of the step: a requeued job has the same number, and what is left of its first try must not answer."""
+    """A name for this start of the step. A requeued job has the same number, and leftovers of its first try must not answer."""
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return ".".join(["slurm", *(environment.get(name, "0") for name in names)])

@@ -6,14 +6,14 @@ import signal
 from multiprocessing import resource_tracker
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Ctrl-C, the launcher's or Slurm's end, and what `#SBATCH --signal=USR1@60` sends before the time is up."""
+"""Ctrl-C, the end by a launcher or Slurm, and the signal of `#SBATCH --signal=USR1@60` before the time is up."""
 
 
 def keep_from_children() -> None:
     """Block these signals on this thread, whose mask the processes that it starts inherit.
 
-    A terminal, or Slurm, signals every process of a job. Those that load samples must outlive that: the step that is
-    saved needs them.
+    A terminal, or Slurm, signals every process of a job. Processes that load samples must outlive that, since the step
+    that is saved needs them.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     resource_tracker.ensure_running()  # it comes with the first process, and lets two of them in again

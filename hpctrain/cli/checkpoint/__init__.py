@@ -25,7 +25,7 @@ from hpctrain.cli.checkpoint.verify import verify
 def command(ctx: click.Context, load: tuple[str, ...]) -> None:
     """Look at checkpoints, verify and compare them, export and import weights. Works with every installed format."""
     ctx.obj = Formats(load)
-    # as Ctrl-C does: what was begun to be written is removed
+    # as Ctrl-C does: unfinished files are removed
     before = signal.signal(signal.SIGTERM, _leave)
     ctx.call_on_close(lambda: signal.signal(signal.SIGTERM, before))
 

@@ -1,4 +1,4 @@
-"""What the subcommands of `hpctrain checkpoint` share."""
+"""The common part of the subcommands of `hpctrain checkpoint`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATH = click.Path(path_type=Path)
 
 
 class Formats:
-    """The installed checkpoint formats, loaded when they are asked for: `--help` does without torch."""
+    """The installed checkpoint formats, loaded on first use: `--help` needs no torch."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = modules
@@ -56,7 +56,7 @@ class Formats:
 
 @contextmanager
 def files_of(path: Path) -> Iterator[None]:
-    """What the operating system says of `path` becomes a sentence and exit 5."""
+    """The operating system's error about `path` becomes a sentence and exit 5."""
     try:
         yield
     except OSError as error:

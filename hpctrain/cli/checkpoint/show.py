@@ -1,4 +1,4 @@
-"""hpctrain checkpoint show: what a checkpoint holds."""
+"""hpctrain checkpoint show: the content of a checkpoint."""
 
 from __future__ import annotations
 

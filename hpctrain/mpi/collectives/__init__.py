@@ -1,4 +1,4 @@
 """The algorithms: collectives made of transfers, over the network, through a node's memory, and in two levels.
 
-`protocol.Collectives` is what each of the three gives; `choice.choose` says which one a group gets.
+Each of the three implements `protocol.Collectives`; `choice.choose` picks one for a group.
 """

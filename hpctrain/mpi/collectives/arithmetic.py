@@ -1,4 +1,4 @@
-"""The arithmetic of reductions: torch's, in a fixed order: rank 0, then 1, then 2 and so on, for each element on its own.
+"""The arithmetic of reductions is torch's, element by element in the order of the ranks: 0, then 1, then 2, and so on.
 
 So a sum has the same bits on all ranks, whatever the size of the message, the bucket it was part of, or the MPI. bf16
 and fp16 travel as 16 bits, are added in float32 and rounded once.
@@ -40,7 +40,7 @@ _HALF = (torch.bfloat16, torch.float16)
 class Reduction:
     """How elements of a dtype are combined.
 
-    factor: what each summand is multiplied with first (PREMUL_SUM). divisor: what the sum is divided by last (AVG).
+    factor: multiplies each summand first (PREMUL_SUM). divisor: divides the sum last (AVG).
     """
 
     combine: _Combine
@@ -57,15 +57,15 @@ class Reduction:
         number = kind.value
         if number != _PREMUL_SUM:
             return _plain_reduction(number, dtype, size)
-        # Python gets at the factor only by way of the pickled form.
+        # Python can read the factor only from the pickled form.
         factor = op.__getstate__()[1]  # type: ignore[union-attr]
         return Reduction(_arithmetic(kind, dtype), factor)
 
     def __call__(self, pieces: Sequence[Tensor], output: Tensor, spare: Tensor) -> None:
         """Combine the pieces, (elements,) each, of all ranks in rank order into `output`.
 
-        `output` may be the same memory as one of the pieces. spare: memory for the running total, which must be none
-        of the third and later pieces; `output` itself where that is apart from all.
+        `output` may be the same memory as one of the pieces. spare: memory for the running total. It must not overlap the
+        third and later pieces; it may be `output` if that overlaps no piece.
         """
         if output.dtype in _HALF:
             total = pieces[0].float()

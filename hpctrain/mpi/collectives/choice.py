@@ -1,4 +1,4 @@
-"""Which of the three ways a group's ranks take; all choose alike."""
+"""Chooses one of the three routes for a group; all of its ranks choose alike."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _STAGED = 64 * 1024
 
 
 class OverNetwork:
-    """All of `Collectives`. The other ways inherit what they have no better one for."""
+    """All of `Collectives`. The other routes inherit every operation that they do not improve."""
 
     def __init__(self, channel: Channel) -> None:
         self.rank, self.size = channel.rank, channel.size
@@ -71,7 +71,7 @@ class OverNetwork:
         self._all_gather_single(output, tensor, in_place)
 
     def _all_gather_single(self, output: Tensor, tensor: Tensor, in_place: bool) -> None:
-        """in_place: `tensor` is this rank's slice of `output`; else they share no memory."""
+        """in_place: `tensor` is this rank's slice of `output`. Otherwise they share no memory."""
         if self.size == 1 or output.nbytes > MAX_COUNT:
             OverNetwork.all_gather(self, output.view(-1).tensor_split(self.size), tensor, even=True)
         else:

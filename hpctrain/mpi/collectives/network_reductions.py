@@ -1,7 +1,7 @@
 """Reductions over the network.
 
-A large tensor is cut into blocks; in each, every rank gets its piece from all others, adds, and the pieces are gathered
-again. A small one is gathered whole by everybody. All tensors are plain (see transfer/buffers.py) and checked.
+A large tensor is cut into blocks: every rank gets its piece of a block from all others and adds, and the pieces are
+gathered again. Every rank gathers all of a small one. All tensors are plain (see transfer/buffers.py) and checked.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def reduce_scatter(channel: Channel, output: Tensor, inputs: Sequence[Tensor], r
 
 
 def _reduce_own_piece(channel: Channel, pieces: Sequence[Tensor], reduction: Reduction, output: Tensor) -> None:
-    """`pieces[r]` goes to rank r; what comes for this rank is reduced into `output`."""
+    """`pieces[r]` goes to rank r; the pieces that arrive here are reduced into `output`."""
     own = pieces[channel.rank]
     scratch = channel.scratch(own.nbytes * channel.size).view(own.dtype)
     width = own.numel()

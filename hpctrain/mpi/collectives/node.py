@@ -35,7 +35,7 @@ class WithNode(OverNetwork):
 
 
 class OverNode(WithNode):
-    """Through memory; over MPI what has uneven sizes or one root."""
+    """Through memory, except for uneven sizes and operations with one root, which go over MPI."""
 
     def begin(self, operation: Operation) -> None:
         # The first round of every operation tells who called what.

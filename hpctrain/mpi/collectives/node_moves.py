@@ -1,6 +1,6 @@
-"""Collectives that only move data, through a node's memory. A small message is passed on in one round; a large one is
-met for first, and read where it lies: in memory that was allocated here, or in the others' own, where the system lets it
-be read. Else it is copied through the outboxes, block by block.
+"""Collectives that only move data, through a node's memory. A small message is passed on in one round. For a large one the
+ranks meet first; then they read it where it lies, in memory that was allocated here or, where the system allows it, in the
+owner's memory. Otherwise it is copied through the outboxes, block by block.
 
 All tensors are plain (see buffers) and checked.
 """
@@ -47,7 +47,7 @@ def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
     own = outputs[node.rank]
     place = node.place(own)
     if not node.is_allocated(place):
-        # Where the input lies: lines that were just written to the output are dear to read from another core.
+        # Read the input: cache lines that were just written to the output are expensive to read from another core.
         place = node.place(tensor)
     elif not same_memory(tensor, own):
         flattened(own).copy_(flattened(tensor))

@@ -1,8 +1,8 @@
-"""Reductions through a node's memory. A small message is passed on in one round; a large one is met for first, and read
-where it lies if all ranks allocated it there, else copied through the outboxes, block by block.
+"""Reductions through a node's memory. A small message is passed on in one round. For a large one the ranks meet first; then
+they read it where it lies if all ranks allocated it there, or copy it through the outboxes, block by block.
 
-All tensors are plain (see buffers) and checked. Sums are made by torch in rank order, like those of reduction.py, and so
-have the same bits.
+All tensors are plain (see buffers) and checked. torch makes the sums in rank order (see arithmetic.py), so they have the
+same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Finish = Callable[[Tensor], None]
 def all_reduce(node: Node, tensor: Tensor, reduction: Reduction, finish: _Finish | None = None) -> None:
     """Reduce a plain tensor in place on all ranks.
 
-    finish: makes of the node's sum of a piece the sum over all nodes, in place.
+    finish: turns the node's sum of a piece into the sum over all nodes, in place.
     """
     flat = flattened(tensor)
     if finish is None and flat.nbytes * node.size <= SMALL:
@@ -64,7 +64,7 @@ def _all_reduce_where_it_lies(
 
 
 def _all_reduce_in_blocks(node: Node, flat: Tensor, reduction: Reduction, finish: _Finish | None) -> None:
-    """While a block's sums are collected, the next one is already on its way."""
+    """While a block's sums are collected, the next block is already in flight."""
     before: list[Tensor] = []
     for pieces in _blocks(flat, node.size):
         width = pieces[0].numel()

@@ -24,7 +24,7 @@ from hpctrain.mpi.transfer.node import Node
 
 
 class OverNodes(WithNode):
-    """In two levels; over MPI alone what is small, has uneven sizes or one root."""
+    """In two levels, except for small messages, uneven sizes and operations with one root, which go over MPI alone."""
 
     def __init__(self, channel: Channel, node: Node, rail: Channel, members: list[list[int]]) -> None:
         """This rank's node and rail. members: the group ranks of each node, (nodes, ranks per node)."""
@@ -45,7 +45,7 @@ class OverNodes(WithNode):
             super().reduce_scatter(output, inputs, reduction)
             return
         in_node, over_nodes = _split(reduction)
-        # What this rank's rail is to get, of each of its ranks, summed over this node.
+        # For each rank of this rank's rail, its part of the inputs, summed over this node.
         partial = output.new_empty(len(self._members), output.numel())
         for members, part in zip(self._members, partial, strict=True):
             node_reductions.reduce_scatter(self._node, part, [inputs[rank] for rank in members], in_node)
@@ -72,5 +72,5 @@ class OverNodes(WithNode):
 
 
 def _split(whole: Reduction) -> tuple[Reduction, Reduction]:
-    """What to do in a node and then over the nodes: factors belong to the summands, the divisor to the sum."""
+    """The reductions inside a node and over the nodes: factors belong to the summands, the divisor to the sum."""
     return replace(whole, divisor=None), replace(whole, factor=None)

@@ -1,4 +1,4 @@
-"""What a group's operations are made of. All tensors are plain (see transfer/buffers.py) and checked."""
+"""The building blocks of a group's operations. All tensors are plain (see transfer/buffers.py) and checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.mpi.collectives.arithmetic import Reduction
 from hpctrain.mpi.transfer.operation import Operation
 
 SMALL = 256 * 1024
-"""Up to here a message is gathered whole: one exchange instead of two. Bytes over all ranks."""
+"""Bytes over all ranks up to which a message is gathered in full: one exchange instead of two."""
 
 
 class Collectives(Protocol):

@@ -1,4 +1,4 @@
-"""What the operations of a group have in common: the way to the engine, and buffers to receive into."""
+"""The common part of a group's operations: submission to the engine, and buffers to receive into."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class GroupBase(PythonGroup):
         agreed: int | None = None,
         meet_first: bool = False,
     ) -> MPIWork:
-        """tensors: what this rank puts in. agreed: the size that all ranks must have, None for that of `tensors`."""
+        """tensors: this rank's input. agreed: the size that all ranks must have, None for that of `tensors`."""
         if nbytes is None:
             nbytes = tensors[0].nbytes if len(tensors) == 1 else sum(tensor.nbytes for tensor in tensors)
         if agreed is None:
@@ -78,7 +78,7 @@ def apart(tensor: Tensor, buffer: Tensor) -> Tensor:
 
 
 def into(targets: Sequence[Tensor], move: Callable[[Sequence[Tensor]], None]) -> None:
-    """Receive into the targets, by way of temporaries where they are not contiguous."""
+    """Receive into the targets, through temporaries where they are not contiguous."""
     buffers = [plain_like(target) for target in targets]
     move(buffers)
     for buffer, target in zip(buffers, targets, strict=True):

@@ -1,4 +1,4 @@
-"""What a caller passed, checked before anything is sent: one dtype, sizes that fit, ranks that exist."""
+"""Checks of a caller's arguments before anything is sent: one dtype, sizes that fit, ranks that exist."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_size(name: str, large: Tensor, other: str, small: Tensor, factor: int)
 
 
 def check_own_part(output: Tensor, part: Tensor) -> None:
-    """What a rank gives itself fits where it comes."""
+    """A rank's input to itself has the size of its output."""
     check_size("output for this rank", output, "the input", part, 1)
 
 

@@ -26,7 +26,7 @@ from hpctrain.mpi.transfer.operation import Operation
 from hpctrain.mpi.transfer.watch import Watch
 from hpctrain.torch_private import DisableTorchDispatch
 
-# An operation that watches its own deadline needs this long to find out who is missing; then the waiter steps in.
+# An operation watches its own deadline and needs this long to find out who is missing; then the waiter steps in.
 _GRACE = 5.0  # seconds
 
 
@@ -49,7 +49,7 @@ class Engine:
         self.abandoned = False
 
     def submit(self, operation: Operation, run: Run, result: Any, *, asynchronous: bool) -> MPIWork:
-        """Queue an operation, or run it here and now if the caller is going to wait and nothing is before it."""
+        """Queue an operation, or run it at once if the caller is going to wait and nothing is before it."""
         if self.broken is not None:
             raise CommunicationError(f"{self._name} cannot be used after an earlier failure: {self.broken}")
         with self._changed:

@@ -27,7 +27,7 @@ from hpctrain.mpi.transfer.waiting import Patience, wait_until
 from hpctrain.torch_private import PythonMessageWork
 
 ANY_SOURCE = MPI.ANY_SOURCE
-# A caller that waits at once is served before this; the thread is for those that compute meanwhile.
+# A caller that waits at once is served first; the thread is for callers that compute meanwhile.
 _HEAD_START = 0.5e-3  # seconds
 _LONGEST_SLEEP = 2e-3  # seconds
 
@@ -77,7 +77,7 @@ class Messages:
             self._driver.join()
 
     def finished(self, work: MessageWork) -> None:
-        """A work tells that it need not be driven any more."""
+        """A work reports that it need not be driven any more."""
         with self._changed:
             self._outstanding.remove(work)
 

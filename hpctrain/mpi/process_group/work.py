@@ -20,7 +20,7 @@ Run = Callable[[Collectives], None]
 
 
 class Driver(Protocol):
-    """Who sees to it that submitted operations are run."""
+    """Runs submitted operations."""
 
     def wait(self, work: MPIWork, limit: float | None) -> None:
         """Block until `work` has finished, for at most `limit` seconds (None: as long as its operation may take)."""

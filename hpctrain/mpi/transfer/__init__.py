@@ -1,1 +1,1 @@
-"""What moves bytes: a communicator's messages, a node's memory, and the wait for both under a time limit."""
+"""The movement of bytes: a communicator's messages, a node's memory, and the wait for both under a time limit."""

@@ -46,7 +46,7 @@ def plain_like(tensor: Tensor) -> Tensor:
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """A plain tensor with one dim; itself where it has one already: a small message would notice a view."""
+    """A plain tensor with one dim; the tensor itself if it has one already, since a view would slow a small message down."""
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 

@@ -1,4 +1,4 @@
-"""A communicator and the few movements of bytes over it that collectives are made of.
+"""A communicator, and the few movements of bytes over it from which collectives are built.
 
 Every MPI call here is nonblocking and then waited for under the watch, so that a timeout can be kept.
 """

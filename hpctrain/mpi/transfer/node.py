@@ -1,9 +1,9 @@
-"""The ranks of a group that share a node's memory, and how they pass through it what others are to read.
+"""The ranks of a group that share a node's memory, and how they pass data through it.
 
 Work goes in rounds: every rank writes into its outbox, all `sync`, every rank reads the others' outboxes. Each rank has
 two outboxes, used in turn: while a slow rank still reads those of one round, the others already write the next, and
-nobody can be two rounds ahead. Tensors that were allocated here need no outbox: the others read them where they lie; and
-large ones elsewhere are copied from their owner's memory, where the system allows it.
+nobody can be two rounds ahead. Tensors that were allocated here need no outbox: the others read them where they lie.
+Large tensors elsewhere are copied from their owner's memory, where the system allows it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROUND, _DESCRIPTION, _PLACE = 0, 1, 3
 # Above these bits of a place stands which allocation it lies in, the first is 1; 0: these bits are its address.
 _OFFSET_BITS = 48
 _MOST_VIEWS = 64
-"""Views of the outboxes that are kept: each costs a microsecond to make, which a small message would notice."""
+"""Cached views of the outboxes: a view takes a microsecond to make, which would slow a small message down."""
 
 
 class Node:
@@ -78,7 +78,7 @@ class Node:
 
     @property
     def places(self) -> list[int]:
-        """What the ranks gave to the last `sync`; valid until the next one."""
+        """The ranks' places at the last `sync`; valid until the next one."""
         parity = self._round % 2
         return [line[_PLACE + parity] for line in self._lines]
 
@@ -100,16 +100,16 @@ class Node:
 
     @property
     def outbox(self) -> Tensor:
-        """What this rank writes before the next `sync`, (OUTBOX,) uint8."""
+        """This rank's outbox for the next `sync`, (OUTBOX,) uint8."""
         return self._outboxes[self.rank][(self._round + 1) % 2]
 
     def read(self, rank: int) -> Tensor:
-        """What `rank` wrote before the last `sync`, (OUTBOX,) uint8; valid until the next one."""
+        """The outbox that `rank` filled before the last `sync`, (OUTBOX,) uint8; valid until the next one."""
         return self._outboxes[rank][self._round % 2]
 
     def boxes(self, dtype: torch.dtype, elements: int, first: int = 0) -> list[Tensor]:
-        """What all ranks will have written when the next `sync` is over, as `elements` of that dtype, from the
-        `first` on, flat; this rank's is its outbox."""
+        """The outboxes of all ranks at the next `sync`, as `elements` of that dtype from the `first` on, flat; this
+        rank's is its own outbox."""
         side = (self._round + 1) % 2
         views = self._views.get((dtype, elements, first, side))
         if views is None:
@@ -120,7 +120,7 @@ class Node:
         return views
 
     def sync(self, place: int = 0) -> None:
-        """Return when every rank is here. place: where this rank's tensor lies that the others are to read.
+        """Return when every rank is here. place: where the tensor lies that the others are to read from this rank.
 
         The first time in an operation, check that it is the same on all.
         """
@@ -144,7 +144,7 @@ class Node:
             self._watch.check([line[_DESCRIPTION + parity] for line in self._lines])
 
     def _order_memory(self) -> None:
-        """What was written before is seen by others before what is written after; and so for reading.
+        """A fence: others see earlier writes before later ones, and the same holds for reads.
 
         x86 orders by itself. On ARM and POWER, giving a lock up and taking it is a fence in both directions.
         """

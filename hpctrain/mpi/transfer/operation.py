@@ -1,4 +1,4 @@
-"""What a rank announces of a collective operation, so that the ranks can check that all called the same."""
+"""A rank's announcement of a collective operation, by which the ranks check that all called the same."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Operation:
 
 
 def describe(description: int) -> str:
-    """What Operation.description packed, as words."""
+    """The content of Operation.description, as words."""
     kind, nbytes = description >> _SIZE_BITS, description & (1 << _SIZE_BITS) - 1
     dtype = str(_DTYPES[kind & 255]).removeprefix("torch.")
     return f"{NAMES[kind >> 8]}({dtype}{f', {nbytes} bytes' if nbytes else ''})"

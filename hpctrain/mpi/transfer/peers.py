@@ -1,4 +1,4 @@
-"""Memory of the other processes of a node, read where it lies: one copy, of which its owner notices nothing.
+"""Reads the memory of a node's other processes where it lies: one copy, without any action of its owner.
 
 Linux does it (process_vm_readv(2)) for processes of one user, unless a security module (Yama's ptrace_scope), a
 container's filter or different process numbers forbid; so it is tried once before it is relied on.
@@ -48,7 +48,7 @@ class Peers:
         readable = _readv is not None and all(
             peers._finds(rank, address, wanted) for rank, (_, address, wanted) in enumerate(there)
         )
-        # Nobody's token goes before all have looked.
+        # All tokens stay until all ranks have looked.
         return peers if values.on_all(comm, readable) else None
 
     def read(self, rank: int, address: int, into: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Who is where: lets a rank whose operation times out name the ranks that have not entered it.
+"""Positions of the ranks: a rank whose operation times out names the ranks that have not entered it.
 
 Nothing is exchanged on the fast path. A rank that has waited for PUBLISH_AFTER seconds writes its position (operation
-number and name) into the group's store; a rank whose time is up reads everybody's.
+number and name) into the group's store. A rank whose time is up reads all positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Waiting without burning a core that somebody else could use."""
+"""Waiting without occupying a core that another process could use."""
 
 from __future__ import annotations
 

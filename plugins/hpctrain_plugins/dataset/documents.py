@@ -33,7 +33,7 @@ class Documents(Samples):
         return self._lengths
 
     def fingerprint(self) -> str:
-        """Of everything: it is in memory."""
+        """A hash of everything: it is in memory."""
         digest = hashlib.blake2b(self._source.encode(), digest_size=16)
         for array in (self._begins, self._lengths, self._tokens):
             digest.update(np.ascontiguousarray(array).astype("<i8").tobytes())

@@ -1,4 +1,4 @@
-"""`stdlib-text`, real text that every machine with Python has, and `text`, the user's own files."""
+"""`stdlib-text`, real text that every machine with Python has, and `text`, files of the user."""
 
 from __future__ import annotations
 

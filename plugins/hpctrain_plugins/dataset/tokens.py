@@ -42,7 +42,7 @@ class Tokens(Dataset):
 
     @cached_property
     def _training(self) -> tuple[Any, int]:
-        """The ids are read once from end to end: an id that the model has no row for must not end a job after hours."""
+        """All ids are read once: an id without a row in the model must not end a job after hours."""
         tokens = self._map(self.options.path)
         return tokens, largest(tokens) + 1
 

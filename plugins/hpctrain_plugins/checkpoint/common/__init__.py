@@ -1,1 +1,1 @@
-"""What the formats of this folder share."""
+"""Shared code of the formats of this folder."""

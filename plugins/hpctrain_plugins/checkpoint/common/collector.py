@@ -1,4 +1,4 @@
-"""The garbage collector looks at every new container again and again; where millions are made and none is garbage, it waits."""
+"""The garbage collector looks at every new container again and again. It is off while millions are made and none is garbage."""
 
 from __future__ import annotations
 

@@ -20,6 +20,6 @@ def check_fits(where: Path, piece: Piece, shape: tuple[int, ...], dtype: torch.d
 
 
 def is_alike(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values of one dtype can become the other's: integers are none of a float's, which only a mistake mixes up."""
+    """Whether values of one dtype can become the other's. Integers cannot become floats or the reverse: that is a mistake."""
     numbers = saved.is_floating_point or saved.is_complex or saved == torch.bool
     return torch.can_cast(saved, wanted) and (numbers or not (wanted.is_floating_point or wanted.is_complex))

@@ -13,11 +13,11 @@ from hpctrain.api import CheckpointError
 Dims = tuple[int, ...]
 
 MOST_DIMS_CUT = 8
-"""Along how many dims a tensor may be cut: checking takes time in proportion to 2 to this power."""
+"""The most dims along which a tensor may be cut: a check takes time in proportion to 2 to this power."""
 MOST_CORNERS = 2**22
-"""Of all the parts of a tensor, along the dims that it is cut along; they take less than a gigabyte."""
+"""The most corners of a tensor's parts, along the dims in which it is cut; they take less than a gigabyte."""
 MOST_COMPARED = 1000
-"""Of so many rectangles the two that overlap are looked for: the search compares them with one another."""
+"""The most rectangles among which an overlapping pair is looked for: the search compares them with one another."""
 
 
 class Rectangle(NamedTuple):
@@ -32,7 +32,7 @@ class Rectangle(NamedTuple):
         return math.prod(self.shape)
 
     def overlap(self, other: Rectangle) -> Rectangle | None:
-        """What both cover, or None."""
+        """The intersection, or None."""
         begins = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, self._ends(), other._ends())
         shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
@@ -48,7 +48,7 @@ class Rectangle(NamedTuple):
 
 
 class Work:
-    """Bounds what all checks of a table take together by the length of the table, which is what its author paid."""
+    """Bounds the work of all checks of a table by the length of the table: its author had to write that much."""
 
     def __init__(self, nbytes: int) -> None:
         self._left = 2**20 + nbytes // 4

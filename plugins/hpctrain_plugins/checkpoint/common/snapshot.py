@@ -36,7 +36,7 @@ class Snapshots:
 
 
 def _host_memory(like: Tensor) -> Tensor:
-    """Pinned for what comes from a GPU, which can only then copy at the full speed of the bus."""
+    """Pinned for tensors of a GPU, which otherwise cannot copy at the full speed of the bus."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 

@@ -11,7 +11,7 @@ __all__ = ["decode", "decode_all", "encode"]
 
 
 def decode(value: Any) -> Any:
-    """The value that `encode` was given; CheckpointError for what it wouldn't make."""
+    """The value that `encode` was given; CheckpointError for text that `encode` wouldn't make."""
     try:
         return decode_value(value)
     except ValueError as error:

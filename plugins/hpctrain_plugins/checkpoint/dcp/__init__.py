@@ -48,7 +48,7 @@ class _Sealed(TypedDict):
 
 _SEALED = TypeAdapter(_Sealed)
 MOST_KEPT = 32 * 2**20
-"""Bytes of a table of contents that is remembered: a training needs its memory."""
+"""The largest table of contents that is remembered, in bytes: training needs the memory."""
 
 
 class DcpWriter(CheckpointWriter):

@@ -24,7 +24,7 @@ from .names import METADATA_FILE
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MOST_BYTES = 2**30
-"""Of the file; that of the largest checkpoints, millions of parts, has some hundreds of megabytes."""
+"""The largest file, in bytes; that of the largest checkpoints, with millions of parts, has some hundreds of megabytes."""
 _MOST_DIMS = 64
 """As torch has it."""
 
@@ -36,12 +36,12 @@ _UNUSED = (
     ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("builtins", "getattr"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
 )  # fmt: skip
-"""Names that a table may have for what nothing here looks at, such as where the checkpoint lay when it was written, or
-the memory format, for which Python 3.11.0 to 3.11.3 name getattr: they pickle an enum as a call of it."""
+"""Names that a table may have for values that nothing here reads, such as the checkpoint's place when it was written, or
+the memory format. For the latter, Python 3.11.0 to 3.11.3 name getattr: they pickle an enum as a call of it."""
 
 
 class _Properties:
-    """Of TensorProperties what counts."""
+    """The fields of TensorProperties that count."""
 
     dtype: object = None
 

@@ -52,7 +52,7 @@ def _write_values(state: State, directory: Path) -> None:
 
 
 def _reason(error: CheckpointException) -> Exception:
-    """What the lowest failing rank raised."""
+    """The error of the lowest failing rank."""
     rank = min(error.failures)
     found = error.failures[rank][0]
     if isinstance(found, (OSError, CheckpointError, TypeError)):
@@ -61,14 +61,14 @@ def _reason(error: CheckpointException) -> Exception:
 
 
 class _Writer(FileSystemWriter):
-    """DCP's own, that says what could not be written, and where."""
+    """DCP's own writer; its errors name the file, the rank and the node."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         super().__init__(directory, sync_files=True)
         self._directory, self._rank = directory, rank
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """This rank's file; in this thread, so that what goes wrong is raised here."""
+        """This rank's file; in this thread, so that errors are raised here."""
         with naming(self._directory, self._rank):
             try:
                 return super().write_data(plan, planner)
@@ -136,7 +136,7 @@ class PiecePlanner(SavePlanner):
         return plans, dcp.Metadata(dict(tensors))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The plan as it came back."""
+        """The plan that rank 0 returned."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:

@@ -1,5 +1,5 @@
-"""What HDF5's own object headers in a shard say of each dataset, read without HDF5: so a dtype that somebody changed in the
-manifest, with checksums that fit, is found while loading.
+"""Reads HDF5's own object headers of each dataset in a shard, without HDF5. They reveal a dtype that somebody changed in the
+manifest with matching checksums.
 
 The layout is that of the HDF5 File Format Specification, IV.A.1.b (version 2 object headers): a signature, then messages of a
 type, a length and flags. A header of a dataset has its dataspace, its datatype and where its values lie.

@@ -100,7 +100,7 @@ class Layout:
 
     @cached_property
     def by_file(self) -> dict[int, list[Rectangle]]:
-        """What each shard has, in the order of the parts."""
+        """The parts of each shard, in the order of the parts."""
         found: dict[int, list[Rectangle]] = {}
         for file, rectangle in self.parts:
             found.setdefault(file, []).append(rectangle)
@@ -192,7 +192,7 @@ def _parse(content: Any, work: Work) -> Manifest:
             raise CheckpointError(f"tensor {name}: {error}") from error
     if len(layouts) < len(raw["layouts"]):
         raise CheckpointError(f"it has {len(raw['layouts'])} layouts, and tensors of {len(layouts)} of them")
-    values.decode_all(raw["values"])  # so that whoever reads a manifest hears of what is wrong with them
+    values.decode_all(raw["values"])  # so that every reader of a manifest finds their faults
     return Manifest(shards, tensors, raw["values"])
 
 

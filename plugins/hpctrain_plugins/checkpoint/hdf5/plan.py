@@ -1,4 +1,4 @@
-"""Who writes what: one holder of each rectangle, the least loaded one, so that together they tile every tensor.
+"""Assigns each rectangle to one of its holders, the least loaded one, so that together they tile every tensor.
 
 Replicas are found by comparing rectangles, never by asking a mesh: with FSDP + TP a parameter outside the TP plan is
 replicated on a submesh that its DTensor doesn't name, and would be written twice.
@@ -24,7 +24,7 @@ MAX_DIMS = 32  # HDF5's H5S_MAX_RANK
 
 
 class Form(NamedTuple):
-    """What offers of many tensors have in common."""
+    """The common part of the offers of many tensors."""
 
     dtype: str
     shape: Dims
@@ -32,7 +32,7 @@ class Form(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether it holds something, or there is nothing to hold."""
+        """Whether it has elements, or its tensor has none."""
         return self.part.volume > 0 or math.prod(self.shape) == 0
 
     @property
@@ -93,7 +93,7 @@ def pack(offers: list[Offer]) -> bytes:
 
 
 def unpack(packed: bytes) -> list[Offer]:
-    """What `pack` was given."""
+    """The offers that `pack` was given."""
     forms, which, names = _unpack(packed)
     return [Offer(name, *forms[number]) for name, number in zip(names, which, strict=True)]
 

@@ -25,11 +25,11 @@ from .manifest import Entry, Manifest
 from .table import Block, Chunk, Table, table_name
 
 STEP_BYTES = 256 * 1024
-"""Read at a time: so many bytes are still in a core's cache when they are checked."""
+"""Bytes read at a time: few enough to be in a core's cache still when they are checked."""
 MOST_KNOWN = 2
 """Checkpoints that are remembered: `diff` reads two in turns."""
 MOST_CHUNKS_KEPT = 2**20
-"""Of each; they take about 300 MB."""
+"""The most chunks of each; they take about 300 MB."""
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -61,10 +61,10 @@ class _Known:
 
 
 class Reader:
-    """Reads checkpoints, and remembers of the last two what is asked for again.
+    """Reads checkpoints, and caches the reusable parts of the last two.
 
-    That is the manifest, for which a restore asks several times. Tables are kept from the second load on: commands load a
-    checkpoint part by part, and each part may lie in all the shards, but a training loads once and needs its memory.
+    These are the manifest, which a restore needs several times, and the tables from the second load on. Commands load a
+    checkpoint part by part, and each part may lie in all shards; but a training loads once and needs the memory.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ def _target(piece: Piece) -> Rectangle:
 
 
 def _fill(fd: int, chunk: Chunk, piece: Piece, scratch: Scratch) -> None:
-    """Copy what the chunk has of the piece, reading the blocks that hold some of it."""
+    """Copy the chunk's share of the piece, reading only the blocks that hold some of it."""
     target = _target(piece)
     if not chunk.part.overlap(target):
         return
@@ -186,7 +186,7 @@ def _fill(fd: int, chunk: Chunk, piece: Piece, scratch: Scratch) -> None:
 
 
 class BlockReading:
-    """Reads a block's bytes one part after the other; what was read is only to be trusted after `check`."""
+    """Reads a block's bytes part by part. The bytes can be trusted only after `check`."""
 
     def __init__(self, fd: int, block: Block, checksum: str, name: str) -> None:
         self._fd, self._block, self._checksum, self._name = fd, block, checksum, name

@@ -1,4 +1,4 @@
-"""What HDF5 objects a shard holds, and which of them have no place in one.
+"""Lists the HDF5 objects of a shard that have no place in one.
 
 Runs as a script of its own, so it imports nothing of hpctrain: a crafted or damaged file can crash HDF5 or keep it
 busy for ever, and then only the child process is lost. Prints a JSON list with one sentence per fault.
@@ -84,7 +84,7 @@ def _dataset_fault(dataset: h5d.DatasetID, place: Place | None) -> str | None:
 
 
 def _attribute_fault(item: h5d.DatasetID | h5g.GroupID) -> str | None:
-    """Of attributes only `dtype` is ours: a text of fixed length. Others can refer to anything."""
+    """The fault of an attribute other than `dtype`, a text of fixed length; None without one. Others can refer to anything."""
     for number in range(h5a.get_num_attrs(item)):
         attribute = h5a.open(item, index=number)
         kind = attribute.get_type()

@@ -1,7 +1,7 @@
 """shard-00000.json: where the chunks of a shard lie, with a checksum for each of their blocks and one for all the rest.
 
-Each rank writes the table of its own shard. The manifest has the checksum of the table, so that none of another save is
-taken for it.
+Each rank writes the table of its own shard. The manifest has the checksum of the table, so that a table of another save
+is never taken for it.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def create_dataset(
 
 
 def create_links() -> h5p.PropLCID:
-    """How links are made: UTF-8, with the groups on the way."""
+    """How links are made: UTF-8, creating the groups on the path."""
     links = h5p.create(h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
     links.set_char_encoding(h5t.CSET_UTF8)

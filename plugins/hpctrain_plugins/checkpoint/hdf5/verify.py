@@ -1,4 +1,4 @@
-"""Reading everything and saying what is wrong, one sentence per fault."""
+"""Reads everything and reports one sentence per fault."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _chunk_faults(fd: int, chunk: Chunk, advance: Callable[[int], None]) -> list
 
 
 def _structure_faults(path: Path, expected: structure.Expected) -> list[str]:
-    """What HDF5 itself finds in the shard; in a child process with a time limit, see structure.py."""
+    """The faults that HDF5 itself finds in the shard; it runs in a child process with a time limit, see structure.py."""
     if path.is_symlink() or not path.is_file():
         return []  # said already
     try:

@@ -30,8 +30,8 @@ LOG = logging.getLogger("hpctrain")
 
 @dataclass(frozen=True)
 class Summary:
-    """What every save of a plan writes again: what the manifest says of the tensors, and the bytes of index.h5, if it
-    has one."""
+    """The parts that every save of a plan repeats: the tensors in the manifest, and the bytes of index.h5, if there is
+    one."""
 
     tensors: dict[str, Entry]
     index: bytes | None
@@ -39,8 +39,8 @@ class Summary:
 
 @dataclass
 class Agreement:
-    """What was planned, as one rank knows it; kept while no rank's pieces change their shape. Only rank 0 has `plan`, and
-    only until it is summarized."""
+    """A plan as one rank knows it, kept while no rank's pieces change their shape. Only rank 0 has `plan`, and only until
+    it is summarized."""
 
     group: dist.ProcessGroup
     offers: list[Offer]
@@ -61,7 +61,7 @@ class Agreement:
 
 
 class Views:
-    """The bytes of pieces. Those of a snapshot, which come again with other values, are looked up once."""
+    """The bytes of pieces. A snapshot's pieces come again with other values, so their memory is looked up once."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
@@ -205,7 +205,7 @@ def entries(plan: Plan) -> dict[str, Entry]:
 
 
 def _write_index(path: Path, content: bytes) -> None:
-    """The checkpoint is whole without it: a disk that is just full costs the view only."""
+    """The checkpoint is complete without it: a disk that is just full costs only the view."""
     try:
         write_file(path, content, rank=0)
     except OSError as error:

@@ -1,0 +1,98 @@
+"""The pages say what is there: every slot's README, the keys of a job file, the exit codes, the decisions, and every link."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpctrain import errors
+from hpctrain.job.tables import Job
+from hpctrain.plugins.registry import build_registry
+from hpctrain.plugins.slots import SLOTS
+
+ROOT = Path(__file__).parent.parent.parent
+PLUGINS = ROOT / "plugins" / "hpctrain_plugins"
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"), *PLUGINS.glob("*/README.md")]
+
+
+def without_code(page: Path) -> str:
+    """A page's prose: neither fenced blocks nor inline code."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def links(page: Path) -> Iterator[str]:
+    """The relative links of a page."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
+        if not re.match(r"[a-z]+:", target):
+            yield target
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    blocks = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", blocks, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_every_slot_has_a_readme_that_names_its_plugins(slot: str) -> None:
+    page = PLUGINS / slot / "README.md"
+    assert page.is_file(), f"{page} is missing: write what the slot decides, its plugins, its contract, how to add one"
+    text = page.read_text()
+    entries = build_registry().entries
+    ours = {name for (of, name), entry in entries.items() if of == slot and entry.source.distribution == "hpctrain"}
+    rows = re.findall(r"^\| (`[^|]+`) \|(?! \|)", text, flags=re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert named == ours, f"{page}: the first column of its table names the plugins of the slot, no more and no less"
+    assert SLOTS[slot].hook in text and SLOTS[slot].contract.__name__ in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.relative_to(ROOT)}: {link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(target), f"{page.relative_to(ROOT)}: {link}: no such heading"
+
+
+def test_the_pages_are_found_from_the_readme() -> None:
+    """By links, however many: a page that none leads to is not read."""
+    found, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in found:
+            found.add(page)
+            targets = [(page.parent / link.partition("#")[0]).resolve() for link in links(page)]
+            waiting += [target for target in targets if target.suffix == ".md" and target.is_file()]
+    assert not {page for page in PAGES if page.parent in (ROOT / "docs", ROOT / "docs" / "decisions")} - found
+
+
+def test_every_key_of_a_job_file_is_documented() -> None:
+    text = (ROOT / "docs" / "job-file.md").read_text()
+    schema = Job.model_json_schema()
+    for table in schema["properties"]:
+        assert f"[{table}]" in text, table
+    for table, content in schema["$defs"].items():
+        for key in content.get("properties", {}):
+            assert f"`{key}`" in text, (table, key)
+
+
+def test_every_exit_code_is_documented() -> None:
+    text = (ROOT / "docs" / "commands.md").read_text()
+    for name, code in vars(errors).items():
+        if name.startswith("EXIT_"):
+            assert f"\n| {code} |" in text, name
+
+
+def test_decisions_have_numbers_of_their_own_and_are_listed() -> None:
+    files = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert len({name[:4] for name in files}) == len(files)
+    for name in files:
+        assert re.match(rf"# {name[:4]}: .", (ROOT / "docs" / "decisions" / name).read_text()), name
+    assert sorted(links(ROOT / "docs" / "decisions" / "README.md")) == files
