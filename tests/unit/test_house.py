@@ -64,9 +64,10 @@ def test_every_command_and_its_options_are_documented() -> None:
 
 
 def test_every_option_of_every_plugin_and_table_has_help() -> None:
-    for (slot, name), entry in build_registry().entries.items():
+    registry = build_registry()
+    for (slot, name), entry in registry.entries.items():
         assert entry.cls.__doc__, (slot, name)
-        for option in describe_options(entry.cls):
+        for option in describe_options(entry.cls, registry):
             assert option.help, (slot, name, option.key)
     definitions = Job.model_json_schema()["$defs"]
     assert len(definitions) >= 15

@@ -67,7 +67,7 @@ def test_a_third_party_enters_through_the_door_of_the_first(site: Site) -> None:
     assert (entry.source.distribution, entry.source.version) == ("acme-hpc", "1.2")
     ours = registry.find("model", "gpt")
     assert ours.source.distribution == "hpctrain" and ours.source.entry_point == "model.gpt"
-    (option,) = describe_options(entry.cls)
+    (option,) = describe_options(entry.cls, registry)
     assert (option.key, option.type, option.default, option.help) == (
         "width", "integer >= 1", "default 3", "how wide, in units",
     )  # fmt: skip
