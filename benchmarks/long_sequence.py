@@ -42,7 +42,7 @@ def make_step(length: int, parallelism: dict[str, Any]) -> Callable[[], float]:
     else:  # each rank by itself
         axes = ("ranks", "dp_replicate", "dp_shard")
         alone = init_device_mesh("cpu", (dist.get_world_size(), 1, 1), mesh_dim_names=axes)
-        meshes = Meshes(alone, alone)
+        meshes = Meshes(alone, alone, axes[1:])
     ids = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(length))
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
     return training_step.make_step(checked, meshes, batch, length)

@@ -46,7 +46,9 @@ def make_step(kind: str, precision: str, mesh: DeviceMesh, batch: dict[str, torc
         "precision": {"mode": precision}, "sharding": {"stage": int(stage), **tomli.loads("\n".join(options.split()))},
     }  # fmt: skip
     divisor = BATCH * SEQUENCE * mesh["dp_replicate"].size() * mesh["dp_shard"].size()
-    return training_step.make_step(check(RawJob(tables, {}, "benchmark"), None), Meshes(mesh, mesh), batch, divisor)
+    return training_step.make_step(
+        check(RawJob(tables, {}, "benchmark"), None), Meshes(mesh, mesh, ("dp_replicate", "dp_shard")), batch, divisor
+    )
 
 
 def measure(steps: dict[str, Callable[[], float]], rounds: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.runner import MicroBatch, RunnerParts
 from hpctrain.gradients.reducer import GradientReducer
 from hpctrain.loop.runner import PlainRunner
-from hpctrain.mesh import DATA_AXES, Meshes
+from hpctrain.mesh import Meshes
 from hpctrain.model.build import build_model
 from hpctrain.model.groups import parameter_groups
 
@@ -24,7 +24,7 @@ def make_step(checked: CheckedJob, meshes: Meshes, batch: dict[str, torch.Tensor
     It gives this rank's part of the mean loss over `divisor`.
     """
     parts = checked.parts
-    sums = GradientReducer(parts.compression, meshes.model[DATA_AXES], "")
+    sums = GradientReducer(parts.compression, meshes.data, "")
     built = build_model(checked.job, parts, meshes, sums, CPU)
     sharded, scaler = built.sharded, parts.precision.start()
     groups = parameter_groups(sharded.pieces(), list(built.trained), [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 
 from torch import nn
@@ -13,7 +12,6 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.reading import Key, dotted
 from hpctrain.job.tables import Job
-from hpctrain.mesh import DATA_AXES
 from hpctrain.model.build import refuse_embeddings, refuse_unsaved_buffers, trained_names
 from hpctrain.model.groups import refuse_unmatched
 
@@ -59,7 +57,7 @@ def _model_problems(job: Job, parts: Parts, module: nn.Module | None) -> list[Pl
 def _axis_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
     """What the axes have against the model."""
     problems: list[PlacedProblem] = []
-    taken = dict.fromkeys(DATA_AXES, "the data ranks")
+    taken = dict.fromkeys(parts.sharding.axes(1, 1), "the data ranks")
     for name, plugin in parts.parallelism.items():
         axis: Key = ("parallelism", name)
         other = taken.setdefault(plugin.traits.axis, name)
@@ -71,17 +69,13 @@ def _axis_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
 
 def _replicate_problems(job: Job, plan: Plan) -> list[PlacedProblem]:
     replicate = job.parallelism.get("replicate")
-    if replicate is None or plan.axes is None or replicate.size in (1, plan.axes["dp_replicate"]):
+    if replicate is None or plan.axes is None or replicate.size in (1, plan.axes.get("dp_replicate")):
         return []
     why = (
         f"[parallelism] replicate: found {replicate.size}, but with [sharding] {' = '.join(job.sharding.choice)} all "
-        f"{_data_ranks(plan.axes)} data-parallel ranks hold the same; leave it out, or take a strategy that shards"
+        f"{plan.data_ranks} data-parallel ranks hold the same; leave it out, or take a strategy that shards"
     )
     return [PlacedProblem(("parallelism", "replicate"), why)]
-
-
-def _data_ranks(axes: Mapping[str, int]) -> int:
-    return prod(axes[axis] for axis in DATA_AXES)
 
 
 def _head_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
@@ -102,9 +96,9 @@ def _head_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
 def _batch_problems(job: Job, plan: Plan) -> list[PlacedProblem]:
     """Whether a global batch of samples divides over the ranks; one of tokens divides over any."""
     size, micro_size = job.batch.global_size, job.batch.micro_size
-    if size is None or micro_size is None or plan.axes is None:
+    data_ranks = plan.data_ranks
+    if size is None or micro_size is None or data_ranks is None:
         return []
-    data_ranks = _data_ranks(plan.axes)
     per_step = data_ranks * micro_size
     if size % per_step == 0:
         return []

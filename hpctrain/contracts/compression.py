@@ -76,7 +76,7 @@ class Compressor(ABC):
         """What lasts from step to step. The trainer puts it back when a step is left out, as if it had not been."""
         return []
 
-    def settle(self) -> None:
+    def consolidate(self) -> None:
         """A checkpoint is about to be written: bring the state into the form that `pieces` gives; collective.
 
         Training goes on from that form, and so it does after a restore: a resumed run does what an uninterrupted one does.
@@ -84,7 +84,7 @@ class Compressor(ABC):
         return
 
     def pieces(self) -> list[Piece]:
-        """The state for a checkpoint, the live tensors; asked for after `settle`, or before any step to be filled.
+        """The state for a checkpoint, the live tensors; asked for after `consolidate`, or before any step to be filled.
 
         Names are like "residual/NAME", with the parameter's. A checkpoint need not have them: those that it lacks, or has
         in another shape, stay as they were made.

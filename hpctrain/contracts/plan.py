@@ -56,6 +56,9 @@ class Plan:
     model_axes: Mapping[str, int] | None = None
     """As the sharding strategy sees it: axes that cut samples are part of a data axis."""
 
+    data_ranks: int | None = None
+    """Ranks that see different samples; None where the number of ranks is not known."""
+
     micro_batches: int | None = None
     """Micro batches of a step on each rank; None where they are not known, or differ."""
 

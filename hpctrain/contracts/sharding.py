@@ -27,9 +27,10 @@ class Sharding(Plugin):
 
     @abstractmethod
     def axes(self, ranks: int, replicate: int) -> dict[str, int]:
-        """How `ranks` data-parallel ranks are cut into the axes dp_replicate and dp_shard; the product is `ranks`.
+        """How `ranks` data-parallel ranks are cut into mesh axes, outermost first; the product of the sizes is `ranks`.
 
-        `replicate` is the job's `[parallelism] replicate` (1 by default) and divides `ranks`.
+        The ZeRO stages call them dp_replicate and dp_shard; the names are the strategy's own business, and the same for any
+        number of ranks. `replicate` is the job's `[parallelism] replicate` (1 by default) and divides `ranks`.
         """
 
     def home(self, device: torch.device) -> torch.device:
@@ -41,7 +42,7 @@ class Sharding(Plugin):
         """Prepare the module: on the meta device, or with values on the CPU where the model says `meta = False`.
 
         Parallelism, activation checkpointing and compile have been applied; parameters may be DTensors. `mesh` has
-        the axes dp_replicate and dp_shard. Parameters that are left as DTensors get only the rows that this rank holds.
+        the strategy's `axes`. Parameters that are left as DTensors get only the rows that this rank holds.
         Gradients are summed with what `sums.bucket` makes, so that `[compression]` holds for every strategy.
         """
 
@@ -79,6 +80,17 @@ class ShardedModel(ABC):
 
     def refresh(self) -> None:
         """The values of the pieces have changed, by a step or a restore: bring the module up to date; collective."""
+        return
+
+    def stepped(self, step: int) -> None:
+        """`step` optimizer steps are done; called after `refresh`, and not after a restore. Collective."""
+        return
+
+    def consolidate(self) -> None:
+        """An evaluation or a save follows: the pieces and the optimizer's state become what one model has. Collective.
+
+        Training goes on from there, and so does a resume: both are the same run.
+        """
         return
 
     @abstractmethod

@@ -36,10 +36,11 @@ class GradientReducer:
     """Makes the sums of a job, and keeps what their compression remembers. One per rank."""
 
     def __init__(self, compression: Compression, mesh: DeviceMesh, node: str) -> None:
-        """`mesh` has the axes dp_replicate and dp_shard, `node` is this rank's; collective over the world."""
-        self._groups = {axis: mesh[axis].get_group() for axis in ("dp_replicate", "dp_shard")}
+        """`mesh` has the data axes, outermost first, `node` is this rank's; collective over the world."""
+        axes = mesh.mesh_dim_names or ()
+        self._groups = {axis: mesh[axis].get_group() for axis in axes}
         # the outer one: hybrid sharding is for nodes that shard among their own ranks
-        self._axis = "dp_replicate" if self._groups["dp_replicate"].size() > 1 else "dp_shard"
+        self._axis = next((axis for axis in axes if self._groups[axis].size() > 1), axes[-1])
         self._lossy = compression if isinstance(compression, LossyCompression) else None
         self._ways = self._find_ways(node)
         self._worker = _Worker(mesh.device_type)
@@ -83,10 +84,10 @@ class GradientReducer:
     def _state(self) -> list[Tensor]:
         return [tensor for one in self._compressors for tensor in one.state()]
 
-    def settle(self) -> None:
+    def consolidate(self) -> None:
         """Bring what compression remembers into the form that `pieces` gives; collective."""
         for compressor in self._compressors:
-            compressor.settle()
+            compressor.consolidate()
 
     def pieces(self) -> list[Piece]:
         """What compression remembers: see Compressor.pieces."""
@@ -114,9 +115,9 @@ class GradientReducer:
             inside = self._lossy.options.inside_nodes
             return f"{self._lossy.name} between {f'{ranks} ranks' if inside else f'{len(self._ways.nodes)} nodes'}"
         if ranks == 1:
-            return f"{self._lossy.name}, of nothing: there is one data-parallel rank"
+            return f"{self._lossy.name} has no effect: there is only one data-parallel rank"
         return (
-            f"{self._lossy.name}, of nothing: all {ranks} data-parallel ranks are on one node; "
+            f"{self._lossy.name} has no effect: all {ranks} data-parallel ranks are on one node; "
             "inside_nodes = true compresses there, too"
         )
 

@@ -35,7 +35,7 @@ class Residual:
         if scale != 1.0:
             self.flat.mul_(1.0 / scale)
 
-    def settle(self) -> None:
+    def consolidate(self) -> None:
         """Bring the sum over the ranks of each parameter to one of them; collective over the group."""
         dist.all_reduce(self.flat, group=self._group)
         for number, span in enumerate(self._bucket.spans):
@@ -43,7 +43,7 @@ class Residual:
                 span.view(self.flat).zero_()
 
     def pieces(self) -> list[Piece]:
-        """Those that are this rank's after `settle`, named residual/NAME."""
+        """Those that are this rank's after `consolidate`, named residual/NAME."""
         return [
             replace(span.piece, name=f"residual/{span.piece.name}", tensor=span.view(self.flat))
             for number, span in enumerate(self._bucket.spans)

@@ -162,8 +162,8 @@ class Saving:
     def save(self, final: bool) -> None:
         """Save this step, in the background where the job says so and training goes on (it isn't `final`)."""
         model, step = self._model, self._progress.step
-        model.sums.settle()
-        model.agree_on_buffers()
+        model.sums.consolidate()
+        model.consolidate()
         optimizer = model.optimizer
         if not model.optimizer_begun:  # all steps were left out; a resume looks for its tensors, and takes none
             optimizer = model.new_optimizer()

@@ -20,7 +20,7 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.loop.runner import PlainRunner
 from hpctrain.loop.totals import PieceTotals
-from hpctrain.mesh import DATA_AXES, Meshes
+from hpctrain.mesh import Meshes
 from hpctrain.model.build import build_model
 from hpctrain.model.groups import parameter_groups
 from hpctrain.model.updates import updates_parts_alike
@@ -41,7 +41,7 @@ class TrainedModel:
         """Build it; collective. `node`: this rank's name of it."""
         self._job, self._parts, self._hooks = job, parts, hooks
         self._batch_group = meshes.batch_group()
-        self.sums = GradientReducer(parts.compression, meshes.model[DATA_AXES], node)
+        self.sums = GradientReducer(parts.compression, meshes.data, node)
         built = build_model(job, parts, meshes, self.sums, device)
         self.sharded, self.module, self.tied = built.sharded, built.sharded.module, built.tied
         self.scaler = parts.precision.start()
@@ -104,9 +104,10 @@ class TrainedModel:
         ratio = self._job.batch.size / table.lr_reference_batch
         return float(ratio if table.lr_scaling == "linear" else ratio**0.5)
 
-    def agree_on_buffers(self) -> None:
-        """What forwards wrote into buffers (BatchNorm's means), each rank of its own samples, becomes the first data-parallel
-        rank's: one model is evaluated and saved. Collective."""
+    def consolidate(self) -> None:
+        """One model is evaluated and saved. What forwards wrote into buffers (BatchNorm's means), each rank of its own samples,
+        becomes the first data-parallel rank's. Collective."""
+        self.sharded.consolidate()
         if self._batch_group.size() == 1:
             return
         for name, buffer in self.module.named_buffers():

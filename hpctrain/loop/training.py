@@ -70,6 +70,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
             model.optimizer.step()
             model.optimizer_begun = True
             model.sharded.refresh()
+            model.sharded.stepped(step + 1)
         else:
             model.sums.leave_out()
     excused = not apply and model.scaler.skips_nonfinite
@@ -127,7 +128,7 @@ def evaluate_if_due(session: Session) -> None:
     every, progress, model = session.job.evaluation.every_steps, session.progress, session.model
     if not every or not session.feed.validates or (progress.step % every and not progress.done):
         return
-    model.agree_on_buffers()
+    model.consolidate()
     loader = session.feed.validation_loader()
     try:
         with session.hooks.phase("evaluation", progress.step):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.errors import EnvironmentUnfitError, UsageError
-from hpctrain.mesh import DATA_AXES, Meshes
+from hpctrain.mesh import Meshes
 from hpctrain.model.tied import tie, tied_parameters
 from hpctrain.seeded import derive_seed
 from hpctrain.torch_private import buffers_of, convert_tensors
@@ -53,7 +53,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     with _default_dtype(dtype):
         module = spec.build_on_meta() if spec.meta else _under_seed(spec, job.job.seed)
     refuse_unsaved_buffers(module, spec)
-    refuse_embeddings(module, spec, meshes.model[DATA_AXES].size())
+    refuse_embeddings(module, spec, meshes.data.size())
     _lay_out_in_rows(module)
     freeze(module, job.model.freeze)
     parts.precision.convert(module)
@@ -74,7 +74,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     checkpointing.apply(module, spec, alike[0] if alike else None)
     if job.compile.enabled and checkpointing.is_compiled:
         _compile_blocks(module, spec)
-    sharded = parts.sharding.shard(module, spec, meshes.model[DATA_AXES], sums)
+    sharded = parts.sharding.shard(module, spec, meshes.data, sums)
     module = sharded.module
     home = parts.sharding.home(device)
     if spec.meta:

@@ -93,7 +93,7 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits() -> None:
             assert_equal_on_all_ranks(gradients)
             sent += gradients / scale
             if step == 3:
-                compressor.settle()
+                compressor.consolidate()
         kept = summed(compressor.state()[0])
         assert torch.count_nonzero(kept) > bucket.numel // 2, "something must be left out"
         torch.testing.assert_close(sent + kept, due, rtol=1e-12, atol=1e-9)
@@ -103,7 +103,7 @@ def test_a_bucket_of_padding_only() -> None:
     for compressor in compressors(GradientBucket([], 16, torch.float64, torch.device("cpu"))):
         gradients = torch.zeros(16, dtype=torch.float64)
         compressor.all_reduce(gradients, 1.0)
-        compressor.settle()
+        compressor.consolidate()
         assert not gradients.any() and compressor.pieces() == []
 
 
@@ -339,7 +339,7 @@ def test_ranks_of_one_node_send_whole_gradients_and_say_so(root, capsys: pytest.
     capsys.readouterr()
     assert losses(tables(root, "top-k", {"name": "top-k"})) == whole
     if dist.get_rank() == 0:
-        assert "top-k, of nothing: all" in capsys.readouterr().out
+        assert "top-k has no effect: all" in capsys.readouterr().out
 
 
 @pytest.mark.ranks(3)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from training import Rows, job, session_of
 
 import hpctrain.mpi
-from hpctrain.api import Sharding
+from hpctrain.api import ShardedModel
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
@@ -28,7 +28,7 @@ PARAMETERS = 2 * 256 * 64 + 16 * 64 + 2 * BLOCK + 2 * 64
 FLOAT = 4  # bytes
 
 
-_ELSEWHERE = (type, ModuleType, FunctionType, dist.ProcessGroup, DeviceMesh, Sharding, Buffers)
+_ELSEWHERE = (type, ModuleType, FunctionType, dist.ProcessGroup, DeviceMesh, ShardedModel, Buffers)
 """Where the search ends: parameters, gradients and optimizer state are reached without it."""
 
 

@@ -46,7 +46,8 @@ class PowerSGD(LossyCompression):
         if not plan.sharding.tells_spans:
             why = f"sharding {plan.sharding.name} does not tell which matrices lie in a bucket"
             return [Problem(f'{why}; use stage = 2 or less, or name = "bf16"')]
-        if plan.model_axes is not None and plan.model_axes["dp_replicate"] > 1 and plan.model_axes["dp_shard"] > 1:
+        axes = plan.model_axes or {}
+        if axes.get("dp_replicate", 1) > 1 and axes.get("dp_shard", 1) > 1:
             why = "hybrid sharding sums slices of the parameters over the replicas, and these are no matrices"
             return [Problem(f'{why}; use stage = 0, replicate = 1 or name = "top-k"')]
         return []
@@ -137,8 +138,8 @@ class PowerSGDCompressor(Compressor):
     def state(self) -> list[Tensor]:
         return [self._residual.flat, *(matrix.factor for matrix in self._matrices)]
 
-    def settle(self) -> None:
-        self._residual.settle()
+    def consolidate(self) -> None:
+        self._residual.consolidate()
 
     def pieces(self) -> list[Piece]:
         return [*self._residual.pieces(), *(Piece.whole(one.name, one.factor) for one in self._matrices)]

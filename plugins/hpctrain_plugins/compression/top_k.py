@@ -96,8 +96,8 @@ class TopKCompressor(Compressor):
     def state(self) -> list[Tensor]:
         return [self._residual.flat]
 
-    def settle(self) -> None:
-        self._residual.settle()
+    def consolidate(self) -> None:
+        self._residual.consolidate()
 
     def pieces(self) -> list[Piece]:
         return self._residual.pieces()

@@ -57,7 +57,7 @@ class BucketedModel(ShardedModel):
 
     def _ready(self, bucket: Bucket, entry: Entry, parameter: nn.Parameter) -> None:
         bucket.waiting -= 1
-        entry.settle_gradient()
+        entry.lay_in_bucket()
         self._gradient_made(bucket, entry)
 
     def _await_gradients(self) -> None:

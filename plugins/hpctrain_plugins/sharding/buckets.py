@@ -63,7 +63,7 @@ class Entry:
             return gradient.redistribute(placements=self.parameter.placements).to_local()
         return gradient
 
-    def settle_gradient(self) -> None:
+    def lay_in_bucket(self) -> None:
         """Give it the parameter's placement.
 
         That may be a sum over ranks of another axis. Their buckets are full at other times, as they hold other parts of

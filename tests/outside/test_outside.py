@@ -1,0 +1,162 @@
+"""A package of somebody else, with a plugin in each room, installed as a user installs it and trained on two ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import JobFile
+from launching import Finished, hpctrain, run
+from plain import batches_of, gpt_loss, module_of, train_gpt
+
+PACKAGE = Path(__file__).parent / "package"
+EVERY = 3
+"""Steps from one average of local SGD to the next."""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a virtual environment with the package, and with all that this one has."""
+    home = tmp_path_factory.mktemp("outside")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True, timeout=120)
+    python = str(home / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps"]
+    source = home / "source"
+    subprocess.run(["cp", "-r", str(PACKAGE), str(source)], check=True, timeout=60)  # building writes into it
+    subprocess.run([*pip, str(source)], check=True, timeout=300)
+    (own,) = home.glob("lib/python*/site-packages")
+    (own / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
+    return python
+
+
+@pytest.fixture
+def long_job(job: JobFile) -> JobFile:
+    """Six steps of a model of four blocks."""
+    job.set(
+        job={"steps": 6, "seed": 5},
+        model={"layers": 4},
+        batch={"micro_size": 2},
+        checkpoint={"every_steps": 2, "keep": 9},
+    )
+    return job
+
+
+def train(job: JobFile, python: str, *words: str, env: dict[str, str] | None = None) -> Finished:
+    done = run(hpctrain("run", "job.toml", "-n", "2", *words, python=python), job.directory, env=env)
+    assert done.code == 0, done
+    return done
+
+
+def compare(job: JobFile, expected: list[tuple[float, float]], losses: float = 2e-6, norms: float = 1e-5) -> None:
+    found = [(row["loss"], row["grad_norm"]) for row in job.rows()]
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=losses)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=norms)
+
+
+def test_it_imports_the_one_module_only_and_is_listed(python: str, tmp_path: Path) -> None:
+    sources = sorted((PACKAGE / "acme_hpctrain").glob("*.py"))
+    imported = {
+        name for one in sources for name in re.findall(r"^(?:from|import) (hpctrain\S*)", one.read_text(), re.M)
+    }
+    assert imported == {"hpctrain.api"}
+    done = run(hpctrain("plugins", "--json", python=python), tmp_path)
+    acme = {(row["slot"], row["name"]) for row in json.loads(done.out) if row["distribution"] == "acme-hpctrain"}
+    assert acme >= {
+        ("checkpoint", "per-rank"), ("communicator", "acme-gloo"), ("parallelism", "rows"), ("sharding", "local-sgd"),
+        ("pipeline_schedule", "looped-bfs"), ("precision", "power-of-two"),
+    }  # fmt: skip
+
+
+def test_a_schedule_a_precision_a_format_and_a_communicator(long_job: JobFile, python: str) -> None:
+    """A pipeline of four stages on two ranks, ended after two steps and resumed."""
+    job = long_job.set(
+        parallelism={"pipeline": {"size": 2, "schedule": "looped-bfs"}}, precision={"mode": "power-of-two"},
+        communicator={"name": "acme-gloo"}, checkpoint={"format": "per-rank"},
+    )  # fmt: skip
+    done = train(job, python, "--set", "job.steps=2")
+    assert "looped-bfs, 4 stages" in done.out and "acme-gloo communicator" in done.out
+    assert "resuming     from step 2" in train(job, python).out
+    plain = {key: value for key, value in job.tables.items() if key not in ("parallelism", "precision")}
+    compare(job, train_gpt({**plain, "communicator": {}, "checkpoint": {}}, torch.float32)[1])
+    newest = str(next(job.output.glob("checkpoints/step-*6")))
+    assert run(hpctrain("checkpoint", "verify", newest, python=python), job.directory).code == 0
+
+
+def test_an_axis(long_job: JobFile, python: str) -> None:
+    job = long_job.set(parallelism={"rows": 2}, sharding={"stage": 2})
+    train(job, python)
+    compare(job, train_gpt({**job.tables, "parallelism": {}, "sharding": {}}, torch.float32)[1])
+    done = run(hpctrain("check", "job.toml", "--set", "batch.micro_size=3", python=python), job.directory)
+    assert done.code == 2 and "[batch] micro_size: rows = 2 cuts it; expected a multiple of 2, found 3" in done.err, (
+        done
+    )
+
+
+@pytest.mark.parametrize("optimizer", [{"name": "sgd", "lr": 0.3}, {"name": "adamw", "lr": 0.01}], ids=str)
+def test_a_strategy_that_is_no_stage(long_job: JobFile, python: str, optimizer: dict[str, Any]) -> None:
+    """Two processes by hand that average every third step, and at each save; then a resume from the step between."""
+    long_job.tables["optimizer"] = optimizer
+    job = long_job.set(sharding={"name": "local-sgd", "every": EVERY})
+    train(job, python, "--set", "job.steps=4")
+    train(job, python)
+    found, expected = job.losses(), local_sgd({**job.tables, "sharding": {}})
+    assert found == pytest.approx(expected, rel=2e-6)
+    whole = train_gpt({**job.tables, "sharding": {}}, torch.float32)[1]
+    assert found != pytest.approx([loss for loss, _ in whole], rel=1e-4), "it isn't data parallelism"
+
+
+def local_sgd(tables: dict[str, Any]) -> list[float]:
+    modules = [module_of(tables, torch.float32) for _ in range(2)]
+    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[tables["optimizer"]["name"]]
+    optimizers = [kind(module.parameters(), lr=tables["optimizer"]["lr"]) for module in modules]
+    losses = []
+    for step, (ids, labels) in enumerate(batches_of(tables), 1):
+        halves = zip(modules, optimizers, ids.chunk(2), labels.chunk(2), strict=True)
+        losses.append(
+            sum(_step(partial(gpt_loss, module, *half), optimizer) for module, optimizer, *half in halves) / 2
+        )
+        saves = step % tables["checkpoint"]["every_steps"] == 0
+        if step % EVERY == 0 or saves:
+            _average([list(module.parameters()) for module in modules])
+        if saves:
+            _average([list(_moments(optimizer)) for optimizer in optimizers])
+    return losses
+
+
+def _step(loss_of: Any, optimizer: torch.optim.Optimizer) -> float:
+    optimizer.zero_grad()
+    loss = loss_of()
+    loss.backward()
+    optimizer.step()
+    return float(loss)
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+
+
+@torch.no_grad()
+def _average(ranks: list[list[torch.Tensor]]) -> None:
+    for one, other in zip(*ranks, strict=True):
+        mean = (one + other) / 2
+        one.copy_(mean)
+        other.copy_(mean)
+
+
+def test_a_life_cycle_plugin_keeps_state_and_ends_the_run(job: JobFile, python: str) -> None:
+    job.set(job={"steps": 9})
+    env = {"ACME_LIMIT": "100"}
+    train(job, python, "--set", "job.steps=2", env=env)
+    done = train(job, python, env=env)
+    assert [row["below"] for row in job.rows()] == [1, 2, 3], "the third step of both runs together"
+    assert "ended        after step 3: the loss was below 100 for 3 steps" in done.out
