@@ -91,9 +91,9 @@ def test_stage_2_has_three_buckets_of_whole_gradients_at_most(root) -> None:
     )  # fmt: skip
     with session_of(tables) as session:
         train(session, StopRequest())
-        sharding = session.parts.sharding
+        sharded = session.model.sharded
         everything = held_bytes(
-            session.model.module, session.model.pieces, session.model.optimizer, *vars(sharding).values()
+            session.model.module, session.model.pieces, session.model.optimizer, *vars(sharded).values()
         )
         buffers = everything - held_bytes(session.model.module, session.model.pieces, session.model.optimizer)
     assert 0 < buffers <= 3 * 256 * 64 * FLOAT * 1.02  # the largest parameter is a bucket of its own
