@@ -28,6 +28,7 @@ from hpctrain.job.reading import RawJob
 from hpctrain.loop.assembly import assemble
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
+from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.world.detection import detect
 from hpctrain.world.front import Front
 from hpctrain.world.meeting import World
@@ -80,7 +81,8 @@ def train_with(kind: str, steps: int | None, output: str) -> Recorder:
     checked = check(RawJob(tables, {}, str(QUICKSTART)), dist.get_world_size())
     recorder = Recorder()
     checked.registry.manager.register(recorder)
-    session = assemble(checked, World(detect(), HashStore(), Front()), torch.device("cpu"), "never")
+    hooks = LifeCycle(checked.registry, detect(), [])
+    session = assemble(checked, World(detect(), HashStore(), Front()), torch.device("cpu"), "never", hooks)
     try:
         train(session, StopRequest())
     finally:

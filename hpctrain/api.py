@@ -15,7 +15,7 @@ from hpctrain.contracts.compression import (
 )
 from hpctrain.contracts.dataset import Dataset, DatasetContext, Lengths, Samples, Split
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.life_cycle import Control, PluginState
+from hpctrain.contracts.life_cycle import Control, Hook, PluginState
 from hpctrain.contracts.logger import Logger, LogWriter
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.optimization import Optimizer, OptimizerOptions, Schedule
@@ -90,6 +90,7 @@ __all__ = [
     "Field",
     "GradientBucket",
     "GradientSums",
+    "Hook",
     "HpctrainError",
     "Identity",
     "Job",

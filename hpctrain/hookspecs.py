@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpctrain.contracts.compression import Compression
     from hpctrain.contracts.dataset import Dataset
     from hpctrain.contracts.identity import Identity
-    from hpctrain.contracts.life_cycle import Control, PluginState
+    from hpctrain.contracts.life_cycle import Control, Hook, PluginState
     from hpctrain.contracts.logger import Logger
     from hpctrain.contracts.model import ModelSpec
     from hpctrain.contracts.optimization import Optimizer, Schedule
@@ -85,6 +85,10 @@ class RegistrationHooks:
     @hookspec
     def hpctrain_logger(self) -> list[type[Logger]]:
         """Metric loggers."""
+
+    @hookspec
+    def hpctrain_hook(self) -> list[type[Hook]]:
+        """Life-cycle hooks that a job turns on."""
 
 
 class LifeCycleHooks:

@@ -27,6 +27,7 @@ from hpctrain.loop.assembly import assemble
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
+from hpctrain.plugins.blame import refuse_plugin_error
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.torch_private import clear_sharding_cache
 from hpctrain.world.detection import detect, fallback_notice
@@ -95,8 +96,9 @@ def _run_in(
             LOG.info("%s", sentence)
         checked = _with_communicator(checked, identity)
         device = start_communication(world, checked.parts.communicator, checked.job.communicator.timeout_seconds)
+        hooks = LifeCycle(checked.registry, identity, checked.parts.hooks)
         try:
-            session = assemble(checked, world, device, resume)
+            session = assemble(checked, world, device, resume, hooks)
             try:
                 result = train(session, stop)
             finally:
@@ -105,8 +107,11 @@ def _run_in(
                     torch.compiler.reset()  # else this job's shapes and the next one's are compiled as one
         except Exception as error:
             with suppress(HpctrainError):  # it is in the log, and what failed first is to be told
-                LifeCycle(checked.registry, identity).call("hpctrain_exception", exception=error, identity=identity)
+                hooks.call("hpctrain_exception", exception=error, identity=identity)
+            refuse_plugin_error(error, checked.registry, identity)
             raise
+        finally:
+            hooks.close()
         _say_goodbye(session, result, time.monotonic() - begin)
     return result
 

@@ -15,15 +15,16 @@ from hpctrain.checking.planning import plan_of
 from hpctrain.checking.trial import build_outline, try_optimizer
 from hpctrain.contracts.plan import Plan
 from hpctrain.contracts.plugin import Options
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import EXIT_TRAINING, HpctrainError, UsageError
 from hpctrain.foreign import as_plugin, is_reference
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import JobError, PlacedProblem, problems_of, validate
 from hpctrain.job.reading import Key, RawJob, dotted
-from hpctrain.job.tables import AxisTable, Job, LoggerTable, ParameterGroup
+from hpctrain.job.tables import Job, ParameterGroup
 from hpctrain.mesh import Layout, layout_of
+from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.registry import Registry, build_registry
-from hpctrain.plugins.slots import SLOTS, TABLES, Slot
+from hpctrain.plugins.slots import SLOTS, TABLES, Slot, table_class
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJo
     loading = raw.tables.get("plugins")
     lists = {key: _texts(loading.get(key)) for key in ("load", "block")} if isinstance(loading, dict) else {}
     registry = build_registry(lists.get("load", ()), lists.get("block", ()))
-    problems: list[PlacedProblem] = []
+    problems = _block_problems(lists.get("block", ()), registry)
     job = _core_tables(raw, problems)
     made = _Maker(raw, registry, problems).make_all()
     if problems or job is None:
@@ -69,15 +70,19 @@ def _layout(job: Job, parts: Parts, world_size: int | None, problems: list[Place
         return None
 
 
-def table_class(slot: Slot) -> type[BaseModel]:
-    """The core's model of a slot's table."""
-    if slot.name == "parallelism":
-        return AxisTable
-    if slot.name == "logger":
-        return LoggerTable
-    annotation = Job.model_fields[slot.name].annotation
-    assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return annotation
+def _block_problems(block: Sequence[str], registry: Registry) -> list[PlacedProblem]:
+    """Names in [plugins] block that nothing has."""
+    sources = [*registry.sources, *(fault.source for fault in registry.faults)]
+    known = {name for one in sources for name in (one.entry_point, one.module, one.distribution) if name}
+    unknown = [(i, name) for i, name in enumerate(block) if name not in known]
+    return [
+        PlacedProblem(
+            ("plugins", "block", i),
+            f"[plugins] block: nothing that is installed or loaded has the name {name!r}; expected an entry point, a module or a "
+            "distribution, as `hpctrain plugins` lists them",
+        )
+        for i, name in unknown
+    ]
 
 
 def _texts(value: object) -> tuple[str, ...]:
@@ -112,9 +117,9 @@ class _Maker:
         made: dict[str, Any] = {}
         for slot in TABLES:
             table = self.raw.tables.get(slot.name)
-            if slot.name == "logger":
+            if slot.many:
                 rows = table if isinstance(table, list) else []
-                made["loggers"] = [self._table(slot, row, (slot.name, i)) for i, row in enumerate(rows)]
+                made[f"{slot.name}s"] = [self._table(slot, row, (slot.name, i)) for i, row in enumerate(rows)]
             elif slot.name == "parallelism":
                 made["parallelism"] = self._parallelism(slot, table if isinstance(table, dict) else {})
             elif table is None or isinstance(table, dict):
@@ -168,7 +173,10 @@ class _Maker:
             return None if chosen is None else cls(validated, chosen) if cls.chooses else cls(validated)
         except HpctrainError as error:  # it lacks something on this machine
             self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)} = {name!r}: {error}", error.exit_code))
-            return None
+        except Exception as error:  # a third party's code: its failure is told with its name
+            why = raised_in(error, self.registry)
+            self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)} = {name!r}: {why}", EXIT_TRAINING))
+        return None
 
     def _chosen(self, cls: Any, options: BaseModel, key: Key) -> dict[str, Any] | None:
         """The plugins that options name; None where one is unknown."""

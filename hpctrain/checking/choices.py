@@ -35,11 +35,9 @@ def choices(job: Job, parts: Parts) -> list[Choice]:
     for slot in TABLES:
         if slot.name == "parallelism":
             found += [Choice((slot.name, name), plugin) for name, plugin in parts.parallelism.items()]
-        elif slot.name == "logger":
-            found += [
-                Choice(("logger", number, "name"), plugin, repr(plugin.name))
-                for number, plugin in enumerate(parts.loggers)
-            ]
+        elif slot.many:
+            plugins: list[Plugin] = getattr(parts, f"{slot.name}s")
+            found += [Choice((slot.name, i, "name"), plugin, repr(plugin.name)) for i, plugin in enumerate(plugins)]
         elif slot.name == "sharding":
             chosen_by, value = job.sharding.choice
             found.append(Choice(("sharding", chosen_by), parts.sharding, value))

@@ -34,10 +34,10 @@ def resolved_tables(checked: CheckedJob) -> dict[str, Any]:
         tables[slot].update(_options(getattr(parts, slot)))
     for slot in ("compression", "checkpoint", "communicator"):
         tables[slot].update(_options(getattr(parts, slot)))
-    for table, logger in zip(tables["logger"], parts.loggers, strict=True):
-        table.update(_options(logger))
-    for name, plugin in parts.parallelism.items():
-        tables["parallelism"][name].update(_options(plugin))
+    for table, plugin in zip([*tables["logger"], *tables["hook"]], [*parts.loggers, *parts.hooks], strict=True):
+        table.update(_options(plugin))
+    for name, axis in parts.parallelism.items():
+        tables["parallelism"][name].update(_options(axis))
     return tables
 
 

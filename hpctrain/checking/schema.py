@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpctrain.checking.check import table_class
 from hpctrain.job.tables import Job
 from hpctrain.plugins.listing import options_schema
 from hpctrain.plugins.registry import Registry
-from hpctrain.plugins.slots import TABLES, Slot
+from hpctrain.plugins.slots import TABLES, Slot, table_class
 
 
 def job_schema(registry: Registry) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def job_schema(registry: Registry) -> dict[str, Any]:
         if slot.foreign:
             tables.append(_foreign(slot, definitions))
         described = {"description": properties[slot.name].get("description", ""), "anyOf": tables}
-        properties[slot.name] = {"type": "array", "items": described} if slot.name == "logger" else described
+        properties[slot.name] = {"type": "array", "items": described} if slot.many else described
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "hpctrain job"
     return schema

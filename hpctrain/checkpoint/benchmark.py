@@ -64,7 +64,9 @@ def measure(format: CheckpointFormat, nbytes: int, directory: Path, rounds: int)
             ("plain", Plain), ("torch.save", TorchSave), ("DCP", FileSystemWriter), ("safetensors", Safetensors)
         )
     ]  # fmt: skip
-    methods.insert(1, Format(format, pieces, directory / format.name))
+    taken = {method.name for method in methods}
+    name = f"format {format.name}" if format.name in taken else format.name
+    methods.insert(1, Format(format, name, pieces, directory / name))
     times: dict[tuple[str, str], list[float]] = {}
     sizes = {"write": _total(sum(piece.tensor.nbytes for piece in pieces))}
     sizes["read"] = sizes["write"]

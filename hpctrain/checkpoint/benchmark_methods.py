@@ -59,8 +59,8 @@ class Plain(Method):
 class Format(Method):
     """A checkpoint format of ours."""
 
-    def __init__(self, format: CheckpointFormat, pieces: list[Piece], root: Path) -> None:
-        super().__init__(format.name, pieces, root)
+    def __init__(self, format: CheckpointFormat, name: str, pieces: list[Piece], root: Path) -> None:
+        super().__init__(name, pieces, root)
         self.format, self.writer = format, format.writer()
 
     def write(self) -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.plugin import Plugin
+
+
+class Hook(Plugin):
+    """Something that a job turns on with `[[hook]] name = ...` and that takes part in its life cycle."""
+
+    @abstractmethod
+    def start(self) -> object:
+        """The object of one run, whose methods marked with `hookimpl` are the life-cycle hooks; called on every rank."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import Compression
 from hpctrain.contracts.dataset import Dataset
+from hpctrain.contracts.life_cycle import Hook
 from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.optimization import Optimizer, Schedule
@@ -20,7 +21,7 @@ from hpctrain.contracts.sharding import Sharding
 
 @dataclass(frozen=True)
 class Parts:
-    """One plugin per slot; `parallelism` by the name of its axis in the job, `loggers` in the job's order."""
+    """One plugin per slot; `parallelism` by the name of its axis in the job, `loggers` and `hooks` in the job's order."""
 
     model: ModelSpec
     dataset: Dataset
@@ -36,6 +37,7 @@ class Parts:
     checkpoint: CheckpointFormat
     communicator: Communicator
     loggers: list[Logger]
+    hooks: list[Hook]
     formats: list[CheckpointFormat]
     """Every installed checkpoint format: a run can continue from one that another format wrote."""
     communicators: list[Communicator]

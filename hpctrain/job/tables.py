@@ -279,6 +279,13 @@ class LoggerTable(SlotTable):
     """A logger plugin."""
 
 
+class HookTable(SlotTable):
+    """[[hook]]"""
+
+    name: str
+    """A hook plugin."""
+
+
 class PluginsTable(Table):
     """[plugins]"""
 
@@ -310,6 +317,7 @@ class Job(Table):
     checkpoint: CheckpointTable = CheckpointTable()
     communicator: CommunicatorTable = CommunicatorTable()
     logger: list[LoggerTable] = []
+    hook: list[HookTable] = []
     plugins: PluginsTable = PluginsTable()
 
     @property

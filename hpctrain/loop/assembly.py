@@ -19,13 +19,12 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.world.meeting import World, threads_per_rank
 
 
-def assemble(checked: CheckedJob, world: World, device: torch.device, resume: str) -> Session:
+def assemble(checked: CheckedJob, world: World, device: torch.device, resume: str, hooks: LifeCycle) -> Session:
     """Everything that the loop needs; collective. `resume` is "auto", "never" or a path."""
     job, parts, identity = checked.job, checked.parts, world.identity
     refuse_machine(job, parts, Machine(identity, device))
     layout = layout_of(job, parts, identity.size)
     meshes = build_meshes(layout, device)
-    hooks = LifeCycle(checked.registry, identity)
     report = Report(identity, world.front)
     with hooks.phase("build", 0):
         model = TrainedModel(job, parts, meshes, identity.node, device, hooks)

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from types import TracebackType
 
+from hpctrain.contracts.identity import Identity
+from hpctrain.errors import HpctrainError, TrainingError
+from hpctrain.plugins.discovery import Source
 from hpctrain.plugins.registry import Registry
+
+LOG = logging.getLogger("hpctrain")
 
 
 def raised_in(error: BaseException, registry: Registry) -> str:
     """A sentence that says what was raised, by which plugin, and in which of its methods."""
     said = f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
-    who = blamed(error, registry)
-    return f"the plugin {said}" if who is None else f"the plugin {who[0]} {said} in {who[1]}"
+    call = _call_of(error, registry)
+    return f"the plugin {said}" if call is None else f"the plugin {call[0]} {said} in {_method(call[1])}"
 
 
-def blamed(error: BaseException, registry: Registry) -> tuple[str, str] | None:
-    """The plugin whose code was called last before the error was raised, and the method; None where no plugin's was.
+def refuse_plugin_error(error: BaseException | None, registry: Registry, identity: Identity) -> None:
+    """Raises TrainingError with the name of the plugin that raised `error`, and its frames; the log gets the whole traceback.
+
+    Errors that are sentences already, and those that no third party's plugin raised, are left as they are.
+    """
+    while error is not None and not isinstance(error, HpctrainError):
+        call = _call_of(error, registry)
+        if call is not None and not call[0].module.startswith("hpctrain_plugins."):
+            LOG.error("a plugin failed", exc_info=error)
+            here = f", on rank {identity.rank} on {identity.node}" if identity.size > 1 else ""
+            frames = "".join(traceback.format_tb(call[1])).rstrip()
+            raise TrainingError(f"{raised_in(error, registry)}{here}\n{frames}") from error
+        error = error.__cause__
+
+
+def _call_of(error: BaseException, registry: Registry) -> tuple[Source, TracebackType] | None:
+    """The plugin whose code was called last before the error was raised, and that call; None where no plugin's was.
 
     A plugin's code is all that its distribution's package holds.
     """
@@ -24,7 +46,7 @@ def blamed(error: BaseException, registry: Registry) -> tuple[str, str] | None:
         module = str(trace.tb_frame.f_globals.get("__name__", ""))
         source = next((one for one in registry.sources if _holds(one.module, module)), None)
         if source is not None and before is None:
-            found = str(source), _method(trace)
+            found = source, trace
         before, trace = source, trace.tb_next
     return found
 

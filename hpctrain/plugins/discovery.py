@@ -111,7 +111,7 @@ def _register(manager: pluggy.PluginManager, source: Source) -> str | None:
     wanted = getattr(module, "HPCTRAIN_API", 1)
     if wanted != API_VERSION:
         return f"it asks for plugin API version {wanted}, and this hpctrain has version {API_VERSION}"
-    return _hook_fault(manager, module) or _register_hooks(manager, module, source)
+    return hook_fault(manager, module) or _register_hooks(manager, module, source)
 
 
 def _register_hooks(manager: pluggy.PluginManager, module: ModuleType, source: Source) -> str | None:
@@ -122,8 +122,8 @@ def _register_hooks(manager: pluggy.PluginManager, module: ModuleType, source: S
     return None
 
 
-def _hook_fault(manager: pluggy.PluginManager, module: ModuleType) -> str | None:
-    """Compare the module's hook implementations with the specifications before pluggy sees them."""
+def hook_fault(manager: pluggy.PluginManager, module: object) -> str | None:
+    """Compare the hook implementations of a module or an object with the specifications before pluggy sees them."""
     found = [name for name in dir(module) if manager.parse_hookimpl_opts(module, name) is not None]
     if not found:
         return "it implements no hook: expected functions marked with hpctrain.api.hookimpl"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -12,7 +12,10 @@ from typing import Any
 import pluggy
 
 from hpctrain.contracts.identity import Identity
-from hpctrain.errors import HpctrainError, TrainingError
+from hpctrain.contracts.life_cycle import Hook
+from hpctrain.errors import HpctrainError, TrainingError, UsageError
+from hpctrain.plugins.blame import raised_in
+from hpctrain.plugins.discovery import hook_fault
 from hpctrain.plugins.registry import Registry
 
 LOG = logging.getLogger("hpctrain")
@@ -21,14 +24,36 @@ LOG = logging.getLogger("hpctrain")
 class LifeCycle:
     """The hooks of one job's plugins."""
 
-    def __init__(self, registry: Registry, identity: Identity) -> None:
-        self._hooks = registry.manager.hook
+    def __init__(self, registry: Registry, identity: Identity, hooks: Sequence[Hook]) -> None:
+        """hooks: those that the job turns on; they start here."""
+        self._manager, self._hooks = registry.manager, registry.manager.hook
         self._here = f", on rank {identity.rank} on {identity.node}" if identity.size > 1 else ""
-        self._sources = {source.key: source for source in registry.sources}
+        self._sources = {source.key: str(source) for source in registry.sources}
+        self._started = [self._start(registry, number, hook) for number, hook in enumerate(hooks)]
         self._watched = any(self._implementations("hpctrain_phase_begin", "hpctrain_phase_end"))
         ending = self._implementations("hpctrain_job_start", "hpctrain_step_end", "hpctrain_evaluation")
         self.can_end = any("control" in one.argnames for one in ending)
         """Whether any plugin takes a Control, with which it may end the run."""
+
+    def _start(self, registry: Registry, number: int, hook: Hook) -> object:
+        key = f"[[hook]] {number} {hook.name}"
+        self._sources[key] = f"{hook.name} of {registry.find('hook', hook.name).source}"
+        try:
+            started = hook.start()
+        except HpctrainError:
+            raise
+        except Exception as error:
+            raise TrainingError(f"{raised_in(error, registry)}{self._here}") from error
+        fault = hook_fault(self._manager, started)
+        if fault is not None:
+            raise UsageError(f"[[hook]] name = {hook.name!r}: {fault}")
+        self._manager.register(started, name=key)
+        return started
+
+    def close(self) -> None:
+        """The run is over."""
+        for started in self._started:
+            self._manager.unregister(started)
 
     def _implementations(self, *hooks: str) -> list[pluggy.HookImpl]:
         return [one for hook in hooks for one in getattr(self._hooks, hook).get_hookimpls()]

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.errors import EnvironmentUnfitError, UsageError
 from hpctrain.plugins.discovery import Fault, Source, load, new_manager
-from hpctrain.plugins.slots import SLOTS, Slot
+from hpctrain.plugins.slots import SLOTS, Slot, table_class
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ def build_registry(modules: Sequence[str] = (), block: Sequence[str] = ()) -> Re
     manager = new_manager()
     sources, faults = load(manager, modules, block)
     registry = Registry(manager, sources=sources, faults=faults)
-    for fault in faults:
-        if fault.state == "broken" and fault.source.module in modules:
-            raise EnvironmentUnfitError(f"[plugins] load: {fault.source}: {fault.why}")
     by_plugin = {source.key: source for source in sources}
     for slot in SLOTS.values():
         for hook in getattr(manager.hook, slot.hook).get_hookimpls():
             _collect(registry, slot, by_plugin[hook.plugin_name], hook.function)
+    for fault in registry.faults:
+        if fault.state == "broken" and fault.source.module in modules:
+            raise EnvironmentUnfitError(f"[plugins] load: {fault.source}: {fault.why}")
     return registry
 
 
@@ -119,4 +119,7 @@ def _class_fault(slot: Slot, cls: object) -> str | None:
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
         return f"{expected}, and {cls.__qualname__} ({cls.name}) lacks {', '.join(missing)}"
+    taken = sorted({} if slot.inner else table_class(slot).model_fields.keys() & cls.Options.model_fields.keys())
+    if taken:
+        return f"{expected}, and {cls.__qualname__} ({cls.name}) has the options {', '.join(taken)}, which are keys of the core's"
     return None

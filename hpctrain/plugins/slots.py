@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
+
+from pydantic import BaseModel
 
 from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import Compression
 from hpctrain.contracts.dataset import Dataset
+from hpctrain.contracts.life_cycle import Hook
 from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.optimization import Optimizer, Schedule
@@ -17,6 +21,7 @@ from hpctrain.contracts.pipeline_schedule import PipelineSchedule
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.sharding import Sharding
+from hpctrain.job.tables import AxisTable, Job
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Slot:
     """A key whose number stands for a plugin's name, and what the name has before the number; 0 where no key chooses."""
     inner: bool = False
     """Whether it has no table of its own: an option of another slot's plugin chooses (`Plugin.chooses`)."""
+    many: bool = False
+    """Whether the job has any number of its tables, `[[name]]`."""
     foreign: bool = False
     """Whether "package.module:callable" may stand for a plugin's name."""
 
@@ -54,9 +61,20 @@ SLOTS: dict[str, Slot] = {
         Slot("compression", "name", Compression),
         Slot("checkpoint", "format", CheckpointFormat),
         Slot("communicator", "name", Communicator),
-        Slot("logger", "name", Logger),
+        Slot("logger", "name", Logger, many=True),
+        Slot("hook", "name", Hook, many=True),
     )
 }
 
 TABLES = [slot for slot in SLOTS.values() if not slot.inner]
 """The slots that have a table in the job file."""
+
+
+def table_class(slot: Slot) -> type[BaseModel]:
+    """The core's model of a slot's table: the keys that a plugin's options can't have."""
+    if slot.name == "parallelism":
+        return AxisTable
+    annotation = Job.model_fields[slot.name].annotation
+    found = get_args(annotation)[0] if slot.many else annotation
+    assert isinstance(found, type) and issubclass(found, BaseModel)
+    return found

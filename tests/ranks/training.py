@@ -19,6 +19,7 @@ from hpctrain.loop.assembly import assemble
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
+from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.world.detection import detect
 from hpctrain.world.front import Front
 from hpctrain.world.meeting import World
@@ -73,7 +74,8 @@ def session_of(tables: dict[str, Any], plugin: object = None) -> Iterator[Sessio
     if plugin is not None:
         checked.registry.manager.register(plugin)
     before = set(dist.distributed_c10d._world.pg_map)
-    session = assemble(checked, World(detect(), HashStore(), Front()), torch.device("cpu"), "auto")
+    hooks = LifeCycle(checked.registry, detect(), checked.parts.hooks)
+    session = assemble(checked, World(detect(), HashStore(), Front()), torch.device("cpu"), "auto", hooks)
     try:
         yield session
     finally:

@@ -42,7 +42,8 @@ def units_of(module: nn.Module, spec: ModelSpec, wrap: str, min_parameters: int)
 
 
 def _by_class(module: nn.Module, name: str) -> list[nn.Module]:
-    found = [one for one in module.modules() if type(one).__name__ == name]
+    # a precision may have exchanged modules for ones of a subclass
+    found = [one for one in module.modules() if any(cls.__name__ == name for cls in type(one).__mro__)]
     if not found:
         classes = sorted({type(one).__name__ for one in module.modules()})
         raise UsageError(

@@ -1,0 +1,1 @@
+"""Life-cycle hooks that a job turns on."""
