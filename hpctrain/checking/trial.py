@@ -15,6 +15,7 @@ from torch import nn
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import ModelSpec
+from hpctrain.devices import device_of_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import Problem
@@ -48,10 +49,9 @@ def try_parts(parts: Parts) -> list[Problem]:
 
 def notes(parts: Parts, ranks: int | None) -> list[str]:
     """What is no mistake in the job, in sentences: what this machine lacks, and what was not looked at."""
-    gpu = torch.cuda.is_available()
     identity = Identity(source="mpi" if ranks is not None and ranks > 1 else "alone")
     found = [
-        (f"[precision] mode = {parts.precision.name!r}", parts.precision.unfit(torch.device("cuda" if gpu else "cpu"))),
+        (f"[precision] mode = {parts.precision.name!r}", parts.precision.unfit(device_of_rank(0))),
         (f"[communicator] name = {parts.communicator.name!r}", parts.communicator.unavailable(identity)),
     ]
     said = [f"hpctrain run would refuse this machine: {what}: {why}" for what, why in found if why is not None]
