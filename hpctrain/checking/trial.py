@@ -18,6 +18,7 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.plan import Machine, Plan
+from hpctrain.devices import device_of_rank
 from hpctrain.errors import HpctrainError
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
@@ -60,8 +61,7 @@ def try_optimizer(optimizer: Optimizer, problems: list[PlacedProblem]) -> None:
 
 def notes(job: Job, parts: Parts, plan: Plan, ranks: int | None) -> list[str]:
     """What is no mistake in the job, in sentences: what this machine lacks, and what was not looked at."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = Machine(Identity(source="mpi" if ranks is not None and ranks > 1 else "alone"), device)
+    machine = Machine(Identity(source="mpi" if ranks is not None and ranks > 1 else "alone"), device_of_rank(0))
     said = [f"hpctrain run would refuse this machine: {sentence}" for sentence in lacking(job, parts, machine)]
     if plan.outline is None:
         said.append(

@@ -16,6 +16,7 @@ from hpctrain.contracts.model import Batch
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.padding import Padding
 from hpctrain.data.plan import Planned
+from hpctrain.devices import is_accelerator, use_device
 from hpctrain.errors import HpctrainError, TrainingError
 from hpctrain.world.stopping import keep_from_children
 
@@ -105,8 +106,7 @@ class Loader:
 
     def _run(self) -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a thread's own, and pinned memory makes a context on it
+            use_device(self._device)  # pinned memory makes a context on the current one
             if self._loader.num_workers:
                 keep_from_children()
             for batch in self._loader:
@@ -129,10 +129,10 @@ class Loader:
             return
 
     def _move(self, value: Any) -> Any:
-        """Tensors to the device, through pinned memory on GPUs; floating point ones to the parameters' dtype."""
+        """Tensors to the device, through pinned memory on accelerators; floating point ones to the parameters' dtype."""
         if isinstance(value, Tensor):
             dtype = self._dtype if value.is_floating_point() else value.dtype
-            if self._device.type == "cuda":
+            if is_accelerator(self._device):
                 return value.to(dtype).pin_memory().to(self._device, non_blocking=True)
             return value.to(dtype)
         if isinstance(value, dict):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, StrictInt, ValidationError
 
+from hpctrain.devices import is_accelerator, peak_memory
 from hpctrain.errors import reason
 from hpctrain.files import open_regular, reading, replacing
 
@@ -56,9 +57,9 @@ class StepTimes:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory that this rank has held: on the GPU, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """The most memory that this rank has held: on its accelerator, or of the process."""
+    if is_accelerator(device):
+        return peak_memory(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

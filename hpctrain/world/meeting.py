@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plan import Machine
+from hpctrain.devices import use_device
 from hpctrain.errors import EnvironmentUnfitError, HpctrainError
 from hpctrain.store.client import GuardedStore
 from hpctrain.store.server import warn_of_stranger
@@ -154,8 +155,7 @@ def start_communication(world: World, communicator: Communicator, seconds: float
     if why is not None:
         raise EnvironmentUnfitError(f"[communicator] name = {communicator.name!r}: {why}")
     device = communicator.device(world.identity)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
     torch.set_num_threads(threads_per_rank(world.identity))
     restrict_objects()
     dist.init_process_group(

@@ -192,7 +192,8 @@ def _variants() -> list[dict[str, Any]]:
         TINY | {"parallelism": pipeline, "model": TINY["model"] | {"layers": 4}, "activation_checkpointing": {"mode": "full"}},
         TINY | {"parallelism": {"context": {"size": 2, "method": "ulysses"}}, "compile": {"enabled": True}},
         TINY | {"batch": {"tokens": 64, "micro_tokens": 16}, "dataset": {"name": "synthetic", "min_length": 2, "samples": 90}},
-        TINY | {"compression": {"name": "top-k"}, "logger": [{"name": "tensorboard"}], "sharding": {"stage": 3}},
+        TINY | {"compression": {"name": "top-k"}, "logger": [{"name": "tensorboard"}], "sharding": {"stage": 2}},
+        TINY | {"hook": [{"name": "early-stopping", "patience": 2}], "evaluation": {"every_steps": 2}, "sharding": {"stage": 3}},
         TINY | {"precision": {"mode": "fp16"}, "checkpoint": {"every_steps": 2, "keep": 2, "format": "dcp"}},
         TINY | {
             "dataset": {"name": "text", "files": ["corpus/*.txt"], "documents": "line"},
@@ -273,7 +274,7 @@ def _change(draw: st.DrawFn, tables: dict[str, Any]) -> None:
         slot, name = draw(st.sampled_from(PLUGINS))
         if slot == "parallelism":
             tables[slot] = {name: draw(st.sampled_from([1, 2, 3]))}
-        elif slot == "logger":
+        elif slot in ("logger", "hook"):
             tables[slot] = [{"name": name}]
         else:
             chosen: dict[str, Any] = {SLOTS[slot].key or "name": name}

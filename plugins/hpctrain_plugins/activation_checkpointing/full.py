@@ -9,13 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, Plan, Problem, hookimpl
+from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, Plan, Problem, accelerator, hookimpl
 from hpctrain_plugins.activation_checkpointing.blocks import Buffers, blocks_of
 from hpctrain_plugins.activation_checkpointing.partition import Partition
 
@@ -68,7 +67,7 @@ class Full(ActivationCheckpointing):
                 "[activation_checkpointing] partition_activations: no ranks hold the same inputs of blocks, so it saves "
                 "nothing; those of [parallelism] tensor without sequence_parallel do"
             )
-        return partial(save_on_cpu, pin_memory=torch.cuda.is_available()) if self.options.offload else nullcontext
+        return partial(save_on_cpu, pin_memory=accelerator() is not None) if self.options.offload else nullcontext
 
 
 def _recomputed(

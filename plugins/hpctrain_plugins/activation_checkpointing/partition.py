@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hpctrain.api import is_accelerator
+
 
 @dataclass(frozen=True)
 class Part:
@@ -35,7 +37,7 @@ class Partition:
             return tensor
         share = -(-tensor.numel() // self._group.size())
         mine = tensor.reshape(-1)[self._group.rank() * share :][:share]
-        pinned = self._offload and tensor.is_cuda
+        pinned = self._offload and is_accelerator(tensor.device)
         values = torch.zeros(
             share, dtype=tensor.dtype, device="cpu" if self._offload else tensor.device, pin_memory=pinned
         )

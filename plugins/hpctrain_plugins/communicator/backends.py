@@ -16,10 +16,16 @@ from hpctrain.api import (
     Machine,
     MPISettings,
     Options,
+    accelerator,
+    accelerator_count,
+    device_of_rank,
     gloo_backend,
     hookimpl,
     mpi_backend,
 )
+
+_GPU = "cuda"
+"""What torch calls the accelerators that NCCL serves. It is NVIDIA's own library and knows no others."""
 
 
 class MPIOptions(Options):
@@ -72,21 +78,22 @@ class NCCL(Communicator):
     preference: ClassVar[int | None] = 30
 
     def missing(self, machine: Machine) -> str | None:
-        if not torch.cuda.is_available():
+        kind = accelerator()
+        if kind is None or kind.type != _GPU:
             return "there is no GPU that torch can use"
         if not dist.is_nccl_available():
             return "this torch was built without NCCL"
-        visible, identity = torch.cuda.device_count(), machine.identity
+        visible, identity = accelerator_count(), machine.identity
         # one visible GPU per task is what srun --gpus-per-task gives
         if visible < identity.local_size and visible != 1:
             return f"node {identity.node} has {identity.local_size} ranks and {visible} GPUs"
         return None
 
     def backend(self) -> str:
-        return f"cpu:{gloo_backend()},cuda:nccl"
+        return f"cpu:{gloo_backend()},{_GPU}:nccl"
 
     def device(self, identity: Identity) -> torch.device:
-        return torch.device("cuda", identity.local_rank % torch.cuda.device_count())
+        return device_of_rank(identity.local_rank)
 
 
 class Auto(Communicator):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.api import Machine, Precision, hookimpl
+from hpctrain.api import Machine, Precision, allow_tf32, device_name, hookimpl, is_accelerator, takes_bf16
 
 
 class FP64(Precision):
@@ -33,8 +33,7 @@ class FP32(Precision):
         return torch.float32
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        if device.type == "cuda":  # torch's default is fewer bits in convolutions, and tf32 may have run before
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        allow_tf32(device, False)  # torch's default is fewer bits in convolutions, and tf32 may have run before
         return nullcontext()
 
 
@@ -45,8 +44,8 @@ class BF16(FP32):
 
     def missing(self, machine: Machine) -> str | None:
         device = machine.device
-        if device is not None and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-            return f"{torch.cuda.get_device_name(device)} has no bfloat16; use fp16 or fp32"
+        if device is not None and not takes_bf16(device):
+            return f"{device_name(device)} has no bfloat16; use fp16 or fp32"
         return None
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -66,7 +65,7 @@ class Auto(FP32):
 
 
 def _takes_bf16(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return is_accelerator(device) and takes_bf16(device)
 
 
 @hookimpl

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpctrain.api import Machine, Precision, hookimpl
+from hpctrain.api import Machine, Precision, allow_tf32, device_name, hookimpl, nvidia_capability
 
 _TF32_CAPABILITY, _FP8_CAPABILITY = (8, 0), (8, 9)
 
@@ -17,10 +17,11 @@ _TF32_CAPABILITY, _FP8_CAPABILITY = (8, 0), (8, 9)
 def _lacks(device: torch.device | None, capability: tuple[int, int], what: str) -> str | None:
     if device is None:  # not chosen yet
         return None
-    if device.type != "cuda":
+    found = nvidia_capability(device)
+    if found is None:
         return f"{what} needs an NVIDIA GPU, and this rank computes on {device.type}; use fp32 or bf16"
-    if torch.cuda.get_device_capability(device) < capability:
-        return f"{torch.cuda.get_device_name(device)} has no {what}; use bf16 or fp32"
+    if found < capability:
+        return f"{device_name(device)} has no {what}; use bf16 or fp32"
     return None
 
 
@@ -37,8 +38,7 @@ class TF32(Precision):
         return _lacks(machine.device, _TF32_CAPABILITY, "TensorFloat-32")
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        # for good: backward runs outside of this context
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        allow_tf32(device, True)  # for good: backward runs outside of this context
         return nullcontext()
 
 

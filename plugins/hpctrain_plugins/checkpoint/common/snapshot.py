@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpctrain.api import Piece, State, foreach_copy_
+from hpctrain.api import Piece, State, foreach_copy_, is_accelerator
 
 from . import values
 from .collector import collector_waits
@@ -36,8 +36,8 @@ class Snapshots:
 
 
 def _host_memory(like: Tensor) -> Tensor:
-    """Pinned for tensors of a GPU, which otherwise cannot copy at the full speed of the bus."""
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+    """Pinned for tensors of an accelerator, which otherwise cannot copy at the full speed of the bus."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=is_accelerator(like.device))
 
 
 def _form(piece: Piece) -> tuple[object, ...]:

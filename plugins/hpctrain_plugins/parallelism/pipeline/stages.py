@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.api import MicroBatch, ModelSpec, Precision, UsageError, buffers_of, children_of, is_view
+from hpctrain.api import (
+    MicroBatch,
+    ModelSpec,
+    Precision,
+    UsageError,
+    buffers_of,
+    children_of,
+    forked_random_state,
+    is_view,
+)
 from hpctrain_plugins.parallelism.pipeline.passing import MOST_DIMS
 
 
@@ -51,7 +60,7 @@ def without_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
     for buffers, before in kept:
         buffers.update({name: None if one is None else one.clone() for name, one in before.items()})
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with forked_random_state(device):
             yield
     finally:
         for buffers, before in kept:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -10,9 +9,11 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+from hpctrain.api import mark, seconds_between
+
 
 class Stopwatch:
-    """Adds up spans of computation. On a GPU it is the stream's time, and nothing waits until `seconds` is asked for."""
+    """Adds up spans of computation. On an accelerator it is the stream's time, and nothing waits until `seconds` is asked for."""
 
     def __init__(self, device: torch.device, phase: Callable[[str], AbstractContextManager[None]]) -> None:
         """phase: to be entered around a stage's forwards and backwards."""
@@ -38,19 +39,10 @@ class Stopwatch:
 
     def seconds(self) -> tuple[float, float]:
         """In which this rank computed, and from `restart` to `stop`."""
-        if self._device.type == "cuda":
-            self._end.synchronize()
-        return sum(self._between(*span) for span in self._spans), self._between(self._begin, self._end)
+        return sum(seconds_between(*span) for span in self._spans), seconds_between(self._begin, self._end)
 
     def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end) / 1000 if self._device.type == "cuda" else end - begin)
+        return mark(self._device)
 
 
 class TimedStage(PipelineStage):

@@ -1,0 +1,126 @@
+"""What hpctrain says of a GPU's memory and time, and what saves memory there."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hpctrain_plugins.parallelism.context import attention
+from hpctrain_plugins.parallelism.pipeline.stages import without_trace
+from hpctrain_plugins.parallelism.pipeline.stopwatch import Stopwatch
+from on_gpu import DEVICE, SAME_DEVICE, job, losses, needs_gpu, plain, trained
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from hpctrain import devices
+
+pytestmark = [needs_gpu, pytest.mark.timeout(180)]
+
+MIDDLING: dict[str, Any] = {
+    "job": {"steps": 3},
+    "model": {"hidden_size": 256, "layers": 8, "attention_heads": 4, "vocab_size": 256, "max_seq_length": 256},
+    "batch": {"global_size": 16, "micro_size": 16},
+}
+"""6.5 million parameters; a block's input is 4 MiB, and all that it keeps about 20 times as much."""
+INPUT = 16 * 256 * 256 * 4
+PARAMETERS = 6_515_200
+
+
+def peak(rows: list[dict[str, Any]]) -> int:
+    return int(rows[-1]["memory_bytes"]["rank_max"])
+
+
+def test_memory_in_the_metrics_is_torch_s(tmp_path: Path) -> None:
+    rows = trained(job(tmp_path, **MIDDLING))
+    found = [row["memory_bytes"] for row in rows]
+    assert all(one["rank_max"] == one["rank_mean"] for one in found), "of one rank"
+    assert found == sorted(found, key=lambda one: one["rank_max"]), "a peak never falls"
+    assert peak(rows) <= torch.accelerator.max_memory_allocated()
+    assert peak(rows) > 16 * PARAMETERS, "parameters, gradients and two moments in float32"
+    torch.accelerator.reset_peak_memory_stats()
+    plain(job(tmp_path, **MIDDLING))
+    assert peak(rows) < 1.25 * torch.accelerator.max_memory_allocated(), "a plain loop's"
+
+
+def test_checkpointing_and_offload_save_memory(tmp_path: Path) -> None:
+    modes: dict[str, dict[str, Any]] = {
+        "none": {"mode": "none"}, "full": {"mode": "full"}, "offload": {"mode": "full", "offload": True},
+    }  # fmt: skip
+    rows = {
+        name: trained(job(tmp_path / name, **MIDDLING, activation_checkpointing=mode)) for name, mode in modes.items()
+    }
+    for name in ("full", "offload"):
+        assert losses(rows[name]) == pytest.approx(losses(rows["none"]), rel=SAME_DEVICE)
+    assert peak(rows["full"]) < peak(rows["none"]) - 50 * INPUT
+    assert peak(rows["offload"]) < peak(rows["full"]) - 4 * INPUT, "most of the eight inputs are in host memory"
+
+
+@pytest.mark.parametrize(("stage", "option"), [(1, "offload_optimizer"), (3, "offload_parameters")])
+def test_sharding_offload_saves_memory(tmp_path: Path, stage: int, option: str) -> None:
+    # of one sample, so that the optimizer's state outweighs the activations
+    small = {**MIDDLING, "batch": {"global_size": 1, "micro_size": 1}}
+    here = trained(job(tmp_path / "here", **small, sharding={"stage": stage}))
+    there = trained(job(tmp_path / "there", **small, sharding={"stage": stage, option: True}))
+    assert losses(there) == pytest.approx(losses(here), rel=SAME_DEVICE)
+    assert peak(there) < peak(here) - 6 * PARAMETERS, "two moments of 4 bytes each, at least"
+
+
+def test_what_rank_0_gets_is_the_current_device() -> None:
+    devices.use_device(DEVICE)
+    assert torch.accelerator.current_device_index() == DEVICE.index == 0
+    assert devices.accelerator_count() == torch.accelerator.device_count() >= 1
+    assert devices.device_name(DEVICE) not in ("", DEVICE.type)
+    assert torch.empty(1, device=DEVICE.type).device == DEVICE
+
+
+def work() -> None:
+    """A good while on a GPU, and no time of the program's."""
+    matrix = torch.ones(4096, 4096, device=DEVICE)
+    for _ in range(20):
+        matrix = matrix @ matrix / 4096
+
+
+def test_a_stopwatch_times_the_stream_and_not_the_program() -> None:
+    work()
+    torch.accelerator.synchronize()
+    watch = Stopwatch(DEVICE, lambda name: pytest.fail(name))
+    begin = time.perf_counter()
+    with watch.computing():
+        work()
+    launched = time.perf_counter() - begin
+    watch.stop()
+    torch.accelerator.synchronize()
+    seconds = time.perf_counter() - begin
+    computed, whole = watch.seconds()
+    assert launched < seconds, "nothing waited"
+    assert computed == pytest.approx(seconds, rel=0.3) and computed <= whole == pytest.approx(seconds, rel=0.3)
+
+
+def test_random_numbers_and_buffers_are_as_if_nothing_had_been() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)).to(DEVICE)
+    torch.manual_seed(1)
+    expected = torch.rand(8, device=DEVICE), torch.rand(8)
+    torch.manual_seed(1)
+    with without_trace(module, DEVICE):
+        module(torch.rand(16, 4, device=DEVICE))
+        torch.rand(3)
+    assert torch.equal(torch.rand(8, device=DEVICE), expected[0]) and torch.equal(torch.rand(8), expected[1])
+    norm = module[0]
+    assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None and not norm.running_mean.any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_ring_s_attention_is_torch_s(causal: bool) -> None:
+    """It is plain arithmetic here, where the CPU has an operator."""
+    torch.manual_seed(0)
+    given = [torch.randn(2, 3, 64, 16, device=DEVICE, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    query, key, value, gradient = given
+    expected = scaled_dot_product_attention(query, key, value, is_causal=causal)
+    output, rows = attention.forward(query.detach(), key.detach(), value.detach(), causal)
+    torch.testing.assert_close(output, expected.detach())
+    made = attention.backward(gradient.detach(), query.detach(), key.detach(), value.detach(), output, rows, causal)
+    wanted = torch.autograd.grad(expected, (query, key, value), gradient.detach())
+    torch.testing.assert_close(made, wanted)

@@ -1,0 +1,151 @@
+"""hpctrain/devices.py is the only file that knows one kind of device from another, and it knows kinds that it never met."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hpctrain_plugins.communicator.backends import NCCL
+from hpctrain_plugins.precision.floating import BF16, Auto
+
+import hpctrain.api
+from hpctrain import devices
+from hpctrain.contracts.identity import Identity
+from hpctrain.contracts.plugin import Options
+from hpctrain.loop.metrics import memory_bytes
+
+ROOT = Path(__file__).parent.parent.parent
+CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
+KINDS = re.compile(r"\b(cuda|xpu|mps|hpu|npu|mtia)\b|is_cuda")
+NVIDIA_OWN = {"hpctrain/devices.py": 3, "plugins/hpctrain_plugins/communicator/backends.py": 1}
+"""Lines that name a kind of device: the capability and tf32, and the one that NCCL serves."""
+
+
+def test_kinds_of_devices_are_named_in_one_place() -> None:
+    files = [*(ROOT / "hpctrain").glob("**/*.py"), *(ROOT / "plugins").glob("**/*.py")]
+    assert len(files) > 200
+    found = {
+        str(file.relative_to(ROOT)): sum(bool(KINDS.search(line.partition("#")[0])) for line in file.open())
+        for file in files
+    }
+    assert {name: lines for name, lines in found.items() if lines} == NVIDIA_OWN
+
+
+def test_importing_it_takes_torch_only() -> None:
+    code = "import sys, hpctrain.devices; print(*sorted(name for name in sys.modules if name.startswith('hpctrain')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["hpctrain", "hpctrain.devices", "hpctrain.version"]
+
+
+def test_plugins_get_what_they_need() -> None:
+    inside = {"peak_memory", "use_device"}
+    public = {name for name, one in vars(devices).items() if getattr(one, "__module__", "") == devices.__name__}
+    assert public - inside <= set(hpctrain.api.__all__) and not inside & set(hpctrain.api.__all__)
+
+
+def test_a_cpu() -> None:
+    assert not devices.is_accelerator(CPU) and not devices.is_accelerator(torch.device("meta"))
+    assert devices.device_name(CPU) == "cpu" and devices.takes_bf16(CPU)
+    devices.use_device(CPU)
+    begin = devices.mark(CPU)
+    time.sleep(0.01)
+    assert 0.01 <= devices.seconds_between(begin, devices.mark(CPU)) < 5
+    with devices.forked_random_state(CPU):
+        first = torch.rand(3)
+    assert torch.equal(torch.rand(3), first)
+    assert devices.nvidia_capability(CPU) is None
+    before = torch.backends.cuda.matmul.allow_tf32
+    devices.allow_tf32(CPU, not before)
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def test_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert devices.accelerator() is None and devices.device_of_rank(3) == CPU
+    assert NCCL(Options()).unavailable(Identity()) == "there is no GPU that torch can use"
+
+
+class Event:
+    """Of a stream that is half a second further at each."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.synchronized = False
+
+    def record(self) -> None:
+        Event.now += 500.0
+        self.at = Event.now
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+
+    def elapsed_time(self, later: Event) -> float:
+        assert later.synchronized
+        return later.at - self.at
+
+
+class Machine:
+    """Two accelerators of a maker that hpctrain doesn't name."""
+
+    def __init__(self) -> None:
+        self.current: dict[int, torch.device] = {}
+        self.random = {0: torch.tensor(0), 1: torch.tensor(1)}
+        self.bf16 = True
+        self.module = SimpleNamespace(
+            get_device_name=lambda device: f"Accelerator {device.index}",
+            is_bf16_supported=lambda: self.bf16,
+            Event=Event,
+            get_rng_state=lambda device: self.random[device.index].clone(),
+            set_rng_state=lambda state, device: self.random[device.index].copy_(state),
+        )
+
+    def set_device_index(self, device: torch.device) -> None:
+        self.current[threading.get_ident()] = device
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    accelerators: dict[str, Any] = {
+        "current_accelerator": lambda check_available=False: torch.device("xpu"),
+        "device_count": lambda: 2,
+        "set_device_index": made.set_device_index,
+        "max_memory_allocated": lambda device: 4096 + device.index,
+    }
+    for name, function in accelerators.items():
+        monkeypatch.setattr(torch.accelerator, name, function)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: made.module)
+    return made
+
+
+def test_an_accelerator_of_another_maker(machine: Machine) -> None:
+    assert [devices.device_of_rank(rank).index for rank in range(4)] == [0, 1, 0, 1]
+    assert devices.device_of_rank(1) == XPU and devices.is_accelerator(XPU)
+    devices.use_device(XPU)
+    assert machine.current == {threading.get_ident(): XPU}
+    assert memory_bytes(XPU) == 4097
+    begin, end = devices.mark(XPU), devices.mark(XPU)
+    assert devices.seconds_between(begin, end) == 0.5
+    with devices.forked_random_state(XPU):
+        machine.random[0].add_(10)
+        machine.random[1].add_(10)
+    assert machine.random == {0: torch.tensor(10), 1: torch.tensor(1)}, "the other one's is not this rank's business"
+    assert devices.nvidia_capability(XPU) is None
+
+
+def test_precision_and_nccl_ask_it(machine: Machine) -> None:
+    assert BF16(Options()).unfit(XPU) is None and Auto(Options()).describe(XPU) == "bf16 (auto)"
+    machine.bf16 = False
+    assert BF16(Options()).unfit(XPU) == "Accelerator 1 has no bfloat16; use fp16 or fp32"
+    assert Auto(Options()).describe(XPU) == "fp32 (auto)"
+    assert NCCL(Options()).unavailable(Identity()) == "there is no GPU that torch can use"
