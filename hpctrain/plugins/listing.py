@@ -42,11 +42,12 @@ def list_plugins(registry: Registry) -> list[Listed]:
         Listed(slot, name, "active", e.source.distribution, e.source.version, e.source.entry_point, e.source.module)
         for (slot, name), e in sorted(registry.entries.items())
     ]
-    listed = {row.module for row in rows}
+    told = {row.module for row in rows} | {fault.source.module for fault in registry.faults}
+    told |= {source.module for sources in registry.conflicts.values() for source in sources}
     rows += [  # life-cycle hooks and nothing else
         Listed("", "", "active", s.distribution, s.version, s.entry_point, s.module, "life-cycle hooks")
         for s in registry.sources
-        if s.module not in listed
+        if s.module not in told
     ]
     for (slot, name), sources in sorted(registry.conflicts.items()):
         why = "the name is claimed by " + " and by ".join(map(str, sources))

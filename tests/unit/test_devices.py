@@ -70,7 +70,7 @@ def test_a_cpu() -> None:
 def test_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     assert devices.accelerator() is None and devices.device_of_rank(3) == CPU
-    assert NCCL(Options()).unavailable(Identity()) == "there is no GPU that torch can use"
+    assert NCCL(Options()).missing(Machine(Identity())) == "there is no GPU that torch can use"
 
 
 class Event:
@@ -144,8 +144,8 @@ def test_an_accelerator_of_another_maker(machine: Machine) -> None:
 
 
 def test_precision_and_nccl_ask_it(machine: Machine) -> None:
-    assert BF16(Options()).unfit(XPU) is None and Auto(Options()).describe(XPU) == "bf16 (auto)"
+    assert BF16(Options()).missing(Machine(Identity(), XPU)) is None and Auto(Options()).describe(XPU) == "bf16 (auto)"
     machine.bf16 = False
-    assert BF16(Options()).unfit(XPU) == "Accelerator 1 has no bfloat16; use fp16 or fp32"
+    assert BF16(Options()).missing(Machine(Identity(), XPU)) == "Accelerator 1 has no bfloat16; use fp16 or fp32"
     assert Auto(Options()).describe(XPU) == "fp32 (auto)"
-    assert NCCL(Options()).unavailable(Identity()) == "there is no GPU that torch can use"
+    assert NCCL(Options()).missing(Machine(Identity())) == "there is no GPU that torch can use"

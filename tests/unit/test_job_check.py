@@ -440,6 +440,35 @@ def test_a_schema_takes_callables_of_ones_own() -> None:
     jsonschema.validate(changed, SCHEMA)
 
 
+def test_an_unknown_name_in_block_is_refused() -> None:
+    [found] = problems(plugins={"block": ["model.gpt2"]})
+    assert found.startswith("[plugins] block: nothing that is installed or loaded has the name 'model.gpt2'; expected")
+    checked(plugins={"block": ["logger.tensorboard"]})
+
+
+def test_several_schedules_of_a_pipeline() -> None:
+    layers, batch = {"layers": 8}, {"global_size": 8}
+    for schedule in ("zbv", "dualpipe-v", "interleaved-1f1b"):
+        checked(2, model=layers, batch=batch, parallelism={"pipeline": {"size": 2, "schedule": schedule}})
+    [found] = problems(2, model=layers, batch=batch, parallelism={"pipeline": {"size": 2, "schedule": "zb"}})
+    assert found.startswith(
+        "[parallelism] pipeline.schedule: no installed plugin provides the pipeline_schedule 'zb'"
+    ), found
+    [found] = problems(
+        2, model=layers, batch={"global_size": 2}, parallelism={"pipeline": {"size": 2, "schedule": "dualpipe-v"}}
+    )
+    assert 'schedule = "dualpipe-v" expects at least one for each of its 4 stages' in found
+    three = {"size": 2, "schedule": "zbv", "stages_per_rank": 3}
+    assert (
+        'schedule = "zbv" has 2 stages per rank, found stages_per_rank = 3'
+        in problems(2, parallelism={"pipeline": three})[0]
+    )
+    (schema,) = (
+        one for one in SCHEMA["properties"]["parallelism"]["properties"]["pipeline"]["anyOf"] if "properties" in one
+    )
+    assert "zbv" in schema["properties"]["schedule"]["enum"]
+
+
 def test_a_plugin_without_its_package_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(JobError, match="the package tensorboard is not installed") as error:

@@ -10,7 +10,7 @@ import pytest
 from conftest import TINY
 
 import hpctrain
-from hpctrain.errors import CheckpointError, TrainingError, UsageError
+from hpctrain.errors import CheckpointError, HpctrainError, TrainingError, UsageError
 
 PATIENCE = """
 import torch
@@ -194,15 +194,106 @@ def test_an_hpctrain_error_of_a_plugin_is_told_as_it_is() -> None:
 def test_early_stopping_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     """Its page is to be true: also where a checkpoint is saved before the first evaluation, and after a resume."""
     page = (Path(__file__).parent.parent.parent / "docs" / "plugins.md").read_text()
-    code = next(block for block in page.split("```python\n") if '"early-stopping"' in block).split("```")[0]
+    code = next(block for block in page.split("```python\n") if 'name = "stops"' in block).split("```")[0]
     tables = {
         "evaluation": {"every_steps": 2, "batches": 1},
-        "optimizer": {"lr": 1e-30},
         "checkpoint": {"every_steps": 1},
     }
-    train(
-        write("stops_early", code), job={"steps": 6}, **tables
-    )  # nothing is learned: 2 evaluations without a better one
-    result = train(write("stops_early_again", code), job={"steps": 20}, **tables)
+
+    def run(name: str, steps: int) -> dict[str, Any]:
+        job = {**TINY, **tables, "job": {**TINY["job"], "steps": steps}, "optimizer": {"name": "adamw", "lr": 1e-30}}
+        return hpctrain.run({**job, "plugins": {"load": [write(name, code)]}, "hook": [{"name": "stops"}]})
+
+    run("stops_early", 6)  # nothing is learned: 2 evaluations without a better one
+    result = run("stops_early_again", 20)
     assert result["step"] == 8 and result["exit_code"] == 0
     assert "ended        after step 8: the evaluation loss has not fallen for 3 evaluations" in capsys.readouterr().out
+
+
+EARLY = {"evaluation": {"every_steps": 1, "batches": 1}, "optimizer": {"name": "adamw", "lr": 1e-30}}
+
+
+def test_early_stopping_by_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    job = {**TINY, **EARLY, "job": {**TINY["job"], "steps": 9}}
+    result = hpctrain.run({**job, "hook": [{"name": "early-stopping", "patience": 2}]})
+    assert result["step"] == 3, "the first evaluation is the best"
+    assert "ended        after step 3: the evaluation loss has not fallen for 2 evaluations" in capsys.readouterr().out
+    again = hpctrain.run({**job, "job": {**job["job"], "output_dir": "without"}})
+    assert again["step"] == 9, "a job that does not name it is left alone"
+    two = [{"name": "early-stopping", "patience": 2}, {"name": "early-stopping"}]
+    with pytest.raises(UsageError, match="two plugins keep state in checkpoints under the name 'early-stopping'"):
+        hpctrain.run({**job, "hook": two, "job": {**job["job"], "output_dir": "two"}})
+
+
+def test_early_stopping_without_evaluations_is_refused() -> None:
+    with pytest.raises(HpctrainError, match=r"\[hook\] 1 name = 'early-stopping': it goes by the evaluation loss"):
+        hpctrain.run({**TINY, "hook": [{"name": "early-stopping"}]})
+
+
+STRATEGY = """
+from hpctrain.api import hookimpl
+from hpctrain_plugins.sharding.zero0 import Zero0, Zero0Model
+
+
+class Model(Zero0Model):
+    def begin(self, last, interleaved=False):
+        raise ValueError("boom")
+
+
+class Own(Zero0):
+    '''Fails.'''
+
+    name = "own"
+
+    def shard(self, module, spec, mesh, sums):
+        return Model(module, mesh, sums, self.options)
+
+
+class Checked(Zero0):
+    '''Fails while a job is checked.'''
+
+    name = "checked"
+
+    def problems(self, plan):
+        return [plan.nothing]
+
+
+class Made(Zero0):
+    '''Fails while it is made.'''
+
+    name = "made"
+
+    def __init__(self, options):
+        raise KeyError("no such thing")
+
+
+class Remembers(Zero0):
+    '''Keeps state where none belongs.'''
+
+    name = "remembers"
+
+    def shard(self, module, spec, mesh, sums):
+        self.module = module
+
+
+@hookimpl
+def hpctrain_sharding():
+    return [Own, Checked, Made, Remembers]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("own", "the plugin fails_{} ([plugins] load) raised ValueError: boom in Model.begin"),
+        ("checked", "[sharding] name = 'checked': the plugin fails_{} ([plugins] load) raised AttributeError: 'Plan' object has"),
+        ("made", "[sharding] name = 'made': the plugin fails_{} ([plugins] load) raised KeyError: 'no such thing' in Made.__init"),
+        ("remembers", "the plugin Remembers is a description and was given 'module' after its constructor; keep state in what"),
+    ],
+)  # fmt: skip
+def test_what_a_plugin_raises_is_told_with_its_name(name: str, sentence: str) -> None:
+    """While a job is checked, and in training; the exit code is 4."""
+    load = write(f"fails_{name}", STRATEGY)
+    with pytest.raises(HpctrainError) as found:
+        hpctrain.run({**TINY, "sharding": {"name": name}, "plugins": {"load": [load]}})
+    assert sentence.format(name) in str(found.value) and found.value.exit_code == 4

@@ -130,3 +130,30 @@ def test_every_first_party_plugin_is_active() -> None:
         "model", "dataset", "optimizer", "schedule", "sharding", "precision", "activation_checkpointing", "compression",
         "checkpoint", "communicator", "logger",
     }  # fmt: skip
+
+
+def test_modules_with_hooks_only_are_listed(site: Site) -> None:
+    site.install(
+        "acme-hooks",
+        "hooks.acme",
+        "acme_hooks",
+        "from hpctrain.api import hookimpl\n\n\n@hookimpl\ndef hpctrain_job_end(): ...\n",
+    )
+    (row,) = [row for row in list_plugins(build_registry()) if row.distribution == "acme-hooks"]
+    assert (row.state, row.entry_point, row.why) == ("active", "hooks.acme", "life-cycle hooks")
+
+
+def test_an_option_with_the_name_of_a_core_key_is_refused(site: Site) -> None:
+    site.install("acme-hpc", "model.acme", "acme_models", MODEL.format(name="acme").replace("width:", "freeze:"))
+    assert "(acme) has the options freeze, which are keys of the core" in fault(build_registry(), "model.acme")
+
+
+def test_a_loaded_module_whose_hook_raises_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "raises_in_hook.py").write_text(
+        "from hpctrain.api import hookimpl\n\n\n@hookimpl\ndef hpctrain_model():\n    raise ValueError('boom')\n"
+    )
+    with pytest.raises(
+        EnvironmentUnfitError, match=r"\[plugins\] load: raises_in_hook .*hook hpctrain_model raised ValueError: boom"
+    ):
+        build_registry(["raises_in_hook"])
