@@ -18,6 +18,7 @@ from hpctrain_plugins.precision.floating import BF16, Auto
 
 import hpctrain.api
 from hpctrain import devices
+from hpctrain.contracts import plan
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plugin import Options
 from hpctrain.loop.metrics import memory_bytes
@@ -70,7 +71,7 @@ def test_a_cpu() -> None:
 def test_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     assert devices.accelerator() is None and devices.device_of_rank(3) == CPU
-    assert NCCL(Options()).missing(Machine(Identity())) == "there is no GPU that torch can use"
+    assert NCCL(Options()).missing(plan.Machine(Identity())) == "there is no GPU that torch can use"
 
 
 class Event:
@@ -144,8 +145,11 @@ def test_an_accelerator_of_another_maker(machine: Machine) -> None:
 
 
 def test_precision_and_nccl_ask_it(machine: Machine) -> None:
-    assert BF16(Options()).missing(Machine(Identity(), XPU)) is None and Auto(Options()).describe(XPU) == "bf16 (auto)"
+    assert (
+        BF16(Options()).missing(plan.Machine(Identity(), XPU)) is None
+        and Auto(Options()).describe(XPU) == "bf16 (auto)"
+    )
     machine.bf16 = False
-    assert BF16(Options()).missing(Machine(Identity(), XPU)) == "Accelerator 1 has no bfloat16; use fp16 or fp32"
+    assert BF16(Options()).missing(plan.Machine(Identity(), XPU)) == "Accelerator 1 has no bfloat16; use fp16 or fp32"
     assert Auto(Options()).describe(XPU) == "fp32 (auto)"
-    assert NCCL(Options()).missing(Machine(Identity())) == "there is no GPU that torch can use"
+    assert NCCL(Options()).missing(plan.Machine(Identity())) == "there is no GPU that torch can use"

@@ -226,7 +226,7 @@ def test_early_stopping_by_its_options(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_early_stopping_without_evaluations_is_refused() -> None:
-    with pytest.raises(HpctrainError, match=r"\[hook\] 1 name = 'early-stopping': it goes by the evaluation loss"):
+    with pytest.raises(HpctrainError, match=r"\[hook\] name = 'early-stopping': it goes by the evaluation loss"):
         hpctrain.run({**TINY, "hook": [{"name": "early-stopping"}]})
 
 
