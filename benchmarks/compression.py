@@ -30,7 +30,7 @@ from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.world.detection import detect
-from hpctrain.world.front import Front
+from hpctrain.world.launcher_channel import LauncherChannel
 from hpctrain.world.meeting import World
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
@@ -82,7 +82,7 @@ def train_with(kind: str, steps: int | None, output: str) -> Recorder:
     recorder = Recorder()
     checked.registry.manager.register(recorder)
     hooks = LifeCycle(checked.registry, detect(), [])
-    session = assemble(checked, World(detect(), HashStore(), Front()), torch.device("cpu"), "never", hooks)
+    session = assemble(checked, World(detect(), HashStore(), LauncherChannel()), torch.device("cpu"), "never", hooks)
     try:
         train(session, StopRequest())
     finally:

@@ -40,7 +40,7 @@ from hpctrain.loop.progress import Progress
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train_step
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.world.front import Front
+from hpctrain.world.launcher_channel import LauncherChannel
 from hpctrain.world.meeting import World, meet, start_communication
 
 SIZES: dict[str, dict[str, int]] = {
@@ -60,7 +60,7 @@ class Bench:
         self.model: dict[str, Any] = {"name": "gpt", **SIZES[size]}
         self.batch, self.rounds, self._directory = batch, rounds, directory
         self._communicator = "gloo" if device == "cpu" else "nccl"
-        self._world: World = meet(Identity(), Front(terminal=False))
+        self._world: World = meet(Identity(), LauncherChannel(terminal=False))
         communicator = self._checked("start", {}).parts.communicator
         self.device = start_communication(self._world, communicator, 600)
 

@@ -32,7 +32,7 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.torch_private import clear_sharding_cache
 from hpctrain.world.detection import detect, fallback_notice
 from hpctrain.world.failure import leave
-from hpctrain.world.front import Front
+from hpctrain.world.launcher_channel import LauncherChannel
 from hpctrain.world.meeting import World, compare_ranks, meet, start_communication
 from hpctrain.world.objects import allow_objects
 
@@ -50,18 +50,18 @@ def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
             "hpctrain.run sets torch.distributed up itself, and found it set up; call destroy_process_group() before"
         )
     tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else dict(job)
-    return run_rank(detect(), lambda: RawJob(tables, {}, "job").refuse_values(), resume, Front())
+    return run_rank(detect(), lambda: RawJob(tables, {}, "job").refuse_values(), resume, LauncherChannel())
 
 
-def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, front: Front) -> dict[str, Any]:
+def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, channel: LauncherChannel) -> dict[str, Any]:
     """Meet the other ranks, agree on the job that rank 0 reads, and train it."""
-    world = meet(identity, front)
+    world = meet(identity, channel)
     lock = OutputLock()
     try:
         with StopRequest() as stop:  # from here on: a signal while the model is built must not end one rank alone
-            front.answers_signals()
+            channel.answers_signals()
             result = _run_in(world, read, resume, stop, lock)
-        front.report_exit(result["exit_code"])
+        channel.report_exit(result["exit_code"])
         return result
     except BaseException as error:
         if identity.size == 1:

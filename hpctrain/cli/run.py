@@ -43,11 +43,11 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...], resume: st
     from hpctrain.rank import run_rank
     from hpctrain.starter.link import attach
     from hpctrain.world.failure import delay_terminate, describe, exit_code_of, ignore_terminate
-    from hpctrain.world.front import Front
+    from hpctrain.world.launcher_channel import LauncherChannel
 
     if started_by_srun():
         delay_terminate()
-    front = attach(started_by) if started_by else Front()
+    channel = attach(started_by) if started_by else LauncherChannel()
     identity = detect()
 
     def read() -> RawJob:
@@ -59,7 +59,7 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...], resume: st
         return read_job(job, overrides)
 
     try:
-        code = int(run_rank(identity, read, resume, front)["exit_code"])
+        code = int(run_rank(identity, read, resume, channel)["exit_code"])
     except HpctrainError:
         raise
     except Exception as error:  # of the only rank: of several, the one that failed has ended all

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hpctrain.contracts.buckets import BucketSum, Finish, GradientBucket
 from hpctrain.contracts.compression import Compression, Compressor, LossyCompression
 from hpctrain.contracts.pieces import Piece
-from hpctrain.gradients.ways import Ways, find_ways
+from hpctrain.gradients.routes import Routes, find_routes
 from hpctrain.torch_private import foreach_copy_
 
 
@@ -42,30 +42,30 @@ class GradientReducer:
         # the outer one: hybrid sharding is for nodes that shard among their own ranks
         self._axis = next((axis for axis in axes if self._groups[axis].size() > 1), axes[-1])
         self._lossy = compression if isinstance(compression, LossyCompression) else None
-        self._ways = self._find_ways(node)
+        self._routes = self._find_routes(node)
         self._worker = _Worker(mesh.device_type)
         self._buckets = 0
         self._compressors: list[Compressor] = []
         self._kept: list[Tensor] = []
         self.step, self.scale = 0, 1.0
 
-    def _find_ways(self, node: str) -> Ways | None:
+    def _find_routes(self, node: str) -> Routes | None:
         if self._lossy is None:
             return None
-        return find_ways(self._groups[self._axis], node, self._lossy.options.inside_nodes)
+        return find_routes(self._groups[self._axis], node, self._lossy.options.inside_nodes)
 
     def bucket(self, content: GradientBucket, axis: str) -> BucketSum:
         """What sums such a bucket over `axis`; the same buckets in the same order on all its ranks."""
-        if self._ways is None or self._lossy is None or axis != self._axis or content.dtype.is_complex:
+        if self._routes is None or self._lossy is None or axis != self._axis or content.dtype.is_complex:
             return WholeSum(self._groups[axis])  # complex gradients travel whole: compressors know real numbers
         number, self._buckets = self._buckets, self._buckets + 1
         compressor = None
-        if self._ways.leader(number) == dist.get_rank():
-            between = self._ways.between[number % len(self._ways.between)]
+        if self._routes.leader(number) == dist.get_rank():
+            between = self._routes.between[number % len(self._routes.between)]
             assert between is not None  # a leader is in it
             compressor = self._lossy.compressor(content, between)
             self._compressors.append(compressor)
-        return _CompressedSum(self._groups[axis], self, self._ways, self._ways.leader(number), compressor)
+        return _CompressedSum(self._groups[axis], self, self._routes, self._routes.leader(number), compressor)
 
     def begin(self, step: int, scale: float, may_be_left_out: bool) -> None:
         """A step begins, counted from 0; its gradients come multiplied by `scale`."""
@@ -111,9 +111,9 @@ class GradientReducer:
         if self._lossy is None:
             return None
         ranks = self._groups[self._axis].size()
-        if self._ways is not None:
+        if self._routes is not None:
             inside = self._lossy.options.inside_nodes
-            return f"{self._lossy.name} between {f'{ranks} ranks' if inside else f'{len(self._ways.nodes)} nodes'}"
+            return f"{self._lossy.name} between {f'{ranks} ranks' if inside else f'{len(self._routes.nodes)} nodes'}"
         if ranks == 1:
             return f"{self._lossy.name} has no effect: there is only one data-parallel rank"
         return (
@@ -126,10 +126,15 @@ class _CompressedSum(WholeSum):
     """Within the node, then compressed between nodes, then back to the node."""
 
     def __init__(
-        self, group: dist.ProcessGroup, sums: GradientReducer, ways: Ways, leader: int, compressor: Compressor | None
+        self,
+        group: dist.ProcessGroup,
+        sums: GradientReducer,
+        routes: Routes,
+        leader: int,
+        compressor: Compressor | None,
     ) -> None:
         super().__init__(group)
-        self._sums, self._ways, self._leader, self._compressor = sums, ways, leader, compressor
+        self._sums, self._routes, self._leader, self._compressor = sums, routes, leader, compressor
 
     def all_reduce(self, gradients: Tensor) -> Finish:
         if self._sums.starts_whole:
@@ -149,9 +154,9 @@ class _CompressedSum(WholeSum):
 
     def _reduce_scatter(self, output: Tensor, gradients: Tensor, scale: float) -> None:
         mine = gradients.view(self._group.size(), -1)[self._group.rank()]
-        if self._ways.in_order:
+        if self._routes.in_order:
             self._sum_inside(gradients)
-            of_node = gradients.view(len(self._ways.nodes), -1)[self._ways.node]
+            of_node = gradients.view(len(self._routes.nodes), -1)[self._routes.node]
             if self._compressor is not None:
                 self._compressor.reduce_scatter(of_node, gradients, scale)
             self._share_inside(of_node)
@@ -161,12 +166,12 @@ class _CompressedSum(WholeSum):
             output.copy_(mine)
 
     def _sum_inside(self, gradients: Tensor) -> None:
-        if self._ways.inside is not None:
-            dist.all_reduce(gradients, group=self._ways.inside)
+        if self._routes.inside is not None:
+            dist.all_reduce(gradients, group=self._routes.inside)
 
     def _share_inside(self, gradients: Tensor) -> None:
-        if self._ways.inside is not None:
-            dist.broadcast(gradients, self._leader, group=self._ways.inside)
+        if self._routes.inside is not None:
+            dist.broadcast(gradients, self._leader, group=self._routes.inside)
 
 
 class _Worker:

@@ -25,7 +25,7 @@ def assemble(checked: CheckedJob, world: World, device: torch.device, resume: st
     refuse_machine(job, parts, Machine(identity, device))
     layout = layout_of(job, parts, identity.size)
     meshes = build_meshes(layout, device)
-    report = Report(identity, world.front)
+    report = Report(identity, world.channel)
     with hooks.phase("build", 0):
         model = TrainedModel(job, parts, meshes, identity.node, device, hooks)
     feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device, model.split)

@@ -11,7 +11,7 @@ from rich.console import Console as Terminal
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from hpctrain.contracts.identity import Identity
-from hpctrain.world.front import Front
+from hpctrain.world.launcher_channel import LauncherChannel
 
 _SECONDS_BETWEEN_LINES = 5.0
 """Where the output is no terminal."""
@@ -25,8 +25,8 @@ class Console:
     What can't be shown (the disk of a job's output is full, the terminal or whoever read it is gone) ends no training.
     """
 
-    def __init__(self, identity: Identity, front: Front) -> None:
-        self._speaks, self._live = identity.rank == 0, front.terminal
+    def __init__(self, identity: Identity, channel: LauncherChannel) -> None:
+        self._speaks, self._live = identity.rank == 0, channel.terminal
         self._terminal = Terminal(highlight=False, soft_wrap=True, force_terminal=self._live)
         self._bar: Progress | None = None
         self._last_line = -_SECONDS_BETWEEN_LINES

@@ -10,15 +10,15 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.logger import Logger
 from hpctrain.loop.console import Console
 from hpctrain.loop.records import Records
-from hpctrain.world.front import Front
+from hpctrain.world.launcher_channel import LauncherChannel
 
 
 class Report:
     """Speaks on rank 0, and is silent on the others."""
 
-    def __init__(self, identity: Identity, front: Front) -> None:
+    def __init__(self, identity: Identity, channel: LauncherChannel) -> None:
         self._speaks = identity.rank == 0
-        self._console = Console(identity, front)
+        self._console = Console(identity, channel)
         self._records: Records | None = None
 
     def open(self, output_dir: Path, loggers: Sequence[Logger], step: int) -> None:

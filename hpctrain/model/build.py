@@ -206,7 +206,7 @@ def refuse_embeddings(module: nn.Module, spec: ModelSpec, data_ranks: int) -> No
     if scaled and data_ranks > 1:
         raise UsageError(
             f"[model] {spec.name}: {', '.join(scaled)} with max_norm changes its weight in forward, each rank the rows of its own "
-            f"samples, and {data_ranks} data-parallel ranks would go apart; build it without, and scale what it gives",
+            f"samples, and {data_ranks} data-parallel ranks would diverge; build it without, and scale what it gives",
             everywhere=True,
         )
 

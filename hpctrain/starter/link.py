@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.errors import EnvironmentUnfitError
-from hpctrain.world.front import Front, on_terminal
+from hpctrain.world.launcher_channel import LauncherChannel, on_terminal
 
 _PIPE = "alive"
 _CODE = "exit-code"
@@ -63,7 +63,7 @@ class Link:
         os.close(self._pipe)
 
 
-def attach(directory: Path) -> Front:
+def attach(directory: Path) -> LauncherChannel:
     """A rank's side: the starter can signal it and shows its output, and it leaves with the starter.
 
     To be called before MPI starts, whose wait for the other ranks would outlast the starter.
@@ -85,7 +85,7 @@ def attach(directory: Path) -> Front:
         except OSError:
             return  # another rank was first, or the starter is gone
 
-    return Front((directory / _TERMINAL).exists(), report_exit, (directory / f"{os.getpid()}.ready").touch)
+    return LauncherChannel((directory / _TERMINAL).exists(), report_exit, (directory / f"{os.getpid()}.ready").touch)
 
 
 def _is_private(directory: Path) -> bool:

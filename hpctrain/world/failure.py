@@ -63,7 +63,7 @@ def leave(world: World, error: BaseException) -> NoReturn:
         else:
             print(describe(error, world.identity), file=sys.stderr, flush=True)
         _mark_printed(world)
-    world.front.report_exit(code)
+    world.channel.report_exit(code)
     everybody = _all_leave(world)
     if in_order and everybody:
         sys.exit(code)

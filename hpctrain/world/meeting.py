@@ -23,7 +23,7 @@ from hpctrain.store.client import GuardedStore
 from hpctrain.store.server import warn_of_stranger
 from hpctrain.torch_private import HashStore
 from hpctrain.version import __version__
-from hpctrain.world.front import Front
+from hpctrain.world.launcher_channel import LauncherChannel
 from hpctrain.world.meeting_place import meeting_place, not_met, open_or_join
 from hpctrain.world.objects import restrict_objects
 
@@ -45,7 +45,7 @@ class World:
 
     identity: Identity
     store: Store
-    front: Front
+    channel: LauncherChannel
     strangers: list[str] = field(default_factory=list)
     """Rank 0's sentences about refused connections."""
     close: Callable[[], None] = lambda: None
@@ -90,7 +90,7 @@ class World:
         return json.loads(self.store.get(key))
 
 
-def meet(identity: Identity, front: Front) -> World:
+def meet(identity: Identity, channel: LauncherChannel) -> World:
     """Find the other ranks."""
     strangers: list[str] = []
 
@@ -108,7 +108,7 @@ def meet(identity: Identity, front: Front) -> World:
     else:
         store = open_or_join(meeting_place(identity), identity, MEETING_TIMEOUT, tell)
     close = store.close if isinstance(store, GuardedStore) else lambda: None
-    return World(identity, PrefixStore("hpctrain", store), front, strangers, close)
+    return World(identity, PrefixStore("hpctrain", store), channel, strangers, close)
 
 
 def compare_ranks(world: World, plugins: list[str], error: HpctrainError | None) -> None:

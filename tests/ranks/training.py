@@ -21,7 +21,7 @@ from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.world.detection import detect
-from hpctrain.world.front import Front
+from hpctrain.world.launcher_channel import LauncherChannel
 from hpctrain.world.meeting import World
 
 TINY: dict[str, Any] = {
@@ -75,7 +75,7 @@ def session_of(tables: dict[str, Any], plugin: object = None) -> Iterator[Sessio
         checked.registry.manager.register(plugin)
     before = set(dist.distributed_c10d._world.pg_map)
     hooks = LifeCycle(checked.registry, detect(), checked.parts.hooks)
-    session = assemble(checked, World(detect(), HashStore(), Front()), torch.device("cpu"), "auto", hooks)
+    session = assemble(checked, World(detect(), HashStore(), LauncherChannel()), torch.device("cpu"), "auto", hooks)
     try:
         yield session
     finally:

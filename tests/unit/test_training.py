@@ -291,7 +291,7 @@ def test_embeddings_that_ranks_cannot_share_are_refused() -> None:
     spec, bounded = check(RawJob(tables, {}, "j"), None).parts.model, nn.Sequential(nn.Embedding(2, 1, max_norm=1.0))
     refuse_embeddings(bounded, spec, 1)
     with pytest.raises(
-        UsageError, match=r"0 with max_norm changes its weight in forward, .* 2 data-parallel ranks would go apart"
+        UsageError, match=r"0 with max_norm changes its weight in forward, .* 2 data-parallel ranks would diverge"
     ):
         refuse_embeddings(bounded, spec, 2)
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.world.detection import detect, fallback_notice, launched
-from hpctrain.world.front import on_terminal
+from hpctrain.world.launcher_channel import on_terminal
 from hpctrain.world.meeting import compare_ranks, threads_per_rank
 from hpctrain.world.meeting_place import MeetingPlace
 from hpctrain.world.slurm import first_host
@@ -97,15 +97,15 @@ def test_ranks_that_differ_are_named_with_their_nodes() -> None:
     from torch.distributed import HashStore
 
     from hpctrain.errors import EnvironmentUnfitError, UsageError
-    from hpctrain.world.front import Front
+    from hpctrain.world.launcher_channel import LauncherChannel
     from hpctrain.world.meeting import PeerError, World
 
     def verdicts(plugins: list[list[str]], errors: list[UsageError | None]) -> list[BaseException | None]:
         store, outcomes = HashStore(), [None] * len(plugins)
-        front = Front(terminal=False)
+        channel = LauncherChannel(terminal=False)
 
         def rank(number: int) -> None:
-            world = World(Identity(number, len(plugins), node=f"n{number}"), store, front)
+            world = World(Identity(number, len(plugins), node=f"n{number}"), store, channel)
             try:
                 compare_ranks(world, plugins[number], errors[number])
             except Exception as error:

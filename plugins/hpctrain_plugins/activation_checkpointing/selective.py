@@ -1,4 +1,4 @@
-"""`selective` keeps the outputs of dear operators (matrix products, attention) and computes the cheap ones again
+"""`selective` keeps the outputs of expensive operators (matrix products, attention) and computes the cheap ones again
 (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022)."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hpctrain.api import (
 )
 from hpctrain_plugins.activation_checkpointing.blocks import Buffers, blocks_of
 
-_DEAR = [
+_EXPENSIVE = [
     "mm",
     "addmm",
     "bmm",
@@ -40,7 +40,7 @@ _DEAR = [
 
 
 class SelectiveOptions(Options):
-    keep: list[str] = Field(default=_DEAR, description="operators (torch.ops.aten names) whose outputs are kept")
+    keep: list[str] = Field(default=_EXPENSIVE, description="operators (torch.ops.aten names) whose outputs are kept")
 
 
 class Selective(ActivationCheckpointing):

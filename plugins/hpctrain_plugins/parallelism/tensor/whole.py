@@ -1,4 +1,4 @@
-"""Looks once at the gradients of what every rank of the axis has whole: they must be alike, or the ranks go apart."""
+"""Looks once at the gradients of what every rank of the axis has whole: they must be alike, or the ranks diverge."""
 
 from __future__ import annotations
 

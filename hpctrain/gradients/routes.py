@@ -11,7 +11,7 @@ from hpctrain.exchange import gather_values
 
 
 @dataclass(frozen=True)
-class Ways:
+class Routes:
     """How what this rank's group sums goes through nodes.
 
     ranks: the group's world ranks, in its order. nodes: those of each node. node: the own one's index. inside: the ranks
@@ -38,8 +38,8 @@ class Ways:
         return flat == self.ranks and len({len(node) for node in self.nodes}) == 1
 
 
-def find_ways(group: dist.ProcessGroup, node: str, apart: bool) -> Ways | None:
-    """The ways of this rank's `group`, one of several of equal purpose; None where each lies on one node.
+def find_routes(group: dist.ProcessGroup, node: str, apart: bool) -> Routes | None:
+    """The routes of this rank's `group`, one of several of equal purpose; None where each lies on one node.
 
     Collective over the world. node: this rank's. apart: each rank counts as a node.
     """
@@ -54,7 +54,7 @@ def find_ways(group: dist.ProcessGroup, node: str, apart: bool) -> Ways | None:
     if all(len(_by_node(ranks, names)) == 1 for ranks in groups):
         return None
     made = [_make(ranks, _by_node(ranks, names), rank) for ranks in groups]  # new_group is for the whole world to call
-    return next(ways for ranks, ways in zip(groups, made, strict=True) if rank in ranks)
+    return next(routes for ranks, routes in zip(groups, made, strict=True) if rank in ranks)
 
 
 def _by_node(ranks: Sequence[int], names: Sequence[str]) -> list[list[int]]:
@@ -70,12 +70,12 @@ def _pattern(ranks: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(names[rank], len(numbers)) for rank in ranks)
 
 
-def _make(ranks: Sequence[int], nodes: list[list[int]], rank: int) -> Ways:
+def _make(ranks: Sequence[int], nodes: list[list[int]], rank: int) -> Routes:
     inside = [_new_group(node) if len(node) > 1 else None for node in nodes]
     turns = range(max(map(len, nodes)))
     between = [_new_group([node[turn % len(node)] for node in nodes]) for turn in turns]
     mine = next((i for i, node in enumerate(nodes) if rank in node), 0)
-    return Ways(list(ranks), nodes, mine, inside[mine], between)
+    return Routes(list(ranks), nodes, mine, inside[mine], between)
 
 
 def _new_group(ranks: list[int]) -> dist.ProcessGroup | None:

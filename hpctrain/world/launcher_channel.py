@@ -25,7 +25,7 @@ def on_terminal() -> bool:
 
 
 @dataclass(frozen=True)
-class Front:
+class LauncherChannel:
     """Whether a terminal shows the output, and the receiver of the exit code. The defaults are this process's own output, and
     no receiver.
 
