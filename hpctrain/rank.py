@@ -20,6 +20,8 @@ from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import EXIT_STOPPED, HpctrainError, UsageError, escaped, reason
 from hpctrain.files import make_directory, open_to_change
+from hpctrain.foreign.calling import refuse_model_error
+from hpctrain.foreign.model import CALLS
 from hpctrain.job.output_lock import OutputLock
 from hpctrain.job.reading import RawJob
 from hpctrain.job.tables import Job
@@ -109,6 +111,7 @@ def _run_in(
             with suppress(HpctrainError):  # it is in the log, and what failed first is to be told
                 hooks.call("hpctrain_exception", exception=error, identity=identity)
             refuse_plugin_error(error, checked.registry, identity)
+            refuse_model_error(error, CALLS)
             raise
         finally:
             hooks.close()

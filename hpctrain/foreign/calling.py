@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType
+
+import torch
 
 from hpctrain.errors import HpctrainError, TrainingError, UsageError
+
+LOG = logging.getLogger("hpctrain")
 
 _HERE = str(Path(__file__).parent.parent)
 _LIBRARIES = tuple(
     path + os.sep for path in {_HERE, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
 )
+
+_COMMUNICATION = (os.path.join("torch", "distributed"), os.path.join("hpctrain", "mpi"))
+"""An error of another rank is none of the model's."""
 
 
 @contextmanager
@@ -34,6 +43,43 @@ def users_code(what: str) -> Iterator[None]:
         if frames:
             raise TrainingError(f"{said}\n{''.join(traceback.format_list(frames))}".rstrip()) from error
         raise UsageError(f"{said}; check what is called and its arguments, the other keys of the table") from error
+
+
+def refuse_model_error(error: BaseException, calls: Mapping[CodeType, str]) -> None:
+    """Raises TrainingError for what a model or a loss of the user's own raised on a batch; every other error is left as it is.
+
+    calls: methods of a model plugin that take a `batch` and call the user's code, with what the sentence calls them. It is told
+    so late because an axis may have a better explanation of what its first micro batch raises.
+    """
+    if isinstance(error, HpctrainError):
+        return
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code not in calls:
+        trace = trace.tb_next
+    if trace is None:
+        return
+    frames = traceback.extract_tb(trace)[1:]
+    if any(part in frame.filename for frame in frames for part in _COMMUNICATION):
+        return
+    called = trace.tb_frame.f_locals
+    what = f"[model] name = {called['self'].name!r}: its {calls[trace.tb_frame.f_code]}"
+    said = f"{what} raised {type(error).__name__}" + (f": {error}" if str(error) else "")
+    users = "".join(traceback.format_list([frame for frame in frames if _is_users(frame.filename)]))
+    LOG.info("%s failed", what, exc_info=error)
+    raise TrainingError(f"{said}, on a batch of {_shapes(called.get('batch'))}\n{users}".rstrip()) from error
+
+
+def _shapes(batch: object) -> str:
+    """input (2, 4) float32, labels (2) int64."""
+    named = (
+        batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (list, tuple)) else ()
+    )
+    told = [
+        f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        for name, value in named
+        if isinstance(value, torch.Tensor)
+    ]
+    return ", ".join(told) or type(batch).__name__
 
 
 def _is_users(file: str) -> bool:

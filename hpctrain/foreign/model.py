@@ -137,3 +137,7 @@ def _resolve_loss(reference: str) -> Callable[..., Any]:
     except ValueError:
         pass  # a builtin without a signature: the call itself will tell
     return loss
+
+
+CALLS = {ForeignModel.forward.__code__: "forward", ForeignModel.loss.__code__: "loss"}
+"""Where the user's module and loss are called, for `refuse_model_error`."""

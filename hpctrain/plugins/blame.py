@@ -29,7 +29,7 @@ def refuse_plugin_error(error: BaseException | None, registry: Registry, identit
     while error is not None and not isinstance(error, HpctrainError):
         call = _call_of(error, registry)
         if call is not None and not call[0].module.startswith("hpctrain_plugins."):
-            LOG.error("a plugin failed", exc_info=error)
+            LOG.info("a plugin failed", exc_info=error)
             here = f", on rank {identity.rank} on {identity.node}" if identity.size > 1 else ""
             frames = "".join(traceback.format_tb(call[1])).rstrip()
             raise TrainingError(f"{raised_in(error, registry)}{here}\n{frames}") from error

@@ -68,7 +68,7 @@ class LifeCycle:
         except HpctrainError:
             raise
         except Exception as error:
-            LOG.error("a plugin failed in %s", hook, exc_info=True)
+            LOG.info("a plugin failed in %s", hook, exc_info=True)
             frames, who = self._where(caller, error.__traceback__)
             said = f"{who} raised {type(error).__name__}" + (f": {error}" if str(error) else "")
             raise TrainingError(f"{said} in {hook}{self._here}\n{frames}".rstrip()) from error

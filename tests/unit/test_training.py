@@ -404,3 +404,38 @@ def test_a_program_that_has_set_up_torch_distributed_itself() -> None:
         assert dist.is_initialized()  # it is the program's
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "sentence", "frames"),
+    [
+        ("build", "torch.nn.functional:cross_entropy", "its forward raised RuntimeError: Expected 3D", []),
+        ("own", "torch.nn.functional:cross_entropy", "its forward raised RuntimeError: mat1 and mat2", ["forward", "helper"]),
+        ("fits", "fails_on_batches:loss", "its loss raised KeyError: 'no such class'", ["loss"]),
+    ],
+)  # fmt: skip
+def test_what_a_model_of_ones_own_raises_on_a_batch(model: str, loss: str, sentence: str, frames: list[str]) -> None:
+    Path("fails_on_batches.py").write_text(
+        "import torch\n"
+        "def build(): return torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten())\n"
+        "def fits(): return torch.nn.Linear(4, 2)\n"
+        "def helper(layer, x): return layer(x[:, :3])\n"
+        "class Own(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return helper(super().forward, x)\n"
+        "def own(): return Own(4, 2)\n"
+        "def loss(outputs, target): raise KeyError('no such class')\n"
+        "def data(split='train'): return [(torch.zeros(4), torch.tensor(1))] * 40 if split == 'train' else None\n"
+    )
+    tables = {
+        "job": {"name": "fails", "steps": 2, "output_dir": "out"}, "model": {"name": f"fails_on_batches:{model}", "loss": loss},
+        "dataset": {"name": "fails_on_batches:data"}, "optimizer": {"name": "sgd", "lr": 0.1},
+        "batch": {"global_size": 4, "micro_size": 2},
+    }  # fmt: skip
+    with pytest.raises(TrainingError) as found:
+        hpctrain.run(tables)
+    first, *rest = str(found.value).splitlines()
+    assert first.startswith(f"[model] name = 'fails_on_batches:{model}': {sentence}")
+    assert first.endswith("on a batch of 0 (2, 4) float32, 1 (2,) int64")
+    assert [line.split(", in ")[1] for line in rest if ", in " in line] == frames
+    assert "Traceback" in Path("out/log/rank-00000.log").read_text()
