@@ -77,7 +77,7 @@ from hpctrain.torch_private import (
     storage_record,
     version_of,
 )
-from hpctrain.world.meeting import gloo_backend, mpi_backend
+from hpctrain.world.meeting import gloo_backend, gloo_transport, mpi_backend
 
 __all__ = [
     "API_VERSION",
@@ -168,6 +168,7 @@ __all__ = [
     "gather_outcomes",
     "gather_values",
     "gloo_backend",
+    "gloo_transport",
     "hookimpl",
     "is_accelerator",
     "is_mutable",

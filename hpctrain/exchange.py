@@ -191,6 +191,12 @@ def _fields(error: Exception) -> dict[str, Any]:
 
 
 def _error(fields: dict[str, Any]) -> Exception:
+    error = _rebuilt(fields)
+    error.is_of_another_rank = True  # type: ignore[attr-defined]  # which knows more of it, and is to tell it
+    return error
+
+
+def _rebuilt(fields: dict[str, Any]) -> Exception:
     kind, message = fields["kind"], fields["message"]
     if "errno" in fields:
         return OSError(fields["errno"], fields["strerror"], fields["filename"])

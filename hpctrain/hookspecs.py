@@ -44,7 +44,7 @@ class RegistrationHooks:
 
     @hookspec
     def hpctrain_sharding(self) -> list[type[Sharding]]:
-        """ZeRO stages."""
+        """Sharding strategies."""
 
     @hookspec
     def hpctrain_precision(self) -> list[type[Precision]]:

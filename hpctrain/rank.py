@@ -20,7 +20,7 @@ from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import EXIT_STOPPED, HpctrainError, UsageError, escaped, reason
 from hpctrain.files import make_directory, open_to_change
-from hpctrain.foreign.calling import refuse_model_error
+from hpctrain.foreign.calling import retell_model_error
 from hpctrain.foreign.model import CALLS
 from hpctrain.job.output_lock import OutputLock
 from hpctrain.job.reading import RawJob
@@ -29,7 +29,7 @@ from hpctrain.loop.assembly import assemble
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
-from hpctrain.plugins.blame import refuse_plugin_error
+from hpctrain.plugins.blame import retell_plugin_error
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.torch_private import clear_sharding_cache
 from hpctrain.world.detection import detect, fallback_notice
@@ -96,26 +96,34 @@ def _run_in(
     with _logged_to_file(checked.job.output_dir, identity):
         for sentence in world.strangers:  # before there was a log
             LOG.info("%s", sentence)
+        return _train(world, checked, resume, stop, begin)
+
+
+def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, begin: float) -> dict[str, Any]:
+    """Build the model and train it; what a plugin or a model of the user's own raises is retold in a sentence."""
+    identity, hooks = world.identity, None
+    try:
         checked = _with_communicator(checked, identity)
         device = start_communication(world, checked.parts.communicator, checked.job.communicator.timeout_seconds)
         hooks = LifeCycle(checked.registry, identity, checked.parts.hooks)
+        session = assemble(checked, world, device, resume, hooks)
         try:
-            session = assemble(checked, world, device, resume, hooks)
-            try:
-                result = train(session, stop)
-            finally:
-                session.close()
-                if checked.job.compile.enabled:
-                    torch.compiler.reset()  # else this job's shapes and the next one's are compiled as one
-        except Exception as error:
+            result = train(session, stop)
+        finally:
+            session.close()
+            if checked.job.compile.enabled:
+                torch.compiler.reset()  # else this job's shapes and the next one's are compiled as one
+    except Exception as error:
+        if hooks is not None:
             with suppress(HpctrainError):  # it is in the log, and what failed first is to be told
                 hooks.call("hpctrain_exception", exception=error, identity=identity)
-            refuse_plugin_error(error, checked.registry, identity)
-            refuse_model_error(error, CALLS)
-            raise
-        finally:
+        retell_plugin_error(error, checked.registry, identity)
+        retell_model_error(error, CALLS)
+        raise
+    finally:
+        if hooks is not None:
             hooks.close()
-        _say_goodbye(session, result, time.monotonic() - begin)
+    _say_goodbye(session, result, time.monotonic() - begin)
     return result
 
 

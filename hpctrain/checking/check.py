@@ -22,7 +22,7 @@ from hpctrain.job.problems import JobError, PlacedProblem, problems_of, validate
 from hpctrain.job.reading import Key, RawJob, dotted
 from hpctrain.job.tables import Job, ParameterGroup
 from hpctrain.mesh import Layout, layout_of
-from hpctrain.plugins.blame import raised_in
+from hpctrain.plugins.blame import raised_in, retell_plugin_error
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.slots import SLOTS, TABLES, Slot, table_class
 
@@ -53,10 +53,17 @@ def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJo
         raise JobError(raw, problems)
     parts = Parts(**made, **_installed(registry))
     outline = build_outline(parts.model, problems, tries)
-    if tries:
-        try_optimizer(parts.optimizer, problems)
-    plan = plan_of(job, parts, outline, _layout(job, parts, world_size, problems))
-    problems += [*combination_problems(job, parts, plan), *plugin_problems(job, parts, plan, registry)]
+    try:
+        plan = plan_of(job, parts, outline, _layout(job, parts, world_size, problems))
+        problems += combination_problems(job, parts, plan)
+    except HpctrainError:
+        raise
+    except Exception as error:  # of a plugin's traits, or of how it cuts the ranks
+        retell_plugin_error(error, registry)
+        raise
+    problems += plugin_problems(job, parts, plan, registry)
+    if tries and not any(problem.key[0] == "optimizer" for problem in problems):
+        try_optimizer(parts.optimizer, problems, registry)
     if problems:
         raise JobError(raw, problems)
     return CheckedJob(job, parts, registry, raw, plan)
@@ -169,27 +176,24 @@ class _Maker:
         if validated is None:
             return None
         try:
-            chosen = self._chosen(cls, validated, key)
-            return None if chosen is None else cls(validated, chosen) if cls.chooses else cls(validated)
-        except HpctrainError as error:  # it lacks something on this machine
+            return self.registry.make(cls, validated) if self._are_known(cls, validated, key) else None
+        except HpctrainError as error:
             self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)} = {name!r}: {error}", error.exit_code))
         except Exception as error:  # a third party's code: its failure is told with its name
             why = raised_in(error, self.registry)
             self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)} = {name!r}: {why}", EXIT_TRAINING))
         return None
 
-    def _chosen(self, cls: Any, options: BaseModel, key: Key) -> dict[str, Any] | None:
-        """The plugins that options name; None where one is unknown."""
-        chosen = {}
+    def _are_known(self, cls: Any, options: BaseModel, key: Key) -> bool:
+        """Whether the plugins that options name are there."""
         for option, slot in cls.chooses.items():
             try:
-                found = self.registry.find(slot, getattr(options, option)).cls
+                self.registry.find(slot, getattr(options, option))
             except HpctrainError as error:
                 place = (*key, option)
                 self.problems.append(PlacedProblem(place, f"{dotted(place)}: {error}", error.exit_code))
-                return None
-            chosen[option] = found(found.Options())
-        return chosen
+                return False
+        return True
 
     def _owners(self, slot: Slot, option: str) -> str | None:
         """Which other plugins of the slot have the option, as a hint."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.contracts.plan import Machine, Plan
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.errors import EXIT_TRAINING, EnvironmentUnfitError, UsageError
+from hpctrain.errors import EXIT_TRAINING, EnvironmentUnfitError, HpctrainError
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.reading import Key, dotted
 from hpctrain.job.tables import Job
-from hpctrain.plugins.blame import raised_in
+from hpctrain.plugins.blame import raised_in, retell_plugin_error
 from hpctrain.plugins.registry import Registry
 from hpctrain.plugins.slots import TABLES
 
@@ -30,7 +31,7 @@ class Choice:
 
 
 def choices(job: Job, parts: Parts) -> list[Choice]:
-    """Every plugin of the job, in the order of the slots."""
+    """Every plugin of the job, in the order of the slots; those that another one's options choose follow it."""
     found: list[Choice] = []
     for slot in TABLES:
         if slot.name == "parallelism":
@@ -45,7 +46,12 @@ def choices(job: Job, parts: Parts) -> list[Choice]:
             plugin: Plugin = getattr(parts, slot.name)
             assert slot.key is not None
             found.append(Choice((slot.name, slot.key), plugin, repr(plugin.name)))
-    return found
+    return [one for choice in found for one in (choice, *_inner(choice))]
+
+
+def _inner(choice: Choice) -> list[Choice]:
+    table = choice.key if not choice.value else choice.key[:-1]
+    return [Choice((*table, option), inner, repr(inner.name)) for option, inner in choice.plugin.chosen.items()]
 
 
 def plugin_problems(job: Job, parts: Parts, plan: Plan, registry: Registry) -> list[PlacedProblem]:
@@ -56,26 +62,33 @@ def plugin_problems(job: Job, parts: Parts, plan: Plan, registry: Registry) -> l
 def _problems_of(choice: Choice, plan: Plan, registry: Registry) -> list[PlacedProblem]:
     try:
         found = choice.plugin.problems(plan)
-    except UsageError as error:
-        return [PlacedProblem(choice.key, str(error))]
+    except HpctrainError as error:
+        return [PlacedProblem(choice.key, str(error), error.exit_code)]
     except Exception as error:  # a third party's code: its failure is told with its name
         return [PlacedProblem(choice.key, f"{choice}: {raised_in(error, registry)}", EXIT_TRAINING)]
     placed = []
     for problem in found:
         key: Key = tuple(problem.key.split(".")) if problem.key else choice.key
-        what = f"{dotted(key)}: " if problem.key else f"{choice}: "
+        what = "" if problem.is_sentence else f"{dotted(key)}: " if problem.key else f"{choice}: "
         placed.append(PlacedProblem(key, what + problem.why, problem.exit_code))
     return placed
 
 
-def lacking(job: Job, parts: Parts, machine: Machine) -> list[str]:
-    """What the plugins of the job lack on `machine`, in sentences."""
-    asked = [(choice, choice.plugin.missing(machine)) for choice in choices(job, parts)]
-    return [f"{choice}: {why}" for choice, why in asked if why is not None]
+def lacking(asked: Sequence[Choice], machine: Machine, registry: Registry) -> list[str]:
+    """What plugins lack on `machine`, in sentences. Raises TrainingError with the name of a plugin that raises."""
+    try:
+        found = [(choice, choice.plugin.missing(machine)) for choice in asked]
+    except HpctrainError:
+        raise
+    except Exception as error:
+        retell_plugin_error(error, registry)
+        raise
+    return [f"{choice}: {why}" for choice, why in found if why is not None]
 
 
-def refuse_machine(job: Job, parts: Parts, machine: Machine) -> None:
-    """Raises EnvironmentUnfitError for what the plugins of the job lack on `machine`."""
-    sentences = lacking(job, parts, machine)
+def refuse_machine(job: Job, parts: Parts, machine: Machine, registry: Registry) -> None:
+    """Raises EnvironmentUnfitError for what the plugins of the job lack on `machine`; the communicator has been asked before."""
+    asked = [choice for choice in choices(job, parts) if choice.plugin is not parts.communicator]
+    sentences = lacking(asked, machine, registry)
     if sentences:
         raise EnvironmentUnfitError("\n".join(sentences))

@@ -20,10 +20,11 @@ def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProbl
     """What the core has against the job. With a layout in `plan` that includes the layout and the batch."""
     return [
         *_evaluation_problems(job),
+        *_hook_problems(job),
         *_model_problems(job, parts, plan.outline),
         *_axis_problems(job, parts),
         *_token_problems(job, parts),
-        *_replicate_problems(job, plan),
+        *_replicate_problems(job, parts, plan),
         *_batch_problems(job, plan),
     ]
 
@@ -33,6 +34,14 @@ def _evaluation_problems(job: Job) -> list[PlacedProblem]:
         return []
     why = "[checkpoint] keep_best: it goes by the evaluation loss; expected [evaluation] every_steps, found none"
     return [PlacedProblem(("checkpoint", "keep_best"), why)]
+
+
+def _hook_problems(job: Job) -> list[PlacedProblem]:
+    names = [table.name for table in job.hook]
+    twice = [i for i, name in enumerate(names) if name in names[:i]]
+    return [
+        PlacedProblem(("hook", i, "name"), f"[[hook]] name = {names[i]!r} is there twice; expected once") for i in twice
+    ]
 
 
 def _model_problems(job: Job, parts: Parts, module: nn.Module | None) -> list[PlacedProblem]:
@@ -67,13 +76,16 @@ def _axis_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
     return [*problems, *_head_problems(job, parts)]
 
 
-def _replicate_problems(job: Job, plan: Plan) -> list[PlacedProblem]:
+def _replicate_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:
     replicate = job.parallelism.get("replicate")
-    if replicate is None or plan.axes is None or replicate.size in (1, plan.axes.get("dp_replicate")):
+    ranks = plan.data_ranks
+    if replicate is None or ranks is None or replicate.size in (1, ranks):
+        return []
+    if parts.sharding.axes(ranks, replicate.size) != parts.sharding.axes(ranks, 1):
         return []
     why = (
         f"[parallelism] replicate: found {replicate.size}, but with [sharding] {' = '.join(job.sharding.choice)} all "
-        f"{plan.data_ranks} data-parallel ranks hold the same; leave it out, or take a strategy that shards"
+        f"{ranks} data-parallel ranks hold the same; leave it out, or take a strategy that shards"
     )
     return [PlacedProblem(("parallelism", "replicate"), why)]
 

@@ -22,6 +22,7 @@ def plan_of(job: Job, parts: Parts, outline: nn.Module | None, layout: Layout | 
         activation_checkpointing=parts.activation_checkpointing,
         axes=None if layout is None else layout.axes,
         model_axes=None if layout is None else layout.model_axes,
+        data_axes=() if layout is None else layout.data_axes,
         data_ranks=None if layout is None else layout.data_ranks,
         micro_batches=None if layout is None else _micro_batches(job, layout),
     )

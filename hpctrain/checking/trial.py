@@ -13,16 +13,18 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from hpctrain.checking.choices import lacking
+from hpctrain.checking.choices import choices, lacking
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.plan import Machine, Plan
 from hpctrain.devices import device_of_rank
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import EXIT_TRAINING, HpctrainError
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.tables import Job
+from hpctrain.plugins.blame import raised_in
+from hpctrain.plugins.registry import Registry
 
 BUILDING_SECONDS = 20.0
 """How long a model of the user's own may take. One with values can be as large as the job's nodes."""
@@ -50,19 +52,25 @@ def build_outline(spec: ModelSpec, problems: list[PlacedProblem], tries: bool) -
     return None
 
 
-def try_optimizer(optimizer: Optimizer, problems: list[PlacedProblem]) -> None:
+def try_optimizer(optimizer: Optimizer, problems: list[PlacedProblem], registry: Registry) -> None:
     """Build an optimizer of one parameter."""
     try:
         optimizer.build([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
     except HpctrainError as error:
         if isinstance(error.__cause__, (TypeError, ValueError, type(None))):  # else it may want a GPU
             problems.append(PlacedProblem(("optimizer", "name"), str(error), error.exit_code))
+    except Exception as error:  # a third party's code: its failure is told with its name
+        why = f"[optimizer] name = {optimizer.name!r}: {raised_in(error, registry)}"
+        problems.append(PlacedProblem(("optimizer", "name"), why, EXIT_TRAINING))
 
 
-def notes(job: Job, parts: Parts, plan: Plan, ranks: int | None) -> list[str]:
+def notes(job: Job, parts: Parts, plan: Plan, registry: Registry, ranks: int | None) -> list[str]:
     """What is no mistake in the job, in sentences: what this machine lacks, and what was not looked at."""
     machine = Machine(Identity(source="mpi" if ranks is not None and ranks > 1 else "alone"), device_of_rank(0))
-    said = [f"hpctrain run would refuse this machine: {sentence}" for sentence in lacking(job, parts, machine)]
+    said = [
+        f"hpctrain run would refuse this machine: {sentence}"
+        for sentence in lacking(choices(job, parts), machine, registry)
+    ]
     if plan.outline is None:
         said.append(
             f"[model] name = {parts.model.name!r} was not built within {BUILDING_SECONDS:g} s: its modules are not checked"

@@ -41,7 +41,7 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
             ) from None
     data = open_data(checked.job, checked.parts)
     refuse_other_job(checked.job.output_dir / FILE_NAME, resolved_tables(checked))
-    for note in notes(checked.job, checked.parts, checked.plan, ranks):
+    for note in notes(checked.job, checked.parts, checked.plan, checked.registry, ranks):
         click.echo(f"{job}: note: {note}", err=True)
     click.echo(
         f"{job}: ok, {data.steps} steps, {len(data.training):,} training samples"

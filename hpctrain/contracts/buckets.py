@@ -39,7 +39,7 @@ class Span:
 class GradientBucket:
     """What lies in a flat bucket of gradients, equal on all ranks that sum it. Elements of no span are zeros.
 
-    `spans` is empty where the sharding stage does not tell (`Sharding.tells_spans`).
+    `spans` is empty where the sharding strategy does not tell (`Sharding.tells_spans`).
     """
 
     spans: list[Span]
@@ -62,7 +62,7 @@ class BucketSum(Protocol):
 
 
 class GradientSums(Protocol):
-    """Where a sharding stage gets its sums from: they are compressed as the job says."""
+    """Where a sharding strategy gets its sums from: they are compressed as the job says."""
 
     def bucket(self, content: GradientBucket, axis: str) -> BucketSum:
         """What sums such a bucket over `axis`; the same buckets in the same order on all its ranks."""

@@ -16,7 +16,10 @@ class Hook(Plugin):
 
     @abstractmethod
     def start(self) -> object:
-        """The object of one run, whose methods marked with `hookimpl` are the life-cycle hooks; called on every rank."""
+        """The object of one run, whose methods marked with `hookimpl` are the life-cycle hooks.
+
+        Called on every rank; all must return the same hooks, since some of them communicate.
+        """
 
 
 @dataclass

@@ -24,7 +24,7 @@ class AxisTraits:
     """Its short form in the field: "tp", "pp", "cp"."""
 
     order: int
-    """Its place in the mesh, outermost first. pp is 10, dp_replicate 20, dp_shard 30, cp 40, tp 50."""
+    """Its place in the mesh, outermost first. pp is 10, the data axes 20, 21, ..., cp 40, tp 50."""
 
     ranks_have: Literal["the same samples", "parts of samples", "other parameters"]
     """What each rank of the axis has of a micro batch and of the model.

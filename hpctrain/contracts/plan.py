@@ -14,7 +14,7 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.parallelism import AxisTraits, Parallelism
 from hpctrain.contracts.sharding import Sharding
-from hpctrain.errors import EXIT_USAGE
+from hpctrain.errors import EXIT_USAGE, HpctrainError
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,13 @@ class Problem:
     why: str
     key: str = ""
     exit_code: int = EXIT_USAGE
+    is_sentence: bool = False
+    """Whether `why` is a whole sentence with the key in it."""
+
+    @staticmethod
+    def of(error: HpctrainError) -> Problem:
+        """What an error says."""
+        return Problem(str(error), exit_code=error.exit_code, is_sentence=True)
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,9 @@ class Plan:
 
     model_axes: Mapping[str, int] | None = None
     """As the sharding strategy sees it: axes that cut samples are part of a data axis."""
+
+    data_axes: tuple[str, ...] = ()
+    """Those of the mesh axes that the sharding strategy cuts the data ranks into."""
 
     data_ranks: int | None = None
     """Ranks that see different samples; None where the number of ranks is not known."""

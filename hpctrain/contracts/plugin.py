@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABCMeta
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
@@ -53,9 +54,9 @@ class Plugin(metaclass=_Frozen):
     The constructor of such a plugin takes `chosen` besides: the plugins by the options.
     """
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: Any, chosen: Mapping[str, Plugin] = MappingProxyType({})) -> None:
         """Keep the validated options (an instance of `Options`); must not communicate or build anything large."""
-        self.options = options
+        self.options, self.chosen = options, chosen
 
     def problems(self, plan: Plan) -> list[Problem]:
         """What in the job doesn't go with this plugin. Asked once for each job, before anything is built.

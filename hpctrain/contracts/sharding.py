@@ -89,7 +89,7 @@ class ShardedModel(ABC):
     def consolidate(self) -> None:
         """An evaluation or a save follows: the pieces and the optimizer's state become what one model has. Collective.
 
-        Training goes on from there, and so does a resume: both are the same run.
+        Training goes on from there, and so does a resume: both are the same run. No `refresh` follows.
         """
         return
 
@@ -104,5 +104,8 @@ class ShardedModel(ABC):
     def optimizer(
         self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
-        """The optimizer over `groups` (parameter groups over the tensors of `pieces`), made with `build`."""
+        """The optimizer over `groups` (parameter groups over the tensors of `pieces`), made with `build`.
+
+        Called again where a run begins anew or resumes before its first step: the last one trains.
+        """
         return build(groups)

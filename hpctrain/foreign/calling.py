@@ -14,6 +14,7 @@ from types import CodeType
 import torch
 
 from hpctrain.errors import HpctrainError, TrainingError, UsageError
+from hpctrain.plugins.blame import is_communication
 
 LOG = logging.getLogger("hpctrain")
 
@@ -21,9 +22,6 @@ _HERE = str(Path(__file__).parent.parent)
 _LIBRARIES = tuple(
     path + os.sep for path in {_HERE, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
 )
-
-_COMMUNICATION = (os.path.join("torch", "distributed"), os.path.join("hpctrain", "mpi"))
-"""An error of another rank is none of the model's."""
 
 
 @contextmanager
@@ -45,7 +43,7 @@ def users_code(what: str) -> Iterator[None]:
         raise UsageError(f"{said}; check what is called and its arguments, the other keys of the table") from error
 
 
-def refuse_model_error(error: BaseException, calls: Mapping[CodeType, str]) -> None:
+def retell_model_error(error: BaseException, calls: Mapping[CodeType, str]) -> None:
     """Raises TrainingError for what a model or a loss of the user's own raised on a batch; every other error is left as it is.
 
     calls: methods of a model plugin that take a `batch` and call the user's code, with what the sentence calls them. It is told
@@ -59,7 +57,7 @@ def refuse_model_error(error: BaseException, calls: Mapping[CodeType, str]) -> N
     if trace is None:
         return
     frames = traceback.extract_tb(trace)[1:]
-    if any(part in frame.filename for frame in frames for part in _COMMUNICATION):
+    if is_communication(trace):
         return
     called = trace.tb_frame.f_locals
     what = f"[model] name = {called['self'].name!r}: its {calls[trace.tb_frame.f_code]}"

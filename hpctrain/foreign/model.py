@@ -140,4 +140,4 @@ def _resolve_loss(reference: str) -> Callable[..., Any]:
 
 
 CALLS = {ForeignModel.forward.__code__: "forward", ForeignModel.loss.__code__: "loss"}
-"""Where the user's module and loss are called, for `refuse_model_error`."""
+"""Where the user's module and loss are called, for `retell_model_error`."""

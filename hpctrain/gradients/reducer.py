@@ -1,4 +1,4 @@
-"""The sums of gradient buckets that a sharding stage asks for (contracts/buckets.py), compressed as the job says."""
+"""The sums of gradient buckets that a sharding strategy asks for (contracts/buckets.py), compressed as the job says."""
 
 from __future__ import annotations
 

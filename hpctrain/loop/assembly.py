@@ -22,7 +22,7 @@ from hpctrain.world.meeting import World, threads_per_rank
 def assemble(checked: CheckedJob, world: World, device: torch.device, resume: str, hooks: LifeCycle) -> Session:
     """Everything that the loop needs; collective. `resume` is "auto", "never" or a path."""
     job, parts, identity = checked.job, checked.parts, world.identity
-    refuse_machine(job, parts, Machine(identity, device))
+    refuse_machine(job, parts, Machine(identity, device), checked.registry)
     layout = layout_of(job, parts, identity.size)
     meshes = build_meshes(layout, device)
     report = Report(identity, world.channel)

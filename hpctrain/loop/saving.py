@@ -166,7 +166,7 @@ class Saving:
         model.consolidate()
         optimizer = model.optimizer
         if not model.optimizer_begun:  # all steps were left out; a resume looks for its tensors, and takes none
-            optimizer = model.new_optimizer()
+            optimizer = model.spare_optimizer()
             create_state(optimizer)
         state = State(self._pieces(optimizer), self._values(optimizer))
         if self._job.checkpoint.asynchronous and not final:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,9 +82,15 @@ class TrainedModel:
         return batch
 
     def new_optimizer(self) -> torch.optim.Optimizer:
-        """One without state."""
-        groups = parameter_groups(self.pieces, self._trained, self._parts.optimizer_groups)
-        return self.sharded.optimizer(groups, self._parts.optimizer.build)
+        """One without state, in place of the one before."""
+        return self.sharded.optimizer(self._groups(), self._parts.optimizer.build)
+
+    def spare_optimizer(self) -> torch.optim.Optimizer:
+        """One beside the one that trains."""
+        return self._parts.optimizer.build(self._groups())
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return parameter_groups(self.pieces, self._trained, self._parts.optimizer_groups)
 
     def refuse_optimizer(self) -> None:
         """UsageError for an optimizer that can't update the part of a parameter that a rank holds; collective."""

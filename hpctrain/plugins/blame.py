@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 import logging
+import os
 import traceback
 from types import TracebackType
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import HpctrainError, TrainingError
+from hpctrain.mpi.errors import CommunicationError
 from hpctrain.plugins.discovery import Source
 from hpctrain.plugins.registry import Registry
 
 LOG = logging.getLogger("hpctrain")
 
 
+_COMMUNICATION = (os.path.join("torch", "distributed"), os.path.join("hpctrain", "mpi"))
+
+
+def is_communication(trace: TracebackType | None) -> bool:
+    """Whether communication raised it: the cause may be another rank."""
+    last = traceback.extract_tb(trace)
+    return any(part in frame.filename for frame in last[-3:] for part in _COMMUNICATION)
+
+
 def raised_in(error: BaseException, registry: Registry) -> str:
-    """A sentence that says what was raised, by which plugin, and in which of its methods."""
+    """What was raised, by which plugin, and in which of its methods, with the frames from there on."""
     said = f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
     call = _call_of(error, registry)
-    return f"the plugin {said}" if call is None else f"the plugin {call[0]} {said} in {_method(call[1])}"
+    if call is None:
+        return f"the plugin {said}"
+    frames = "".join(traceback.format_tb(call[1])).rstrip()
+    return f"the plugin {call[0]} {said} in {_method(call[1])}\n{frames}"
 
 
-def refuse_plugin_error(error: BaseException | None, registry: Registry, identity: Identity) -> None:
+def retell_plugin_error(error: BaseException | None, registry: Registry, identity: Identity | None = None) -> None:
     """Raises TrainingError with the name of the plugin that raised `error`, and its frames; the log gets the whole traceback.
 
-    Errors that are sentences already, and those that no third party's plugin raised, are left as they are.
+    Errors that are sentences already, those of communication, and those that no third party's plugin raised, are left as they are.
     """
-    while error is not None and not isinstance(error, HpctrainError):
+    while error is not None and not isinstance(error, (HpctrainError, CommunicationError)):
         call = _call_of(error, registry)
-        if call is not None and not call[0].module.startswith("hpctrain_plugins."):
+        if call is not None and not call[0].module.startswith("hpctrain_plugins.") and not is_communication(call[1]):
             LOG.info("a plugin failed", exc_info=error)
-            here = f", on rank {identity.rank} on {identity.node}" if identity.size > 1 else ""
-            frames = "".join(traceback.format_tb(call[1])).rstrip()
-            raise TrainingError(f"{raised_in(error, registry)}{here}\n{frames}") from error
+            here = f"on rank {identity.rank} on {identity.node}: " if identity is not None and identity.size > 1 else ""
+            raise TrainingError(here + raised_in(error, registry)) from error
         error = error.__cause__
 
 

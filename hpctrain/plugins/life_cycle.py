@@ -43,7 +43,8 @@ class LifeCycle:
         except HpctrainError:
             raise
         except Exception as error:
-            raise TrainingError(f"{raised_in(error, registry)}{self._here}") from error
+            LOG.info("a plugin failed", exc_info=error)
+            raise TrainingError(raised_in(error, registry)) from error
         fault = hook_fault(self._manager, started)
         if fault is not None:
             raise UsageError(f"[[hook]] name = {hook.name!r}: {fault}")

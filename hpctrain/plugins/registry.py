@@ -45,10 +45,20 @@ class Registry:
         for (kind, _), entry in sorted(self.entries.items(), key=lambda one: one[0]):
             if kind == slot:
                 try:
-                    plugins.append(entry.cls(entry.cls.Options()))
+                    plugins.append(self.make(entry.cls, entry.cls.Options()))
                 except ValidationError:
                     continue  # it has options without defaults: only a job that names it can use it
+                except Exception as error:  # a third party's code
+                    self.faults.append(
+                        Fault(entry.source, "broken", f"making it raised {type(error).__name__}: {error}")
+                    )
         return plugins
+
+    def make(self, cls: Any, options: Any) -> Any:
+        """A plugin with its options, and with the plugins that these choose. Raises UsageError for an unknown one."""
+        chosen = {option: self.find(slot, getattr(options, option)).cls for option, slot in cls.chooses.items()}
+        made = {option: self.make(one, one.Options()) for option, one in chosen.items()}
+        return cls(options, made) if cls.chooses else cls(options)
 
     def find(self, slot: str, name: str) -> Entry:
         """The plugin; UsageError for a name nobody has, EnvironmentUnfitError for one that is there but unusable."""

@@ -5,12 +5,13 @@ once a group is connected, every pair of ranks exchanges tokens that only they c
 passes can't be taken over later, except by somebody on the network path between the two ranks. If a stranger was faster,
 the group is made again.
 
-Gloo encrypts nothing: the builds of torch on PyPI lack its TLS.
+Gloo encrypts nothing by itself: its TLS, which `[communicator] tls` switches on, is not in the builds of torch on PyPI.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from datetime import timedelta
 from typing import Any
@@ -63,6 +64,15 @@ class _AddressBook(Store):
             self.get(key)
 
 
+_TRANSPORT = "GLOO_DEVICE_TRANSPORT"
+_in_use: list[str] = []
+
+
+def transport_in_use() -> str | None:
+    """The transport of this process's gloo groups, "" for the default; None before the first. Gloo reads its setting once."""
+    return _in_use[0] if _in_use else None
+
+
 _books: list[_AddressBook] = []
 """Gloo's groups keep only the C++ half of their address book, which needs this half."""
 
@@ -72,6 +82,8 @@ def _create(options: Any, _: Any) -> dist.ProcessGroupGloo:
 
     Raises DistStoreError when a member does not come, EnvironmentUnfitError when strangers were faster again and again.
     """
+    if not _in_use:
+        _in_use.append(os.environ.get(_TRANSPORT, ""))
     rank, size = options.group_rank, options.group_size
     # torch gives a group that is made again after its destruction the same name and store, with what the first left there
     store = PrefixStore(str(options.store.add(f"made/{rank}", 1)), options.store)

@@ -52,7 +52,7 @@ def leave(world: World, error: BaseException) -> NoReturn:
         if world.identity.rank == 0:
             print(describe(error, world.identity), file=sys.stderr, flush=True)
     else:
-        if isinstance(error, CommunicationError):
+        if isinstance(error, CommunicationError) or getattr(error, "is_of_another_rank", False):
             time.sleep(_AFTER_THE_CAUSE)
         first = _claim(world, f"{world.identity.rank} {code}")
         if first is None:

@@ -186,6 +186,13 @@ def gloo_backend() -> str:
     return BACKEND
 
 
+def gloo_transport() -> str | None:
+    """The transport of this process's gloo groups, "" for the default; None before the first, until which it may be set."""
+    from hpctrain.store.gloo import transport_in_use
+
+    return transport_in_use()
+
+
 def threads_per_rank(identity: Identity) -> int:
     """OMP_NUM_THREADS where it is set, else an equal share of the cores that this rank may run on."""
     given = os.environ.get("OMP_NUM_THREADS", "")

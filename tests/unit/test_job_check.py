@@ -109,11 +109,12 @@ def test_options_of_the_communicator() -> None:
     assert found == ["unknown key 'shared_memory' in [communicator]; an option of name = mpi"]
 
 
-def test_gloo_encrypts_where_torch_was_built_for_it(tmp_path: Path) -> None:
+def test_gloo_encrypts_where_torch_was_built_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The builds that the tests install were not; another build would take these files for what they are."""
     pem = tmp_path / "pem"
     pem.write_text("none")
     tls = dict.fromkeys(("certificate", "key", "authority"), str(pem))
+    monkeypatch.setattr("hpctrain.store.gloo._in_use", [])
     gloo = checked(communicator={"name": "gloo", "tls": tls}).parts.communicator
     assert "this torch was built without gloo's TLS" in str(gloo.missing(Machine(Identity())))
     missing = checked(communicator={"name": "gloo", "tls": {**tls, "key": "/nowhere"}}).parts.communicator
@@ -122,6 +123,8 @@ def test_gloo_encrypts_where_torch_was_built_for_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program]
     tried = subprocess.run(command, env={**os.environ, **gloo.options.tls.variables()}, capture_output=True, timeout=60)
     assert b"unsupported gloo device" in tried.stderr  # gloo has read the variables
+    monkeypatch.setattr("hpctrain.store.gloo._in_use", [""])
+    assert "an earlier job of this process used gloo without it" in str(gloo.missing(Machine(Identity())))
     [unknown] = problems(communicator={"name": "gloo", "tls": {**tls, "kei": "x"}})
     assert unknown == "unknown key 'kei' in [communicator] tls; did you mean 'key'?"
 
@@ -467,6 +470,23 @@ def test_several_schedules_of_a_pipeline() -> None:
         one for one in SCHEMA["properties"]["parallelism"]["properties"]["pipeline"]["anyOf"] if "properties" in one
     )
     assert "zbv" in schema["properties"]["schedule"]["enum"]
+
+
+def test_every_mistake_of_a_pipeline_is_told_at_once() -> None:
+    pipeline = {"size": 2, "schedule": "zero-bubble", "split": [3, 3]}
+    found = problems(2, batch={"global_size": 20, "micro_size": 4}, parallelism={"pipeline": pipeline}, compile={"enabled": True})
+    assert [text.partition(":")[0] for text in found] == [
+        "[parallelism.pipeline] split",
+        "[batch] micro_size",
+        "[compile] enabled",
+    ]
+
+
+def test_an_optimizer_without_its_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain_plugins.optimizer.adamw_8bit.find_spec", lambda name: None)
+    with pytest.raises(JobError, match=r"\[optimizer\] name = 'adamw-8bit': torchao is not installed") as error:
+        check(RawJob(tables(optimizer={"name": "adamw-8bit"}), {}, "job.toml"), None, tries=True)
+    assert error.value.exit_code == 3
 
 
 def test_a_plugin_without_its_package_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

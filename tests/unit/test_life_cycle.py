@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from conftest import TINY
 
 import hpctrain
+from hpctrain.contracts.life_cycle import Control
 from hpctrain.errors import CheckpointError, HpctrainError, TrainingError, UsageError
+from hpctrain.plugins.registry import build_registry
 
 PATIENCE = """
 import torch
@@ -217,11 +220,15 @@ def test_early_stopping_by_its_options(capsys: pytest.CaptureFixture[str]) -> No
     job = {**TINY, **EARLY, "job": {**TINY["job"], "steps": 9}}
     result = hpctrain.run({**job, "hook": [{"name": "early-stopping", "patience": 2}]})
     assert result["step"] == 3, "the first evaluation is the best"
-    assert "ended        after step 3: the evaluation loss has not fallen for 2 evaluations" in capsys.readouterr().out
+    ended = "step 3: the evaluation loss has not fallen below "
+    assert f"ended        after {ended}" in capsys.readouterr().out
+    assert hpctrain.run({**job, "hook": [{"name": "early-stopping", "patience": 2}]})["step"] == 3, "it stays ended"
+    assert f"ended        after {ended}" in capsys.readouterr().out
+    assert hpctrain.run({**job, "hook": [{"name": "early-stopping", "patience": 4}]})["step"] == 5, "more patience"
     again = hpctrain.run({**job, "job": {**job["job"], "output_dir": "without"}})
     assert again["step"] == 9, "a job that does not name it is left alone"
     two = [{"name": "early-stopping", "patience": 2}, {"name": "early-stopping"}]
-    with pytest.raises(UsageError, match="two plugins keep state in checkpoints under the name 'early-stopping'"):
+    with pytest.raises(HpctrainError, match=r"\[\[hook\]\] name = 'early-stopping' is there twice; expected once"):
         hpctrain.run({**job, "hook": two, "job": {**job["job"], "output_dir": "two"}})
 
 
@@ -297,3 +304,13 @@ def test_what_a_plugin_raises_is_told_with_its_name(name: str, sentence: str) ->
     with pytest.raises(HpctrainError) as found:
         hpctrain.run({**TINY, "sharding": {"name": name}, "plugins": {"load": [load]}})
     assert sentence.format(name) in str(found.value) and found.value.exit_code == 4
+
+
+def test_an_evaluation_that_is_no_number_is_none_that_is_better() -> None:
+    entry = build_registry().find("hook", "early-stopping")
+    watch = entry.cls(entry.cls.Options(patience=2, minimum_change=0.1)).start()
+    control = Control()
+    for loss in (3.0, math.nan, 2.95):
+        assert not control.reasons
+        watch.hpctrain_evaluation({"evaluation_loss": loss}, control)
+    assert control.reasons == ["the evaluation loss has not fallen by more than 0.1 below 3.0000 for 2 evaluations"]

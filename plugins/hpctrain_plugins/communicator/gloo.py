@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from hpctrain.api import Communicator, Field, Identity, Machine, Options, gloo_backend, hookimpl
+from hpctrain.api import Communicator, Field, Identity, Machine, Options, gloo_backend, gloo_transport, hookimpl
 
 _PROBE = "import torch.distributed as dist; dist.ProcessGroupGloo.create_default_device()"
 _PROBE_SECONDS = 60
@@ -67,6 +67,11 @@ def _without_tls(tls: TLS) -> str | None:
     for file in (tls.certificate, tls.key, tls.authority):
         if not os.access(file, os.R_OK):
             return f"[communicator] tls: {file} can't be read"
+    if gloo_transport() not in (None, "TCP_TLS"):
+        return (
+            "[communicator] tls: an earlier job of this process used gloo without it, and gloo reads its settings once; start this "
+            "job in a process of its own"
+        )
     environment = {**os.environ, **tls.variables()}
     try:
         tried = subprocess.run(

@@ -47,7 +47,7 @@ class PowerSGD(LossyCompression):
             why = f"sharding {plan.sharding.name} does not tell which matrices lie in a bucket"
             return [Problem(f'{why}; use stage = 2 or less, or name = "bf16"')]
         axes = plan.model_axes or {}
-        if axes.get("dp_replicate", 1) > 1 and axes.get("dp_shard", 1) > 1:
+        if sum(axes.get(axis, 1) > 1 for axis in plan.data_axes) > 1:
             why = "hybrid sharding sums slices of the parameters over the replicas, and these are no matrices"
             return [Problem(f'{why}; use stage = 0, replicate = 1 or name = "top-k"')]
         return []

@@ -12,7 +12,9 @@ class EarlyStoppingOptions(Options):
     patience: int = Field(
         default=3, ge=1, description="evaluations in a row without a lower loss after which the run ends"
     )
-    minimum_change: float = Field(default=0.0, ge=0, description="what counts as lower: by more than this")
+    minimum_change: float = Field(
+        default=0.0, ge=0, description="a loss is lower if it is below the lowest so far by more than this"
+    )
 
 
 class EarlyStopping(Hook):
@@ -48,15 +50,21 @@ class _Watch:
         self._best, self._since = float(values["best"]), int(values["since"])
 
     @hookimpl
+    def hpctrain_job_start(self, control: Control) -> None:
+        self._stop_if_due(control)  # a run that had ended is not to go on
+
+    @hookimpl
     def hpctrain_evaluation(self, metrics: dict[str, Any], control: Control) -> None:
-        loss = metrics["evaluation_loss"]
-        better = loss < self._best - self._options.minimum_change
-        self._since = 0 if better else self._since + 1
-        self._best = min(loss, self._best)
-        if self._since == self._options.patience:
-            control.stop(
-                f"the evaluation loss has not fallen for {self._since} evaluations; the lowest was {self._best:.4f}"
-            )
+        if metrics["evaluation_loss"] < self._best - self._options.minimum_change:
+            self._best, self._since = metrics["evaluation_loss"], 0
+        else:  # also where it is not a number
+            self._since += 1
+        self._stop_if_due(control)
+
+    def _stop_if_due(self, control: Control) -> None:
+        if self._since >= self._options.patience:
+            by = f" by more than {self._options.minimum_change:g}" if self._options.minimum_change else ""
+            control.stop(f"the evaluation loss has not fallen{by} below {self._best:.4f} for {self._since} evaluations")
 
 
 @hookimpl

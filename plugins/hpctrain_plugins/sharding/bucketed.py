@@ -18,7 +18,7 @@ from hpctrain_plugins.sharding.buckets import Bucket, Entry, make_buckets
 
 
 class BucketedModel(ShardedModel):
-    """Gradients in flat buckets. A stage says when a bucket may be reduced, and how."""
+    """Gradients in flat buckets. A subclass says when a bucket may be reduced, and how."""
 
     axis: ClassVar[str]
     """Over which whole buckets are summed."""

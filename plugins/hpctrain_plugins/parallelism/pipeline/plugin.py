@@ -47,7 +47,7 @@ class PipelineParallel(Parallelism):
     chooses: ClassVar[Mapping[str, str]] = {"schedule": "pipeline_schedule"}
 
     def __init__(self, options: PipelineOptions, chosen: Mapping[str, PipelineSchedule]) -> None:
-        super().__init__(options)
+        super().__init__(options, chosen)
         self._schedule = chosen["schedule"]
         self._stages_per_rank = options.stages_per_rank or self._schedule.stages_per_rank[0]
 
@@ -65,16 +65,21 @@ class PipelineParallel(Parallelism):
     def problems(self, plan: Plan) -> list[Problem]:
         named, size = f'schedule = "{self._schedule.name}"', plan.sizes[self.name]
         fewest, most = self._schedule.stages_per_rank
+        problems: list[Problem] = []
         if self._stages_per_rank < fewest:
-            return [Problem(f"{named} expects stages_per_rank of at least {fewest}, found {self._stages_per_rank}")]
-        if most is not None and self._stages_per_rank > most:
+            why = f"{named} expects stages_per_rank of at least {fewest}, found {self._stages_per_rank}"
+            problems.append(Problem(why))
+        elif most is not None and self._stages_per_rank > most:
             why = (
                 f"{named} has {most} stage{'s' * (most > 1)} per rank, found stages_per_rank = {self._stages_per_rank}"
             )
-            return [Problem(f'{why}; leave it out, or use "interleaved-1f1b"')]
-        if plan.outline is not None:  # else apply() tells
-            self._split(plan.outline, plan.model, size)
-        problems, count = [], plan.micro_batches
+            problems.append(Problem(f'{why}; leave it out, or use "interleaved-1f1b"'))
+        elif plan.outline is not None:  # else apply() tells
+            try:
+                self._split(plan.outline, plan.model, size)
+            except UsageError as error:
+                problems.append(Problem.of(error))
+        count = plan.micro_batches
         why_not = None if count is None else self._schedule.cannot_run(count, size, size * self._stages_per_rank)
         if why_not:
             made = f"{plan.tables['batch']['micro_size']} makes {count} micro batch{'es' * (count != 1)} per step"

@@ -123,13 +123,15 @@ class PipelineRunner(Runner):
         index = torch.zeros(1, dtype=torch.int64, device=self._parts.device)
         value: Any = index
         for number, stage in self._stages.items():
-            before, after = (self._record.rank_of(other, self._group.size()) for other in (number - 1, number + 1))
-            if number > 0 and before != self._group.rank():
+            if number > 0 and (before := self._rank_of(number - 1)) != self._group.rank():
                 value = receive(before, self._group, self._parts.device)
             value = stage(value, index)
-            if number < self._count - 1 and after != self._group.rank():
+            if number < self._count - 1 and (after := self._rank_of(number + 1)) != self._group.rank():
                 send(value, after, self._group)
         return value
+
+    def _rank_of(self, stage: int) -> int:
+        return self._record.rank_of(stage, self._group.size())
 
     def _give(self, micro_batches: list[MicroBatch]) -> None:
         self._given = micro_batches
