@@ -54,9 +54,14 @@ class Plugin(metaclass=_Frozen):
     The constructor of such a plugin takes `chosen` besides: the plugins by the options.
     """
 
-    def __init__(self, options: Any, chosen: Mapping[str, Plugin] = MappingProxyType({})) -> None:
+    chosen: Mapping[str, Plugin] = MappingProxyType({})
+    """The plugins that the options chose."""
+
+    def __init__(self, options: Any, chosen: Mapping[str, Plugin] | None = None) -> None:
         """Keep the validated options (an instance of `Options`); must not communicate or build anything large."""
-        self.options, self.chosen = options, chosen
+        self.options = options
+        if chosen is not None:
+            self.chosen = chosen
 
     def problems(self, plan: Plan) -> list[Problem]:
         """What in the job doesn't go with this plugin. Asked once for each job, before anything is built.

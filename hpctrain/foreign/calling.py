@@ -56,9 +56,9 @@ def retell_model_error(error: BaseException, calls: Mapping[CodeType, str]) -> N
         trace = trace.tb_next
     if trace is None:
         return
-    frames = traceback.extract_tb(trace)[1:]
     if is_communication(trace):
         return
+    frames = traceback.extract_tb(trace)[1:]
     called = trace.tb_frame.f_locals
     what = f"[model] name = {called['self'].name!r}: its {calls[trace.tb_frame.f_code]}"
     said = f"{what} raised {type(error).__name__}" + (f": {error}" if str(error) else "")

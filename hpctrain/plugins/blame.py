@@ -15,14 +15,13 @@ from hpctrain.plugins.registry import Registry
 
 LOG = logging.getLogger("hpctrain")
 
-
 _COMMUNICATION = (os.path.join("torch", "distributed"), os.path.join("hpctrain", "mpi"))
 
 
 def is_communication(trace: TracebackType | None) -> bool:
     """Whether communication raised it: the cause may be another rank."""
-    last = traceback.extract_tb(trace)
-    return any(part in frame.filename for frame in last[-3:] for part in _COMMUNICATION)
+    last = traceback.extract_tb(trace)[-3:]
+    return any(part in frame.filename for frame in last for part in _COMMUNICATION)
 
 
 def raised_in(error: BaseException, registry: Registry) -> str:
