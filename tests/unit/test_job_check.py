@@ -474,7 +474,9 @@ def test_several_schedules_of_a_pipeline() -> None:
 
 def test_every_mistake_of_a_pipeline_is_told_at_once() -> None:
     pipeline = {"size": 2, "schedule": "zero-bubble", "split": [3, 3]}
-    found = problems(2, batch={"global_size": 20, "micro_size": 4}, parallelism={"pipeline": pipeline}, compile={"enabled": True})
+    found = problems(
+        2, batch={"global_size": 20, "micro_size": 4}, parallelism={"pipeline": pipeline}, compile={"enabled": True}
+    )
     assert [text.partition(":")[0] for text in found] == [
         "[parallelism.pipeline] split",
         "[batch] micro_size",
