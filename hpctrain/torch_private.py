@@ -10,8 +10,11 @@ made where they are needed, since `import hpctrain.mpi` needs none of them.
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +89,9 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 def clear_sharding_cache() -> None:
     """DTensor remembers groups by name; the next job of this process gives the names to others."""
+    asked = getattr(torch._C, "_get_DTensor_sharding_propagator_cache_stats", None)
+    if asked is not None and not any(asked()):
+        return  # nothing was cut; what follows takes a slow import
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
@@ -193,3 +199,48 @@ def cpu_flash_attention_backward(
         gradient, query, key, value, output, rows, 0.0, causal
     )
     return made
+
+
+class LateCompiler(ModuleType):
+    """Stands for torch._dynamo until something of it is needed.
+
+    torch imports its compiler, two seconds of processor time, when the first function is called that the compiler must leave
+    alone: `torch.optim.Optimizer` has some, and so has everything that is built on the meta device. Where nothing is compiled,
+    such a function may be called as it is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch._dynamo")
+        self.left_alone: list[Any] = []
+        # asked for whenever a process group is made, to forget what the compiler knows of it
+        self.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
+
+    def disable(self, fn: Any, recursive: bool = True, *, wrapping: bool = True) -> Any:
+        """What torch._compile._disable_dynamo calls instead of a function that the compiler must leave alone."""
+        self.left_alone.append(fn)
+        return fn
+
+    def graph_break(self) -> None:
+        """Called around the step of every optimizer, where nothing is compiled now."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # who looks through all modules needs none of it
+            raise AttributeError(name)
+        return getattr(self.load(), name)
+
+    def load(self) -> ModuleType:
+        """The compiler itself, in the place of this."""
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+            for fn in self.left_alone:  # torch asks anew what to call instead
+                if hasattr(fn, "__dynamo_disable"):
+                    delattr(fn, "__dynamo_disable")
+            self.left_alone.clear()
+        return importlib.import_module(self.__name__)
+
+
+def delay_compiler() -> None:
+    """Let torch import its compiler when something is compiled, and not before."""
+    if "torch._dynamo" not in sys.modules:
+        late: Any = LateCompiler()
+        sys.modules["torch._dynamo"] = torch._dynamo = late

@@ -25,6 +25,7 @@ from hpctrain.mesh import Layout, layout_of
 from hpctrain.plugins.blame import raised_in, retell_plugin_error
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.slots import SLOTS, TABLES, Slot, table_class
+from hpctrain.torch_private import delay_compiler
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJo
 
     tries: build a model of the user's own as well, and an optimizer, which a rank does in its own time.
     """
+    delay_compiler()
     loading = raw.tables.get("plugins")
     lists = {key: _texts(loading.get(key)) for key in ("load", "block")} if isinstance(loading, dict) else {}
     registry = build_registry(lists.get("load", ()), lists.get("block", ()))

@@ -6,6 +6,8 @@ import ast
 import functools
 import importlib
 import pkgutil
+import subprocess
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,12 @@ OWNERS: dict[str, Any] = {
     "_apply": nn.Module,
     "_buffers": nn.Module(),
     "_clear_sharding_prop_cache": "torch.distributed.tensor.debug",
+    "_dynamo": torch,
     "_flatten": DeviceMesh,
     "_foreach_copy_": torch,
     "_foreach_mul_": torch,
     "_foreach_norm": torch,
+    "_get_DTensor_sharding_propagator_cache_stats": torch._C,
     "_get_backend": dist.ProcessGroup,
     "_get_layout": torch.serialization,
     "_indices": torch.Tensor,
@@ -204,3 +208,39 @@ def test_a_group_in_python_is_its_own_backend_on_the_cpu() -> None:
     assert group._get_backend(torch.device("cpu")) is group
     with pytest.raises(RuntimeError, match="No backend type associated with device type cuda"):
         group._get_backend(torch.device("cuda"))
+
+
+LATE = """
+import sys
+import torch
+from hpctrain.torch_private import delay_compiler
+
+delay_compiler()
+layer = torch.nn.Linear(3, 3)
+optimizer = torch.optim.AdamW(layer.parameters())
+
+
+def step():
+    layer(torch.ones(3)).sum().backward()
+    optimizer.step()
+
+
+step()
+with torch.device("meta"):
+    torch.nn.Embedding(3, 3)
+assert "torch._dynamo.convert_frame" not in sys.modules
+compiled = torch.compile(lambda x: torch.sin(x) * 2, backend="eager", fullgraph=True)
+assert torch.equal(compiled(torch.ones(3)), torch.sin(torch.ones(3)) * 2)
+assert "torch._dynamo.convert_frame" in sys.modules and torch._dynamo is sys.modules["torch._dynamo"]
+before = layer.weight.clone()
+step()
+assert not torch.equal(before, layer.weight)
+torch.compiler.reset()
+delay_compiler()
+assert "convert_frame" in dir(torch._dynamo)
+"""
+
+
+def test_the_compiler_is_imported_when_something_is_compiled() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
