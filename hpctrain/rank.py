@@ -22,7 +22,7 @@ from hpctrain.errors import EXIT_STOPPED, HpctrainError, UsageError, escaped, re
 from hpctrain.files import make_directory, open_to_change
 from hpctrain.foreign.calling import retell_model_error
 from hpctrain.foreign.model import CALLS
-from hpctrain.job.output_lock import OutputLock
+from hpctrain.job.output_lock import OutputLock, set_aside
 from hpctrain.job.reading import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.loop.assembly import assemble
@@ -88,7 +88,9 @@ def _run_in(
         print(f"hpctrain: {notice}", file=sys.stderr, flush=True)
 
     def take_output_dir() -> None:
-        if resume not in ("auto", "never"):
+        if resume == "never":
+            _set_aside(checked.job.output_dir)
+        elif resume != "auto":
             refuse_other_run(Path(resume), resolved_tables(checked))
         write_resolved(checked, identity.size, lock)
 
@@ -125,6 +127,18 @@ def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, be
             hooks.close()
     _say_goodbye(session, result, time.monotonic() - begin)
     return result
+
+
+def _set_aside(directory: Path) -> None:
+    """A run that begins anew deletes nothing of the one before."""
+    try:
+        aside = set_aside(directory)
+    except OSError as error:
+        raise UsageError(
+            f"[job] output_dir: {directory} holds an earlier run and can't be renamed ({reason(error)}); use another output_dir"
+        ) from None
+    if aside is not None:
+        print(f"hpctrain: --resume never: the earlier run is in {aside} now", file=sys.stderr, flush=True)
 
 
 def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:

@@ -63,17 +63,17 @@ def write_resolved(checked: CheckedJob, ranks: int, lock: OutputLock) -> None:
 
 
 def refuse_other_job(path: Path, tables: dict[str, Any]) -> None:
-    """UsageError when `path` is the resolved file of another job."""
+    """UsageError when `path` is the resolved file of another job of which there is a checkpoint."""
     try:
         different = _differences(path, tables, _IDENTITY)
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"[job] output_dir: {path} cannot be read ({reason(error)}); use another output_dir") from None
-    if different:
+    if different and any(path.parent.glob("checkpoints/step-*")):
         raise UsageError(
             f"[job] output_dir: {path.parent} holds another job ({'; '.join(different[:3])}); "
-            "use another output_dir, or delete that one"
+            "use another output_dir, or --resume never, which sets that one aside"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import platform
 import sys
@@ -56,6 +57,22 @@ class OutputLock:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def set_aside(directory: Path) -> Path | None:
+    """Rename the directory of an earlier run, which gets a number, and give its new name; None where there is no run in it.
+
+    Raises UsageError while that run goes on, OSError where the directory can't be renamed.
+    """
+    if not any(os.path.lexists(directory / name) for name in ("job.resolved.toml", "metrics.jsonl", "checkpoints")):
+        return None
+    lock = OutputLock()
+    lock.take(directory)
+    try:
+        names = (directory.with_name(f"{directory.name}.{number}") for number in itertools.count(1))
+        return directory.rename(next(name for name in names if not os.path.lexists(name)))
+    finally:
+        lock.release()
 
 
 def _locked(file: IO[str]) -> bool:

@@ -77,6 +77,11 @@ def test_resume_never_and_from_a_path(job: JobFile) -> None:
     first = job.losses()
     anew = run(hpctrain("run", "job.toml", "--resume", "never"), job.directory)
     assert anew.code == 0 and "resuming" not in anew.out and job.losses() == first, anew
+    assert "--resume never: the earlier run is in out.1 now" in anew.err and job.losses("out.1") == first
+    assert sorted(path.name for path in (job.directory / "out.1" / "checkpoints").glob("step-*"))[-1] == "step-00000004"
+    changed = run(hpctrain("run", "job.toml", "--resume", "never", "--set", "job.seed=9"), job.directory)
+    assert changed.code == 0 and "the earlier run is in out.2 now" in changed.err and job.losses() != first, changed
+    assert run(hpctrain("run", "job.toml", "--resume", "never"), job.directory).code == 0
     older = run(hpctrain("run", "job.toml", "--resume", "out/checkpoints/step-00000002"), job.directory)
     assert older.code == 0 and "from step 2" in older.out and job.losses() == first, older
 

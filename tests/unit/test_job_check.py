@@ -397,6 +397,8 @@ def test_the_resolved_job_is_the_same_job(tmp_path: Path) -> None:
 def test_another_job_is_told_from_the_same_with_more_steps(tmp_path: Path) -> None:
     path = tmp_path / "job.resolved.toml"
     path.write_text(tomli_w.dumps(resolved_tables(checked())))
+    refuse_other_job(path, resolved_tables(checked(model={"layers": 3})))  # it left no checkpoint
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     for changes in ({"job": {"steps": 9}}, {"optimizer": {"lr": 1.0}}, {"dataset": {"workers": 2}}):
         refuse_other_job(path, resolved_tables(checked(**changes)))
     for changes in (
