@@ -17,6 +17,8 @@ _SECONDS_BETWEEN_LINES = 5.0
 """Where the output is no terminal."""
 _SECONDS_BETWEEN_DRAWS = 0.2
 """On a terminal."""
+_WEIGHT = 0.1
+"""Of a step in the mean time of steps."""
 
 
 class Console:
@@ -30,6 +32,7 @@ class Console:
         self._terminal = Terminal(highlight=False, soft_wrap=True, force_terminal=self._live)
         self._bar: Progress | None = None
         self._last_line = -_SECONDS_BETWEEN_LINES
+        self._step_seconds, self._steps = 0.0, 0
 
     def line(self, text: str) -> None:
         """One line of plain text."""
@@ -55,11 +58,17 @@ class Console:
             with suppress(OSError):
                 self._show_bar(row["step"], steps, text)
             return
+        eta = (steps - row["step"]) * self._smoothed(row["step_seconds"])
         now = time.monotonic()
         if now - self._last_line >= _SECONDS_BETWEEN_LINES or row["step"] == steps:
             self._last_line = now
-            eta = (steps - row["step"]) * row["step_seconds"]
             self.line(f"step {row['step']}/{steps}  {text}  ETA {duration(eta)}")
+
+    def _smoothed(self, seconds: float) -> float:
+        """A mean of the steps so far in which the latest ones weigh most, without the first one, which sets things up."""
+        before, self._steps = self._step_seconds, self._steps + 1
+        self._step_seconds = seconds if self._steps <= 2 else before + _WEIGHT * (seconds - before)
+        return self._step_seconds
 
     def _show_bar(self, step: int, steps: int, text: str) -> None:
         if self._bar is None:

@@ -32,8 +32,8 @@ from hpctrain.torch_private import foreach_mul_
 class TrainedModel:
     """The module, its pieces on this rank, and what steps them.
 
-    elements, trained_elements: of the whole model. optimizer_begun: whether the optimizer has taken a step; until then it
-    has no state. loss_share: what of this rank's loss counts, where several ranks compute the same one.
+    elements, trained_elements: of the whole model's parameters. optimizer_begun: whether the optimizer has taken a step;
+    until then it has no state. loss_share: what of this rank's loss counts, where several ranks compute the same one.
     """
 
     def __init__(

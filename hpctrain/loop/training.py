@@ -137,7 +137,8 @@ def evaluate_if_due(session: Session) -> None:
         loader.close()
     share = model.loss_share
     sums = gather_row([loss_sum.item() * share, count * share]).sum(0)
-    row = {"step": progress.step, "evaluation_loss": (sums[0] / sums[1]).item(), "evaluation_tokens": int(sums[1])}
+    counted = f"evaluation_{session.parts.model.counts}"
+    row = {"step": progress.step, "evaluation_loss": (sums[0] / sums[1]).item(), counted: int(sums[1])}
     progress.evaluation = (progress.step, float(row["evaluation_loss"]))
     session.hooks.call("hpctrain_evaluation", step=progress.step, metrics=row, control=session.control)
     session.report.row(row, progress.steps, session.parts.model.counts)

@@ -42,7 +42,7 @@ class Built:
     trained: dict[str, tuple[int, ...]]
     """Name and shape of each trained parameter of the whole model, as it was before anything was cut."""
     elements: int
-    """Of all parameters and buffers of the whole model."""
+    """Of all parameters of the whole model."""
     tied: list[list[str]]
     """The names of each parameter of the whole model that has several, first the one that it is known by."""
 
@@ -60,7 +60,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise UsageError(f"[model] {spec.name}: it has no parameter to train")
-    elements = sum(tensor.numel() for _, tensor in named_tensors(module))
+    elements = sum(parameter.numel() for parameter in module.parameters())
     tied = tied_parameters(module)
     axes: list[AppliedAxis] = []
     # the pipeline last: plans name all
@@ -83,8 +83,8 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
             module.to_empty(device=home)
         except RuntimeError as error:  # torch has no other for memory on the CPU
             raise EnvironmentUnfitError(
-                f"[model] {spec.name}: its {elements:,} elements find no memory here: {str(error).splitlines()[0]}; choose smaller "
-                "sizes, or spread it over more ranks"
+                f"[model] {spec.name}: its {elements:,} parameters find no memory here: {str(error).splitlines()[0]}; choose "
+                "smaller sizes, or spread it over more ranks"
             ) from error
         tie(module, here)  # each place got a parameter of its own
         initialize(module, spec, job.job.seed)
