@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_resolved
+from hpctrain.checkpoint.directory import behind_latest
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import EXIT_STOPPED, HpctrainError, UsageError, escaped, reason
 from hpctrain.files import make_directory, open_to_change
@@ -57,6 +58,8 @@ def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
 
 def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, channel: LauncherChannel) -> dict[str, Any]:
     """Meet the other ranks, agree on the job that rank 0 reads, and train it."""
+    if resume not in ("auto", "never"):
+        resume = str(behind_latest(Path(resume)))
     world = meet(identity, channel)
     lock = OutputLock()
     try:

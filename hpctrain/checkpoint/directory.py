@@ -19,6 +19,7 @@ from hpctrain.files import is_own_directory, make_directory, read_bytes, replaci
 LOG = logging.getLogger("hpctrain")
 Staying = Callable[[Sequence[Path], set[str]], set[Path]]
 """Which checkpoints are kept; see Retention.staying."""
+_LATEST_BYTES = 1000
 _STEP = re.compile(r"step-([0-9]{8,18})")
 
 
@@ -26,6 +27,17 @@ def step_of(path: Path) -> int:
     """The step in the name of a checkpoint's directory; -1 if it isn't one."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else -1
+
+
+def behind_latest(path: Path) -> Path:
+    """The checkpoint that a file `latest` names, if `path` is one; else `path` itself."""
+    if path.name != "latest":
+        return path
+    try:
+        name = read_bytes(path, _LATEST_BYTES).decode(errors="replace").strip()
+    except OSError:
+        return path
+    return path.with_name(name) if _STEP.fullmatch(name) else path
 
 
 class CheckpointDirectory:

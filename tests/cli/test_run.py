@@ -82,6 +82,10 @@ def test_resume_never_and_from_a_path(job: JobFile) -> None:
     changed = run(hpctrain("run", "job.toml", "--resume", "never", "--set", "job.seed=9"), job.directory)
     assert changed.code == 0 and "the earlier run is in out.2 now" in changed.err and job.losses() != first, changed
     assert run(hpctrain("run", "job.toml", "--resume", "never"), job.directory).code == 0
+    older = run(
+        hpctrain("run", "job.toml", "--resume", "out/checkpoints/latest", "--set", "job.steps=4"), job.directory
+    )
+    assert older.code == 0 and "from step 4" in older.out, older
     older = run(hpctrain("run", "job.toml", "--resume", "out/checkpoints/step-00000002"), job.directory)
     assert older.code == 0 and "from step 2" in older.out and job.losses() == first, older
 

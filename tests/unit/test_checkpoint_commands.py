@@ -147,6 +147,17 @@ def test_show_prints_tensors_shards_step_and_layout(command: Command, newest: Pa
     assert "shard-00000.h5 (missing)" in command("show", newest).out
 
 
+def test_latest_stands_for_the_checkpoint_that_it_names(command: Command, newest: Path) -> None:
+    latest = newest.parent / "latest"
+    assert latest.read_text().strip() == newest.name
+    assert command("show", latest).out == command("show", newest).out
+    assert command("verify", latest).code == 0
+    for content in ("../../etc", "step-1", "", "x" * 5000):
+        latest.write_text(content)
+        done = command("show", latest)
+        assert done.code == 2 and f"{latest} isn't a checkpoint" in done.err, done
+
+
 def test_show_takes_any_values(command: Command) -> None:
     values = {"layout": [1], "x": {(1, 2): float("nan")}, "y": b"\0", "z": ("\x1b[2J", 1), "step": "\x1b[2J"}
     Path("c").mkdir()

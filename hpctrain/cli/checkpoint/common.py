@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
     from hpctrain.plugins.registry import Registry
 
 PATH = click.Path(path_type=Path)
+
+
+class CheckpointPath(click.Path):
+    """A checkpoint's directory, or the file `latest` that names one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from hpctrain.checkpoint.directory import behind_latest
+
+        return behind_latest(Path(os.fsdecode(super().convert(value, param, ctx))))
+
+
+CHECKPOINT = CheckpointPath(path_type=Path)
 
 
 class Formats:

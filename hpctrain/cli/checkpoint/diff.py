@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, table
+from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, table
 from hpctrain.cli.progress import bytes_progress
 from hpctrain.errors import escaped
 
@@ -15,8 +15,8 @@ EXIT_DIFFERENT = 1
 
 
 @click.command("diff")
-@click.argument("a", metavar="A", type=PATH)
-@click.argument("b", metavar="B", type=PATH)
+@click.argument("a", metavar="A", type=CHECKPOINT)
+@click.argument("b", metavar="B", type=CHECKPOINT)
 @click.pass_obj
 def diff(formats: Formats, a: Path, b: Path) -> int:
     """Compare the checkpoints A and B by value; exit 0 when all tensors are equal and 1 when some differ.

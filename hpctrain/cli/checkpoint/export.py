@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, size_text
+from hpctrain.cli.checkpoint.common import CHECKPOINT, PATH, Formats, files_of, size_text
 from hpctrain.cli.progress import bytes_progress
 
 
 @click.command("export")
-@click.argument("checkpoint", metavar="CKPT", type=PATH)
+@click.argument("checkpoint", metavar="CKPT", type=CHECKPOINT)
 @click.option("--to", "kind", required=True, type=click.Choice(("safetensors", "torch")), help="The kind of file.")
 @click.argument("out", metavar="OUT", type=PATH)
 @click.pass_obj

@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, size_text, table
+from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, size_text, table
 from hpctrain.errors import escaped
 
 
 @click.command("show")
-@click.argument("checkpoint", metavar="CKPT", type=PATH)
+@click.argument("checkpoint", metavar="CKPT", type=CHECKPOINT)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.pass_obj
 def show(formats: Formats, checkpoint: Path, as_json: bool) -> None:

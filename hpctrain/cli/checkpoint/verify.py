@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, size_text
+from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, size_text
 from hpctrain.cli.progress import bytes_progress
 from hpctrain.errors import CheckpointError
 
 
 @click.command("verify")
-@click.argument("checkpoint", metavar="CKPT", type=PATH)
+@click.argument("checkpoint", metavar="CKPT", type=CHECKPOINT)
 @click.pass_obj
 def verify(formats: Formats, checkpoint: Path) -> None:
     """Read all of CKPT and check it. Exit 5 when it is not whole, with the file, tensor and part of each fault."""
