@@ -12,7 +12,8 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.reading import Key, dotted
 from hpctrain.job.tables import Job
-from hpctrain.model.build import refuse_embeddings, refuse_unsaved_buffers, trained_names
+from hpctrain.model.build import refuse_embeddings, refuse_unsaved_buffers
+from hpctrain.model.freezing import trained_names
 from hpctrain.model.groups import refuse_unmatched
 
 
@@ -52,8 +53,8 @@ def _model_problems(job: Job, parts: Parts, module: nn.Module | None) -> list[Pl
     try:
         refuse_unsaved_buffers(module, parts.model)
         refuse_embeddings(module, parts.model, 1)
-        key = ("model", "freeze")
-        trained = trained_names(module, job.model.freeze)
+        key = ("model", "freeze" if job.model.trainable is None else "trainable")
+        trained = trained_names(module, job.model.freeze, job.model.trainable)
         key = ("optimizer", "groups")
         refuse_unmatched(trained, parts.optimizer_groups)
     except UsageError as error:

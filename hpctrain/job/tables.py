@@ -85,6 +85,8 @@ class ModelTable(SlotTable):
     save_pretrained() made, a torch file, or a checkpoint's directory."""
     freeze: list[str] = []
     """Parameters that are not trained, as patterns such as "embedding.*"."""
+    trainable: list[str] | None = Field(default=None, min_length=1)
+    """The only parameters that are trained, as such patterns; those of freeze are not, either way."""
     loss: str | None = None
     """For a module of your own: "package.module:callable", called as loss(outputs, target) (a mean or per-sample)."""
 

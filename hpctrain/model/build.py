@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.errors import EnvironmentUnfitError, UsageError
 from hpctrain.mesh import Meshes
+from hpctrain.model.freezing import freeze
 from hpctrain.model.tied import tie, tied_parameters
 from hpctrain.seeded import derive_seed
 from hpctrain.torch_private import buffers_of, convert_tensors
@@ -55,7 +55,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     refuse_unsaved_buffers(module, spec)
     refuse_embeddings(module, spec, meshes.data.size())
     _lay_out_in_rows(module)
-    freeze(module, job.model.freeze)
+    freeze(module, job.model.freeze, job.model.trainable)
     parts.precision.convert(module)
     trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
@@ -138,28 +138,6 @@ def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     persistent = module.state_dict(keep_vars=True).keys()
     yield from module.named_parameters()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
-
-
-def freeze(module: nn.Module, patterns: list[str]) -> None:
-    """Parameters whose name matches are not trained; a pattern that matches none is UsageError."""
-    trained = set(trained_names(module, patterns))
-    for name, parameter in module.named_parameters():
-        if name not in trained:
-            parameter.requires_grad_(False)
-
-
-def trained_names(module: nn.Module, patterns: list[str]) -> list[str]:
-    """The parameters that are trained with those of `patterns` frozen; a pattern that matches none is UsageError."""
-    parameters = list(module.named_parameters())
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in parameters):
-            names = ", ".join(name for name, _ in parameters[:5])
-            raise UsageError(f"[model] freeze: no parameter matches {pattern!r}; the names are like {names}, ...")
-    frozen = {name for name, _ in parameters if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
-    trained = [name for name, parameter in parameters if parameter.requires_grad and name not in frozen]
-    if patterns and not trained:
-        raise UsageError("[model] freeze: every parameter is frozen, expected at least one to train")
-    return trained
 
 
 def _under_seed(spec: ModelSpec, seed: int) -> nn.Module:

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.checking.check import check
@@ -90,9 +92,10 @@ def _told_again(signals: Sequence[int]) -> int | None:
 
 def _end(launched: Launched, link: Link) -> None:
     """Leave nothing behind, whatever made this process stop waiting."""
+    give_up = time.monotonic() + _GRACE
+    while launched.poll() is None and time.monotonic() < give_up:
+        link.kill_ranks()  # again and again: some may still be coming up
+        with suppress(subprocess.TimeoutExpired):
+            launched.wait(timeout=_POLL)
     if launched.poll() is None:
-        link.kill_ranks()
-        try:
-            launched.wait(timeout=_GRACE)
-        except subprocess.TimeoutExpired:
-            launched.kill()
+        launched.kill()

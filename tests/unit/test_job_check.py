@@ -153,6 +153,7 @@ def test_every_compression_but_those_goes_with_every_stage() -> None:
         ("model", {"attention_heads": 3}, "expected attention_heads that divide hidden_size 16"),
         ("model", {"freeze": ["nothing.*"]}, "no parameter matches 'nothing.*'"),
         ("model", {"freeze": ["*"]}, "every parameter is frozen"),
+        ("model", {"trainable": ["nothing.*"]}, "[model] trainable: no parameter matches 'nothing.*'"),
         ("sharding", {"reduce_bucket_size": "25 parsecs"}, '"500MB" or "64KiB"'),
         ("parallelism", {"replicate": 0}, "greater than or equal to 1"),
         ("precision", {"mode": "fp16", "initial_scale": 1.0, "minimum_scale": 2.0}, "minimum_scale 2 is above"),

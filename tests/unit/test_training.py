@@ -16,10 +16,12 @@ from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_st
 
 import hpctrain
 from hpctrain.checking.check import check
+from hpctrain.contracts.pieces import Piece
 from hpctrain.errors import TrainingError, UsageError
 from hpctrain.job.reading import RawJob
 from hpctrain.model.build import refuse_embeddings
 from hpctrain.model.updates import updates_parts_alike
+from hpctrain.plugins.registry import build_registry
 from hpctrain.seeded import derive_seed
 
 
@@ -350,6 +352,20 @@ def test_epochs_freeze_and_given_weights() -> None:
     assert result["step"] == int(2.5 * 200) // 40
     first = next(r for r in rows("tuned") if "loss" in r)
     assert first["loss"] < 0.5, "it began where the other one ended"
+
+
+def test_only_some_parameters_are_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `trainable` names, without what `freeze` names: the rest is as it began."""
+    trained = {"layers.1.mlp.up.weight", "head.weight"}
+    hpctrain.run(job(model={"trainable": ["layers.1.mlp.up.*", "head.*"], "freeze": ["*.bias"]}))
+    assert " trained" in capsys.readouterr().out
+    (form,) = (one for one in build_registry().made("checkpoint") if one.name == "hdf5")
+    changed = set()
+    for name, before in module_of(job(job={"seed": 1234}), torch.float32).named_parameters():
+        after = torch.empty_like(before)
+        form.load(Path("out/checkpoints/step-00000004"), [Piece.whole(f"model/{name}", after)])
+        changed |= set() if torch.equal(before, after) else {name}
+    assert changed == trained
 
 
 def test_unused_parameters_and_nonfinite_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
