@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from hpctrain.contracts.plan import Plan
@@ -12,7 +14,7 @@ from hpctrain.mesh import Layout
 
 def plan_of(job: Job, parts: Parts, outline: nn.Module | None, layout: Layout | None) -> Plan:
     """The plan; `layout` is None where the number of ranks is not known, or the axes don't fit it."""
-    return Plan(
+    plan = Plan(
         tables=job.model_dump(),
         model=parts.model,
         outline=outline,
@@ -20,11 +22,16 @@ def plan_of(job: Job, parts: Parts, outline: nn.Module | None, layout: Layout | 
         sizes={name: job.parallelism[name].size for name in parts.parallelism},
         sharding=parts.sharding,
         activation_checkpointing=parts.activation_checkpointing,
-        axes=None if layout is None else layout.axes,
-        model_axes=None if layout is None else layout.model_axes,
-        data_axes=() if layout is None else layout.data_axes,
-        data_ranks=None if layout is None else layout.data_ranks,
-        micro_batches=None if layout is None else _micro_batches(job, layout),
+    )
+    if layout is None:
+        return plan
+    return replace(
+        plan,
+        axes=layout.axes,
+        model_axes=layout.model_axes,
+        data_axes=layout.data_axes,
+        data_ranks=layout.data_ranks,
+        micro_batches=_micro_batches(job, layout),
     )
 
 

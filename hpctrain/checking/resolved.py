@@ -15,6 +15,7 @@ from hpctrain.contracts.plugin import Plugin
 from hpctrain.errors import UsageError, reason, shown
 from hpctrain.files import read_bytes, replacing
 from hpctrain.job.output_lock import OutputLock
+from hpctrain.plugins.slots import TABLES
 
 FILE_NAME = "job.resolved.toml"
 _IDENTITY = ("job.name", "job.seed", "model", "dataset")
@@ -30,14 +31,15 @@ def resolved_tables(checked: CheckedJob) -> dict[str, Any]:
     job, parts = checked.job, checked.parts
     tables: dict[str, Any] = job.model_dump(mode="json", exclude_none=True)
     tables["job"]["output_dir"] = str(job.output_dir)
-    for slot in ("model", "dataset", "optimizer", "schedule", "sharding", "precision", "activation_checkpointing"):
-        tables[slot].update(_options(getattr(parts, slot)))
-    for slot in ("compression", "checkpoint", "communicator"):
-        tables[slot].update(_options(getattr(parts, slot)))
-    for table, plugin in zip([*tables["logger"], *tables["hook"]], [*parts.loggers, *parts.hooks], strict=True):
-        table.update(_options(plugin))
-    for name, axis in parts.parallelism.items():
-        tables["parallelism"][name].update(_options(axis))
+    for slot in TABLES:
+        if slot.many:
+            for table, plugin in zip(tables[slot.name], getattr(parts, f"{slot.name}s"), strict=True):
+                table.update(_options(plugin))
+        elif slot.name == "parallelism":
+            for name, plugin in parts.parallelism.items():
+                tables[slot.name][name].update(_options(plugin))
+        else:
+            tables[slot.name].update(_options(getattr(parts, slot.name)))
     return tables
 
 

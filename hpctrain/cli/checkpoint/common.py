@@ -56,7 +56,7 @@ class Formats:
         from hpctrain.contracts.checkpoint import CheckpointFormat
 
         cls = self.registry.find("checkpoint", name).cls
-        made = cls(cls.Options())
+        made = self.registry.make(cls, cls.Options())
         assert isinstance(made, CheckpointFormat)  # what the registry let in
         return made
 
