@@ -1,10 +1,10 @@
-"""What activation checkpointing costs and saves: the step of a 12-layer GPT on one rank, with and without it.
+"""Measures the cost and savings of activation checkpointing: the step of a 12-layer GPT on one rank, with and without it.
 
     python benchmarks/activation_checkpointing.py [--hidden 256] [--vocabulary 8192] [--rounds 9] [--kinds "full every=2" ...]
 
-A kind is a mode, with options where wanted. In every round each kind takes a step (forward, backward, AdamW), and a round's
-ratio is its time against that of "none". The activation memory is what is alive between forward and backward: the storages
-of all tensors that forward made, counted as they come and go. Both are of the same models in the same run.
+A kind is a mode, optionally with options. In every round each kind takes a step (forward, backward, AdamW). A round's ratio is
+the kind's time divided by the time of "none". The activation memory is the memory alive between forward and backward: the
+storages of all tensors that forward made, counted as they come and go. Both are measured on the same models in one run.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from live_bytes import LiveBytes
 
 from hpctrain.checking.check import check
+from hpctrain.contracts.model import MetaModel
 from hpctrain.job.reading import RawJob
 from hpctrain.model.build import named_tensors
 
@@ -27,7 +28,7 @@ KINDS = ["full", "full every=2", "full every=3", "selective", "selective keep=[]
 
 
 def make(kind: str, hidden: int, vocabulary: int) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
-    """The forward, which returns the loss, and what follows: backward and update."""
+    """The forward, which returns the loss, and the rest of the step: backward and update."""
     mode, _, options = kind.partition(" ")
     tables: dict[str, Any] = {
         "job": {"name": "deep", "steps": 1}, "dataset": {"name": "synthetic"},
@@ -40,6 +41,7 @@ def make(kind: str, hidden: int, vocabulary: int) -> tuple[Callable[[], torch.Te
     }  # fmt: skip
     parts = check(RawJob(tables, {}, "benchmark"), None).parts
     spec, module = parts.model, parts.model.build()
+    assert isinstance(spec, MetaModel)
     with torch.no_grad():
         for name, tensor in named_tensors(module):
             spec.initialize(name, tensor, (0, len(tensor)), 1)
@@ -49,7 +51,9 @@ def make(kind: str, hidden: int, vocabulary: int) -> tuple[Callable[[], torch.Te
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
 
     def forward() -> torch.Tensor:
-        return spec.loss(spec.forward(module, batch), batch) / ids.numel()
+        loss = spec.loss(spec.forward(module, batch), batch)
+        assert isinstance(loss, torch.Tensor)
+        return loss / ids.numel()
 
     def backward(loss: torch.Tensor) -> None:
         loss.backward()
@@ -77,7 +81,7 @@ def main() -> None:
     torch.set_num_threads(1)
     kinds = ["none", *arguments.kinds]
     steps = [make(kind, arguments.hidden, arguments.vocabulary) for kind in kinds]
-    kept = [kept_bytes(*step) for step in steps]  # also what warms them up
+    kept = [kept_bytes(*step) for step in steps]  # also a warm-up
     seconds = torch.zeros(arguments.rounds, len(kinds), dtype=torch.float64)
     for number in range(arguments.rounds):
         for kind, (forward, backward) in enumerate(steps):

@@ -1,9 +1,9 @@
-"""Kills saves at random moments and proves after each that what is restored is whole and no older than before.
+"""Kills saves at random moments and proves after each kill that the restored checkpoint is complete and not older.
 
     python benchmarks/checkpoint_kills.py --kills 100 --ranks 2 --who one
 
-Two kinds of processes: ranks that save without end (gloo over a file), and this one, which kills one of them or all, and
-then restores. Prints its count; exits with 1 at the first checkpoint that is torn, lost or older.
+Ranks save without end (gloo over a file). This process kills one or all of them, and then restores. It prints counts and exits
+with 1 at the first checkpoint that is torn, lost or older.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def store_in(root: Path) -> CheckpointStore:
 
 
 def restore(root: Path, ranks: int, rank: int) -> Restored | None:
-    """What is taken; every value must be the step's."""
+    """The restored checkpoint. Every value must be the step's."""
     target = pieces(-1.0, ranks, rank)
     result = store_in(root).restore(target)
     assert result is None or all((piece.tensor == result.step).all() for piece in target), f"torn: {result}"
@@ -58,7 +58,7 @@ def restore(root: Path, ranks: int, rank: int) -> Restored | None:
 
 
 def save_for_ever(root: Path, meeting: str, ranks: int, rank: int, ready: Connection) -> None:
-    """A rank: goes on from what is there, and saves each step twice, so that replacing one is interrupted, too."""
+    """A rank: resumes from the newest checkpoint and saves each step twice, so that kills also interrupt a replacement."""
     store = FileStore(meeting, ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=PATIENCE))
     found, saver = restore(root, ranks, rank), store_in(root)
@@ -69,12 +69,12 @@ def save_for_ever(root: Path, meeting: str, ranks: int, rank: int, ready: Connec
             step += 1
             saver.save(step, State(pieces(float(step), ranks, rank)))
             saver.save(step, State(pieces(float(step), ranks, rank)))
-    except Exception:  # its neighbour was killed: so it leaves without a word, as a job's ranks do
+    except Exception:  # its neighbour was killed: it leaves silently, as a job's ranks do
         sys.exit(1)
 
 
 def kill_once(root: Path, ranks: int, who: str, longest: float, chance: random.Random) -> int:
-    """Let the ranks save for a while, kill, wait for the others to leave; the step that they began from."""
+    """Let the ranks save for a while, kill, and wait for the others to leave. Return the step that they began from."""
     context = multiprocessing.get_context("forkserver")  # imports torch once for all the children
     context.set_forkserver_preload(["torch", "hpctrain.checkpoint.store", "hpctrain_plugins.checkpoint.hdf5"])
     with tempfile.TemporaryDirectory() as meeting:

@@ -1,9 +1,9 @@
-"""What planning an HDF5 checkpoint costs when many ranks hold rows of many tensors, without any of their values.
+"""Measures the planning of an HDF5 checkpoint with many ranks that hold rows of many tensors, without their values.
 
     python benchmarks/checkpoint_planner.py --ranks 512 --tensors 10000
 
-Every rank holds its rows of every tensor (stage 3): nothing is replicated, so every piece is a chunk of its own. Plays all
-ranks in one process; each number is what one rank spends.
+Every rank holds its rows of every tensor (stage 3): nothing is replicated, so every piece is a separate chunk. One process
+plays all ranks; each number is the cost of one rank.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from hpctrain_plugins.checkpoint.common.collector import collector_waits
-from hpctrain_plugins.checkpoint.common.rectangles import Rectangle
-from hpctrain_plugins.checkpoint.common.sealed import checksum_of
 from hpctrain_plugins.checkpoint.hdf5 import manifest, plan, table, write
 from hpctrain_plugins.checkpoint.hdf5.manifest import Manifest, Shard
+
+from hpctrain.toolkit.checkpoint.collector import collector_waits
+from hpctrain.toolkit.checkpoint.rectangles import Rectangle
+from hpctrain.toolkit.checkpoint.sealed import checksum_of
 
 T = TypeVar("T")
 ROWS, COLUMNS = 4, 1024

@@ -1,11 +1,11 @@
-"""What compressed gradients cost and save: the quickstart's loss and bytes with each compression, against none.
+"""Compares the compressions: the quickstart's loss and bytes with each of them, relative to none.
 
     OMP_NUM_THREADS=1 mpiexec -n 2 python benchmarks/compression.py [--steps N] [--kinds KIND ...]
 
-A kind is a compression with options where wanted: "top-k ratio=0.01". All ranks are on one node here, so each compresses
-inside it. Bytes are those that hpctrain.mpi counts from the first step to the last: what rank 0 puts into every
-collective, the loop's own few included. An all-reduce counts all of its numbers, an all-gather the rank's own part. The best
-algorithms send 2 (N - 1) / N and N - 1 times as much per rank: the last column. With two ranks both are the same.
+A kind is a compression, optionally with options: "top-k ratio=0.01". All ranks are on one node here, so each rank compresses
+inside the node. Bytes are counted by hpctrain.mpi from the first step to the last: rank 0's input to every collective, the
+loop's own few included. An all-reduce counts all of its numbers, an all-gather the rank's own part. The best algorithms send
+2 (N - 1) / N and N - 1 times as much per rank: the last column. With two ranks both factors are 1.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Recorder:
 
 
 def train_with(kind: str, steps: int | None, output: str) -> Recorder:
-    """The quickstart, without evaluation and with a checkpoint at the end only."""
+    """Run the quickstart without evaluation, with only the final checkpoint."""
     name, *options = kind.split()
     tables: dict[str, Any] = tomli.loads(QUICKSTART.read_text())
     tables["job"] |= {"output_dir": output} | ({} if steps is None else {"steps": steps})
@@ -93,7 +93,7 @@ def train_with(kind: str, steps: int | None, output: str) -> Recorder:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="instead of the quickstart's")
-    parser.add_argument("--kinds", nargs="+", default=KINDS, help="the first one is what the others are compared with")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, help="the others are compared with the first")
     parser.add_argument("--losses", type=Path, help="append each kind's losses to this file (JSON lines)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

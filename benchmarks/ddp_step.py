@@ -1,8 +1,8 @@
-"""What data parallelism costs: a training step of a 29 M-parameter GPT alone, with DDP over MPI, and over gloo.
+"""Measures the cost of data parallelism: a training step of a 29 M-parameter GPT alone, with DDP over MPI, and over gloo.
 
     OMP_NUM_THREADS=1 mpiexec -n 2 python benchmarks/ddp_step.py [--json] [--steps N]
 
-The three take turns step by step, so that a busy machine hits them alike. Prints medians and ratios.
+The three take turns step by step, so that a busy machine slows all of them alike. Prints medians and ratios.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GPT(nn.Module):
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
-    """One training step; its seconds."""
+    """Run one training step; return its seconds."""
     start = time.perf_counter()
     logits = model(tokens)
     loss = functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())

@@ -1,15 +1,15 @@
-"""What hpctrain makes of one GPU. One benchmark for each call:
+"""Measures hpctrain on one GPU. One benchmark per call:
 
     python benchmarks/gpu.py train     a GPT of 1.0 billion parameters, bf16, compiled blocks: tokens/s and MFU (see mfu.py)
-    python benchmarks/gpu.py fp8       the same in fp8 (torchao) against bf16
+    python benchmarks/gpu.py fp8       the same in fp8 (torchao), compared with bf16
     python benchmarks/gpu.py stages    a GPT of 0.25 billion parameters in bf16, not compiled, under stages 0 to 3
 
-`train` and `stages` are held against a plain torch loop: autocast, AdamW in its fused form, clipping, over the same batches,
-which lie on the GPU before it begins. hpctrain's step is the whole one of a run, with data, metrics and console. The kinds take
-turns, a few steps each; a round's ratio is that of its two times. The rounds are cut into three parts, and printed are
-the best and the worst of the three medians. The losses of all steps are compared, too.
+`train` and `stages` are compared with a plain torch loop: autocast, fused AdamW, clipping, over the same batches, which are on
+the GPU from the start. hpctrain's step is the complete step of a run, with data, metrics and console. The kinds take turns, a few
+steps each. A round's ratio is a kind's time divided by the first kind's. The rounds are cut into three parts, and the best and
+the worst of the three medians are printed. The losses of all steps are compared, too.
 
-`--tiny --device cpu` tries a benchmark out where there is no GPU.
+`--tiny --device cpu` tries a benchmark without a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.model import Batch, ModelSpec
+from hpctrain.contracts.model import Batch, MetaModel
 from hpctrain.devices import accelerator, device_name, is_accelerator, peak_memory
 from hpctrain.errors import HpctrainError
 from hpctrain.job.reading import RawJob
@@ -39,9 +39,10 @@ from hpctrain.loop.feed import Feed
 from hpctrain.loop.progress import Progress
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train_step
+from hpctrain.model.meta import build_on_meta
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.world.launcher_channel import LauncherChannel
-from hpctrain.world.meeting import World, meet, start_communication
+from hpctrain.world.meeting import World, meet, start_communication, take_device
 
 SIZES: dict[str, dict[str, int]] = {
     "large": {"hidden_size": 2048, "layers": 16, "attention_heads": 16, "vocab_size": 50304, "max_seq_length": 2048},
@@ -49,12 +50,12 @@ SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 32, "layers": 2, "attention_heads": 2, "vocab_size": 64, "max_seq_length": 16},
 }
 PARTS, WARM_UP, STEPS = 3, 3, 4
-"""Medians that are taken, steps of each kind before it is timed, and steps in a round."""
+"""The number of medians, of warm-up steps of each kind, and of steps in a round."""
 PLAIN, CLIP, RATE, SEED = "plain torch", 1.0, 1e-4, 1234
 
 
 class Bench:
-    """What all kinds of one benchmark have in common."""
+    """The common part of all kinds of one benchmark."""
 
     def __init__(self, size: str, batch: int, rounds: int, device: str, directory: Path) -> None:
         self.model: dict[str, Any] = {"name": "gpt", **SIZES[size]}
@@ -62,7 +63,8 @@ class Bench:
         self._communicator = "gloo" if device == "cpu" else "nccl"
         self._world: World = meet(Identity(), LauncherChannel(terminal=False))
         communicator = self._checked("start", {}).parts.communicator
-        self.device = start_communication(self._world, communicator, 600)
+        self.device = take_device(self._world, communicator)
+        start_communication(self._world, communicator, 600)
 
     def _checked(self, name: str, changes: dict[str, Any]) -> CheckedJob:
         tables: dict[str, Any] = {
@@ -79,11 +81,11 @@ class Bench:
 
     @property
     def parameters(self) -> int:
-        """Of the model."""
-        return sum(one.numel() for one in self._checked("count", {}).parts.model.build_on_meta().parameters())
+        """The number of parameters of the model."""
+        return sum(one.numel() for one in build_on_meta(self._checked("count", {}).parts.model).parameters())
 
     def job(self, name: str, **changes: dict[str, Any]) -> Callable[[], float]:
-        """A step of hpctrain's, which returns its loss."""
+        """A step of hpctrain, which returns its loss."""
         checked = self._checked(name, changes)
         hooks = LifeCycle(checked.registry, self._world.identity, [])
         session = assemble(checked, self._world, self.device, "never", hooks)
@@ -91,8 +93,9 @@ class Bench:
         return lambda: float(train_step(session, loader, stop)[0]["loss"])
 
     def plain(self, compiled: bool) -> Callable[[], float]:
-        """A step of the loop that one writes with torch alone."""
+        """A step of a loop written with torch alone, which returns its loss."""
         checked = self._checked("plain", {})
+        assert isinstance(checked.parts.model, MetaModel)
         module = plain_module(checked.parts.model, self.device)
         for block in checked.parts.model.blocks(module) if compiled else []:
             block.compile()
@@ -113,7 +116,7 @@ class Bench:
         return step
 
     def _batches(self) -> list[Batch]:
-        """Of all steps, on the device: those that the jobs get."""
+        """The batches of all steps, the same as the jobs', on the device."""
         checked = self._checked("plain", {})
         feed = Feed(checked.job, checked.parts, rank=0, ranks=1, node="", device=self.device, split=lambda batch: batch)
         loader = feed.training_loader(Progress(feed.steps))
@@ -122,20 +125,20 @@ class Bench:
         return batches
 
     def seconds(self, kinds: dict[str, Callable[[], float]]) -> tuple[Tensor, Tensor]:
-        """Of each round and kind, (rounds, kinds), and the losses of all steps, (kinds, steps)."""
+        """The seconds of each round and kind, (rounds, kinds), and the losses of all steps, (kinds, steps)."""
         losses = [[step() for _ in range(WARM_UP)] for step in kinds.values()]
         seconds = torch.zeros(self.rounds, len(kinds), dtype=torch.float64)
         for number in range(self.rounds):
             for kind, step in enumerate(kinds.values()):
-                begin = time.perf_counter()  # a step ends with a number that the program has waited for
+                begin = time.perf_counter()  # a step ends with a loss on the host, so the GPU is done
                 losses[kind] += [step() for _ in range(STEPS)]
                 seconds[number, kind] = time.perf_counter() - begin
         return seconds, torch.tensor(losses, dtype=torch.float64)
 
 
-def plain_module(spec: ModelSpec, device: torch.device) -> torch.nn.Module:
-    """The model with the values that hpctrain gives it."""
-    module = spec.build_on_meta().to_empty(device=device)
+def plain_module(spec: MetaModel, device: torch.device) -> torch.nn.Module:
+    """The model with hpctrain's initial values."""
+    module = build_on_meta(spec).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             spec.initialize(name, parameter, (0, len(parameter)), SEED)
@@ -143,7 +146,7 @@ def plain_module(spec: ModelSpec, device: torch.device) -> torch.nn.Module:
 
 
 def kinds_of(what: str, bench: Bench) -> dict[str, Callable[[], float]]:
-    """The kinds of a benchmark; the first one is what the others are held against."""
+    """The kinds of a benchmark. The others are compared with the first."""
     compiled: dict[str, Any] = {"compile": {"enabled": True}}
     if what == "train":
         return {PLAIN: bench.plain(compiled=True), "hpctrain": bench.job("bf16", **compiled)}
@@ -157,7 +160,7 @@ def kinds_of(what: str, bench: Bench) -> dict[str, Callable[[], float]]:
 
 
 def report(what: str, bench: Bench, names: list[str], seconds: Tensor, losses: Tensor) -> list[str]:
-    """A line for each kind, and what they have in common before it."""
+    """The common facts, then a line for each kind."""
     peak = peak_of(bench.device, 8192 if is_accelerator(bench.device) else 256)
     tokens = bench.batch * bench.model["max_seq_length"] * STEPS
     lines = [
@@ -187,7 +190,7 @@ def main() -> None:
     parser.add_argument("--device", default="gpu", choices=["gpu", "cpu"])
     arguments = parser.parse_args()
     if arguments.device == "gpu" and accelerator() is None:
-        parser.error("there is no GPU that torch can use; --tiny --device cpu tries the benchmark out")
+        parser.error("there is no GPU that torch can use; --tiny --device cpu tries the benchmark without one")
     size = "tiny" if arguments.tiny else "middle" if arguments.what == "stages" else "large"
     try:
         with tempfile.TemporaryDirectory() as directory, redirect_stdout(sys.stderr):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """bytes: of all storages that operators have made since it was entered and that are alive; peak: their most.
+    """bytes: of all living storages that operators made in this context. peak: the maximum of bytes.
 
     An operator that brings them above `limit` raises MemoryError, as an allocator would.
     """
@@ -28,8 +28,8 @@ class LiveBytes(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back with the local tensors
-        for tensor in tree_leaves((args, kwargs)):  # what was there before, such as a parameter of which a view is made
+            return NotImplemented  # DTensor calls this again with the local tensors
+        for tensor in tree_leaves((args, kwargs)):  # earlier storages do not count, such as a parameter behind a view
             if isinstance(tensor, torch.Tensor):
                 self._seen.add(tensor.untyped_storage())
         out = func(*args, **(kwargs or {}))

@@ -1,11 +1,11 @@
-"""A sequence four times longer than one rank's limit trains with context = 4.
+"""Trains with context = 4 on a sequence four times longer than one rank's limit.
 
     OMP_NUM_THREADS=1 mpiexec -n 4 python benchmarks/long_sequence.py [--length 1024] [--method ring]
 
-The limit is on activation memory: the bytes of all tensors that a training step (forward, backward, gradient sums, AdamW) makes
-and that are alive at a time, on one rank; parameters, gradients and optimizer state are there before. It is what one rank
-needs for a sequence of `--length` tokens and a quarter more, and it is enforced: the operator that goes beyond it raises
-MemoryError. Printed are the peaks of each rank.
+The limit is on activation memory: the bytes of tensors that a training step (forward, backward, gradient sums, AdamW) makes and
+that are alive at once, on one rank. Parameters, gradients and optimizer state exist before and do not count. The limit is the
+need of one rank for a sequence of `--length` tokens plus a quarter. It is enforced: the operator that exceeds it raises
+MemoryError. Prints the peak of each rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL = {"name": "gpt", "hidden_size": 128, "layers": 4, "attention_heads": 4, "
 
 
 def make_step(length: int, parallelism: dict[str, Any]) -> Callable[[], float]:
-    """A training step on one sequence; it returns this rank's part of the mean loss."""
+    """A training step on one sequence, which returns this rank's part of the mean loss."""
     tables: dict[str, Any] = {
         "job": {"name": "long", "steps": 1}, "model": {**MODEL, "max_seq_length": length},
         "dataset": {"name": "synthetic"}, "optimizer": {"name": "adamw", "lr": 1e-3},
@@ -42,16 +42,16 @@ def make_step(length: int, parallelism: dict[str, Any]) -> Callable[[], float]:
     else:  # each rank by itself
         axes = ("ranks", "dp_replicate", "dp_shard")
         alone = init_device_mesh("cpu", (dist.get_world_size(), 1, 1), mesh_dim_names=axes)
-        meshes = Meshes(alone, alone, axes[1:])
+        meshes = Meshes(alone, alone, axes[1:], {})
     ids = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(length))
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
     return training_step.make_step(checked, meshes, batch, length)
 
 
 def measure(length: int, parallelism: dict[str, Any], limit: int | None) -> tuple[int, float]:
-    """This rank's peak in the second step, and its part of that step's loss. Raises MemoryError beyond `limit`."""
+    """This rank's peak in the second step, and its part of that step's loss. Raises MemoryError above `limit`."""
     step = make_step(length, parallelism)
-    step()  # the optimizer's state and the buffers of communication are made in the first
+    step()  # the first step creates the optimizer's state and the communication buffers
     with LiveBytes(limit) as live:
         loss = step()
     return live.peak, loss

@@ -1,9 +1,9 @@
-"""What the guarded store costs when ranks meet: against torch's TCPStore, which proves and guards nothing.
+"""Measures the cost of the guarded store when ranks meet, relative to torch's TCPStore, which has no protection.
 
     mpiexec -n 32 python benchmarks/meeting.py [--rounds N] [--json]
 
-Each round opens a store, has all ranks exchange what a job's start does (the job, a report of each rank, a verdict), and makes
-a gloo group in it. The two stores take turns. Prints medians over the rounds of the slowest rank's seconds, and their difference.
+Each round opens a store, exchanges the values of a job's start in it (the job, a report of each rank, a verdict), and makes a
+gloo group in it. The two stores take turns. Prints the medians over the rounds of the slowest rank's seconds, and their difference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPORT = "y" * 1500
 
 
 def open_tcp_store() -> Store:
-    """torch's own, on rank 0's loopback interface."""
+    """torch's TCPStore, on rank 0's loopback interface."""
     comm = MPI.COMM_WORLD
     store = None
     if comm.rank == 0:
@@ -79,7 +79,7 @@ def main() -> None:
     for number in range(arguments.rounds + 1):
         for name, way in ways.items():
             ranks = values.gather(MPI.COMM_WORLD, way())
-            if number:  # the first loads what both need
+            if number:  # the first round also loads common modules
                 taken[name].append({part: max(one[part] for one in ranks) for part in ranks[0]})
     if MPI.COMM_WORLD.rank:
         return

@@ -1,12 +1,11 @@
-"""What a sharding stage costs: the step of a 29 M-parameter GPT under stages 0 to 3, against the same work alone.
+"""Measures the cost of sharding stages: the step of a 29 M-parameter GPT under stages 0 to 3, relative to the same work alone.
 
     OMP_NUM_THREADS=1 mpiexec -n 2 python benchmarks/stages.py [--precision fp32 bf16] [--kinds 0 1 2 3] [--rounds N]
 
-A kind is a stage, with options where wanted: `--kinds "1 overlap_communication=true" "2 reduce_bucket_size='25MB'"`. In
-every round each kind takes a step, and so does "alone": each rank by itself, with stage 0's code and nobody to talk
-to. A round's ratio is that of its two times, each of the slowest rank; the rounds are cut into three parts, and printed
-are the best and the worst of the three medians. Forward, backward, communication and update are timed; data, norm
-and metrics are not.
+A kind is a stage, optionally with options: `--kinds "1 overlap_communication=true" "2 reduce_bucket_size='25MB'"`. In every
+round each kind takes a step, and so does "alone": each rank by itself, with stage 0's code and no communication. A round's ratio
+is the kind's time divided by the time of "alone", each of the slowest rank. The rounds are cut into three parts, and the best and
+the worst of the three medians are printed. Forward, backward, communication and update are timed; data, norm and metrics are not.
 """
 
 from __future__ import annotations
@@ -47,12 +46,15 @@ def make_step(kind: str, precision: str, mesh: DeviceMesh, batch: dict[str, torc
     }  # fmt: skip
     divisor = BATCH * SEQUENCE * mesh["dp_replicate"].size() * mesh["dp_shard"].size()
     return training_step.make_step(
-        check(RawJob(tables, {}, "benchmark"), None), Meshes(mesh, mesh, ("dp_replicate", "dp_shard")), batch, divisor
+        check(RawJob(tables, {}, "benchmark"), None),
+        Meshes(mesh, mesh, ("dp_replicate", "dp_shard"), {}),
+        batch,
+        divisor,
     )
 
 
 def measure(steps: dict[str, Callable[[], float]], rounds: int) -> torch.Tensor:
-    """Seconds of the slowest rank: (rounds, kinds). Two rounds before them are not counted."""
+    """Seconds of the slowest rank: (rounds, kinds), after two uncounted rounds."""
     seconds = torch.zeros(rounds + 2, len(steps), dtype=torch.float64)
     for number in range(rounds + 2):
         for kind, step in enumerate(steps.values()):

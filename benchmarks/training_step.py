@@ -1,4 +1,4 @@
-"""A training step put together as a session does, without its loop: what several benchmarks time or measure."""
+"""A training step assembled as in a session, without its loop, for several benchmarks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CPU = torch.device("cpu")
 
 
 def make_step(checked: CheckedJob, meshes: Meshes, batch: dict[str, torch.Tensor], divisor: int) -> Callable[[], float]:
-    """Trains on this rank's part of `batch`, of which parallel ranks have the same, once for each call.
+    """A function that trains one step on this rank's part of `batch`, which must be equal on parallel ranks.
 
-    It gives this rank's part of the mean loss over `divisor`.
+    The function returns this rank's part of the mean loss over `divisor`.
     """
     parts = checked.parts
-    sums = GradientReducer(parts.compression, meshes.data, "")
+    sums = GradientReducer(parts.compression, meshes, "")
     built = build_model(checked.job, parts, meshes, sums, CPU)
     sharded, scaler = built.sharded, parts.precision.start()
     groups = parameter_groups(sharded.pieces(), list(built.trained), [])

@@ -3,6 +3,7 @@
 import hpctrain
 job = hpctrain.load_job("job.toml", ["job.steps=100"])
 hpctrain.run(job)
+module = hpctrain.load("runs/NAME/checkpoints/latest")
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.job.tables import Job
+    from hpctrain.loop.inference import load
     from hpctrain.rank import run
 
-__all__ = ["Job", "__version__", "load_job", "run"]
+__all__ = ["Job", "__version__", "load", "load_job", "run"]
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -29,11 +31,15 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def __getattr__(name: str) -> Any:
-    """`Job` and `run` on first use: importing hpctrain alone must not import torch (`hpctrain --help` is quick)."""
+    """`Job`, `load` and `run` on first use: importing hpctrain alone must not import torch (`hpctrain --help` is quick)."""
     if name == "Job":
         from hpctrain.job.tables import Job
 
         return Job
+    if name == "load":
+        from hpctrain.loop.inference import load
+
+        return load
     if name == "run":
         from hpctrain.rank import run
 

@@ -13,11 +13,33 @@ from hpctrain.contracts.compression import (
     Compressor,
     LossyCompression,
 )
-from hpctrain.contracts.dataset import Dataset, DatasetContext, Lengths, Samples, Split
+from hpctrain.contracts.dataset import (
+    Collate,
+    Dataset,
+    DatasetContext,
+    Lengths,
+    Samples,
+    Split,
+    Stream,
+    TextDataset,
+    Weights,
+)
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.life_cycle import Control, Hook, PluginState
+from hpctrain.contracts.launcher import JobState, Launch, Launcher, Stage, SubmittedRun
+from hpctrain.contracts.life_cycle import Control, Hook, LiveModel, PluginState
 from hpctrain.contracts.logger import Logger, LogWriter
-from hpctrain.contracts.model import Batch, ModelSpec
+from hpctrain.contracts.metric import Metric, RunningMetric, SummedMetric
+from hpctrain.contracts.model import (
+    AttentionModel,
+    Batch,
+    ContextParallelModel,
+    MetaModel,
+    ModelSpec,
+    PaddedModel,
+    PipelineModel,
+    TensorParallelModel,
+    TokenModel,
+)
 from hpctrain.contracts.optimization import Optimizer, OptimizerOptions, Schedule
 from hpctrain.contracts.parallelism import AppliedAxis, AxisTraits, Parallelism
 from hpctrain.contracts.pieces import Piece, State, pieces_of, set_row_order
@@ -25,7 +47,7 @@ from hpctrain.contracts.pipeline_schedule import PipelineSchedule
 from hpctrain.contracts.plan import Machine, Plan, Problem
 from hpctrain.contracts.plugin import ByteSize, Options, Plugin
 from hpctrain.contracts.precision import LossScaler, Precision
-from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts
+from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts, See
 from hpctrain.contracts.sharding import ShardedModel, Sharding
 from hpctrain.devices import (
     accelerator,
@@ -52,7 +74,17 @@ from hpctrain.errors import (
     shown,
 )
 from hpctrain.exchange import Outcome, agree, attempt, broadcast_value, gather_outcomes, gather_values, scatter_outcomes
-from hpctrain.files import TABLE_BYTES, created, make_directory, read_all, reading, sync_directory
+from hpctrain.files import (
+    TABLE_BYTES,
+    created,
+    make_directory,
+    open_regular,
+    read_all,
+    reading,
+    replacing,
+    sync_directory,
+    temporary_name,
+)
 from hpctrain.gradients.residual import Residual
 from hpctrain.hookspecs import hookimpl
 from hpctrain.job.tables import Job
@@ -64,6 +96,7 @@ from hpctrain.mpi import shared_zeros
 from hpctrain.plugins.discovery import API_VERSION
 from hpctrain.seeded import fill_normal
 from hpctrain.torch_private import (
+    PythonGroup,
     TorchDispatchMode,
     buffers_of,
     children_of,
@@ -85,6 +118,7 @@ __all__ = [
     "TABLE_BYTES",
     "ActivationCheckpointing",
     "AppliedAxis",
+    "AttentionModel",
     "AxisTraits",
     "Batch",
     "BucketSum",
@@ -92,10 +126,12 @@ __all__ = [
     "CheckpointError",
     "CheckpointFormat",
     "CheckpointWriter",
+    "Collate",
     "Communicator",
     "Compression",
     "CompressionOptions",
     "Compressor",
+    "ContextParallelModel",
     "Control",
     "Dataset",
     "DatasetContext",
@@ -107,42 +143,61 @@ __all__ = [
     "HpctrainError",
     "Identity",
     "Job",
+    "JobState",
+    "Launch",
+    "Launcher",
     "Lengths",
+    "LiveModel",
     "LogWriter",
     "Logger",
     "LossScaler",
     "LossyCompression",
     "MPISettings",
     "Machine",
+    "MetaModel",
+    "Metric",
     "MicroBatch",
     "ModelSpec",
     "Optimizer",
     "OptimizerOptions",
     "Options",
     "Outcome",
+    "PaddedModel",
     "Parallelism",
     "Piece",
+    "PipelineModel",
     "PipelineSchedule",
     "Plan",
     "Plugin",
     "PluginState",
     "Precision",
     "Problem",
+    "PythonGroup",
     "Residual",
     "Runner",
     "RunnerParts",
+    "RunningMetric",
     "Samples",
     "Schedule",
+    "See",
     "ShardedModel",
     "Sharding",
     "Span",
     "Split",
+    "Stage",
     "State",
     "StoredChunk",
     "StoredTensor",
+    "Stream",
+    "SubmittedRun",
+    "SummedMetric",
+    "TensorParallelModel",
+    "TextDataset",
+    "TokenModel",
     "TorchDispatchMode",
     "TrainingError",
     "UsageError",
+    "Weights",
     "accelerator",
     "accelerator_count",
     "agree",
@@ -178,10 +233,12 @@ __all__ = [
     "move_local",
     "mpi_backend",
     "nvidia_capability",
+    "open_regular",
     "pieces_of",
     "read_all",
     "reading",
     "reason",
+    "replacing",
     "scatter_outcomes",
     "seconds_between",
     "set_row_order",
@@ -190,6 +247,7 @@ __all__ = [
     "storage_record",
     "sync_directory",
     "takes_bf16",
+    "temporary_name",
     "tie",
     "tied_parameters",
     "version_of",

@@ -1,73 +1,100 @@
 """The devices that ranks compute on: the accelerators of a machine, or its CPU.
 
-No other file tells one kind of device from another. This one asks `torch.accelerator` and the module that torch has for
-each kind (`torch.get_device_module`): an accelerator of another maker that torch knows needs no change here. What is
-NVIDIA's own is at the end.
+Only this file distinguishes kinds of devices. It asks `torch.accelerator` and torch's module for each kind
+(`torch.get_device_module`), so an accelerator of another vendor that torch supports needs no change here. The part that
+is specific to NVIDIA is at the end.
 
-It imports torch only. hpctrain.api has what plugins need.
+Imports only torch. Plugins find these functions in hpctrain.api.
 """
 
 from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 
 def accelerator() -> torch.device | None:
-    """The kind of accelerator that torch can use on this machine; None where it can use the CPU only."""
+    """The kind of accelerator that torch can use on this machine; None if it can use only the CPU."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def accelerator_count() -> int:
-    """How many of that kind this process sees."""
+    """The number of accelerators that this process sees."""
     return torch.accelerator.device_count()
 
 
 def device_of_rank(local_rank: int) -> torch.device:
-    """The accelerator of a node's rank; the CPU where there is none. Ranks take turns where there are fewer than ranks."""
+    """The accelerator of a local rank, or the CPU if there is none. If there are fewer than ranks, ranks share them."""
     kind = accelerator()
     return torch.device("cpu") if kind is None else torch.device(kind.type, local_rank % accelerator_count())
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work on `device` runs beside the program, and copies between it and pinned host memory, too."""
+    """Whether `device` computes, and copies to and from pinned host memory, asynchronously to the program."""
     return device.type not in ("cpu", "meta")
 
 
 def use_device(device: torch.device) -> None:
-    """Let this thread compute on `device`: which one of several accelerators is current is each thread's own."""
+    """Make this thread compute on `device`: each thread has its own current accelerator."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
 
 
 def device_name(device: torch.device) -> str:
-    """What its maker calls it, for messages."""
+    """The vendor's name of the device, for messages."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if name is None else str(name(device))
 
 
+def pci_address(device: torch.device) -> str | None:
+    """The address of an accelerator on its bus, such as "0000:65:00.0"; None for the CPU and where torch can't tell."""
+    if not is_accelerator(device):
+        return None
+    properties: Any = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
+    if not hasattr(properties, "pci_bus_id"):
+        return None
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
 def takes_bf16(device: torch.device) -> bool:
-    """Whether `device` computes in bfloat16. A kind of device that torch doesn't ask about does."""
+    """Whether `device` computes in bfloat16; true for kinds of devices without a check in torch."""
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     return supported is None or bool(supported())
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that tensors of this process have taken at a time on an accelerator."""
+    """The peak of the bytes that this process's tensors have taken on an accelerator."""
     return torch.accelerator.max_memory_allocated(device)
 
 
+def memory_left(device: torch.device) -> tuple[int, int] | None:
+    """The bytes of an accelerator's memory that are free, and all of them; None for the CPU and where torch can't tell."""
+    if not is_accelerator(device):
+        return None
+    try:
+        return torch.accelerator.get_memory_info(device)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Give the memory of an accelerator back that torch keeps for later tensors."""
+    if is_accelerator(device):
+        torch.accelerator.empty_cache()
+
+
 def forked_random_state(device: torch.device) -> AbstractContextManager[None]:
-    """What is drawn inside, on the CPU or on `device`, leaves no trace in what is drawn afterwards."""
+    """Random numbers drawn inside, on the CPU or on `device`, do not affect those drawn afterwards."""
     return torch.random.fork_rng([device] if is_accelerator(device) else [], device_type=device.type)
 
 
 def mark(device: torch.device) -> Any:
-    """A moment in the work of `device`, for `seconds_between`: on an accelerator the one when its current stream gets here.
-    Nothing waits for that."""
+    """A point in time on `device`, for `seconds_between`. On an accelerator: when its current stream gets here; this call does
+    not wait for it."""
     if not is_accelerator(device):
         return time.perf_counter()
     event = torch.get_device_module(device).Event(enable_timing=True)
@@ -76,14 +103,14 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds_between(begin: Any, end: Any) -> float:
-    """Between two marks of one device; waits for the later one."""
+    """The seconds between two marks of one device; waits for the later one."""
     if isinstance(end, float):
         return float(end - begin)
     end.synchronize()
     return float(begin.elapsed_time(end) / 1000)
 
 
-# NVIDIA's own: other makers have neither these formats nor these numbers.
+# Specific to NVIDIA: other vendors have neither these formats nor these numbers.
 
 
 def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
@@ -92,7 +119,25 @@ def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def allow_tf32(device: torch.device, allowed: bool) -> None:
-    """Whether an NVIDIA GPU may round what float32 products and convolutions take to 10 bits. Holds until said otherwise."""
+    """Whether an NVIDIA GPU may round the inputs of float32 products and convolutions to 10 bits. Holds until changed."""
     if device.type == "cuda":
-        # torch.backends.fp32_precision alone would contradict these: torch then raises where its own code asks for them
+        # torch.backends.fp32_precision alone would contradict these settings, and torch raises when its own code reads them
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+
+
+def accelerator_group(device: torch.device, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A process group of torch's interface for tensors on an NVIDIA GPU (NCCL). Raises OSError elsewhere."""
+    if device.type != "cuda":
+        raise OSError(f"found tensors on {device.type}, expected the CPU or an NVIDIA GPU")
+    group = torch.distributed.ProcessGroupNCCL(store, rank, size, torch.distributed.ProcessGroupNCCL.Options())
+    group.set_timeout(timeout)
+    return group
+
+
+def nccl_version() -> int:
+    """NCCL's version as a number such as 22703; 0 without an NVIDIA GPU."""
+    device = accelerator()
+    if device is None or device.type != "cuda":
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major * 10000 + minor * 100 + patch)

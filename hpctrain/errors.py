@@ -1,6 +1,6 @@
-"""The errors that a user can cause or meet, each with the exit code that the command returns for it.
+"""The errors that a user can cause or meet, each with its exit code.
 
-A message says what was found, what was expected and what to do. Imports nothing of hpctrain.
+A message says what was found, what was expected and what to do. Imports nothing from hpctrain.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start me again
 
 
 def escaped(text: str) -> str:
-    """`text` without characters that would steer a terminal, lines apart: a file that others made may hold any."""
+    """`text` with terminal control characters escaped, except for newlines: another person's file may contain any."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
 class _Short(reprlib.Repr):
-    """Plain values only: the repr of anything else may have no end."""
+    """Shows only plain values: the repr of any other object may be endless."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,22 +44,22 @@ class _Short(reprlib.Repr):
 
 
 shown = _Short().repr
-"""A value of any size and kind as a few words of a sentence."""
+"""Any value, of any size and type, in a few words for a message."""
 
 
 class HpctrainError(Exception):
-    """Base of every error that the command reports as a sentence instead of a traceback."""
+    """Base of all errors that the command reports as a sentence instead of a traceback."""
 
     exit_code = EXIT_TRAINING
 
     def __init__(self, message: str, everywhere: bool = False) -> None:
-        """`everywhere`: every rank raises it, so that all can leave in order and rank 0 speaks for them."""
+        """everywhere: every rank raises this error, so all can exit in order and only rank 0 prints it."""
         super().__init__(escaped(message))
         self.everywhere = everywhere
 
 
 def reason(error: Exception) -> str:
-    """What it says, and what the operating system says without the number in front."""
+    """The error's message; for the operating system's errors without the number in front."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error)
@@ -76,7 +76,7 @@ class JobFileError(UsageError):
 
 
 class EnvironmentUnfitError(HpctrainError):
-    """MPI, a GPU, a plugin or the agreement between ranks is not fit for the job: exit 3."""
+    """The environment (MPI, a GPU, a plugin) does not fit the job, or the ranks disagree: exit 3."""
 
     exit_code = EXIT_ENVIRONMENT
 
@@ -88,12 +88,12 @@ class TrainingError(HpctrainError):
 
 
 class WriteError(HpctrainError):
-    """A command could not write its file, for lack of room say: exit 4."""
+    """A command could not write its file, for instance on a full disk: exit 4."""
 
     exit_code = EXIT_TRAINING
 
 
 class CheckpointError(HpctrainError):
-    """No checkpoint can be used, or it is of another model: exit 5."""
+    """No checkpoint can be used, or it belongs to another model: exit 5."""
 
     exit_code = EXIT_CHECKPOINT

@@ -1,9 +1,9 @@
-"""What ranks tell each other besides tensors: small values as JSON, and outcomes, which are a value or an exception.
+"""Exchanges small values between ranks as JSON, and outcomes: a value or an exception.
 
-Values are what hpctrain.json_values takes.
+hpctrain.json_values says which values are possible.
 
-torch's own all_gather_object and its kin send pickles, and a pickle runs code where it arrives: whoever gets into a group
-would own all ranks. JSON can't.
+torch's own all_gather_object and similar functions send pickles, and a pickle runs code where it arrives: a stranger in a
+group would control all ranks. JSON runs nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def sum_of(value: int, group: dist.ProcessGroup | None = None) -> int:
 
 
 def attempt(action: Callable[[], T]) -> Outcome[T]:
-    """The result of `action`, or the exception that it raised, as all ranks will see it."""
+    """The result of `action`, or its exception in the form that all ranks will see."""
     try:
         return action()
     except Exception as error:
@@ -70,7 +70,7 @@ def attempt(action: Callable[[], T]) -> Outcome[T]:
 
 
 def gather_outcomes(outcome: Outcome[Any], group: dist.ProcessGroup) -> Outcome[list[Any]]:
-    """On rank 0 everyone's value in rank order, or the exception of the lowest rank that has one; elsewhere []."""
+    """On rank 0 every rank's value in rank order, or the exception of the lowest failing rank; elsewhere []."""
     content, lengths = _padded(_encode(outcome), group)
     received = [torch.empty_like(content) for _ in range(group.size())] if group.rank() == 0 else None
     dist.gather(content, received, group=group, group_dst=0)
@@ -109,13 +109,14 @@ def lowest_error(outcome: Outcome[T], group: dist.ProcessGroup) -> Outcome[T]:
 
 
 def survey(group: dist.ProcessGroup, action: Callable[[], T]) -> Outcome[T]:
-    """Run `action` on every rank: its result if it went well on all, else the lowest failing rank's exception.
+    """Run `action` on every rank: its result if it succeeded on all, else the lowest failing rank's exception.
 
-    Where it failed before a collective that the other ranks are in, no agreement comes about: then it is this rank's own.
+    If it failed here before a collective that the other ranks have entered, agreement is impossible: then the result is
+    this rank's own exception.
     """
     outcome = attempt(action)
     if isinstance(outcome, Exception) and isinstance(outcome.__cause__, CommunicationError):
-        raise outcome.__cause__  # the collective that failed was the meeting with the rank that it is about
+        raise outcome.__cause__  # a collective in `action` failed, so agreeing with the same ranks would fail, too
     try:
         return lowest_error(outcome, group)
     except Exception:
@@ -125,18 +126,18 @@ def survey(group: dist.ProcessGroup, action: Callable[[], T]) -> Outcome[T]:
 
 
 def together(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
-    """Run `action` on every rank; an exception on any is raised on all."""
+    """Run `action` on every rank; an exception on any rank is raised on all."""
     return raised(survey(group, action))
 
 
 def share(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 only; all ranks return its value, which must be small and plain, or raise its exception."""
+    """Run `action` on rank 0 only; all ranks return its value, which must be a small one, or raise its exception."""
     result: T = agree(attempt(action) if group.rank() == 0 else None, group)
     return result
 
 
 def raised(outcome: Outcome[T]) -> T:
-    """The value; an exception is raised."""
+    """The value; raises an exception."""
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
@@ -149,7 +150,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _padded(text: str, group: dist.ProcessGroup) -> tuple[Tensor, list[int]]:
-    """`text` as bytes, as many on each rank, and every rank's own number of them."""
+    """`text` as bytes, padded to the longest on any rank, and every rank's own length."""
     lengths = [torch.zeros((), dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(lengths, torch.tensor(len(text)), group=group)
     found = [int(length) for length in lengths]
@@ -157,7 +158,7 @@ def _padded(text: str, group: dist.ProcessGroup) -> tuple[Tensor, list[int]]:
 
 
 def _as_tensor(text: str, length: int) -> Tensor:
-    """json.dumps escapes what isn't ASCII, so a character is a byte; JSON takes blanks at its end."""
+    """`text` padded with blanks, which JSON allows at its end. json.dumps gives ASCII, so a character is a byte."""
     return torch.frombuffer(bytearray(text.ljust(length or 1).encode("ascii")), dtype=torch.uint8)[:length]
 
 
@@ -183,7 +184,7 @@ def _fields(error: Exception) -> dict[str, Any]:
     if isinstance(error, HpctrainError):
         fields |= {"exit_code": error.exit_code, "everywhere": error.everywhere}
     elif isinstance(error, OSError):
-        fields["kind"] = "OSError"  # with its number it becomes the right kind of one again
+        fields["kind"] = "OSError"  # its number restores the right subclass
         if error.errno is not None:
             file = None if error.filename is None else str(error.filename)
             fields |= {"errno": error.errno, "strerror": error.strerror, "filename": file}
@@ -192,7 +193,7 @@ def _fields(error: Exception) -> dict[str, Any]:
 
 def _error(fields: dict[str, Any]) -> Exception:
     error = _rebuilt(fields)
-    error.is_of_another_rank = True  # type: ignore[attr-defined]  # which knows more of it, and is to tell it
+    error.is_of_another_rank = True  # type: ignore[attr-defined]  # that rank knows more and prints it
     return error
 
 

@@ -1,7 +1,7 @@
-"""The files of a run and of a checkpoint: opened without following links, looked at before they are read, replaced at once.
+"""The files of a run and of a checkpoint: opened without following links, checked before reading, replaced atomically.
 
-Somebody may have crafted the directory: a pipe that blocks, a link to another file of the user's, a file without end. What
-is refused is an OSError, as the system's own refusals are. Imports nothing of hpctrain.
+The directory may be crafted: a pipe that blocks, a link to another file of the user's, an endless file. Refusals are
+OSErrors, like the system's own. Imports nothing from hpctrain.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 SMALL_BYTES = 16 * 2**20
-"""Far more than a file of names or a resolved job has."""
+"""Far more than a list of names or a resolved job needs."""
 TABLE_BYTES = 128 * 2**20
-"""Far more than a table in JSON has: the largest that was measured had 1 MB."""
+"""Far more than a JSON table needs: the largest one measured had 1 MB."""
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """The descriptor of a regular file, never of one that a link leads to; `flags` may create it."""
+    """The descriptor of a regular file; refuses symbolic links. `flags` may create the file."""
     try:
         # O_NONBLOCK: opening a pipe must not wait for its other end.
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -40,7 +40,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def open_to_change(path: Path, flags: int) -> int:
-    """As `open_regular`, made where it is missing; never a file that has a second name elsewhere."""
+    """Like `open_regular`, but creates a missing file and refuses a file with several names (hard links)."""
     fd = open_regular(path, flags | os.O_CREAT)
     names = os.fstat(fd).st_nlink
     if names > 1:
@@ -60,13 +60,13 @@ def reading(path: Path) -> Iterator[int]:
 
 
 def read_bytes(path: Path, most: int = SMALL_BYTES) -> bytes:
-    """All of a regular file; OSError for one of more than `most` bytes."""
+    """The content of a regular file; OSError if it has more than `most` bytes."""
     with reading(path) as fd:
         return read_all(fd, path, most)
 
 
 def read_all(fd: int, path: Path, most: int) -> bytes:
-    """All of the open file `path`."""
+    """The content of the open file `path`; OSError if it has more than `most` bytes."""
     size = os.fstat(fd).st_size
     if size > most:
         raise _refused(errno.EFBIG, f"it has {size} bytes, expected at most {most}", path)
@@ -75,9 +75,9 @@ def read_all(fd: int, path: Path, most: int) -> bytes:
 
 
 @contextmanager
-def created(path: Path) -> Iterator[int]:
-    """The descriptor of a new file, on disk when the block ends."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+def created(path: Path, mode: int = 0o666) -> Iterator[int]:
+    """The descriptor of a new file; synced to disk when the block ends. mode: its permissions, reduced by the umask."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         yield fd
         os.fsync(fd)
@@ -87,7 +87,7 @@ def created(path: Path) -> Iterator[int]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path`, in one go, when the block ends well and it is on disk."""
+    """A new file that atomically replaces `path` when the block ends without an error and the file is on disk."""
     temporary = temporary_name(path)
     try:
         with created(temporary) as fd, open(fd, "wb", closefd=False) as file:
@@ -99,12 +99,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def temporary_name(path: Path) -> Path:
-    """What is to become `path` is called so until it is whole: a name beside it that nobody can have taken."""
+    """A name for `path` until it is complete: beside it, and impossible to guess."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
+def cache_directory() -> Path:
+    """Where this user's programs keep what they can make again: $XDG_CACHE_HOME or ~/.cache, in a folder of hpctrain's own."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache"), "hpctrain")
+
+
 def make_directory(path: Path) -> None:
-    """A directory within a run, if it isn't there; OSError where a link is, or anything else."""
+    """Make a directory within a run unless it exists; OSError if a link or another file is in its place."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
@@ -115,7 +121,7 @@ def make_directory(path: Path) -> None:
 
 
 def is_own_directory(path: Path) -> bool:
-    """Whether it is a directory, and no link to one."""
+    """Whether `path` is a directory and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from hpctrain.contracts.compression import Compression
     from hpctrain.contracts.dataset import Dataset
     from hpctrain.contracts.identity import Identity
-    from hpctrain.contracts.life_cycle import Control, Hook, PluginState
+    from hpctrain.contracts.launcher import Launcher
+    from hpctrain.contracts.life_cycle import Control, Hook, LiveModel, PluginState
     from hpctrain.contracts.logger import Logger
-    from hpctrain.contracts.model import ModelSpec
+    from hpctrain.contracts.metric import Metric
+    from hpctrain.contracts.model import Batch, ModelSpec
     from hpctrain.contracts.optimization import Optimizer, Schedule
     from hpctrain.contracts.parallelism import Parallelism
     from hpctrain.contracts.pipeline_schedule import PipelineSchedule
@@ -32,7 +34,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class RegistrationHooks:
-    """Called once when the plugins are loaded; each returns the plugin classes of its slot."""
+    """Called once when plugins are loaded; each returns the plugin classes of its slot."""
 
     @hookspec
     def hpctrain_parallelism(self) -> list[type[Parallelism]]:
@@ -90,30 +92,47 @@ class RegistrationHooks:
     def hpctrain_hook(self) -> list[type[Hook]]:
         """Life-cycle hooks that a job turns on."""
 
+    @hookspec
+    def hpctrain_metric(self) -> list[type[Metric]]:
+        """What an evaluation measures."""
+
+    @hookspec
+    def hpctrain_launcher(self) -> list[type[Launcher]]:
+        """Schedulers that `hpctrain submit` sends jobs to."""
+
 
 class LifeCycleHooks:
-    """Called on every rank, in the same order on all; an implementation may use torch.distributed collectives
-    (except in `hpctrain_exception`, where some ranks may be gone)."""
+    """Called on every rank, in the same order on all. An implementation may use torch.distributed collectives, except in
+    `hpctrain_exception`, where some ranks may be gone."""
 
     @hookspec
-    def hpctrain_state(self, job: Job, identity: Identity) -> PluginState | None:
-        """The model is built, nothing is restored yet: what this plugin keeps in checkpoints."""
+    def hpctrain_state(self, job: Job, identity: Identity, model: LiveModel) -> PluginState | None:
+        """The model is built, but nothing is restored yet. Returns the state that this plugin keeps in checkpoints."""
 
     @hookspec
-    def hpctrain_job_start(self, job: Job, identity: Identity, step: int, control: Control) -> None:
+    def hpctrain_job_start(self, job: Job, identity: Identity, step: int, model: LiveModel, control: Control) -> None:
         """Everything is built and restored; training begins after `step`, which is 0 in a new run."""
 
     @hookspec
-    def hpctrain_step_end(self, step: int, metrics: dict[str, Any], control: Control) -> None:
+    def hpctrain_outputs(self, step: int, batch: Batch, outputs: Any) -> None:
+        """A forward of the step after `step` is done: `outputs` of a micro batch, on the ranks that have them. Called before
+        backward; must not change them, nor communicate."""
+
+    @hookspec
+    def hpctrain_step_end(self, step: int, metrics: dict[str, Any], model: LiveModel, control: Control) -> None:
         """Optimizer step `step` (1-based) is done. Keys added to `metrics` go into metrics.jsonl."""
 
     @hookspec
-    def hpctrain_evaluation(self, step: int, metrics: dict[str, Any], control: Control) -> None:
+    def hpctrain_evaluation_start(self, step: int, model: LiveModel) -> None:
+        """The model after `step` is about to be evaluated."""
+
+    @hookspec
+    def hpctrain_evaluation(self, step: int, metrics: dict[str, Any], model: LiveModel, control: Control) -> None:
         """The model was evaluated after `step`; `metrics` has `evaluation_loss`."""
 
     @hookspec
     def hpctrain_phase_begin(self, phase: str, step: int) -> None:
-        """A phase of the step after `step` begins on this rank: see docs/plugins.md for their names."""
+        """A phase of the step after `step` begins on this rank; docs/plugins.md lists the phases."""
 
     @hookspec
     def hpctrain_phase_end(self, phase: str, step: int) -> None:
@@ -125,7 +144,7 @@ class LifeCycleHooks:
 
     @hookspec
     def hpctrain_exception(self, exception: BaseException, identity: Identity) -> None:
-        """Training failed on this rank; must not communicate."""
+        """Training failed on this rank; the implementation must not communicate."""
 
     @hookspec
     def hpctrain_job_end(self, result: Mapping[str, Any]) -> None:

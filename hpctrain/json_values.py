@@ -1,4 +1,4 @@
-"""Small Python values as JSON that any language reads; what JSON lacks is a tagged object.
+"""Small Python values as JSON that any language reads; types that JSON lacks become tagged objects.
 
 Plain: None, bool, int, finite float, str, list, dict with string keys. Tagged: {"$tuple": [..]}, {"$bytes": base64},
 {"$float": "nan" | "inf" | "-inf"}, {"$dict": [[key, value], ..]} for other keys and for keys that begin with "$".
@@ -14,11 +14,11 @@ from typing import Any
 MOST_DEPTH = 64
 """How deep values may be nested."""
 MOST_PAIRS = 2**14
-"""Of a mapping with keys other than text: whoever chooses them can make looking one up take time in proportion."""
+"""The most pairs in a mapping with keys other than text: crafted keys with equal hashes slow down every lookup."""
 
 
 def encode(value: Any, key: str = "values", depth: int = 0) -> Any:
-    """`value` as what json.dumps takes; TypeError naming `key` for what would not come back the same."""
+    """`value` in a form for json.dumps; TypeError naming `key` if `decode` would not return the same value."""
     kind = type(value)
     if depth > MOST_DEPTH:
         raise TypeError(f"{key} is nested more than {MOST_DEPTH} deep; save it as bytes or as a tensor")
@@ -49,7 +49,7 @@ def encode(value: Any, key: str = "values", depth: int = 0) -> Any:
 
 
 def decode(value: Any, depth: int = 0) -> Any:
-    """The value that `encode` was given; ValueError for what it would not make."""
+    """The original of a value from `encode`; ValueError for a value that `encode` cannot produce."""
     if depth > MOST_DEPTH:
         raise ValueError(f"values are nested more than {MOST_DEPTH} deep")
     if isinstance(value, list):

@@ -1,16 +1,16 @@
-"""From a job to a trained model, on this rank: what `hpctrain run` and `hpctrain.run` do."""
+"""Turns a job into a trained model on this rank, for `hpctrain run` and `hpctrain.run`."""
 
 from __future__ import annotations
 
+import gc
 import logging
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,53 +19,111 @@ from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_resolved
 from hpctrain.checkpoint.directory import behind_latest
 from hpctrain.contracts.identity import Identity
-from hpctrain.errors import EXIT_STOPPED, HpctrainError, UsageError, escaped, reason
-from hpctrain.files import make_directory, open_to_change
+from hpctrain.data.pool import refuse_in_worker
+from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, HpctrainError, UsageError, reason
 from hpctrain.foreign.calling import retell_model_error
+from hpctrain.foreign.given import given_objects
 from hpctrain.foreign.model import CALLS
-from hpctrain.job.output_lock import OutputLock, set_aside
+from hpctrain.job.environment import described, exported, in_effect
+from hpctrain.job.output_lock import OutputLock, put_back, set_aside
 from hpctrain.job.reading import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.loop.assembly import assemble
+from hpctrain.loop.inference import Question, answer
+from hpctrain.loop.log_file import logged_to_file
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
 from hpctrain.plugins.blame import retell_plugin_error
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.torch_private import clear_sharding_cache
-from hpctrain.world.detection import detect, fallback_notice
-from hpctrain.world.failure import leave
+from hpctrain.watchdog.position import BETWEEN, END
+from hpctrain.watchdog.watch import watched
+from hpctrain.world.binding import Binding, bound
+from hpctrain.world.detection import detect, fallback_notice, torchrun_variables
+from hpctrain.world.failure import end_on_signals, leave
 from hpctrain.world.launcher_channel import LauncherChannel
-from hpctrain.world.meeting import World, compare_ranks, meet, start_communication
+from hpctrain.world.meeting import World, compare_ranks, meet, start_communication, take_device
 from hpctrain.world.objects import allow_objects
 
 LOG = logging.getLogger("hpctrain")
 
+_EARLIER = 0.9
+"""The watchdog's limit as a share of the communicator's: it can say more than a communication that fails."""
+
 
 def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
-    """Train `job` on this process's rank: one of many under mpiexec, srun or torchrun, else the only one.
+    """Train `job` on this process's rank: one of many under mpiexec, srun or torchrun, else the only rank.
 
-    The result has `step`, `loss` and `exit_code`: 0, or 75 when a signal stopped training after a save. Errors that a
-    user can mend are HpctrainError. With several ranks an error on one ends the processes of all.
+    job: as `hpctrain.load_job` gives it, or tables as in a job file, in which a function, a class or another object may stand in
+    place of "package.module:callable": {"model": {"name": make_model, "loss": my_loss}, "dataset": {"name": data}, ...}.
+    resume: "auto", "never", or a checkpoint.
+
+    The result has `step`, `loss` (of the last step), `losses` (of the steps of this call), `evaluation` (the metrics of the
+    newest evaluation, or None), `checkpoint` (the newest one, for `hpctrain.load`) and `exit_code`: 0, or 75 if a signal stopped
+    training after a save. After Ctrl-C, the save is followed by KeyboardInterrupt on all ranks. Errors that a user can fix are
+    HpctrainErrors. With several ranks, an error on one rank ends the processes of all.
     """
+    refuse_in_worker()
     if dist.is_initialized():
         raise UsageError(
-            "hpctrain.run sets torch.distributed up itself, and found it set up; call destroy_process_group() before"
+            "hpctrain.run sets torch.distributed up itself, but it is set up already; call destroy_process_group() before"
         )
     tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else dict(job)
-    return run_rank(detect(), lambda: RawJob(tables, {}, "job").refuse_values(), resume, LauncherChannel())
+    with given_objects(tables) as plain:
+        raw = RawJob(plain, {}, "job").refuse_values()
+        hook = sys.excepthook
+        try:
+            with exported(plain):
+                result = run_rank(detect(), lambda: raw, resume, LauncherChannel())
+        finally:
+            sys.excepthook = hook  # torch puts the rank before tracebacks, once more with each job
+    # The job's groups end with its last object. A thread of gloo that lived until Python ends would abort the process.
+    gc.collect()
+    if result.pop("interrupted"):
+        raise KeyboardInterrupt
+    return result
 
 
 def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, channel: LauncherChannel) -> dict[str, Any]:
     """Meet the other ranks, agree on the job that rank 0 reads, and train it."""
     if resume not in ("auto", "never"):
         resume = str(behind_latest(Path(resume)))
-    world = meet(identity, channel)
     lock = OutputLock()
-    try:
-        with StopRequest() as stop:  # from here on: a signal while the model is built must not end one rank alone
+
+    def work(world: World) -> dict[str, Any]:
+        # already here: a signal during building must not end a single rank
+        with StopRequest() as stop:
             channel.answers_signals()
-            result = _run_in(world, read, resume, stop, lock)
+            return _run_in(world, read, resume, stop, lock)
+
+    try:
+        return _on_rank(identity, channel, work)
+    finally:
+        lock.release()
+
+
+def answer_on_rank(
+    identity: Identity, read: Callable[[], RawJob], question: Question, channel: LauncherChannel
+) -> dict[str, Any]:
+    """Meet the other ranks, agree on the job, and ask its model, with the weights of a checkpoint."""
+    question = replace(question, weights=behind_latest(question.weights))
+    end_on_signals(channel)
+
+    def work(world: World) -> dict[str, Any]:
+        checked = agree_on_job(world, read)
+        with _communicating(world, checked) as (checked, device, hooks, _):
+            return {**answer(checked, world, device, hooks, question), "exit_code": EXIT_DONE}
+
+    return _on_rank(identity, channel, work)
+
+
+def _on_rank(identity: Identity, channel: LauncherChannel, work: Callable[[World], dict[str, Any]]) -> dict[str, Any]:
+    """Meet the other ranks and do `work`; an error of one of several ranks ends all."""
+    world = meet(identity, channel)
+    try:
+        with torchrun_variables(identity):
+            result = work(world)
         channel.report_exit(result["exit_code"])
         return result
     except BaseException as error:
@@ -73,7 +131,6 @@ def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, channe
             raise
         leave(world, error)
     finally:
-        lock.release()
         if dist.is_initialized():
             dist.destroy_process_group()
             clear_sharding_cache()
@@ -90,37 +147,80 @@ def _run_in(
     if notice and identity.rank == 0:
         print(f"hpctrain: {notice}", file=sys.stderr, flush=True)
 
+    aside: list[Path] = []
+
     def take_output_dir() -> None:
         if resume == "never":
-            _set_aside(checked.job.output_dir)
+            aside.extend(_set_aside(checked.job.output_dir))
         elif resume != "auto":
             refuse_other_run(Path(resume), resolved_tables(checked))
         write_resolved(checked, identity.size, lock)
 
     world.share("output", take_output_dir)  # by rank 0, before anything is built
-    with _logged_to_file(checked.job.output_dir, identity):
-        for sentence in world.strangers:  # before there was a log
+    with _taken_back(aside, checked.job.output_dir), logged_to_file(checked.job.output_dir, identity):
+        _tell_environment(checked, identity)
+        for sentence in world.strangers:  # from before the log existed
             LOG.info("%s", sentence)
         return _train(world, checked, resume, stop, begin)
 
 
 def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, begin: float) -> dict[str, Any]:
-    """Build the model and train it; what a plugin or a model of the user's own raises is retold in a sentence."""
+    """Build and train the model."""
+    with _communicating(world, checked) as (checked, device, hooks, binding):
+        if binding.told:
+            _say(world.identity, "cores", binding.told)
+        job, position = checked.job, hooks.position
+        limit = job.watchdog.timeout_seconds or _EARLIER * job.communicator.timeout_seconds
+        with watched(world, position, limit, job.output_dir) as alarmed:
+            with alarmed():
+                session = assemble(checked, world, device, resume, hooks, begin)
+            try:
+                with alarmed():
+                    position.move(BETWEEN)
+                    result = train(session, stop)
+                position.move(END)
+            finally:
+                session.close()
+    _say_goodbye(session, result, time.monotonic() - begin)
+    return result
+
+
+def _tell_environment(checked: CheckedJob, identity: Identity) -> None:
+    """The variables of [environment] as this rank has them, in its log, and rank 0's on the screen."""
+    text = described(checked.raw.tables)
+    if text:
+        LOG.info("environment: %s", text)
+        _say(identity, "environment", text)
+
+
+def _say(identity: Identity, name: str, text: str) -> None:
+    """A line of the start on rank 0's screen."""
+    if identity.rank == 0:
+        with suppress(OSError):  # nobody reads it
+            print(f"{name:<12} {text}", flush=True)
+
+
+@contextmanager
+def _communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJob, torch.device, LifeCycle, Binding]]:
+    """With torch.distributed set up: the job with its communicator, the device, the hooks and this rank's cores. Errors of plugins
+    and of the user's own model become sentences."""
     identity, hooks = world.identity, None
     try:
         checked = _with_communicator(checked, identity)
-        device = start_communication(world, checked.parts.communicator, checked.job.communicator.timeout_seconds)
-        hooks = LifeCycle(checked.registry, identity, checked.parts.hooks)
-        session = assemble(checked, world, device, resume, hooks)
-        try:
-            result = train(session, stop)
-        finally:
-            session.close()
-            if checked.job.compile.enabled:
-                torch.compiler.reset()  # else this job's shapes and the next one's are compiled as one
+        device = take_device(world, checked.parts.communicator)
+        with bound(world, device, checked.job.job.cpu_bind) as binding:  # before there are threads that compute
+            start_communication(
+                world, checked.parts.communicator, checked.job.communicator.timeout_seconds, _wrap(checked.job)
+            )
+            hooks = LifeCycle(checked.registry, identity, checked.parts.hooks)
+            try:
+                yield checked, device, hooks, binding
+            finally:
+                if checked.job.compile.enabled:
+                    torch.compiler.reset()  # else the compiler would treat this job's and the next job's shapes as one model's
     except Exception as error:
         if hooks is not None:
-            with suppress(HpctrainError):  # it is in the log, and what failed first is to be told
+            with suppress(HpctrainError):  # it is in the log; the first error is the one to report
                 hooks.call("hpctrain_exception", exception=error, identity=identity)
         retell_plugin_error(error, checked.registry, identity)
         retell_model_error(error, CALLS)
@@ -128,24 +228,41 @@ def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, be
     finally:
         if hooks is not None:
             hooks.close()
-    _say_goodbye(session, result, time.monotonic() - begin)
-    return result
 
 
-def _set_aside(directory: Path) -> None:
-    """A run that begins anew deletes nothing of the one before."""
+@contextmanager
+def _taken_back(aside: Sequence[Path], directory: Path) -> Iterator[None]:
+    """Give an earlier run its directory back if this one fails before its first step."""
+    try:
+        yield
+    except BaseException:
+        metrics = directory / "metrics.jsonl"
+        if aside and not (metrics.exists() and metrics.stat().st_size):
+            with suppress(OSError):
+                failed = put_back(aside[0], directory)
+                said = (
+                    f"no step was trained: the earlier run is in {directory} again, the log of this start in {failed}"
+                )
+                print(f"hpctrain: {said}", file=sys.stderr, flush=True)
+        raise
+
+
+def _set_aside(directory: Path) -> list[Path]:
+    """Rename an earlier run's directory: `--resume never` deletes nothing. Returns the new name, if there was a run."""
     try:
         aside = set_aside(directory)
     except OSError as error:
         raise UsageError(
             f"[job] output_dir: {directory} holds an earlier run and can't be renamed ({reason(error)}); use another output_dir"
         ) from None
-    if aside is not None:
-        print(f"hpctrain: --resume never: the earlier run is in {aside} now", file=sys.stderr, flush=True)
+    if aside is None:
+        return []
+    print(f"hpctrain: --resume never: the earlier run is in {aside} now", file=sys.stderr, flush=True)
+    return [aside]
 
 
 def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:
-    """Rank 0 reads the job; every rank checks it against its own plugins; a difference ends all."""
+    """Rank 0 reads the job; every rank checks it against its own plugins. A difference ends all ranks."""
     raw = RawJob.from_json(world.share("job", lambda: read().as_json()))
     checked, error = None, None
     try:
@@ -153,84 +270,44 @@ def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:
     except HpctrainError as problem:
         error = problem
     sources = [] if checked is None else [f"{s.module} {s.version}".strip() for s in checked.registry.sources]
-    compare_ranks(world, sources, error)
+    remarks = compare_ranks(world, sources, error, in_effect(raw.tables))
     assert checked is not None  # compare_ranks has raised otherwise
     if world.identity.rank == 0:
         for fault in checked.registry.faults:
             if fault.state == "broken":
                 print(f"hpctrain: warning: plugin {fault.source} is not used: {fault.why}", file=sys.stderr, flush=True)
+        for remark in remarks:
+            print(f"hpctrain: warning: {remark}", file=sys.stderr, flush=True)
     return checked
 
 
+def _wrap(job: Job) -> Callable[[str, Any], tuple[str, Any]] | None:
+    if not job.communicator.check:
+        return None
+    from hpctrain.watchdog.comparison import compared  # registers a backend
+
+    return compared
+
+
 def _with_communicator(checked: CheckedJob, identity: Identity) -> CheckedJob:
-    """The same with the communicator that takes these ranks: `auto` stands for another."""
+    """The job with the communicator chosen for these ranks: `auto` chooses another one."""
     chosen = checked.parts.communicator.choose(identity, checked.parts.communicators)
     return replace(checked, parts=replace(checked.parts, communicator=chosen))
-
-
-class _LogFile(logging.StreamHandler[TextIO]):
-    """A line that finds no room is left out; logging would tell of each with a traceback on the screen."""
-
-    def __init__(self, path: Path) -> None:
-        make_directory(path.parent)
-        fd = open_to_change(path, os.O_WRONLY | os.O_APPEND)
-        super().__init__(open(fd, "a", encoding="utf-8"))  # noqa: SIM115 - open while the handler is
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        return
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.stream.close()
-        super().close()
-
-
-class _Escaped(logging.Formatter):
-    """A line may have words of a file that others made."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return escaped(super().format(record))
-
-
-@contextmanager
-def _logged_to_file(output_dir: Path, identity: Identity) -> Iterator[None]:
-    """Every rank's own log; warnings of rank 0 on the screen, too."""
-    path = output_dir / "log" / f"rank-{identity.rank:05d}.log"
-    try:
-        file = _LogFile(path)
-    except OSError as error:
-        raise UsageError(f"[job] output_dir: {path} cannot be written: {reason(error)}") from None
-    file.setFormatter(_Escaped("%(asctime)s %(levelname)s %(message)s"))
-    handlers: list[logging.Handler] = [file]
-    if identity.rank == 0:
-        screen = logging.StreamHandler()
-        screen.setLevel(logging.WARNING)
-        screen.setFormatter(_Escaped("hpctrain: warning: %(message)s"))
-        handlers.append(screen)
-    LOG.setLevel(logging.INFO)
-    for handler in handlers:
-        LOG.addHandler(handler)
-    LOG.info("rank %d of %d on %s (%s)", identity.rank, identity.size, identity.node, identity.source)
-    try:
-        yield
-    finally:  # a program may run another job after this one
-        for handler in handlers:
-            LOG.removeHandler(handler)
-            handler.close()
 
 
 def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> None:
     directory = session.job.output_dir
     if result["exit_code"] == EXIT_STOPPED:
+        why = ", as its time is nearly over" if session.deadline.is_near else ""
         session.report.say(
-            f"stopped at step {result['step']} of {session.progress.steps}, saved in {session.saving.newest}"
+            f"stopped at step {result['step']} of {session.progress.steps}{why}, saved in {session.saving.newest}"
         )
         return
     if session.progress.step == session.progress.first_step:
         ended = (
             "no step was taken"
             if session.progress.ended
-            else "nothing left to train: raise [job] steps or epochs to go on"
+            else "nothing left to train: raise [job] steps or epochs to continue"
         )
         session.report.say(f"done         step {result['step']}, {ended}")
     else:

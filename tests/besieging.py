@@ -17,9 +17,9 @@ from conftest import JobFile
 
 STRANGER = Path(__file__).parent / "faults" / "programs" / "stranger.py"
 PYTHON = shutil.which("python3", path="/usr/bin") or "python3"
-"""The system's own, which every user can run."""
+"""The system's Python, which every user can run."""
 KINDS = 60
-"""Of attempts, at least."""
+"""The least number of attempts."""
 
 
 @contextmanager
@@ -36,11 +36,11 @@ def open_job() -> Iterator[JobFile]:
 def besieged(
     job: JobFile, ranges: Sequence[str] = (), enter: Sequence[str] = (), everywhere: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """A stranger at work; afterwards the dictionary says what was tried, and a table of it is printed. Fails if anything
-    was got.
+    """Runs a stranger. Afterwards the dictionary has the attempts, and a table of them is printed. Fails if any attempt
+    got something.
 
-    ranges: "HOST:FIRST-LAST" of ports to look through, instead of those that show in /proc. enter: a command that runs
-    the stranger elsewhere. everywhere: also knock where somebody listens on all addresses.
+    ranges: "HOST:FIRST-LAST" of ports to try, instead of those found in /proc. enter: a command that runs the stranger
+    elsewhere. everywhere: also knock at ports that listen on all addresses.
     """
     found: dict[str, Any] = {}
     siege = subprocess.Popen(

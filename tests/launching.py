@@ -1,4 +1,4 @@
-"""Runs commands as a user types them, with a time limit, and proves that nothing is left running afterwards."""
+"""Runs commands as a user types them, with a time limit, and checks that nothing is left running afterwards."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil
 
-_MARK = "HPCTRAIN_TEST_MARK"
+MARK = "HPCTRAIN_TEST_MARK"
 _LEAVING = 10.0
-"""Seconds that ranks have to be gone after their launcher."""
+"""Seconds within which ranks must end after their launcher."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Started:
         self.process = subprocess.Popen(
             words,
             cwd=cwd,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **env, _MARK: self.mark},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **env, MARK: self.mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -48,7 +48,7 @@ class Started:
         )
 
     def finish(self, timeout: float) -> Finished:
-        """Its exit code and output. Fails when it takes too long, or leaves a process behind."""
+        """Wait for it; return its exit code and output. Fails if it takes too long or leaves a process behind."""
         try:
             out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -61,11 +61,11 @@ class Started:
         return Finished(self.process.returncode, out, err)
 
     def members(self) -> list[psutil.Process]:
-        """Every live process that this command started, however deep, by the mark in its environment."""
+        """Every live descendant of this command, found by the mark in its environment."""
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
@@ -98,7 +98,7 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 @contextmanager
 def started(words: Sequence[str], cwd: Path, env: dict[str, str] | None = None) -> Iterator[Started]:
-    """A running command; whatever is left of it at the end of the `with` is killed."""
+    """A running command. All its processes are killed at the end of the `with`."""
     command = Started(words, cwd, env or {})
     try:
         yield command
@@ -129,4 +129,4 @@ def wait_until(condition: object, seconds: float, what: str) -> None:
 
 INTERRUPT, TERMINATE, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 SOON = signal.SIGUSR1
-"""What Slurm sends before the time is up."""
+"""The signal that Slurm sends before the time limit."""

@@ -1,4 +1,4 @@
-"""A plain torch loop that knows nothing of hpctrain's loop, ranks or sharding: what a job must come to."""
+"""A plain torch loop, independent of hpctrain's loop, ranks and sharding: the expected results of a job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Step = tuple[float, float]
 
 
 def module_of(tables: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """The model with its first values, in `dtype`."""
+    """The model with its initial values, in `dtype`."""
     spec = check(RawJob(tables, {}, "j"), None).parts.model
     torch.set_default_dtype(dtype)
     try:
@@ -64,7 +64,7 @@ def train_plainly(
     losses: Iterator[Callable[[], Tensor]],
     clip_norm: float | None = None,
 ) -> list[Step]:
-    """One optimizer step for each of `losses`, which makes the loss of a global batch."""
+    """One optimizer step for each function of `losses`, which computes the loss of a global batch."""
     steps = []
     for make_loss in losses:
         loss = make_loss()

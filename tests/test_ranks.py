@@ -24,8 +24,9 @@ def under_mpiexec(python: str, flavour: str, ranks: int, *words: str, timeout: f
 
 
 def of_the_backend() -> list[str]:
-    """The tests of hpctrain.mpi."""
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/ranks").glob("test_mpi_*.py"))
+    """The tests of hpctrain.mpi, and of Horovod's interface, which uses MPI itself."""
+    files = [path for kind in ("mpi", "horovod") for path in (ROOT / "tests/ranks").glob(f"test_{kind}_*.py")]
+    return sorted(str(path.relative_to(ROOT)) for path in files)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -45,5 +46,5 @@ def test_many_ranks(ranks: int, which: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_on_open_mpi(openmpi_python: str, ranks: int) -> None:
-    """What touches MPI: the backend."""
+    """The tests that depend on the MPI: those of the backend."""
     under_mpiexec(openmpi_python, "Open MPI", ranks, *of_the_backend())

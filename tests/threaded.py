@@ -1,4 +1,4 @@
-"""Many ranks in one process: a thread for each, with torch's own process group for tests that lets threads talk."""
+"""Many ranks in one process: a thread for each, with torch's own threaded process group for tests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 
 LIMIT = 60.0
-"""Seconds that all ranks together may take."""
+"""Time limit for all ranks together, in seconds."""
 
 
 def on_ranks(ranks: int, action: Callable[[int, dist.ProcessGroup], None]) -> None:
-    """Run `action(rank, group)` on so many threads; the first exception is raised here."""
+    """Run `action(rank, group)` on `ranks` threads; the first exception is raised here."""
     assert not dist.is_initialized()
     store, errors = HashStore(), list[BaseException]()
 

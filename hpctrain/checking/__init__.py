@@ -1,1 +1,1 @@
-"""What `hpctrain check` and the start of a run look at: the job against its plugins, its ranks and its model."""
+"""Checks a job against its plugins, its ranks and its model, for `hpctrain check` and the start of a run."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -11,8 +13,12 @@ from pydantic import BaseModel, ValidationError
 
 from hpctrain.checking.choices import plugin_problems
 from hpctrain.checking.combinations import combination_problems
+from hpctrain.checking.further import further_problems
+from hpctrain.checking.outside import open_outside
 from hpctrain.checking.planning import plan_of
+from hpctrain.checking.stand_ins import register_stand_in
 from hpctrain.checking.trial import build_outline, try_optimizer
+from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plan import Plan
 from hpctrain.contracts.plugin import Options
 from hpctrain.errors import EXIT_TRAINING, HpctrainError, UsageError
@@ -26,6 +32,10 @@ from hpctrain.plugins.blame import raised_in, retell_plugin_error
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.slots import SLOTS, TABLES, Slot, table_class
 from hpctrain.torch_private import delay_compiler
+from hpctrain.world.detection import torchrun_variables
+
+_DEEPEST = 3
+"""How many times a check replaces wrong values to look behind them."""
 
 
 @dataclass(frozen=True)
@@ -40,35 +50,74 @@ class CheckedJob:
 
 
 def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJob:
-    """Raises JobError with every problem of the job; with `world_size` the layout and the batch are checked, too.
+    """Raises JobError with every problem of the job. With `world_size`, the layout and the batch are checked, too.
 
-    tries: build a model of the user's own as well, and an optimizer, which a rank does in its own time.
+    tries: also build the user's own model and an optimizer. Ranks skip this trial: they build both anyway.
     """
     delay_compiler()
+    # what a rank imports may ask which rank it is
+    with (
+        nullcontext()
+        if {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+        else torchrun_variables(Identity(size=world_size or 1))
+    ):
+        return _check(raw, world_size, tries)
+
+
+def _check(raw: RawJob, world_size: int | None, tries: bool, depth: int = 0) -> CheckedJob:
+    """depth: how many times wrong values of the job were replaced."""
     loading = raw.tables.get("plugins")
     lists = {key: _texts(loading.get(key)) for key in ("load", "block")} if isinstance(loading, dict) else {}
     registry = build_registry(lists.get("load", ()), lists.get("block", ()))
+    if depth:
+        register_stand_in(registry)
     problems = _block_problems(lists.get("block", ()), registry)
     job = _core_tables(raw, problems)
     made = _Maker(raw, registry, problems).make_all()
     if problems or job is None:
+        if depth < _DEEPEST:
+            problems += _further(raw, problems, world_size, tries, registry, depth)
         raise JobError(raw, problems)
     parts = Parts(**made, **_installed(registry))
-    outline = build_outline(parts.model, problems, tries)
+    outline = build_outline(parts.model, problems, tries, registry)
     try:
         plan = plan_of(job, parts, outline, _layout(job, parts, world_size, problems))
         problems += combination_problems(job, parts, plan)
     except HpctrainError:
         raise
-    except Exception as error:  # of a plugin's traits, or of how it cuts the ranks
+    except Exception as error:  # from a plugin's traits, or from its way of cutting the ranks
         retell_plugin_error(error, registry)
         raise
     problems += plugin_problems(job, parts, plan, registry)
     if tries and not any(problem.key[0] == "optimizer" for problem in problems):
         try_optimizer(parts.optimizer, problems, registry)
+    if tries and (problems or depth):  # else the caller opens them
+        problems += open_outside(job, parts)[1]
     if problems:
         raise JobError(raw, problems)
     return CheckedJob(job, parts, registry, raw, plan)
+
+
+def _further(
+    raw: RawJob, found: Sequence[PlacedProblem], world_size: int | None, tries: bool, registry: Registry, depth: int
+) -> list[PlacedProblem]:
+    """What else is wrong with a job that has wrong values."""
+    if any(problem.key[:1] == ("parallelism",) for problem in found):
+        world_size = None  # without the axis that was meant the layout would be another one
+
+    register_stand_in(registry)
+
+    def of_values(raw: RawJob) -> None:
+        problems: list[PlacedProblem] = []
+        _core_tables(raw, problems)
+        _Maker(raw, registry, problems).make_all()
+        if problems:
+            raise JobError(raw, problems)
+
+    def rest(raw: RawJob) -> None:
+        _check(raw, world_size, tries, depth + 1)
+
+    return further_problems(raw, found, of_values, rest, registry)
 
 
 def _layout(job: Job, parts: Parts, world_size: int | None, problems: list[PlacedProblem]) -> Layout | None:
@@ -80,15 +129,15 @@ def _layout(job: Job, parts: Parts, world_size: int | None, problems: list[Place
 
 
 def _block_problems(block: Sequence[str], registry: Registry) -> list[PlacedProblem]:
-    """Names in [plugins] block that nothing has."""
+    """Problems for unknown names in [plugins] block."""
     sources = [*registry.sources, *(fault.source for fault in registry.faults)]
     known = {name for one in sources for name in (one.entry_point, one.module, one.distribution) if name}
     unknown = [(i, name) for i, name in enumerate(block) if name not in known]
     return [
         PlacedProblem(
             ("plugins", "block", i),
-            f"[plugins] block: nothing that is installed or loaded has the name {name!r}; expected an entry point, a module or a "
-            "distribution, as `hpctrain plugins` lists them",
+            f"[plugins] block: no installed or loaded plugin has the name {name!r}; expected an entry point, a module or a "
+            "distribution, as listed by `hpctrain plugins`",
         )
         for i, name in unknown
     ]
@@ -109,11 +158,16 @@ def _core_tables(raw: RawJob, problems: list[PlacedProblem]) -> Job | None:
 
 
 def _core_keys(table: Key) -> list[str]:
-    """The keys of one of the core's own tables; they lie no deeper than one level."""
+    """The keys of one of the core's tables, or of a table in one."""
     if not table:
         return [*Job.model_fields, "extends"]
-    annotation = Job.model_fields[str(table[0])].annotation
-    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+    fields = Job.model_fields
+    for key in (key for key in table if isinstance(key, str)):
+        annotation = fields[key].annotation if key in fields else None
+        parts = (getattr(one, "__origin__", one) for one in (annotation, *get_args(annotation)))  # without Annotated
+        inner = [one for one in parts if isinstance(one, type)]
+        fields = next((one.model_fields for one in inner if issubclass(one, BaseModel)), {})
+    return list(fields)
 
 
 class _Maker:
@@ -131,6 +185,10 @@ class _Maker:
                 made[f"{slot.name}s"] = [self._table(slot, row, (slot.name, i)) for i, row in enumerate(rows)]
             elif slot.name == "parallelism":
                 made["parallelism"] = self._parallelism(slot, table if isinstance(table, dict) else {})
+            elif slot.key is None:
+                tables = table.items() if isinstance(table, dict) else ()
+                inner = [(name, own) for name, own in tables if isinstance(own, dict)]
+                made[slot.name] = {name: self._plugin(slot, name, own, (slot.name, name)) for name, own in inner}
             elif table is None or isinstance(table, dict):
                 made[slot.name] = self._table(slot, table or {}, (slot.name,))
         made["optimizer_groups"] = self._groups(made.get("optimizer"))
@@ -155,12 +213,12 @@ class _Maker:
             short, prefix = slot.numbered
             number = table.get(short, 0)
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                return None  # the core's table has said so
+                return None  # the core's table has reported it
             return self._plugin(slot, f"{prefix}{number}", table, key, short)
         field = table_class(slot).model_fields[slot.key]
         name = table.get(slot.key, None if field.is_required() else field.default)
         if not isinstance(name, str):
-            return None  # missing or of a wrong type: the core's table has said so
+            return None  # missing or of a wrong type: the core's table has reported it
         return self._plugin(slot, name, table, key, slot.key)
 
     def _plugin(self, slot: Slot, name: str, table: dict[str, Any], key: Key, chosen_by: str | None = None) -> Any:
@@ -181,13 +239,13 @@ class _Maker:
             return self.registry.make(cls, validated) if self._are_known(cls, validated, key) else None
         except HpctrainError as error:
             self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)} = {name!r}: {error}", error.exit_code))
-        except Exception as error:  # a third party's code: its failure is told with its name
+        except Exception as error:  # a third party's code: the report names it
             why = raised_in(error, self.registry)
             self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)} = {name!r}: {why}", EXIT_TRAINING))
         return None
 
     def _are_known(self, cls: Any, options: BaseModel, key: Key) -> bool:
-        """Whether the plugins that options name are there."""
+        """Whether the plugins that options name exist."""
         for option, slot in cls.chooses.items():
             try:
                 self.registry.find(slot, getattr(options, option))
@@ -198,7 +256,7 @@ class _Maker:
         return True
 
     def _owners(self, slot: Slot, option: str) -> str | None:
-        """Which other plugins of the slot have the option, as a hint."""
+        """A hint: the other plugins of the slot that have the option."""
         entries = sorted(self.registry.entries.items())
         names = [name for (kind, name), one in entries if kind == slot.name and option in one.cls.Options.model_fields]
         if not names or not slot.key:
@@ -224,7 +282,7 @@ class _Maker:
             return None
 
     def _groups(self, optimizer: Any) -> list[dict[str, Any]]:
-        """[[optimizer.groups]] with the options that they leave as they are."""
+        """[[optimizer.groups]], completed with the optimizer's options that a group does not set."""
         table = self.raw.tables.get("optimizer")
         if optimizer is None or not isinstance(table, dict) or not isinstance(table.get("groups", []), list):
             return []
@@ -244,7 +302,7 @@ class _Maker:
 
 
 def _option_keys(model: type[BaseModel], own: Sequence[str], below: Key) -> list[str]:
-    """The keys of a plugin's table, or of a table `below` it; `own` are the core's keys of the same table."""
+    """The keys of a plugin's table, or of a table `below` it. own: the core's keys of the same table."""
     if not below:
         return [*model.model_fields, *own]
     field = model.model_fields.get(str(below[0]))

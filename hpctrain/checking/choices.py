@@ -1,4 +1,4 @@
-"""Asks each plugin that a job chose what it has against the job, and what it lacks on a machine."""
+"""Asks each plugin of a job for its objections to the job, and for its missing requirements on a machine."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ class Choice:
     key: Key
     plugin: Plugin
     value: str = ""
-    """What the key says; "" for an axis, whose key is its name."""
+    """The value of the key; "" for an axis, whose key is its name."""
 
     def __str__(self) -> str:
         return dotted(self.key) + (f" = {self.value}" if self.value else "")
 
 
 def choices(job: Job, parts: Parts) -> list[Choice]:
-    """Every plugin of the job, in the order of the slots; those that another one's options choose follow it."""
+    """Every plugin of the job, in the order of the slots. A plugin chosen by another plugin's options follows that plugin."""
     found: list[Choice] = []
     for slot in TABLES:
-        if slot.name == "parallelism":
-            found += [Choice((slot.name, name), plugin) for name, plugin in parts.parallelism.items()]
+        if slot.key is None:
+            named: dict[str, Plugin] = getattr(parts, slot.name)
+            found += [Choice((slot.name, name), plugin) for name, plugin in named.items()]
         elif slot.many:
             plugins: list[Plugin] = getattr(parts, f"{slot.name}s")
             found += [Choice((slot.name, i, "name"), plugin, repr(plugin.name)) for i, plugin in enumerate(plugins)]
@@ -55,7 +56,7 @@ def _inner(choice: Choice) -> list[Choice]:
 
 
 def plugin_problems(job: Job, parts: Parts, plan: Plan, registry: Registry) -> list[PlacedProblem]:
-    """What all plugins have against the job."""
+    """The objections of all plugins to the job."""
     return [problem for choice in choices(job, parts) for problem in _problems_of(choice, plan, registry)]
 
 
@@ -64,7 +65,7 @@ def _problems_of(choice: Choice, plan: Plan, registry: Registry) -> list[PlacedP
         found = choice.plugin.problems(plan)
     except HpctrainError as error:
         return [PlacedProblem(choice.key, str(error), error.exit_code)]
-    except Exception as error:  # a third party's code: its failure is told with its name
+    except Exception as error:  # a third party's code: the report names it
         return [PlacedProblem(choice.key, f"{choice}: {raised_in(error, registry)}", EXIT_TRAINING)]
     placed = []
     for problem in found:
@@ -75,7 +76,8 @@ def _problems_of(choice: Choice, plan: Plan, registry: Registry) -> list[PlacedP
 
 
 def lacking(asked: Sequence[Choice], machine: Machine, registry: Registry) -> list[str]:
-    """What plugins lack on `machine`, in sentences. Raises TrainingError with the name of a plugin that raises."""
+    """The missing requirements of plugins on `machine`, as sentences. Raises TrainingError with the name of a plugin that
+    raises."""
     try:
         found = [(choice, choice.plugin.missing(machine)) for choice in asked]
     except HpctrainError:
@@ -87,7 +89,7 @@ def lacking(asked: Sequence[Choice], machine: Machine, registry: Registry) -> li
 
 
 def refuse_machine(job: Job, parts: Parts, machine: Machine, registry: Registry) -> None:
-    """Raises EnvironmentUnfitError for what the plugins of the job lack on `machine`; the communicator has been asked before."""
+    """Raises EnvironmentUnfitError if the job's plugins lack something on `machine`. The communicator was asked before."""
     asked = [choice for choice in choices(job, parts) if choice.plugin is not parts.communicator]
     sentences = lacking(asked, machine, registry)
     if sentences:

@@ -1,13 +1,17 @@
-"""What parts of a job cannot do together, each of which is right by itself; found before anything is built."""
+"""Finds parts of a job that are valid alone but not together, before anything is built."""
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import lcm, prod
 
 from torch import nn
 
+from hpctrain.contracts.model import AttentionModel, PaddedModel
 from hpctrain.contracts.plan import Plan
 from hpctrain.errors import UsageError
+from hpctrain.foreign import is_reference
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.reading import Key, dotted
@@ -18,54 +22,118 @@ from hpctrain.model.groups import refuse_unmatched
 
 
 def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:
-    """What the core has against the job. With a layout in `plan` that includes the layout and the batch."""
+    """The core's objections to the job. If `plan` has a layout, the layout and the batch are checked, too."""
     return [
         *_evaluation_problems(job),
         *_hook_problems(job),
+        *_guard_problems(job, parts),
         *_model_problems(job, parts, plan.outline),
         *_axis_problems(job, parts),
+        *_dataset_problems(job),
         *_token_problems(job, parts),
         *_replicate_problems(job, parts, plan),
         *_batch_problems(job, plan),
+        *_elastic_problems(job, plan),
     ]
 
 
 def _evaluation_problems(job: Job) -> list[PlacedProblem]:
-    if job.checkpoint.keep_best is None or job.evaluation.every_steps:
+    """What needs evaluations in a job that has none."""
+    if job.evaluation.enabled:
+        return _best_problems(job)
+    expected = "expected [evaluation] every_steps or every_epochs, found none"
+    problems = [
+        PlacedProblem(("metric", i), f"[[metric]] name = {table.name!r}: it needs evaluations; {expected}")
+        for i, table in enumerate(job.metric)
+    ]
+    if job.checkpoint.keep_best is not None:
+        why = f"[checkpoint] keep_best: it needs evaluations; {expected}"
+        problems.append(PlacedProblem(("checkpoint", "keep_best"), why))
+    return problems
+
+
+def _best_problems(job: Job) -> list[PlacedProblem]:
+    """Best checkpoints in a job of which no step but the last, which always stays, is both evaluated and saved."""
+    table, evaluation, steps = job.checkpoint, job.evaluation, job.job.steps
+    if table.keep_best is None:
         return []
-    why = "[checkpoint] keep_best: it goes by the evaluation loss; expected [evaluation] every_steps, found none"
-    return [PlacedProblem(("checkpoint", "keep_best"), why)]
+    key: Key = ("checkpoint", "keep_best")
+    if not (table.every_steps or table.every_epochs):
+        why = "only the last step is saved; expected [checkpoint] every_steps or every_epochs, found none"
+        return [PlacedProblem(key, f"[checkpoint] keep_best: {why}")]
+    apart = [table.every_epochs, evaluation.every_epochs]
+    both = lcm(table.every_steps, evaluation.every_steps)
+    if any(apart) or steps is None or both < steps:
+        return []
+    why = (
+        f"no step of {steps} but the last is both evaluated (every {evaluation.every_steps} steps) and saved (every "
+        f"{table.every_steps}); expected one interval that is a multiple of the other"
+    )
+    return [PlacedProblem(key, f"[checkpoint] keep_best: {why}")]
 
 
 def _hook_problems(job: Job) -> list[PlacedProblem]:
     names = [table.name for table in job.hook]
     twice = [i for i, name in enumerate(names) if name in names[:i]]
     return [
-        PlacedProblem(("hook", i, "name"), f"[[hook]] name = {names[i]!r} is there twice; expected once") for i in twice
+        PlacedProblem(("hook", i, "name"), f"[[hook]] name = {names[i]!r} is listed twice; expected once")
+        for i in twice
     ]
 
 
+def _guard_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
+    """Guards that the job's layout or its checkpoints don't allow."""
+    table, problems = job.guard, []
+    if table.rolls_back and not (job.checkpoint.every_steps or job.checkpoint.every_epochs):
+        key: Key = ("guard", "non_finite" if table.non_finite == "rollback" else "loss_spike")
+        why = "a rollback needs checkpoints; expected [checkpoint] every_steps or every_epochs, found none"
+        problems.append(PlacedProblem(key, f"{dotted(key)}: {why}"))
+    if table.oom == "skip":
+        found = [f"[parallelism] {name} = {job.parallelism[name].size}" for name in parts.parallelism]
+        if not parts.sharding.may_sit_out:
+            found.append(f"[sharding] {' = '.join(job.sharding.choice)}")
+        if found:
+            why = (
+                f"{found[0]} communicates in forward and backward, where the other ranks would wait for the one without memory; "
+                'expected [sharding] stage 0, 1 or 2 without other axes; use oom = "stop"'
+            )
+            problems.append(PlacedProblem(("guard", "oom"), f"[guard] oom: {why}"))
+    if table.replica_check_every and parts.sharding.ranks_diverge:
+        why = f"with [sharding] {' = '.join(job.sharding.choice)} ranks train weights of their own between sums; leave it out"
+        problems.append(PlacedProblem(("guard", "replica_check_every"), f"[guard] replica_check_every: {why}"))
+    return problems
+
+
 def _model_problems(job: Job, parts: Parts, module: nn.Module | None) -> list[PlacedProblem]:
-    """What the model's parameters show, where they are known before it is built: patterns that match nothing, say."""
+    """Problems visible in the model's parameters, if known before the model is built: patterns without a match, say."""
     if module is None:
         return []
-    key: Key = ("model", "name")
-    try:
+    name: Key = ("model", "name")
+    problems: list[PlacedProblem] = []
+    with _problem_at(name, problems):
         refuse_unsaved_buffers(module, parts.model)
         refuse_embeddings(module, parts.model, 1)
-        key = ("model", "freeze" if job.model.trainable is None else "trainable")
+    trained = [parameter for parameter, _ in module.named_parameters()]
+    with _problem_at(("model", "freeze" if job.model.trainable is None else "trainable"), problems):
         trained = trained_names(module, job.model.freeze, job.model.trainable)
-        key = ("optimizer", "groups")
+    with _problem_at(("optimizer", "groups"), problems):
         refuse_unmatched(trained, parts.optimizer_groups)
-    except UsageError as error:
-        return [PlacedProblem(key, str(error))]
     if not trained:
-        return [PlacedProblem(("model", "name"), f"[model] {parts.model.name}: it has no parameter to train")]
-    return []
+        problems.append(PlacedProblem(name, f"[model] {parts.model.name}: it has no parameter to train"))
+    return problems
+
+
+@contextmanager
+def _problem_at(key: Key, problems: list[PlacedProblem]) -> Iterator[None]:
+    """A UsageError in the block becomes a problem."""
+    try:
+        yield
+    except UsageError as error:
+        problems.append(PlacedProblem(key, str(error)))
 
 
 def _axis_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
-    """What the axes have against the model."""
+    """Conflicts between the axes and the model."""
     problems: list[PlacedProblem] = []
     taken = dict.fromkeys(parts.sharding.axes(1, 1), "the data ranks")
     for name, plugin in parts.parallelism.items():
@@ -74,7 +142,7 @@ def _axis_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
         if other != name:
             why = f"its mesh axis {plugin.traits.axis} is that of {other}; expected a name of its own"
             problems.append(PlacedProblem(axis, f"{dotted(axis)}: {why}"))
-    return [*problems, *_head_problems(job, parts)]
+    return [*problems, *_head_problems(job, parts), *_own_parameter_problems(job, parts)]
 
 
 def _replicate_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:
@@ -86,28 +154,44 @@ def _replicate_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProble
         return []
     why = (
         f"[parallelism] replicate: found {replicate.size}, but with [sharding] {' = '.join(job.sharding.choice)} all "
-        f"{ranks} data-parallel ranks hold the same; leave it out, or take a strategy that shards"
+        f"{ranks} data-parallel ranks hold the same; leave it out, or choose a strategy that shards"
     )
     return [PlacedProblem(("parallelism", "replicate"), why)]
 
 
+def _own_parameter_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
+    """An axis whose parameters are not summed over all data-parallel ranks, and a strategy that can't do that."""
+    if parts.sharding.sums_by_piece:
+        return []
+    named = " = ".join(map(str, job.sharding.choice))
+    return [
+        PlacedProblem(
+            ("parallelism", name),
+            f"[parallelism] {name}: {name} has parameters of its own, which [sharding] {named} can't sum over some ranks only; "
+            "use stage 0, 1 or 2 with it",
+        )
+        for name, plugin in parts.parallelism.items()
+        if plugin.traits.has_own_parameters
+    ]
+
+
 def _head_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
-    """Several axes that share out the attention heads; one alone knows by itself."""
+    """Problems of several axes that divide the attention heads. A single axis checks this itself."""
     sharing = {
         name: job.parallelism[name].size for name, plugin in parts.parallelism.items() if plugin.traits.shares_heads
     }
+    if not isinstance(parts.model, AttentionModel):
+        return []
     heads, ranks = parts.model.attention_heads, prod(sharing.values())
-    if heads is None or len(sharing) < 2 or heads % ranks == 0 or any(heads % size for size in sharing.values()):
+    if len(sharing) < 2 or heads % ranks == 0 or any(heads % size for size in sharing.values()):
         return []
     axes = " x ".join(f"{name} {size}" for name, size in sharing.items())
-    why = (
-        f"{axes} share out the model's {heads} attention heads, which {ranks} ranks do not divide; choose smaller sizes"
-    )
+    why = f"{axes} divide the model's {heads} attention heads, but {heads} is not divisible by {ranks} ranks; choose smaller sizes"
     return [PlacedProblem(("parallelism",), f"[parallelism]: {why}")]
 
 
 def _batch_problems(job: Job, plan: Plan) -> list[PlacedProblem]:
-    """Whether a global batch of samples divides over the ranks; one of tokens divides over any."""
+    """Whether a global batch of samples divides over the ranks. A global batch of tokens always does."""
     size, micro_size = job.batch.global_size, job.batch.micro_size
     data_ranks = plan.data_ranks
     if size is None or micro_size is None or data_ranks is None:
@@ -123,14 +207,27 @@ def _batch_problems(job: Job, plan: Plan) -> list[PlacedProblem]:
     return [PlacedProblem(("batch", "global_size"), why)]
 
 
+def _dataset_problems(job: Job) -> list[PlacedProblem]:
+    """Keys that go with some data only."""
+    table, problems = job.dataset, []
+    for key in ("collate", "weights"):
+        if getattr(table, key) is not None and not is_reference(table.name):
+            why = f'it goes with data of your own (name = "package.module:callable"), found name = {table.name!r}; leave it out'
+            problems.append(PlacedProblem(("dataset", key), f"[dataset] {key}: {why}"))
+    if not problems and table.collate is not None and job.batch.tokens is not None:
+        why = "batches by tokens are padded by hpctrain; use [batch] global_size and micro_size, or leave it out"
+        problems.append(PlacedProblem(("dataset", "collate"), f"[dataset] collate: {why}"))
+    return problems
+
+
 def _token_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
-    """Batches by token budget need a model that can be padded, and axes that take micro batches of any shape."""
+    """Token batches need a model that can be padded, and axes that take micro batches of any shape."""
     if job.batch.tokens is None:
         return []
     instead = "use global_size and micro_size"
     problems = []
-    if not parts.model.padding():
-        why = f"the model {parts.model.name!r} does not say how to pad samples of different lengths (padding)"
+    if not isinstance(parts.model, PaddedModel):
+        why = f"the model {parts.model.name!r} does not say how to pad samples of different lengths (PaddedModel)"
         problems.append(PlacedProblem(("batch", "tokens"), f"[batch] tokens: {why}; {instead}"))
     for name, plugin in parts.parallelism.items():
         if plugin.traits.one_shape == "always":
@@ -142,3 +239,14 @@ def _token_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
                 PlacedProblem(("compile", "enabled"), f"[compile] enabled: {why}; {instead}, or leave it out")
             )
     return problems
+
+
+def _elastic_problems(job: Job, plan: Plan) -> list[PlacedProblem]:
+    """Fewest ranks that are more than there are."""
+    if job.elastic is None or plan.axes is None:
+        return []
+    ranks, least = prod(plan.axes.values()), job.elastic.min_ranks
+    if least <= ranks:
+        return []
+    why = f"[elastic] min_ranks: found {least}, but the job starts on {ranks}; expected at most as many, or more ranks"
+    return [PlacedProblem(("elastic", "min_ranks"), why)]

@@ -1,4 +1,4 @@
-"""Lays a job out as the data that plugins look at."""
+"""Makes the plan of a job: the data that plugins check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.mesh import Layout
 
 
 def plan_of(job: Job, parts: Parts, outline: nn.Module | None, layout: Layout | None) -> Plan:
-    """The plan; `layout` is None where the number of ranks is not known, or the axes don't fit it."""
+    """The plan. layout: None if the number of ranks is unknown, or if the axes don't fit it."""
     plan = Plan(
         tables=job.model_dump(),
         model=parts.model,

@@ -1,4 +1,4 @@
-"""job.resolved.toml: the job with every default written out, and what makes two jobs different ones."""
+"""job.resolved.toml, the job with every default written out; and the comparison of two jobs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,30 @@ from pydantic import BaseModel
 
 from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.errors import UsageError, reason, shown
+from hpctrain.errors import UsageError, reason
 from hpctrain.files import read_bytes, replacing
 from hpctrain.job.output_lock import OutputLock
+from hpctrain.job.toml import written
 from hpctrain.plugins.slots import TABLES
 
 FILE_NAME = "job.resolved.toml"
 _IDENTITY = ("job.name", "job.seed", "model", "dataset")
-"""What decides whether a directory's checkpoints are this job's."""
-_FREE = ("model.weights", "dataset.workers", "dataset.prefetch")
-"""What may differ all the same."""
+"""Keys that must match for a directory's checkpoints to belong to this job."""
+_FREE = (
+    "model.weights",
+    "model.weights_strict",
+    "dataset.workers",
+    "dataset.prefetch",
+    "dataset.start_method",
+    "dataset.cache",
+)
+"""Exceptions: these may differ."""
 _TRAINED = ("job.seed", "model")
-"""What decides whether a job can go on from another run's checkpoint; the data has a fingerprint in it."""
+"""Keys that must match to resume from another run's checkpoint. The data is compared by its fingerprint."""
 
 
 def resolved_tables(checked: CheckedJob) -> dict[str, Any]:
-    """Every table with its defaults; a job file made of it runs the same."""
+    """Every table with its defaults, as a job file of the same job."""
     job, parts = checked.job, checked.parts
     tables: dict[str, Any] = job.model_dump(mode="json", exclude_none=True)
     tables["job"]["output_dir"] = str(job.output_dir)
@@ -35,8 +43,8 @@ def resolved_tables(checked: CheckedJob) -> dict[str, Any]:
         if slot.many:
             for table, plugin in zip(tables[slot.name], getattr(parts, f"{slot.name}s"), strict=True):
                 table.update(_options(plugin))
-        elif slot.name == "parallelism":
-            for name, plugin in parts.parallelism.items():
+        elif slot.key is None:
+            for name, plugin in getattr(parts, slot.name).items():
                 tables[slot.name][name].update(_options(plugin))
         else:
             tables[slot.name].update(_options(getattr(parts, slot.name)))
@@ -49,14 +57,14 @@ def _options(plugin: Plugin) -> dict[str, Any]:
 
 
 def write_resolved(checked: CheckedJob, ranks: int, lock: OutputLock) -> None:
-    """Take the output directory and write the file; UsageError when it holds another job's files or is in use."""
+    """Lock the output directory and write the file. Raises UsageError if it holds another job's files or is in use."""
     directory, tables = checked.job.output_dir, resolved_tables(checked)
     path = directory / FILE_NAME
     refuse_other_job(path, tables)
     try:
         directory.mkdir(checked.job.job.mode, parents=True, exist_ok=True)
         lock.take(directory)
-        refuse_other_job(path, tables)  # again: two that began at once have both found none
+        refuse_other_job(path, tables)  # again: two jobs that started together may both have found no file
         text = f"# Every key of the job as it ran, on {ranks} rank{'s' * (ranks > 1)}.\n{tomli_w.dumps(tables)}"
         with replacing(path) as file:
             file.write(text.encode())
@@ -65,7 +73,7 @@ def write_resolved(checked: CheckedJob, ranks: int, lock: OutputLock) -> None:
 
 
 def refuse_other_job(path: Path, tables: dict[str, Any]) -> None:
-    """UsageError when `path` is the resolved file of another job of which there is a checkpoint."""
+    """Raises UsageError if `path` is the resolved file of another job that has a checkpoint."""
     try:
         different = _differences(path, tables, _IDENTITY)
     except (FileNotFoundError, NotADirectoryError):
@@ -80,9 +88,9 @@ def refuse_other_job(path: Path, tables: dict[str, Any]) -> None:
 
 
 def refuse_other_run(checkpoint: Path, tables: dict[str, Any]) -> None:
-    """UsageError when the run that `checkpoint` lies in had another model or seed; without its resolved file nobody knows.
+    """Raises UsageError if the run of `checkpoint` had another model or seed. Without its resolved file nothing is compared.
 
-    The tensors need not tell: those of another number of attention heads have the same shapes.
+    Tensor shapes are not enough: they are the same with another number of attention heads.
     """
     path = Path(os.path.realpath(checkpoint)).parent.parent / FILE_NAME
     try:
@@ -91,18 +99,18 @@ def refuse_other_run(checkpoint: Path, tables: dict[str, Any]) -> None:
         return
     if different:
         raise UsageError(
-            f"--resume {checkpoint}: it is of another training ({'; '.join(different[:3])}; see {path}); give this job the same, "
-            f'or begin anew with its weights: [model] weights = "{checkpoint}"'
+            f"--resume {checkpoint}: it is from another training ({'; '.join(different[:3])}; see {path}); use the same values in "
+            f'this job, or start anew with its weights: [model] weights = "{checkpoint}"'
         )
 
 
 def _differences(path: Path, now: dict[str, Any], prefixes: tuple[str, ...]) -> list[str]:
-    """How the keys that begin with one of `prefixes` differ from those of a resolved file, but for those that may."""
+    """The differences to a resolved file in keys that begin with one of `prefixes`, without the exceptions."""
     before = tomli.loads(read_bytes(path).decode())
     old, new = (dict(_flat(tables)) for tables in (before, now))
     keys = [key for key in sorted(old.keys() | new.keys()) if key.startswith(prefixes) and key not in _FREE]
     return [
-        f"{key} was {shown(old.get(key))}, is {shown(new.get(key))}" for key in keys if old.get(key) != new.get(key)
+        f"{key} was {written(old.get(key))}, is {written(new.get(key))}" for key in keys if old.get(key) != new.get(key)
     ]
 
 

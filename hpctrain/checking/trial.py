@@ -1,4 +1,4 @@
-"""What `hpctrain check` tries out on top of the job's check: what `hpctrain run` would meet once its ranks have started."""
+"""Trials of `hpctrain check` beyond the job's check: they find what `hpctrain run` would meet after its ranks start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from hpctrain.checking.choices import choices, lacking
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.model import ModelSpec
+from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.plan import Machine, Plan
 from hpctrain.devices import device_of_rank
@@ -23,54 +23,72 @@ from hpctrain.errors import EXIT_TRAINING, HpctrainError
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.tables import Job
+from hpctrain.model.meta import build_on_meta
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.registry import Registry
 
 BUILDING_SECONDS = 20.0
-"""How long a model of the user's own may take. One with values can be as large as the job's nodes."""
+"""The time limit for building the user's own model. A model with values can fill the memory of a node."""
+
+_FULL = 0.9
+"""The share of lr that a schedule is expected to reach."""
 
 
 class _TooSlow(BaseException):
-    """No Exception: the user's code is not to catch it."""
+    """Not an Exception, so that the user's code does not catch it."""
 
 
-def build_outline(spec: ModelSpec, problems: list[PlacedProblem], tries: bool) -> nn.Module | None:
+def build_outline(spec: ModelSpec, problems: list[PlacedProblem], tries: bool, registry: Registry) -> nn.Module | None:
     """The model's modules, on the meta device where they can be built there.
 
-    tries: build a model of the user's own, too; None where that takes longer than BUILDING_SECONDS.
+    tries: build the user's own model, too; the result is None if that takes longer than BUILDING_SECONDS.
     """
     try:
-        if spec.meta:
-            return spec.build_on_meta()
+        if isinstance(spec, MetaModel):
+            return build_on_meta(spec)
         if tries:
             with _no_longer_than(BUILDING_SECONDS):
                 return _built(spec)
     except HpctrainError as error:
         problems.append(PlacedProblem(("model", "name"), str(error), error.exit_code))
     except _TooSlow:
-        pass  # `notes` tells
+        pass  # `notes` reports it
+    except Exception as error:  # a third party's code: the report names it
+        why = f"[model] name = {spec.name!r}: {raised_in(error, registry)}"
+        problems.append(PlacedProblem(("model", "name"), why, EXIT_TRAINING))
     return None
 
 
 def try_optimizer(optimizer: Optimizer, problems: list[PlacedProblem], registry: Registry) -> None:
-    """Build an optimizer of one parameter."""
+    """Build an optimizer for one parameter."""
     try:
         optimizer.build([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
     except HpctrainError as error:
-        if isinstance(error.__cause__, (TypeError, ValueError, type(None))):  # else it may want a GPU
+        if isinstance(error.__cause__, (TypeError, ValueError, type(None))):  # other errors: it may need a GPU
             problems.append(PlacedProblem(("optimizer", "name"), str(error), error.exit_code))
-    except Exception as error:  # a third party's code: its failure is told with its name
+    except Exception as error:  # a third party's code: the report names it
         why = f"[optimizer] name = {optimizer.name!r}: {raised_in(error, registry)}"
         problems.append(PlacedProblem(("optimizer", "name"), why, EXIT_TRAINING))
 
 
 def notes(job: Job, parts: Parts, plan: Plan, registry: Registry, ranks: int | None) -> list[str]:
-    """What is no mistake in the job, in sentences: what this machine lacks, and what was not looked at."""
+    """Sentences about matters that are not mistakes of the job: missing requirements of this machine, skipped checks."""
     machine = Machine(Identity(source="mpi" if ranks is not None and ranks > 1 else "alone"), device_of_rank(0))
     said = [
         f"hpctrain run would refuse this machine: {sentence}"
         for sentence in lacking(choices(job, parts), machine, registry)
     ]
+    steps = job.job.steps
+    peak = (
+        1.0
+        if steps is None
+        else max(parts.schedule.factor(step, steps) for step in range(0, steps, max(1, steps // 1000)))
+    )
+    if peak < _FULL:
+        said.append(
+            f"[schedule] name = {parts.schedule.name!r}: the learning rate rises to {peak:.0%} of [optimizer] lr within "
+            f"{steps} steps"
+        )
     if plan.outline is None:
         said.append(
             f"[model] name = {parts.model.name!r} was not built within {BUILDING_SECONDS:g} s: its modules are not checked"
@@ -80,7 +98,7 @@ def notes(job: Job, parts: Parts, plan: Plan, registry: Registry, ranks: int | N
 
 @contextmanager
 def _no_longer_than(seconds: float) -> Iterator[None]:
-    """Raises _TooSlow in the block. Signals, and so this limit, are for the main thread."""
+    """Raises _TooSlow in the block after `seconds`. Works in the main thread only, as signals do."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -91,7 +109,7 @@ def _no_longer_than(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if earlier:  # somebody else's limit goes on
+        if earlier:  # restore an earlier timer
             signal.setitimer(signal.ITIMER_REAL, max(earlier - (time.monotonic() - begin), 0.001))
 
 
@@ -100,9 +118,9 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _built(spec: ModelSpec) -> nn.Module:
-    """On the meta device; with values, as a rank builds it, where the model's own code does not take that."""
+    """The module on the meta device; with values, as a rank builds it, if the model's code can't build it there."""
     with torch.random.fork_rng(devices=[]):
         try:
-            return spec.build_on_meta()
+            return build_on_meta(spec)
         except HpctrainError:
             return spec.build()

@@ -1,1 +1,1 @@
-"""Which checkpoints there are, which one is taken, and weights from elsewhere. The formats are plugins."""
+"""Lists, selects, saves and restores checkpoints, and reads weights from other programs. The formats are plugins."""

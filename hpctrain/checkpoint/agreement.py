@@ -1,4 +1,4 @@
-"""How what the ranks ask for differs from what a checkpoint holds."""
+"""Compares the tensors that the ranks ask for with those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.exchange import survey
 def describe_differences(
     group: dist.ProcessGroup, wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]
 ) -> str | None:
-    """How the tensors that the ranks want together differ from those of a file; None when they don't.
+    """The differences between the tensors that all ranks together ask for and those of a file; None if there are none.
 
     `wanted` is this rank's part; `found` must be equal on all ranks.
     """
@@ -33,11 +33,11 @@ def describe_differences(
     outcome = survey(group, check)
     if isinstance(outcome, Exception):
         return str(outcome)
-    return _first_few(unused) if unused else None  # all ranks have the same ones
+    return _first_few(unused) if unused else None  # equal on all ranks
 
 
 def not_wanted(group: dist.ProcessGroup, wanted: Collection[str], found: Iterable[str]) -> list[str]:
-    """Those of `found` that no rank wants; `found` must be equal on all ranks. Only a bit per name travels."""
+    """The names in `found` that no rank wants; `found` must be equal on all ranks. Sends only a byte per name."""
     names = list(found)
     used = torch.tensor([name in wanted for name in names], dtype=torch.uint8)
     if names:

@@ -1,4 +1,4 @@
-"""How fast a format writes and reads on the ranks of this job, against plain files and what others write."""
+"""Measures how fast a format writes and reads on the ranks of this job, against plain files and other libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.benchmark_methods import FileSystemWriter, Format, Method, Plain, Safetensors, TorchSave
+from hpctrain.checkpoint.benchmark_methods import FileSystemWriter, Format, Method, PlainFile, Safetensors, TorchSave
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
@@ -21,16 +21,16 @@ from hpctrain.contracts.pieces import Piece, State
 COLUMNS = 2048
 TENSOR_BYTES = 32 * 2**20
 STEPS, STEP_PRODUCTS = 10, 10
-"""A training's step is stood in for by matrix products and an all-reduce."""
+"""Matrix products and an all-reduce stand in for a training step."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: medians over the rounds, of the slowest rank.
+    """One measurement: the median over the rounds, of the slowest rank.
 
-    nbytes: of the values, over all ranks; of what was asked for where a part is read. ratio: the speed relative to the
-    reference's in the same round: plain files for whole writes and reads, the method's own whole read for parts, a copy into
-    memory that is there already for the time that training waits, and a step alone for one during a save.
+    nbytes: bytes of the values over all ranks; for a partial read, of the requested part. ratio: speed relative to a
+    reference in the same round. The references: plain files for full writes and reads, the method's own full read for
+    partial reads, a copy into existing memory for the time that training waits, a step without a save for one during a save.
     """
 
     operation: str
@@ -55,13 +55,13 @@ def make_state(nbytes: int, rank: int, ranks: int) -> list[Piece]:
 
 
 def measure(format: CheckpointFormat, nbytes: int, directory: Path, rounds: int) -> list[Row]:
-    """Collective over the world. Methods take turns, so that a busy machine hits them alike; caches are emptied before
-    each read as far as the file system lets us (not on tmpfs)."""
+    """Collective over the world. Methods take turns, so that a busy machine affects all alike. Caches are emptied before
+    each read where the file system allows it (not on tmpfs)."""
     pieces = make_state(nbytes, dist.get_rank(), dist.get_world_size())
     methods: list[Method] = [
         kind(name, pieces, directory / name)
         for name, kind in (
-            ("plain", Plain), ("torch.save", TorchSave), ("DCP", FileSystemWriter), ("safetensors", Safetensors)
+            ("plain", PlainFile), ("torch.save", TorchSave), ("DCP", FileSystemWriter), ("safetensors", Safetensors)
         )
     ]  # fmt: skip
     taken = {method.name for method in methods}
@@ -70,7 +70,7 @@ def measure(format: CheckpointFormat, nbytes: int, directory: Path, rounds: int)
     times: dict[tuple[str, str], list[float]] = {}
     sizes = {"write": _total(sum(piece.tensor.nbytes for piece in pieces))}
     sizes["read"] = sizes["write"]
-    for _ in range(rounds + 1):  # the first one fills caches and imports
+    for _ in range(rounds + 1):  # the first round warms up caches and imports
         for method in methods:
             _one_round(method, times, sizes)
     rows = []
@@ -83,7 +83,7 @@ def measure(format: CheckpointFormat, nbytes: int, directory: Path, rounds: int)
 
 
 def _measure_behind(format: CheckpointFormat, pieces: list[Piece], root: Path, rounds: int, nbytes: int) -> list[Row]:
-    """Saving in the background: how long training waits, and how much slower its steps are until the save is over."""
+    """Background saves: how long training waits, and how much slower steps are during a save."""
     group, second = dist.group.WORLD, dist.new_group()
     assert group is not None and isinstance(second, dist.ProcessGroup)
     store = CheckpointStore(root, format, [format], 1, group, second)
@@ -156,7 +156,7 @@ def _one_round(method: Method, times: dict[tuple[str, str], list[float]], sizes:
 
 
 def _timed(action: Callable[[], object]) -> float:
-    """Seconds from the common start to the end of the last rank."""
+    """Seconds from the common start until the last rank has finished."""
     dist.barrier()
     begin = time.perf_counter()
     action()

@@ -1,4 +1,4 @@
-"""The ways to write a rank's tensors that the benchmark compares: a format of ours, plain files, and what others write."""
+"""The methods that the benchmark compares: a checkpoint format, plain files, and other libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Method(ABC):
 
     @property
     def file(self) -> Path:
-        """This rank's file, where a method has one."""
+        """This rank's file, if the method has one."""
         return self.root / f"{self.rank}.file"
 
     @abstractmethod
@@ -34,11 +34,11 @@ class Method(ABC):
 
     @abstractmethod
     def read(self) -> None:
-        """Read everything of this rank into memory that is there already, as far as the method can."""
+        """Read all of this rank's tensors, into existing memory if the method can."""
 
 
-class Plain(Method):
-    """The same bytes in one file, with nothing around them."""
+class PlainFile(Method):
+    """The bytes alone in one file per rank."""
 
     def write(self) -> None:
         with open(self.file, "wb", buffering=0) as file:
@@ -57,7 +57,7 @@ class Plain(Method):
 
 
 class Format(Method):
-    """A checkpoint format of ours."""
+    """A checkpoint format of hpctrain."""
 
     def __init__(self, format: CheckpointFormat, name: str, pieces: list[Piece], root: Path) -> None:
         super().__init__(name, pieces, root)
@@ -72,7 +72,7 @@ class Format(Method):
         self.format.load(self.root, self._wanted(slice(None), slice(None)))
 
     def read_part(self, rows: slice, columns: slice) -> int:
-        """Read these rows and columns of what this rank wrote; the bytes of them."""
+        """Read these rows and columns of this rank's tensors; the number of bytes."""
         wanted = self._wanted(rows, columns)
         self.format.load(self.root, wanted)
         return sum(piece.tensor.nbytes for piece in wanted)
@@ -101,7 +101,7 @@ class TorchSave(Method):
 
 
 class Safetensors(Method):
-    """safetensors' own writer, a file per rank."""
+    """safetensors' own writer, one file per rank."""
 
     def write(self) -> None:
         from safetensors.torch import save_file
@@ -119,7 +119,7 @@ class Safetensors(Method):
 
 
 class FileSystemWriter(Method):
-    """torch.distributed.checkpoint with a state dict of tensors that each rank has alone."""
+    """torch.distributed.checkpoint with a state dict of unreplicated tensors on each rank."""
 
     def _state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {f"{self.rank}.{name}": tensor for name, tensor in tensors.items()}

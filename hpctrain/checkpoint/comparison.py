@@ -1,4 +1,4 @@
-"""How two checkpoints differ, tensor by tensor, whatever formats and layouts wrote them."""
+"""Compares two checkpoints tensor by tensor, whatever their formats and layouts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hpctrain.errors import shown
 
 @dataclass
 class Difference:
-    """A tensor that isn't the same in both.
+    """A tensor that differs.
 
-    `forms`: how dtype or shape differ, or where it is missing. elements: how many values differ, of `total`.
+    forms: how dtype or shape differ, or where the tensor is missing. elements: the number of different values, of `total`.
     largest: the largest |a - b|. relative: |a - b| / |a| over the whole tensor, by the 2-norm.
     """
 
@@ -32,9 +32,9 @@ class Difference:
 
 
 def compare(a: Checkpoint, b: Checkpoint, progress: Callable[[int, int], None] | None = None) -> list[Difference]:
-    """The tensors that differ, in a's order and then b's. Two NaN in the same place are equal.
+    """The tensors that differ, in a's order and then b's. NaNs in the same place count as equal.
 
-    `progress(done, total)` is called with the bytes of `a` as the reading goes on.
+    `progress(done, total)` is called with bytes of `a` during the reading.
     """
     mine, theirs = a.format.tensors(a.path), b.format.tensors(b.path)
     differences = {name: _difference_of_form(name, mine.get(name), theirs.get(name)) for name in {**mine, **theirs}}
@@ -74,7 +74,7 @@ def _difference_of_form(name: str, one: StoredTensor | None, other: StoredTensor
 
 
 def _add(difference: Difference, sums: tuple[float, float], one: Tensor, other: Tensor) -> tuple[float, float]:
-    """Count a part into `difference`; the sums of |a - b|^2 and |a|^2."""
+    """Add a part to `difference`; returns the new sums of |a - b|^2 and |a|^2."""
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
     a, b = one.to(wide), other.to(wide)
     unequal = (one != other) if one.dtype == other.dtype and not _is_small(one.dtype) else (a != b)

@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint into files that other programs read, and into a checkpoint from such files."""
+"""Exports weights from a checkpoint to files that other programs read, and imports such files into a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Progress = Callable[[int, int], None]
 
 
 def export_safetensors(source: Source, path: Path, progress: Progress) -> None:
-    """Write `source` to the new file `path`; what is held in memory doesn't grow with the model."""
-    order = sorted(source.tensors, key=lambda name: -source.tensors[name].dtype.itemsize)  # so that each is aligned
+    """Write `source` to the new file `path`; memory use doesn't grow with the model."""
+    order = sorted(source.tensors, key=lambda name: -source.tensors[name].dtype.itemsize)  # aligns every tensor
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0
     for name in order:
@@ -41,7 +41,7 @@ def export_safetensors(source: Source, path: Path, progress: Progress) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 16)
     with new_file(path) as fd:
-        # Not through a mapping of the file: where there is no room, that ends the process by a signal.
+        # Not through a memory mapping: on a full disk that kills the process with a signal.
         write_at(fd, len(text).to_bytes(8, "little") + text, 0, path)
         for pieces in _read(
             source, lambda name, _, shape: memory_for(name, shape, source.tensors[name].dtype), progress
@@ -55,7 +55,7 @@ def export_safetensors(source: Source, path: Path, progress: Progress) -> None:
 def export_torch(source: Source, path: Path, progress: Progress, tied: Sequence[Sequence[str]] = ()) -> None:
     """Write `source` as a state dict to the new file `path` with torch.save; holds all of it in memory.
 
-    tied: names that are one parameter's; it gets all of them, as `state_dict()` has them.
+    tied: the names of each tied parameter; the file has it under all of them, as `state_dict()` does.
     """
     tensors = {name: memory_for(name, one.shape, one.dtype) for name, one in source.tensors.items()}
     with new_file(path) as fd:
@@ -65,7 +65,7 @@ def export_torch(source: Source, path: Path, progress: Progress, tied: Sequence[
         with writing(path), open(fd, "wb", closefd=False) as file:
             try:
                 torch.save(tensors, file)
-            except RuntimeError as error:  # of the zip's end, which hides what the operating system said before
+            except RuntimeError as error:  # from closing the zip, which hides the operating system's own error
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
@@ -78,10 +78,10 @@ def import_weights(
     format: CheckpointFormat,
     out: Path,
     progress: Progress,
-) -> int:
-    """Write the weights at `path` whose names begin with `prefix`, without it, as the new checkpoint `out`.
+) -> tuple[int, tuple[str, ...]]:
+    """Write the weights at `path` whose names begin with `prefix` as the new checkpoint `out`, without the prefix.
 
-    Holds them all in memory. Returns how many tensors there are. CheckpointError when none has the prefix.
+    Holds all of them in memory. Returns the number of tensors, and remarks on them. CheckpointError if none has the prefix.
     """
     source = open_weights(path, formats)
     source.check()
@@ -96,12 +96,12 @@ def import_weights(
     pieces = [Piece.whole(MODEL + name.removeprefix(prefix), tensor) for name, tensor in tensors.items()]
     with writing(out), new_directory(out) as temporary, alone() as group:
         format.writer().write(State(pieces, {"step": 0, "imported_from": path.name}), temporary, group)
-    return len(pieces)
+    return len(pieces), source.remarks
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the operating system says within the block is about `path` and becomes a WriteError."""
+    """Turn the operating system's errors in the block into a WriteError about `path`."""
     try:
         yield
     except OSError as error:
@@ -109,7 +109,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_at(fd: int, content: memoryview | bytes, at: int, path: Path) -> None:
-    """Write all of `content` from byte `at` on to what will be `path`."""
+    """Write all of `content` from byte `at` on to the file that will be `path`."""
     rest = memoryview(content)
     with writing(path):
         while rest:
@@ -119,7 +119,7 @@ def write_at(fd: int, content: memoryview | bytes, at: int, path: Path) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """The descriptor of a file to write; at the end it is synced and named `path`, on an exception it is removed."""
+    """The descriptor of a new file. At the end the file is synced and renamed to `path`; on an exception it is removed."""
     temporary = _name_until_whole(path, "file")
     with writing(path):
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -136,7 +136,7 @@ def new_file(path: Path) -> Iterator[int]:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """As `new_file`, for a directory."""
+    """Like `new_file`, for a directory."""
     temporary = _name_until_whole(path, "directory")
     temporary.mkdir()
     try:
@@ -149,7 +149,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def _name_until_whole(path: Path, kind: str) -> Path:
-    """What `path` is called while it is written; UsageError when there is something already, or no place."""
+    """The temporary name of `path` during writing; UsageError if `path` exists or its parent doesn't."""
     if os.path.lexists(path):
         raise UsageError(f"{path} exists already; expected a new {kind}: give another name")
     if not path.absolute().parent.is_dir():
@@ -159,7 +159,7 @@ def _name_until_whole(path: Path, kind: str) -> Path:
 
 @contextmanager
 def alone() -> Iterator[dist.ProcessGroup]:
-    """A group of this process only, for formats, whose `write` is collective."""
+    """A group of this process alone: the `write` of formats is collective."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         group = dist.group.WORLD
@@ -182,7 +182,7 @@ def _fill(source: Source, tensors: Mapping[str, Tensor], progress: Progress) -> 
 def _read(
     source: Source, part: Callable[[str, Sequence[int], Sequence[int]], Tensor], progress: Progress
 ) -> Iterator[list[Piece]]:
-    """All of `source`, so many bytes at a time that progress is seen; `part` gives the memory for a name, offsets and shape."""
+    """Read all of `source` in batches, with progress; `part` gives the memory for a name, offsets and shape."""
     done, total = 0, sum(one.nbytes for one in source.tensors.values())
     for batch in batches(source.tensors):
         pieces = [

@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints on rank 0: names, order, and changes that a crash can't leave half done.
+"""The directory of a run's checkpoints on rank 0: names, order, and changes that are atomic even in a crash.
 
 `step-00000010` is complete, `.tmp` is being written, `.old` is being replaced, `.del` is being deleted.
 """
@@ -18,19 +18,19 @@ from hpctrain.files import is_own_directory, make_directory, read_bytes, replaci
 
 LOG = logging.getLogger("hpctrain")
 Staying = Callable[[Sequence[Path], set[str]], set[Path]]
-"""Which checkpoints are kept; see Retention.staying."""
+"""Returns the checkpoints to keep; see Retention.staying."""
 _LATEST_BYTES = 1000
 _STEP = re.compile(r"step-([0-9]{8,18})")
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint's directory; -1 if it isn't one."""
+    """The step in the name of a checkpoint's directory; -1 for any other name."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
 def behind_latest(path: Path) -> Path:
-    """The checkpoint that a file `latest` names, if `path` is one; else `path` itself."""
+    """If `path` is a file `latest`, the checkpoint that it names; else `path` itself."""
     if path.name != "latest":
         return path
     try:
@@ -41,23 +41,23 @@ def behind_latest(path: Path) -> Path:
 
 
 class CheckpointDirectory:
-    """What rank 0 does to the files. Every method may raise OSError."""
+    """Rank 0's operations on the files. Every method may raise OSError."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.began = 0
-        """The step that this training went on from. What there is beyond it and isn't its own was left behind."""
+        """The step from which this training continued. Later checkpoints that are not its own are abandoned."""
         self._own: set[str] = set()
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of `step` lies."""
+        """The path of the checkpoint of `step`."""
         return self.root / f"step-{step:08d}"
 
     def candidates(self) -> list[Path]:
-        """The checkpoints from the one to take first to the one to take last.
+        """The checkpoints in the order in which a resume tries them.
 
-        Newest step first; but what a training that began again from an older checkpoint left behind comes after all
-        others.
+        Newest step first. Abandoned checkpoints come last: a training that continued from an older checkpoint left them
+        behind.
         """
         if self.root.is_symlink():
             raise OSError(errno.ELOOP, "it is a symbolic link, expected the directory itself", str(self.root))
@@ -68,7 +68,7 @@ class CheckpointDirectory:
         return sorted(found, key=lambda path: (path.name not in abandoned, step_of(path)), reverse=True)
 
     def clean(self) -> None:
-        """Remove what earlier crashes left, as far as that goes, and put back a checkpoint whose replacement didn't come."""
+        """Remove the remains of earlier crashes as far as possible; restore a checkpoint whose replacement never finished."""
         self._put_back()
         for pattern in ("step-*.tmp", "step-*.old", "step-*.del", ".latest.*.tmp", ".abandoned.*.tmp"):
             for left in self.root.glob(pattern):
@@ -78,7 +78,7 @@ class CheckpointDirectory:
                     LOG.warning("could not remove %s, which a crash left: %s", left, reason(error))
 
     def begin(self, step: int) -> Path:
-        """A new, empty directory to write the checkpoint of `step` into."""
+        """A new, empty directory for the checkpoint of `step`."""
         make_directory(self.root)
         temporary = self.path(step).with_suffix(".tmp")
         _remove(temporary)
@@ -86,10 +86,10 @@ class CheckpointDirectory:
         return temporary
 
     def commit(self, temporary: Path) -> Path:
-        """Give a complete and synced checkpoint its name, in place of an older one of the same step."""
+        """Give a complete and synced checkpoint its final name; replaces an older one of the same step."""
         final = temporary.with_suffix("")
         beyond = {path.name for path in self.candidates() if step_of(path) > self.began}
-        # Before the new one appears: or a crash right after would take the one that was left behind.
+        # Before the new name appears: after a crash in between, a resume would take an abandoned checkpoint.
         self._abandon(self._abandoned() | beyond - self._own)
         sync_directory(temporary)
         replaced = os.path.lexists(final)
@@ -100,7 +100,7 @@ class CheckpointDirectory:
             sync_directory(self.root)
             self._abandon(self._abandoned() - {final.name})
         except OSError:
-            final.rename(temporary)  # to be discarded, or a save that failed would have replaced the old one
+            final.rename(temporary)  # to be discarded: a failed save must not replace the old checkpoint
             raise
         self._own.add(final.name)
         try:
@@ -112,12 +112,12 @@ class CheckpointDirectory:
         return final
 
     def discard(self, temporary: Path) -> None:
-        """Remove what a failed save wrote, as far as that goes."""
+        """Remove the files of a failed save as far as possible."""
         shutil.rmtree(temporary, ignore_errors=True)
         self._put_back()
 
     def retain(self, staying: Staying, saved: Path) -> None:
-        """Delete the checkpoints that needn't stay, never the one just saved."""
+        """Delete all checkpoints except those that `staying` returns and the one just saved."""
         links = [path for path in self.root.iterdir() if step_of(path) >= 0 and path.is_symlink()]
         candidates, last = [*self.candidates(), *links], {path.name for path in links}
         kept = {saved, *staying(candidates, self._abandoned() | last)}
@@ -135,7 +135,7 @@ class CheckpointDirectory:
                     LOG.warning("could not give %s its name back: %s", old, reason(error))
 
     def _delete(self, path: Path) -> None:
-        """Rename first: a crash in the middle must not leave half a checkpoint under a good name."""
+        """Rename first: a crash must not leave half a checkpoint under a valid name."""
         doomed = path.with_suffix(".del")
         try:
             path.rename(doomed)
@@ -160,7 +160,7 @@ class CheckpointDirectory:
 
 
 def _remove(path: Path) -> None:
-    """Whatever is there; of a symbolic link the link only."""
+    """Remove a file, a directory or a symbolic link (not its target), if it exists."""
     if is_own_directory(path):
         shutil.rmtree(path)
     else:

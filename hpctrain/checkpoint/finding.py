@@ -1,4 +1,4 @@
-"""Checkpoints that a person names: what is at a path, of which format, and what a run has."""
+"""Finds the checkpoint at a path, its format, and the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.contracts.pieces import Piece
 from hpctrain.errors import CheckpointError, UsageError
 
 BATCH_BYTES = 256 * 2**20
-"""What commands hold of a checkpoint in memory at a time."""
+"""The bytes of a checkpoint that commands hold in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Checkpoint:
     format: CheckpointFormat
 
     def files(self) -> dict[str, int]:
-        """Its files with their bytes, by their paths within the directory."""
+        """Its files and their sizes in bytes, by path within the directory."""
         found = (path for path in sorted(self.path.rglob("*")) if path.is_file() and not path.is_symlink())
         return {str(path.relative_to(self.path)): path.stat().st_size for path in found}
 
 
 def find_checkpoint(path: Path, formats: Sequence[CheckpointFormat]) -> Checkpoint:
-    """The checkpoint at `path`; UsageError when there is none, with those of the run if it is one."""
+    """The checkpoint at `path`. UsageError if there is none; for a run's directory it names the run's checkpoints."""
     if not path.exists():
         raise UsageError(f"there is no checkpoint {path}")
     format = recognize(path, formats)
@@ -42,7 +42,7 @@ def find_checkpoint(path: Path, formats: Sequence[CheckpointFormat]) -> Checkpoi
 
 
 def hint_of(path: Path) -> str:
-    """The end of a sentence that refuses `path` as a checkpoint: those of the run, if it is one."""
+    """The end of an error about `path`: the checkpoints of the run, if `path` is a run; else empty."""
     run = root_of(path)
     return "" if run is None else f"; this run has {', '.join(str(one) for one in run.candidates()[:3])}"
 
@@ -53,7 +53,7 @@ def recognize(path: Path, formats: Iterable[CheckpointFormat]) -> CheckpointForm
 
 
 def root_of(run: Path) -> CheckpointDirectory | None:
-    """The directory of a run's checkpoints, given that or the run's output_dir; None when there are no checkpoints."""
+    """The directory of a run's checkpoints; `run` is that directory or the run's output_dir. None if it has none."""
     for root in (run / "checkpoints", run):
         directory = CheckpointDirectory(root)
         if directory.candidates():
@@ -64,7 +64,7 @@ def root_of(run: Path) -> CheckpointDirectory | None:
 def batches(
     tensors: Mapping[str, StoredTensor], limit: int = BATCH_BYTES
 ) -> Iterator[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
-    """All of `tensors` as (name, offsets, shape), cut along dim 0, in lists of about `limit` bytes."""
+    """Lists of about `limit` bytes of all `tensors`, cut along dim 0, as (name, offsets, shape)."""
     batch: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
     held = 0
     for name, tensor in tensors.items():
@@ -98,8 +98,8 @@ def read_batch(
 
 
 def memory_for(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for values of the tensor `name`; a crafted file can tell of any shape."""
+    """Memory for the tensor `name`; CheckpointError if it is too large, since a crafted file can claim any shape."""
     try:
         return torch.empty(tuple(shape), dtype=dtype)
-    except (RuntimeError, TypeError) as error:  # torch says so that there is too little, or could never be enough
+    except (RuntimeError, TypeError) as error:  # torch raises these when memory is too small or the size is too large
         raise CheckpointError(f"{list(shape)} values of the tensor {name} ({dtype}) don't fit into memory") from error

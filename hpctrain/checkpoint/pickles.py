@@ -1,8 +1,8 @@
-"""What a pickle would make an unpickler do, found out before one reads it, by going through its operations once.
+"""Checks a pickle before an unpickler reads it, by walking through its operations once.
 
-An unpickler believes every number, so a few bytes can ask for a memo of 2^32 places. And it takes the hash of whatever is a
-key: of a tuple that holds another twice, which holds another twice, and so on, that has no end; of one nested a million
-deep, it overflows the C stack. Nothing can interrupt either, so they must not come about.
+An unpickler trusts every number, so a few bytes can ask for a memo of 2^32 places. It also hashes every key. Hashing a
+tuple that holds another twice, which holds another twice, and so on, never ends; hashing one nested a million deep
+overflows the C stack. Neither can be interrupted, so such pickles are refused.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import zipfile
 from hpctrain.errors import CheckpointError
 
 _MOST_IN_A_TUPLE = 1000
-"""Things in a tuple and in the tuples within it, counted as often as they are there."""
+"""Objects in a tuple and the tuples within it, each counted as often as it occurs."""
 _MOST_AT_A_TIME = 2**20
-"""Things that wait for the operation that takes them."""
+"""Objects on the unpickler's stack at a time."""
 _LONGEST_NUMBER = 40
 """Characters or bytes of an integer."""
 
@@ -30,14 +30,14 @@ _CALLS = {pickle.REDUCE[0]: 2, pickle.NEWOBJ[0]: 2, pickle.NEWOBJ_EX[0]: 3, pick
 _TO_MARKS = {pickle.APPENDS[0]: 0, pickle.SETITEMS[0]: 0, pickle.POP_MARK[0]: 0, pickle.LIST[0]: 1, pickle.DICT[0]: 1}
 _OTHERS = b"".join((pickle.TUPLE, pickle.DUP, pickle.STOP, pickle.PROTO, pickle.FRAME))
 _REFUSED = b"0\x8f\x90\x91ioP\x82\x83\x84\x97\x98"
-"""POP, sets, instances, extensions and buffers from elsewhere: no table and no file of tensors has these."""
+"""POP, sets, instances, extensions and out-of-band buffers: tables and tensor files have none of these."""
 _NUMBERS = b"".join((pickle.INT, pickle.LONG, pickle.LONG1, pickle.LONG4, pickle.FLOAT))
 _MAKING = b"".join((pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.BYTEARRAY8))
 _BY_KIND = {_GET: _GETS, _PUT: _PUTS, _TAKE: _TAKES, _TUPLE: _TUPLES, _CALL: _CALLS, _TO_MARK: _TO_MARKS}
 
 
 def _kind(code: int) -> tuple[int, int]:
-    """How an operation is looked at, and a number that goes with it."""
+    """How the walk treats an operation, and a number that belongs to it."""
     for kind, codes in _BY_KIND.items():
         if code in codes:
             return kind, codes[code]
@@ -61,7 +61,7 @@ _KINDS = [_kind(code) for code in range(256)]
 
 
 def check_pickle(raw: bytes, at: int = 0) -> int:
-    """Where the pickle from byte `at` on ends; CheckpointError for one that asks for more than its length can justify."""
+    """The end of the pickle that begins at byte `at`; CheckpointError if it asks for more than its length can justify."""
     try:
         return _walk(raw, at)
     except (IndexError, ValueError) as error:
@@ -69,7 +69,7 @@ def check_pickle(raw: bytes, at: int = 0) -> int:
 
 
 def _walk(raw: bytes, at: int) -> int:
-    """For each thing on the stack and in the memo its weight: 1, or what a tuple holds."""
+    """Tracks a weight for each object on the stack and in the memo: 1, or the number of objects in a tuple."""
     stack: list[int] = []
     marks: list[int] = []
     memo: dict[int, int] = {}
@@ -155,7 +155,7 @@ def _walk(raw: bytes, at: int) -> int:
 
 
 def _place(raw: bytes, at: int, nbytes: int) -> tuple[int, int]:
-    """A place of the memo, and where the operation ends."""
+    """A place in the memo, and the end of the operation."""
     if nbytes:
         return int.from_bytes(raw[at : at + nbytes], "little"), at + nbytes
     end = raw.index(b"\n", at, at + _LONGEST_NUMBER)
@@ -175,12 +175,12 @@ def _checked(weight: int, at: int) -> int:
 
 
 def check_records(records: zipfile.ZipFile, nbytes: int) -> None:
-    """CheckpointError for a zip of `nbytes` bytes that torch.save doesn't write, or whose pickles `check_pickle` refuses."""
+    """CheckpointError for a zip of `nbytes` bytes that torch.save wouldn't write, or whose pickles `check_pickle` refuses."""
     listed = records.infolist()
     packed = next((one for one in listed if one.compress_type != zipfile.ZIP_STORED), None)
-    if packed is not None:  # a few bytes may unpack to any number
+    if packed is not None:  # a few bytes may unpack to any size
         raise CheckpointError(
-            f"its records are compressed ({packed.filename}), expected them as torch.save writes them"
+            f"its records are compressed ({packed.filename}), expected uncompressed ones, as torch.save writes"
         )
     held = sum(one.file_size for one in listed)
     if held > nbytes:

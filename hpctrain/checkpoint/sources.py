@@ -1,12 +1,12 @@
-"""Tensors in files that others wrote: safetensors (one or several) and torch.save, read without running anything of them."""
+"""Reads tensors from files of other programs, safetensors (one or several) and torch.save, without running code in them."""
 
 from __future__ import annotations
 
 import io
 import os
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,18 @@ SAFETENSORS_DTYPES = {
     torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
-"""What safetensors calls each dtype."""
+"""safetensors' names of dtypes."""
 
 
 _MOST_HEADER = 32 * 2**20
-"""Bytes of what a file says of its tensors; of 10,000 tensors it has a megabyte."""
+"""Bytes of a file's table of tensors; 10,000 tensors take a megabyte."""
 _MOST_SHARED = 4
-"""How often the bytes of a file may be told of: names of one parameter share its values."""
+"""How many times a file's size its tensors may add up to: the names of a tied parameter share its values."""
+
+_STATE_DICTS = frozenset(("state_dict", "model_state_dict", "model", "module", "net", "network", "weights"))
+"""Under these names training programs save a model's parameters."""
+_DEEPEST = 3
+"""How many dicts deep a state dict is looked for."""
 
 
 class _Index(BaseModel):
@@ -43,23 +48,34 @@ class _Index(BaseModel):
 
 @dataclass(frozen=True)
 class Source:
-    """`tensors` by name, and `fill`, which puts their values into pieces named as they are.
+    """`tensors` by name, and `fill`, which copies their values into pieces of the same names.
 
-    `check` reads all that `fill` would believe, so once is enough; it raises CheckpointError for what is damaged.
+    `check` verifies all values that `fill` would trust; one call is enough. It raises CheckpointError for damage.
+    remarks: what a user should know of how the tensors were found.
     """
 
     tensors: Mapping[str, StoredTensor]
     fill: Callable[[list[Piece]], None]
     check: Callable[[], None] = lambda: None
+    remarks: tuple[str, ...] = ()
+
+    def renamed(self, names: Mapping[str, str], remark: str) -> Source:
+        """The same tensors under `names`: the new name of each, and the stored one."""
+
+        def fill(pieces: list[Piece]) -> None:
+            self.fill([replace(piece, name=names[piece.name]) for piece in pieces])
+
+        tensors = {name: self.tensors[stored] for name, stored in names.items()}
+        return Source(tensors, fill, self.check, (*self.remarks, remark))
 
 
 def open_safetensors(path: Path) -> Source:
-    """Raises CheckpointError for a file that isn't whole, or a dtype that nothing here can hold."""
+    """Raises CheckpointError for a file that isn't whole, or for an unsupported dtype."""
     from safetensors import SafetensorError, safe_open
 
     dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
     tensors = {}
-    with path.open("rb") as raw:  # safe_open says of any that it can't read that it isn't there
+    with path.open("rb") as raw:  # safe_open reports any file that it can't read as missing
         length = int.from_bytes(raw.read(8), "little")
         if length > _MOST_HEADER:
             raise CheckpointError(f"{path} isn't a whole safetensors file: its header has {length} bytes")
@@ -85,9 +101,9 @@ def open_safetensors(path: Path) -> Source:
 
 
 def open_index(path: Path) -> Source:
-    """Of the safetensors files that a large model is cut into, beside the table `path` of what lies where.
+    """A model in several safetensors files, beside the index `path` that maps tensors to files.
 
-    Raises CheckpointError for a table that isn't one, or files that lack what it says.
+    Raises CheckpointError for a malformed index, or for a file that lacks a tensor of the index.
     """
     with path.open("rb") as raw:
         content = raw.read(SMALL_BYTES + 1)
@@ -103,7 +119,7 @@ def open_index(path: Path) -> Source:
     tensors = {}
     for name, file in places.items():
         if file not in sources or name not in sources[file].tensors:
-            raise CheckpointError(f"{path}: {name} is to lie in {file!r} beside it, and doesn't")
+            raise CheckpointError(f"{path}: expected {name} in {file!r} beside it, but it isn't there")
         tensors[name] = sources[file].tensors[name]
 
     def fill(pieces: list[Piece]) -> None:
@@ -114,22 +130,18 @@ def open_index(path: Path) -> Source:
 
 
 def open_torch(path: Path) -> Source:
-    """Raises CheckpointError for what isn't a state dict: parameter names with their tensors."""
+    """Raises CheckpointError for anything but a state dict: parameter names with their tensors."""
     _check_file(path)
     try:
-        # Mapped, so that a rank reads what it takes; files of the oldest layout are no zip and can't be.
+        # Memory-mapped, so that a rank reads only its part. Files of the oldest layout are no zip and can't be mapped.
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except OSError:
         raise
     except Exception as error:  # torch raises nearly anything here
-        # Its first lines are advice to switch the safety off; the reason is marked.
+        # Its first lines advise to turn the safety off; the reason follows a marker.
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"{path} isn't a file of tensors that torch.load accepts: {reason}") from error
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
-    ):
-        found = shown(list(content)[:3]) if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(f"{path} holds {found}, expected a state dict: parameter names with their tensors")
+    content, place = _state_dict(path, content)
     for name, tensor in content.items():
         _check_name(path, name)
         kind = _odd_kind(tensor)
@@ -141,18 +153,44 @@ def open_torch(path: Path) -> Source:
     told, there = sum(one.nbytes for one in tensors.values()), path.stat().st_size
     if told > _MOST_SHARED * there + 2**20:
         raise CheckpointError(
-            f"{path}: its tensors tell of {told} bytes, and the file has {there}: they repeat values (Tensor.expand); "
+            f"{path}: its tensors claim {told} bytes, but the file has {there}: they repeat values (Tensor.expand); "
             "save them with Tensor.contiguous()"
         )
     return Source(
         tensors,
         lambda pieces: _fill(path, pieces, lambda piece: content[piece.name][_slices(piece)]),
         lambda: _check_records(path),
+        (f"the state dict is at {place}",) if place else (),
     )
 
 
+def _state_dict(path: Path, content: Any) -> tuple[dict[str, Tensor], str]:
+    """The state dict in what torch.load gave, and its place: training programs save it beside other things."""
+    found = list(_state_dicts(content, ()))
+    named = [one for one in found if set(one[1]) <= _STATE_DICTS]
+    if len(found) == 1 or len(named) == 1:
+        state, place = (named or found)[0]
+        return state, shown(".".join(place)) if place else ""
+    if found:
+        places = ", ".join(shown(".".join(place)) for _, place in found[:5])
+        raise CheckpointError(f"{path} holds several state dicts, {places}; torch.save the one that you mean alone")
+    what = shown(list(content)[:3]) if isinstance(content, dict) else type(content).__name__
+    raise CheckpointError(f"{path} holds {what}, expected a state dict: parameter names with their tensors")
+
+
+def _state_dicts(content: Any, place: tuple[str, ...]) -> Iterator[tuple[dict[str, Tensor], tuple[str, ...]]]:
+    """Those in dicts of dicts; what belongs to an optimizer is none."""
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content) or len(place) > _DEEPEST:
+        return
+    if (content and all(isinstance(value, Tensor) for value in content.values())) or (not place and not content):
+        yield content, place
+        return
+    for name, value in content.items():
+        yield from _state_dicts(value, (*place, name))
+
+
 def _check_file(path: Path) -> None:
-    """What torch would do with a file, and never come to an end with, before it does."""
+    """Refuse a crafted file on which torch.load would never end."""
     if not zipfile.is_zipfile(path):
         _check_oldest_layout(path)
         return
@@ -168,18 +206,18 @@ def _check_file(path: Path) -> None:
 
 
 class _Bounded(io.FileIO):
-    """A file of which nothing is read that is too large for a table."""
+    """A file that refuses reads larger than a table may be."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or size < 0:
             size = os.fstat(self.fileno()).st_size - self.tell()
         if size > _MOST_HEADER:
-            raise CheckpointError(f"it tells of a table of {size} bytes")
+            raise CheckpointError(f"it claims a table of {size} bytes")
         return super().read(size)
 
 
 def _check_oldest_layout(path: Path) -> None:
-    """Five pickles and then the values; a number of which each begins with."""
+    """Check the five pickles in front of the values."""
     with path.open("rb") as file:
         raw = file.read(_MOST_HEADER)
     at = 0
@@ -191,7 +229,7 @@ def _check_oldest_layout(path: Path) -> None:
 
 
 def _check_records(path: Path) -> None:
-    """The CRC-32 of each record; a file of the oldest layout, which is no zip, has none."""
+    """Check the CRC-32 of each record; a file of the oldest layout is no zip and has none."""
     if not zipfile.is_zipfile(path):
         return
     try:
@@ -209,7 +247,7 @@ def _check_records(path: Path) -> None:
 
 
 def _odd_kind(tensor: Tensor) -> str | None:
-    """What sets it apart from a rectangle of numbers; None if it is one."""
+    """Why a tensor is no plain rectangle of numbers; None if it is."""
     if tensor.is_nested or tensor.is_meta:
         return "nested" if tensor.is_nested else "meta"
     if tensor.layout != torch.strided:
@@ -218,7 +256,7 @@ def _odd_kind(tensor: Tensor) -> str | None:
 
 
 def _check_name(path: Path, name: str) -> None:
-    """As in our checkpoints: it is shown on terminals."""
+    """As for hpctrain's checkpoints: names are printed on terminals."""
     if not name.isprintable():
         raise CheckpointError(f"{path}: {name!r} can't name a tensor: expected printable characters")
 

@@ -17,13 +17,11 @@ from hpctrain.model.build import named_tensors
 
 OPTIMIZER = "optimizer/"
 COMPRESSION = "compression/"
-"""What compressed sums of gradients remember. A run may do without, so a checkpoint need not have it."""
-PLUGIN = "plugin/"
-"""What plugins keep (PluginState); likewise."""
+"""The state of gradient compression, such as error feedback. Optional in a checkpoint: a run can do without it."""
 
 
 def model_pieces(module: nn.Module, trained: Sequence[Piece]) -> list[Piece]:
-    """What `trained` holds, and this rank's part of whatever else the module has (frozen parameters, buffers)."""
+    """The pieces in `trained`, and this rank's part of everything else in the module (frozen parameters, buffers)."""
     others = [(name, tensor) for name, tensor in named_tensors(module) if not (tensor.requires_grad and tensor.numel())]
     return [*trained, *(piece for name, tensor in others for piece in pieces_of(module, name, tensor.detach()))]
 
@@ -31,7 +29,7 @@ def model_pieces(module: nn.Module, trained: Sequence[Piece]) -> list[Piece]:
 def state_pieces(module: nn.Module, trained: Sequence[Piece], optimizer: torch.optim.Optimizer) -> list[Piece]:
     """All of a checkpoint's tensors on this rank. The optimizer's state must exist: see `create_state`.
 
-    UsageError for state of a cut parameter that isn't cut as the parameter is.
+    UsageError if a parameter is cut over ranks and its state isn't cut the same way.
     """
     pieces = [replace(p, name=MODEL + p.name, tensor=p.tensor.detach()) for p in model_pieces(module, trained)]
     for piece in trained:
@@ -48,7 +46,7 @@ def state_pieces(module: nn.Module, trained: Sequence[Piece], optimizer: torch.o
 
 
 def _no_part_of_a_whole(optimizer: torch.optim.Optimizer, piece: Piece, key: str, value: Tensor) -> str:
-    """Why a checkpoint can't hold it: nobody knows where in the whole model's state it belongs."""
+    """Why a checkpoint can't hold such state: its place in the full model's state is unknown."""
     return (
         f"[optimizer] name: {type(optimizer).__name__} keeps {key!r} of the shape {list(value.shape)} for the part "
         f"{list(piece.tensor.shape)} of {piece.name} {list(piece.shape)} that a rank holds; state of a parameter that is "
@@ -58,7 +56,7 @@ def _no_part_of_a_whole(optimizer: torch.optim.Optimizer, piece: Piece, key: str
 
 
 def restore_quantized(trained: Sequence[Piece], optimizer: torch.optim.Optimizer, restored: Sequence[Piece]) -> None:
-    """Put what was read into `restored`, the pieces that `state_pieces` gave, into the state that these are copies of."""
+    """Copy the pieces in `restored`, dequantized copies from `state_pieces`, back into the optimizer's quantized state."""
     read = {(piece.name, piece.offsets): piece.tensor for piece in restored}
     for piece in trained:
         for key, value in optimizer.state[piece.tensor].items():
@@ -67,12 +65,12 @@ def restore_quantized(trained: Sequence[Piece], optimizer: torch.optim.Optimizer
 
 
 def _is_quantized(tensor: Tensor) -> bool:
-    """Whether it is a subclass made of other tensors, which no file format knows."""
+    """Whether it is a tensor subclass made of other tensors, which file formats don't support."""
     return hasattr(tensor, "__tensor_flatten__")
 
 
 def optimizer_numbers(trained: Sequence[Piece], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """The optimizer's state that is no tensor (a step count, say), by parameter; UsageError for what is no number."""
+    """The optimizer's state outside of tensors (such as a step count), by parameter. UsageError unless it is a number."""
     numbers: dict[str, dict[str, Any]] = {}
     for piece in trained:
         for key, value in optimizer.state[piece.tensor].items():
@@ -89,7 +87,7 @@ def optimizer_numbers(trained: Sequence[Piece], optimizer: torch.optim.Optimizer
 def restore_numbers(
     trained: Sequence[Piece], optimizer: torch.optim.Optimizer, numbers: dict[str, dict[str, Any]]
 ) -> None:
-    """Put back what `optimizer_numbers` gave. CheckpointError for what this optimizer doesn't keep as a number."""
+    """Restore the result of `optimizer_numbers`. CheckpointError if this optimizer keeps something else under a key."""
     for piece in trained:
         state = optimizer.state[piece.tensor]
         for key, value in numbers.get(piece.name, {}).items():
@@ -98,7 +96,7 @@ def restore_numbers(
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each parameter group holds besides its parameters and its rate, which the loop sets."""
+    """The options of each parameter group, without its parameters and its learning rate, which the loop sets."""
     return [
         {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "lr")}
         for group in optimizer.param_groups
@@ -106,9 +104,9 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def group_numbers(optimizer: torch.optim.Optimizer, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What steps have changed in each group since its options were `made`: some optimizers count there, not in the state.
+    """The options that steps have changed since they were `made`: some optimizers count there, not in their state.
 
-    UsageError for what is no number.
+    UsageError unless they are numbers.
     """
     numbers: list[dict[str, Any]] = []
     for now, before in zip(group_options(optimizer), made, strict=True):
@@ -126,11 +124,11 @@ def group_numbers(optimizer: torch.optim.Optimizer, made: Sequence[dict[str, Any
 def restore_group_numbers(
     optimizer: torch.optim.Optimizer, made: Sequence[dict[str, Any]], numbers: Sequence[dict[str, Any]]
 ) -> None:
-    """Put back what `group_numbers` gave; without any, what was `made`. CheckpointError where the groups are others."""
+    """Restore the result of `group_numbers`, on top of the options `made`. CheckpointError if the groups differ."""
     groups = optimizer.param_groups
     if numbers and len(numbers) != len(groups):
         raise CheckpointError(
-            f"the checkpoint counts for {len(numbers)} parameter groups of the optimizer, and this job has {len(groups)}; "
+            f"the checkpoint has counters for {len(numbers)} optimizer parameter groups, but this job has {len(groups)}; "
             "give it the same [[optimizer.groups]], or start anew in another output_dir with these weights"
         )
     for group, options, counted in zip(groups, made, numbers or [{}] * len(groups), strict=True):
@@ -140,11 +138,11 @@ def restore_group_numbers(
 
 
 def _refuse_other_kind(name: str, before: object, saved: object) -> None:
-    """A number may take the place of a number or of None only."""
+    """CheckpointError unless a number replaces a number or None."""
     if before is not None and not (isinstance(before, (int, float)) and isinstance(saved, (int, float))):
         raise CheckpointError(
-            f"the checkpoint has {shown(saved)} for the optimizer's {name}, expected what can take the place of {shown(before)}: "
-            "take another with --resume PATH"
+            f"the checkpoint has {shown(saved)} for the optimizer's {name}, expected a replacement for {shown(before)}: "
+            "take another checkpoint with --resume PATH"
         )
 
 
@@ -157,8 +155,8 @@ def _is_same(one: Any, other: Any) -> bool:
 def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer create its state, as its first step would, without changing a parameter.
 
-    torch's optimizers make their state in the first `step()`; a restore needs the tensors before that, to fill them.
-    Where nothing is restored, a new optimizer must take this one's place.
+    torch's optimizers create their state in the first `step()`, but a restore needs the tensors earlier, to fill them.
+    If nothing is restored, replace this optimizer with a new one.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.detach().clone() for p in parameters]

@@ -1,6 +1,6 @@
-"""The checkpoints of a run: saved under a temporary name and renamed when complete, restored from the newest whole one.
+"""The checkpoints of a run: saved under a temporary name, renamed when complete, and restored from the newest whole one.
 
-Imports no format: those are handed in. Every wait is a collective of a group, so the group's timeout ends it.
+Imports no format: the caller passes the formats. Every wait is a collective of a group, so the group's timeout ends it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hpctrain.checkpoint.agreement import describe_differences, not_wanted
 from hpctrain.checkpoint.directory import CheckpointDirectory
 from hpctrain.checkpoint.finding import hint_of, recognize
-from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.retention import Best, Retention
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
 from hpctrain.errors import CheckpointError, UsageError, reason
@@ -34,18 +34,18 @@ LOG = logging.getLogger("hpctrain")
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored besides the pieces, which are filled in place."""
+    """The result of a restore, besides the pieces that were filled in place."""
 
     step: int
     path: Path
     values: dict[str, Any]
     absent: list[str]
-    """This rank's optional pieces that the checkpoint lacks, or has in another shape: they are as they were."""
+    """This rank's optional pieces that are unchanged, because the checkpoint lacks them or has them in another shape."""
 
 
 @dataclass
 class _Background:
-    """A save on a thread: the thread leaves `path` or `error`."""
+    """A save on a thread, which sets `path` or `error`."""
 
     thread: threading.Thread | None = None
     path: Path | None = None
@@ -64,13 +64,13 @@ class CheckpointStore:
         group: dist.ProcessGroup,
         background_group: dist.ProcessGroup | None = None,
         keep_every: int | None = None,
-        keep_best: int | None = None,
+        keep_best: Best | None = None,
     ) -> None:
-        """`root` is the run's directory of checkpoints, equal on all ranks and on a file system that they share.
+        """root: the run's directory of checkpoints, equal on all ranks and on a file system that they share.
 
-        format: what `save` writes. formats: what `restore` can read. keep, keep_every, keep_best: how many of the
-        newest stay, which steps' stay besides, and how many with the lowest evaluation loss; see `Retention`.
-        background_group: a second group of the same ranks in the same order, needed by `save_in_background`.
+        format: for `save`. formats: for `restore`. keep, keep_every, keep_best: how many of the newest stay, the interval of
+        steps that also stay, and which are the best and also stay; see `Retention`.
+        background_group: a second group of the same ranks in the same order, for `save_in_background`.
         """
         self._directory = CheckpointDirectory(root)
         self._writer = format.writer()
@@ -82,15 +82,15 @@ class CheckpointStore:
         self._is_clean = False
 
     def save(self, step: int, state: State) -> Path:
-        """Save now; the path of the complete checkpoint. `state.values` gets the key `step`.
+        """Save now and return the path of the complete checkpoint, whose values get the key `step`.
 
-        Raises OSError or CheckpointError on all ranks when it fails on one; earlier checkpoints stay as they were.
+        If it fails on one rank, all ranks raise OSError or CheckpointError, and earlier checkpoints are unchanged.
         """
         self.finish()
         return self._save(step, state, self._group)
 
     def save_in_background(self, step: int, state: State) -> None:
-        """Copy the state now and write the copy on a thread; first waits for the save before, raising its error."""
+        """Copy the state now and write the copy on a thread. First waits for the previous save and raises its error."""
         if self._background_group is None:
             raise ValueError("save_in_background needs the store's background_group")
         self.finish()
@@ -109,7 +109,7 @@ class CheckpointStore:
         running.thread.start()
 
     def is_over(self) -> bool:
-        """Whether there is a save in the background and it has ended on every rank, well or not; doesn't wait for it."""
+        """Whether a background save has ended on every rank, with or without success; doesn't wait. False without a save."""
         running = self._background
         if running is None or running.thread is None:
             return False
@@ -118,7 +118,7 @@ class CheckpointStore:
         return not writing.item()
 
     def finish(self) -> Path | None:
-        """Wait for the save in the background: its path, or None if there is none; raises its error."""
+        """Wait for the background save and return its path, or None without a save; raises its error."""
         running, self._background = self._background, None
         if running is None or running.thread is None:
             return None
@@ -134,21 +134,20 @@ class CheckpointStore:
         optional: tuple[str, ...] = (),
         required: tuple[str, ...] = (),
     ) -> Restored | None:
-        """Fill `pieces` from exactly `path`, or from the newest whole checkpoint; None when there is none at all.
+        """Fill `pieces` from `path`, or else from the newest whole checkpoint; None if there is no checkpoint.
 
-        `pieces` are all of this rank; together the ranks must ask for every tensor of the checkpoint. Names that begin
-        with one of `optional` may be missing there or here. One that is
-        damaged is passed over with a warning. UsageError: `path` doesn't exist. CheckpointError: `path` or
-        all there are can't be used, or it is of another model or lacks one of the values `required`, which is
-        never passed over.
+        `pieces` are all of this rank's. Together the ranks must ask for every tensor of the checkpoint; only names that begin
+        with one of `optional` may be missing on either side. Damaged checkpoints are skipped with a warning, unless `path`
+        is given. UsageError: `path` doesn't exist. CheckpointError: no checkpoint can be used, or one is of another model or
+        lacks one of the values `required`; such a checkpoint is never skipped.
         """
         self.finish()
         try:
             candidates = [Path(name) for name in share(self._group, lambda: list(map(str, self._candidates(path))))]
         except OSError as error:
-            raise CheckpointError(f"{path or self._directory.root} can't be looked at: {reason(error)}") from error
+            raise CheckpointError(f"{path or self._directory.root} can't be accessed: {reason(error)}") from error
         reasons: list[str] = []
-        # A damaged one may fill, with anything, what the next one lacks.
+        # A damaged checkpoint may fill pieces with garbage that the next one lacks.
         may_lack = [one.tensor.detach() for one in pieces if one.name.startswith(optional)]
         before = [tensor.clone() for tensor in may_lack] if len(candidates) > 1 else []
         for directory in candidates:
@@ -157,10 +156,10 @@ class CheckpointStore:
                 self._directory.began = outcome.step
                 return outcome
             reasons.append(outcome)
-            for tensor, value in zip(may_lack, before, strict=False):  # no `before`: there is no next one
+            for tensor, value in zip(may_lack, before, strict=False):  # without a next candidate, `before` is empty
                 tensor.copy_(value)
             if path is None and self._group.rank() == 0:
-                LOG.warning("checkpoint %s can't be used and is passed over: %s", directory.name, outcome)
+                LOG.warning("checkpoint %s can't be used and is skipped: %s", directory.name, outcome)
         if path is not None:
             hint = share(self._group, lambda: hint_of(path))
             raise CheckpointError(f"checkpoint {path} can't be used: {reasons[0]}{hint}")
@@ -170,7 +169,7 @@ class CheckpointStore:
         return None
 
     def _save(self, step: int, state: State, group: dist.ProcessGroup) -> Path:
-        """Write under a temporary name, then rename. Nothing changes a live state meanwhile, so it isn't copied."""
+        """Write under a temporary name, then rename. `state` must not change meanwhile: it isn't copied."""
         state = State(state.pieces, {**state.values, "step": step})
         temporary = Path(share(group, lambda: str(self._begin(step))))
         try:
@@ -185,7 +184,7 @@ class CheckpointStore:
             self._retention.saved(final, state.values)
             try:
                 self._directory.retain(self._retention.staying, final)
-            except OSError as error:  # what is too many does no harm
+            except OSError as error:  # too many checkpoints do no harm
                 LOG.warning("could not delete old checkpoints in %s: %s", self._directory.root, reason(error))
         return final
 
@@ -194,13 +193,13 @@ class CheckpointStore:
         return self._directory.begin(step)
 
     def _clean(self) -> None:
-        """Remove what earlier crashes left, once."""
+        """Remove the remains of earlier crashes, once."""
         if not self._is_clean:
             self._directory.clean()
             self._is_clean = True
 
     def _candidates(self, path: Path | None) -> list[Path]:
-        """The directories to try; on rank 0."""
+        """The directories to try. Runs on rank 0."""
         if path is not None and not path.exists():
             raise UsageError(f"there is no checkpoint {path}")
         if path is None:
@@ -226,17 +225,17 @@ class CheckpointStore:
         optional: tuple[str, ...],
         required: tuple[str, ...],
     ) -> Restored | str:
-        """Fill the pieces from `directory`, or say why it can't be used; equal on all ranks."""
+        """Fill the pieces from `directory`, or return why it can't be used; equal on all ranks."""
         try:
-            # Read once and told to all: the ranks must decide from the same values and names.
+            # Read once and broadcast: the ranks must decide from the same values and names.
             format_name, values, shapes = share(self._group, lambda: self._describe(directory))
         except (CheckpointError, OSError) as error:
             return reason(error)
         lacking = [key for key in required if key not in values]
         if lacking:
             raise CheckpointError(
-                f"checkpoint {directory} holds weights only, not a training to go on with (it lacks {', '.join(lacking)}); "
-                f'to begin with its weights, set [model] weights = "{directory}"'
+                f"checkpoint {directory} holds weights only, so training cannot continue from it (it lacks "
+                f'{", ".join(lacking)}); to start from its weights, set [model] weights = "{directory}"'
             )
         needed = {piece.name: piece.shape for piece in pieces if not piece.name.startswith(optional)}
         stored = {name: shape for name, shape in shapes.items() if not name.startswith(optional)}
@@ -257,7 +256,7 @@ class CheckpointStore:
         return Restored(step, directory, values, [piece.name for piece in pieces if piece.name not in names])
 
     def _tell_of_unused(self, directory: Path, used: set[str], optional: list[str]) -> None:
-        """What the checkpoint has and this run does without, by the names' beginnings; collective."""
+        """Warn about tensors of the checkpoint that this run doesn't use, counted by prefix; collective."""
         counts = Counter(name.rpartition("/")[0] for name in not_wanted(self._group, used, optional))
         if counts and self._group.rank() == 0:
             listed = ", ".join(f"{prefix} ({count})" for prefix, count in counts.items())
@@ -265,7 +264,7 @@ class CheckpointStore:
 
 
 def _check_there(directory: Path, rank: int) -> None:
-    """A format may make the directory where it is missing; what this rank wrote there would be lost without a word."""
+    """A format may create a missing directory; this rank's files in it would be lost silently."""
     if not directory.is_dir():
         raise CheckpointError(
             f"rank {rank} on node {socket.gethostname()} does not find {directory}, which rank 0 made; expected it on a file "
@@ -274,10 +273,10 @@ def _check_there(directory: Path, rank: int) -> None:
 
 
 def _give_way() -> None:
-    """Let this thread have what training leaves of the processors: all of one that is idle, hardly any of a busy one.
+    """Give this thread only the processor time that training leaves: all of an idle core, hardly any of a busy one.
 
-    It isn't starved: when training waits for the save, its processor is idle.
+    The thread can't starve: when training waits for the save, its core is idle.
     """
-    if sys.platform == "linux":  # where each thread has a policy of its own
+    if sys.platform == "linux":  # where each thread has its own scheduling policy
         with suppress(OSError):  # some containers forbid it
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""The command `hpctrain`: one file per subcommand, imported when it is used."""
+"""The command `hpctrain`: one file per subcommand, imported on use."""
 
 from __future__ import annotations
 
@@ -16,11 +16,28 @@ from hpctrain.version import __version__
 from hpctrain.world.detection import launched
 from hpctrain.world.ending import end_process
 
-COMMANDS = ("run", "check", "new", "checkpoint", "plugins", "schema", "bench")
+COMMANDS = (
+    "run",
+    "submit",
+    "status",
+    "cancel",
+    "check",
+    "evaluate",
+    "predict",
+    "sample",
+    "where",
+    "doctor",
+    "new",
+    "checkpoint",
+    "plugins",
+    "schema",
+    "bench",
+    "horovodrun",
+)
 
 
 class _Commands(click.Group):
-    """Looks a subcommand up in the module of its name, so that only the commands that need torch import it."""
+    """Looks a subcommand up in the module of its name, so that only commands that need torch import torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -35,7 +52,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            sys.exit(128 + signal.SIGPIPE)  # not click's 1, which `checkpoint diff` says, too
+            sys.exit(128 + signal.SIGPIPE)  # not click's 1, which for `checkpoint diff` means a difference
 
 
 @click.command(cls=_Commands)
@@ -48,18 +65,18 @@ def main() -> None:
     """The process of the command."""
     _open_streams()
     code = execute()
-    if launched() or "torch.distributed" in sys.modules:  # a rank by itself has a group, too
+    if launched() or "torch.distributed" in sys.modules:  # a single rank has a group, too
         end_process(code)
     _flush()
     sys.exit(code)
 
 
 def execute() -> int:
-    """Run the command; errors are sentences on stderr, and the exit code says of which kind they are."""
+    """Run the command. Errors become sentences on stderr, and the exit code tells their kind."""
     try:
         code = cli.main(standalone_mode=False)
     except HpctrainError as error:
-        from hpctrain.job.problems import sentence  # here: it imports pydantic, which `--help` does without
+        from hpctrain.job.problems import sentence  # here: it imports pydantic, which `--help` does not need
 
         print(sentence(error), file=sys.stderr)
         code = error.exit_code
@@ -73,14 +90,14 @@ def execute() -> int:
     except OSError as error:
         if error.filename is not None:
             raise
-        # of standard output: what the system says of files the commands tell themselves
+        # standard output's: the commands report errors of files themselves
         print(f"hpctrain: the output could not be written: {error.strerror or error}", file=sys.stderr)
         code = EXIT_TRAINING
     return code if isinstance(code, int) else 0
 
 
 class _Stderr(io.FileIO):
-    """A line that can't be written, on a full disk for instance, ends nothing and changes no exit code."""
+    """Drops lines that cannot be written, on a full disk for instance: they must not change the exit code."""
 
     def write(self, content: Any) -> int:
         try:
@@ -90,21 +107,21 @@ class _Stderr(io.FileIO):
 
 
 def _open_streams() -> None:
-    """Standard streams that take every text, also where whoever started this closed them."""
+    """Make standard streams accept any text, even if the parent process has closed them."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        # else the next file that is opened, a shard say, would get its number, and what libraries print
+        # else the next open file, a shard for instance, would get its descriptor, and with it the output of libraries
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - it stays open
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names may contain undecodable bytes
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
         raw = io.BufferedWriter(_Stderr(sys.stderr.fileno(), "w", closefd=False))
         sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "backslashreplace", line_buffering=True)
 
 
 def _flush() -> None:
-    """Flush as Python does at its end. Python leaves with 120 where that fails, although the job is done, or saved."""
+    """Flush as Python does at exit. Where that fails Python exits with 120, even if the job is done or saved."""
     try:
         sys.stdout.flush()
-    except OSError:  # no room, or nobody reads it any more
+    except OSError:  # no space left, or no reader
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""hpctrain bench: what this machine's communication and checkpoints cost."""
+"""hpctrain bench: measures this machine's communication and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def command() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
 def collectives(ranks: int, backends: str, as_json: bool) -> None:
-    """Median seconds of all_reduce, all_gather and reduce_scatter at 4 KB, 1 MB and 64 MB.
+    """Measure all_reduce, all_gather and reduce_scatter at 4 KB, 1 MB and 64 MB (medians).
 
-    Under mpiexec or srun every process is a rank; alone, the ranks are started here.
+    Under mpiexec or srun every process is a rank; otherwise the command starts its own ranks.
     """
     names = backends.split(",")
     unknown = [name for name in names if name not in _KNOWN]
@@ -63,12 +63,12 @@ def collectives(ranks: int, backends: str, as_json: bool) -> None:
 @click.option(
     "--directory", default=".", type=click.Path(path_type=Path, file_okay=False), help="Where to write (default: here)."
 )
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="How often; medians are told.")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds; medians are printed.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
 def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, as_json: bool) -> None:
-    """Writing and reading a state, against plain files, torch.save, DCP and safetensors, and saving behind training.
+    """Measure writing and reading a state, against plain files, torch.save, DCP and safetensors, and background saves.
 
-    Under mpiexec or srun every process is a rank; alone, the ranks are started here.
+    Under mpiexec or srun every process is a rank; otherwise the command starts its own ranks.
     """
     from hpctrain.contracts.plugin import parse_bytes
     from hpctrain.plugins.registry import build_registry
@@ -110,8 +110,33 @@ def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, a
         _tell(rows, lines, as_json)
 
 
+@command.command("horovod")
+@click.option("-n", "ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
+def horovod(ranks: int, as_json: bool) -> None:
+    """Measure Horovod's allreduce and a training step, against MPI, one rank, and a real Horovod if one is installed.
+
+    Under mpiexec or srun every process is a rank; otherwise the command starts its own ranks.
+    """
+    from hpctrain.world.detection import launched
+
+    if not launched():
+        sys.exit(_start(ranks, ["horovod"], as_json))
+    import torch
+
+    from hpctrain.horovod.benchmark import measure
+
+    torch.set_num_threads(1)
+    rows = measure()
+    from hpctrain.mpi.library import MPI
+
+    if MPI.COMM_WORLD.rank == 0:
+        lines = (f"{row.operation:24} {row.engine:12} {row.seconds * 1e6:12,.1f} us  x{row.ratio:.2f}" for row in rows)
+        _tell(rows, lines, as_json)
+
+
 def _meet() -> None:
-    """This rank joins the others over MPI, with one thread."""
+    """Join the other ranks over MPI, with one thread."""
     import torch
     import torch.distributed as dist
 
@@ -122,7 +147,7 @@ def _meet() -> None:
 
 
 def _tell(rows: Sequence[Any], lines: Iterable[str], as_json: bool) -> None:
-    """Rows (dataclasses) as JSON, or the lines that stand for them."""
+    """Print rows (dataclasses) as JSON, or as `lines`."""
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows], indent=2))
         return
@@ -131,7 +156,7 @@ def _tell(rows: Sequence[Any], lines: Iterable[str], as_json: bool) -> None:
 
 
 def _start(ranks: int, words: list[str], as_json: bool) -> int:
-    """This command again, on ranks of its own."""
+    """Run this command again on ranks of its own."""
     from hpctrain.starter.launch import launch_over_mpi
 
     command = [sys.executable, "-m", "hpctrain", "bench", *words, *(["--json"] if as_json else [])]

@@ -1,14 +1,12 @@
-"""hpctrain check: everything that can be said about a job without training it."""
+"""hpctrain check: checks a job without training it."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
 
 from hpctrain.cli.options import job_arguments
-from hpctrain.errors import EXIT_CHECKPOINT, HpctrainError, reason
 
 
 @click.command("check")
@@ -16,34 +14,21 @@ from hpctrain.errors import EXIT_CHECKPOINT, HpctrainError, reason
 def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     """Check JOB.toml without training: keys, types, plugins, model, data, and with -n the layout and the batch.
 
-    What only this machine lacks, such as a GPU for fp8, is a note: the job may be meant for another one.
+    If only this machine lacks something, such as a GPU for fp8, that is a note: the job may be meant for another machine.
     """
-    from hpctrain.checking.check import check
-    from hpctrain.checking.resolved import FILE_NAME, refuse_other_job, resolved_tables
+    from hpctrain.checking.counts import elastic_note
+    from hpctrain.checking.thorough import check_thoroughly
     from hpctrain.checking.trial import notes
-    from hpctrain.checkpoint.weights import open_weights
-    from hpctrain.data.opening import open_data
-    from hpctrain.job.problems import JobError, PlacedProblem
     from hpctrain.job.reading import read_job
 
-    checked = check(read_job(job, overrides), ranks, tries=True)
-    weights = checked.job.model.weights
-    if weights is not None and not os.access(weights, os.R_OK):
-        message = f"[model] weights: there are none at {weights}, or no permission to read them"
-        raise JobError(checked.raw, [PlacedProblem(("model", "weights"), message)])
-    if weights is not None:
-        try:
-            open_weights(weights, checked.parts.formats)  # their table only
-        except (HpctrainError, OSError) as error:
-            code = error.exit_code if isinstance(error, HpctrainError) else EXIT_CHECKPOINT
-            raise JobError(
-                checked.raw, [PlacedProblem(("model", "weights"), f"[model] weights: {reason(error)}", code)]
-            ) from None
-    data = open_data(checked.job, checked.parts)
-    refuse_other_job(checked.job.output_dir / FILE_NAME, resolved_tables(checked))
-    for note in notes(checked.job, checked.parts, checked.plan, checked.registry, ranks):
+    checked, data = check_thoroughly(read_job(job, overrides), ranks)
+    elastic = elastic_note(checked, ranks)
+    for note in [
+        *notes(checked.job, checked.parts, checked.plan, checked.registry, ranks),
+        *([elastic] if elastic is not None else []),
+    ]:
         click.echo(f"{job}: note: {note}", err=True)
-    click.echo(
-        f"{job}: ok, {data.steps} steps, {len(data.training):,} training samples"
-        + (f", on {ranks} ranks" if ranks else "")
-    )
+    about = "about " if data.training.is_estimate else ""
+    told = f"{about}{data.samples:,} training samples" if data.samples is not None else "a stream of training samples"
+    steps = f"{about if checked.job.job.epochs else ''}{data.steps} steps"
+    click.echo(f"{job}: ok, {steps}, {told}" + (f", on {ranks} ranks" if ranks else ""))

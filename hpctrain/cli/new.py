@@ -1,4 +1,4 @@
-"""hpctrain new: a commented job file to begin with."""
+"""hpctrain new: writes a commented job file to start from."""
 
 from __future__ import annotations
 

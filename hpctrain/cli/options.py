@@ -8,19 +8,36 @@ from typing import Any
 
 import click
 
+set_option = click.option(
+    "--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE",
+    help="Override a key, or remove it with TABLE.KEY=; may be repeated.",
+)  # fmt: skip
+
 
 def job_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     """JOB.toml, -n and --set."""
     for decorate in (
-        click.option(
-            "--set",
-            "overrides",
-            multiple=True,
-            metavar="TABLE.KEY=VALUE",
-            help="Override a key, or with TABLE.KEY= take it away; may be repeated.",
-        ),
+        set_option,
         click.option("-n", "ranks", type=click.IntRange(min=1), metavar="RANKS", help="Number of ranks."),
         click.argument("job", metavar="JOB.toml", type=click.Path(path_type=Path)),
     ):
         function = decorate(function)
     return function
+
+
+checkpoint_option = click.option(
+    "--checkpoint", required=True, type=click.Path(path_type=Path), metavar="CHECKPOINT",
+    help="A checkpoint's directory, .../checkpoints/latest, or a file of weights.",
+)  # fmt: skip
+weights_of_option = click.option(
+    "--weights-of", metavar="HOOK",
+    help="Take the weights that this hook keeps in checkpoints, such as ema, in place of the model's.",
+)  # fmt: skip
+load_option = click.option(
+    "--load", multiple=True, metavar="MODULE",
+    help="Load this module's launchers, too; those that the run's job names are not loaded.",
+)  # fmt: skip
+split_option = click.option(
+    "--split", type=click.Choice(["train", "validation", "test"]), default="validation", show_default=True,
+    help="Of the job's dataset.",
+)  # fmt: skip

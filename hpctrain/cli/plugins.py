@@ -1,4 +1,4 @@
-"""hpctrain plugins: what is installed, and what a plugin's table may hold."""
+"""hpctrain plugins: lists the installed plugins and the options of each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command(ctx: click.Context, as_json: bool, load: tuple[str, ...]) -> None:
 @click.argument("name")
 @click.pass_obj
 def show(registry: object, slot: str, name: str) -> None:
-    """Print what the plugin NAME of SLOT does, and its options with types, defaults, units and help."""
+    """Describe the plugin NAME of SLOT and its options, with types, defaults, units and help."""
     from hpctrain.errors import UsageError
     from hpctrain.plugins.listing import describe_options
     from hpctrain.plugins.registry import Registry
@@ -53,7 +53,7 @@ def show(registry: object, slot: str, name: str) -> None:
 
 
 def _table(rows: list[Listed]) -> str:
-    """Columns as wide as their widest entry; never cut, so that it can be searched."""
+    """A table with columns as wide as their widest entry; nothing is cut, so that the output can be searched."""
     header = ("SLOT", "NAME", "STATE", "DISTRIBUTION", "ENTRY POINT")
     cells = [header, *((r.slot, r.name, r.state, f"{r.distribution} {r.version}".strip(), r.entry_point) for r in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]

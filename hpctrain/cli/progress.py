@@ -1,4 +1,4 @@
-"""A progress bar: it appears after two seconds, on a terminal only."""
+"""A progress bar that appears after two seconds, on a terminal only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hpctrain schema: the job file for editors."""
+"""hpctrain schema: prints a JSON Schema of the job file for editors."""
 
 from __future__ import annotations
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.contracts.pieces import Piece
@@ -64,5 +65,14 @@ class BucketSum(Protocol):
 class GradientSums(Protocol):
     """Where a sharding strategy gets its sums from: they are compressed as the job says."""
 
+    def group(self, axis: str, piece_axes: Sequence[str]) -> dist.ProcessGroup:
+        """The ranks of the data axis `axis` over which a parameter is summed whose pieces have these `axes`.
+
+        These are all ranks of the axis, unless `piece_axes` has one with `AxisTraits.has_own_parameters`.
+        """
+
     def bucket(self, content: GradientBucket, axis: str) -> BucketSum:
-        """What sums such a bucket over `axis`; the same buckets in the same order on all its ranks."""
+        """What sums such a bucket over `axis`; the same buckets in the same order on all its ranks.
+
+        The pieces in a bucket have the same `axes`, which decide on the group, see above.
+        """

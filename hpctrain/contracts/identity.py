@@ -6,16 +6,16 @@ import socket
 from dataclasses import dataclass, field
 from typing import Literal
 
-Source = Literal["mpi", "slurm", "torchrun", "starter", "alone"]
+LaunchSource = Literal["mpi", "slurm", "flux", "torchrun", "starter", "alone"]
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Rank, world size and place on the node, and who said so: MPI, srun, torchrun, or `hpctrain run -n` without MPI."""
+    """Rank, world size and place on the node, and who said so: MPI, srun, Flux, torchrun, or `hpctrain run -n` without MPI."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
     node: str = field(default_factory=socket.gethostname)
-    source: Source = "alone"
+    source: LaunchSource = "alone"

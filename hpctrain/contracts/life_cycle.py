@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
 
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import Plugin
@@ -20,6 +23,36 @@ class Hook(Plugin):
 
         Called on every rank; all must return the same hooks, since some of them communicate.
         """
+
+
+class LiveModel(Protocol):
+    """The model in training as it lies on this rank: the same object in every hook of a run."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module. Its parameters are whole, parts (DTensors), or empty between forwards, as layout and strategy have it."""
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """What of the trained parameters this rank's optimizer updates. After a step, `piece.tensor.grad` is its gradient: clipped,
+        and without the loss scale."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer over the pieces' tensors. A resume may replace it after `hpctrain_state`."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The name and the shape of every trained parameter of the full model, equal on all ranks."""
+
+    def refresh(self) -> None:
+        """Bring the module up to date after values of the pieces were changed. Collective."""
+
+    def value(self, name: str) -> Tensor:
+        """A copy of the full value of a trained parameter, on this rank's device. Collective over all ranks."""
+
+    def gradient(self, name: str) -> Tensor:
+        """A copy of the full gradient of a trained parameter after a step. Collective over all ranks."""
 
 
 @dataclass

@@ -40,6 +40,10 @@ class AxisTraits:
     shares_heads: bool = False
     """Whether each rank has some of the attention heads (tp, Ulysses): the sizes of all such axes divide them together."""
 
+    has_own_parameters: bool = False
+    """Whether `apply` cuts some parameters over ranks that have parts of samples (expert parallelism): each of these is a DTensor
+    over the axis's mesh, and its gradient is summed over the data-parallel ranks of one place on the axis only."""
+
     interleaves: bool = False
     """Whether the forwards and backwards of a step's micro batches take turns (pp)."""
 
@@ -56,6 +60,8 @@ class AxisTraits:
         return self.ranks_have == "parts of samples"
 
     def __post_init__(self) -> None:
+        if self.has_own_parameters and not self.cuts_samples:
+            raise UsageError(f'the axis {self.axis}: has_own_parameters goes with ranks_have = "parts of samples" only')
         known = get_args(get_type_hints(AxisTraits)["ranks_have"])
         if self.ranks_have not in known:
             raise UsageError(

@@ -47,7 +47,7 @@ class Plan:
     model: ModelSpec
     outline: nn.Module | None
     """The modules of the whole model, on the meta device unless they can't be built there; never to be changed. None where
-    only `hpctrain check` would build them (`ModelSpec.meta` is false)."""
+    only `hpctrain check` would build them (a model that is no `MetaModel`)."""
 
     parallelism: Mapping[str, Parallelism]
     """The axes besides the data axes, by name; those of size 1 are left out."""

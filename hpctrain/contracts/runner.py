@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.precision import LossScaler, Precision
@@ -26,12 +27,22 @@ class MicroBatch:
     counts: bool = True
 
 
+def _whole(loss: Tensor) -> Tensor:
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+See = Callable[[Any, Batch], None]
+"""Is shown outputs and their batch."""
+
+
 @dataclass(frozen=True)
 class RunnerParts:
     """What a runner works with; `sharded.module` is ready to be trained.
 
     context: entered around forward, loss and backward; once per micro batch, or around all of them.
     phase: to be entered around the phases "forward" and "backward" of a step.
+    named: is given the losses of each micro batch of a model that has several.
+    forwarded: to be called with the step, outputs and batch of each forward of a training, before its backward.
     """
 
     sharded: ShardedModel
@@ -42,6 +53,8 @@ class RunnerParts:
     seed: int
     context: Callable[[], AbstractContextManager[None]]
     phase: Callable[[str, int], AbstractContextManager[None]] = lambda *_: nullcontext()
+    forwarded: Callable[[int, Any, Batch], None] = lambda *_: None
+    named: Callable[[Mapping[str, Tensor]], None] = lambda _: None
 
     @property
     def module(self) -> nn.Module:
@@ -62,12 +75,20 @@ class RunnerParts:
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """The sum of the losses, a plain scalar; call it under `precision.forward`."""
-        loss: Any = self.spec.loss(outputs, micro.batch)
-        return loss.full_tensor() if hasattr(loss, "full_tensor") else loss  # type: ignore[no-any-return]
+        found = self.spec.loss(outputs, micro.batch)
+        if isinstance(found, Tensor):
+            return _whole(found)
+        losses = {name: _whole(loss) for name, loss in found.items()}
+        if micro.counts:
+            self.named(losses)
+        return torch.stack(list(losses.values())).sum()
 
 
 class Runner(ABC):
     """The loop never forwards a model itself: it asks the runner."""
+
+    out_of_memory: str | None = None
+    """What was lacking in the last `train` on this rank, where that has survived it: its loss and gradients are not whole."""
 
     @abstractmethod
     def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
@@ -86,8 +107,11 @@ class Runner(ABC):
         return {}, ""
 
     @abstractmethod
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, int]:
-        """The sum of this rank's losses, and what it is a sum over (0 where another rank of the axis has them)."""
+    def evaluate(self, micro_batches: Iterable[MicroBatch], see: See) -> tuple[Tensor, int]:
+        """The sum of this rank's losses, and what it is a sum over (0 where another rank of the axis has them).
+
+        see: called with the outputs of each micro batch that counts, where they are on this rank, and with the batch.
+        """
 
     def describe(self, micro_batches: int) -> str | None:
         """A line about how `micro_batches` micro batches are run, for the screen."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.contracts.buckets import GradientSums
+from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import Plugin
@@ -24,6 +25,18 @@ class Sharding(Plugin):
 
     tells_spans: ClassVar[bool] = False
     """Whether it says of each bucket which parameters lie where in it; compression with error feedback needs that."""
+
+    sums_by_piece: ClassVar[bool] = False
+    """Whether it sums each parameter over `sums.group(axis, piece.axes)`, not over the whole axis. An axis with parameters of its
+    own (AxisTraits.has_own_parameters) needs that."""
+
+    ranks_diverge: ClassVar[bool] = False
+    """Whether ranks have different values of one parameter between calls of `ShardedModel.consolidate`. What keeps tensors of its
+    own beside the pieces, such as averages of the weights, refuses that."""
+
+    may_sit_out: ClassVar[bool] = False
+    """Whether a rank can leave out forwards and backwards of a step and still take part in its sums, by `ShardedModel.begin` and
+    `synchronize` alone: nothing else communicates. `[guard] oom = "skip"` needs that."""
 
     @abstractmethod
     def axes(self, ranks: int, replicate: int) -> dict[str, int]:
@@ -39,7 +52,7 @@ class Sharding(Plugin):
 
     @abstractmethod
     def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> ShardedModel:
-        """Prepare the module: on the meta device, or with values on the CPU where the model says `meta = False`.
+        """Prepare the module: on the meta device, or with values on the CPU where the model is no `MetaModel`.
 
         Parallelism, activation checkpointing and compile have been applied; parameters may be DTensors. `mesh` has
         the strategy's `axes`. Parameters that are left as DTensors get only the rows that this rank holds.
@@ -92,6 +105,14 @@ class ShardedModel(ABC):
         Training goes on from there, and so does a resume: both are the same run. No `refresh` follows.
         """
         return
+
+    def state(self) -> PluginState | None:
+        """What the strategy keeps in checkpoints besides the pieces and the optimizer's state, or None. Not collective.
+
+        Asked when the optimizer has its state: before a restore, and at each save after `consolidate`. What differs between n
+        ranks is a piece of the shape (n, ...) of which each rank has one row. `restore` is called before `refresh`.
+        """
+        return None
 
     @abstractmethod
     def pieces(self) -> list[Piece]:

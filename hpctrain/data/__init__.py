@@ -1,1 +1,1 @@
-"""Which samples a rank trains on, and loading them ahead of the step."""
+"""Chooses the samples that a rank trains on, and loads them ahead of the step."""

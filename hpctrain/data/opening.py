@@ -1,78 +1,147 @@
-"""Opens a job's samples and works out how many steps they make."""
+"""Opens a job's samples and computes its number of steps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from math import lcm, prod
+from typing import Any
 
 import numpy as np
 from torch.utils.data import default_collate
 
-from hpctrain.contracts.dataset import DatasetContext, Lengths, Samples
-from hpctrain.data.order import SampleOrder
+from hpctrain.contracts.dataset import Collate, DatasetContext, Lengths, Samples, Source, Split, Stream
+from hpctrain.contracts.model import PaddedModel, TokenModel
+from hpctrain.data.node import NodeWork
+from hpctrain.data.order import Order, SampleOrder, StreamOrder, WeightedOrder
 from hpctrain.data.padding import Padding
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.tokens import TokenPlan, padded, whole_batches
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.files import cache_directory
 from hpctrain.foreign.reference import is_reference
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 
 _COUNTED_STEPS = 500_000
-"""The most steps of a job with epochs and batches by tokens: only the lengths of its samples tell their number."""
+"""The most steps of a job with epochs and token batches, whose steps can only be counted from the samples' lengths."""
 _EPOCHS = 100
-"""A batch by tokens has at most the samples of so many epochs; all of them are looked up at once."""
+"""The most epochs that one token batch may span; its samples are looked up all at once."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """The samples of a job; `validation` is None where the job does not evaluate.
+    """What a job trains and evaluates on; `validation` is None if the job does not evaluate.
 
-    lengths, validation_lengths: where the batches are cut by tokens.
+    samples: of an epoch; None for a stream that does not know. lengths, validation_lengths: for token batches, else None.
     """
 
-    training: Samples
-    validation: Samples | None
+    training: Samples | Stream
+    validation: Samples | Stream | None
+    samples: int | None
     lengths: Lengths | None
     validation_lengths: Lengths | None
     fingerprint: str
-    order: SampleOrder
+    order: Order
     steps: int
 
 
-def open_data(job: Job, parts: Parts) -> Data:
-    """Raises UsageError for missing files, too few samples, ids that the model does not have, or samples that don't fit."""
-    spec = parts.model
-    context = DatasetContext(job.dataset.seq_length or spec.max_seq_length, spec.vocab_size, job.job.seed)
-    if context.seq_length and spec.max_seq_length and context.seq_length > spec.max_seq_length:
-        raise UsageError(
-            f"[dataset] seq_length: {context.seq_length} is longer than the model's max_seq_length {spec.max_seq_length}"
-        )
+def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
+    """Raises UsageError for missing files, too few samples, ids beyond the model's vocabulary, or samples that don't fit.
+
+    node: of this rank; then it is collective over the world. None only checks the job, for which estimates are enough.
+    """
+    context = _context(job, parts, node)
     training = parts.dataset.open("train", context)
-    if training is None or len(training) == 0:
+    if training is None or (isinstance(training, Samples) and len(training) == 0):
         raise UsageError(f"[dataset] {job.dataset.name}: it has no training samples")
-    validation = parts.dataset.open("validation", context) if job.evaluation.every_steps else None
-    if job.evaluation.every_steps and not validation:
+    validation = parts.dataset.open("validation", context) if job.evaluation.enabled else None
+    if job.evaluation.enabled and not validation:
         raise UsageError(
-            f"[evaluation] every_steps: the dataset {job.dataset.name!r} has no validation split; "
+            f"[evaluation]: the dataset {job.dataset.name!r} has no validation split; "
             "give it one (such as validation_fraction) or leave [evaluation] out"
         )
-    for samples in (training, validation):
-        if samples is not None:
-            _refuse_unknown_ids(job.dataset.name, samples, spec.vocab_size)
+    for source in (training, validation):
+        if source is not None:
+            _refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
     lengths, validation_lengths = (
-        _lengths(job, parts, samples) if samples else None for samples in (training, validation)
+        _lengths(job, parts, source) if source else None for source in (training, validation)
     )
     if is_reference(job.dataset.name) or is_reference(job.model.name):
         _refuse_other_kind(job, parts, training)
-    fingerprint = training.fingerprint()
-    order = SampleOrder(len(training), job.job.seed, fingerprint)
-    steps = _steps(job, len(training), order, lengths)
-    return Data(training, validation, lengths, validation_lengths, fingerprint, order, steps)
+    samples = len(training) if isinstance(training, Samples) else training.length()
+    if samples is None:
+        _refuse_epochs(job)
+    fingerprint, order = _order(job, training)
+    steps = _steps(job, samples or 0, order, lengths, training.is_estimate)
+    return Data(training, validation, samples, lengths, validation_lengths, fingerprint, order, steps)
+
+
+def _refuse_epochs(job: Job) -> None:
+    """UsageError for a key that counts the epochs of a stream without a length."""
+    for key, value, instead in (
+        ("[job] epochs", job.job.epochs, "[job] steps"),
+        ("[evaluation] every_epochs", job.evaluation.every_epochs, "every_steps"),
+        ("[checkpoint] every_epochs", job.checkpoint.every_epochs, "every_steps"),
+    ):
+        if value:
+            raise UsageError(
+                f"{key}: {job.dataset.name!r} is a stream without a length, so that epochs can't be counted before it ends; give "
+                f"{instead}, or the data set a __len__"
+            )
+
+
+def open_split(job: Job, parts: Parts, split: Split, node: str) -> tuple[Samples | Stream, Lengths | None]:
+    """The samples of one split, and their lengths if batches are cut by tokens. Collective; raises as `open_data` does."""
+    context = _context(job, parts, node)
+    source = parts.dataset.open(split, context)
+    if not source:
+        raise UsageError(f"[dataset] {job.dataset.name}: it has no {split} split")
+    _refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
+    lengths = _lengths(job, parts, source)
+    if is_reference(job.dataset.name) or is_reference(job.model.name):
+        _refuse_other_kind(job, parts, source)
+    return source, lengths
+
+
+def _order(job: Job, samples: Samples | Stream) -> tuple[str, Order]:
+    """The fingerprint of samples and weights, and the order that they give."""
+    if isinstance(samples, Stream):
+        return samples.fingerprint(), StreamOrder()
+    fingerprint, weights, seed = samples.fingerprint(), samples.weights(), job.job.seed
+    if weights is None:
+        return fingerprint, SampleOrder(len(samples), seed, fingerprint)
+    if weights.shape != (len(samples),) or not (
+        np.isfinite(weights).all() and weights.min() >= 0 and weights.max() > 0
+    ):
+        found = (
+            f"the shape {weights.shape}" if weights.shape != (len(samples),) else f"{weights.min()} to {weights.max()}"
+        )
+        raise UsageError(
+            f"[dataset] name = {job.dataset.name!r}: found weights of {found}, expected {len(samples)} finite numbers, none "
+            "below 0 and one above"
+        )
+    digest = hashlib.blake2b(weights.tobytes(), digest_size=8).hexdigest()
+    fingerprint = f"{fingerprint} weights {digest}"
+    return fingerprint, WeightedOrder(weights, seed, fingerprint)
+
+
+def _context(job: Job, parts: Parts, node: str | None) -> DatasetContext:
+    spec = parts.model
+    vocab_size, longest = (spec.vocab_size, spec.max_seq_length) if isinstance(spec, TokenModel) else (None, None)
+    context = DatasetContext(
+        job.dataset.seq_length or longest, vocab_size, job.job.seed, job.dataset.cache or cache_directory()
+    )
+    context = replace(context, may_estimate=True) if node is None else replace(context, once_per_node=NodeWork(node))
+    if longest and context.seq_length and context.seq_length > longest:
+        raise UsageError(
+            f"[dataset] seq_length: {context.seq_length} is longer than the model's max_seq_length {longest}"
+        )
+    return context
 
 
 def make_plan(job: Job, parts: Parts, lengths: Lengths | None, rank: int, ranks: int) -> BatchPlan | TokenPlan:
-    """How this data-parallel rank takes part in the global batches; `lengths`: of the samples that are planned."""
+    """This data-parallel rank's share of the global batches. lengths: those of the planned samples."""
     batch = job.batch
     if lengths is None:
         assert batch.global_size is not None and batch.micro_size is not None
@@ -81,21 +150,27 @@ def make_plan(job: Job, parts: Parts, lengths: Lengths | None, rank: int, ranks:
     return TokenPlan(lengths, batch.tokens, capacity(job, parts), sequence_multiple(job, parts), rank, ranks)
 
 
-def make_padding(job: Job, parts: Parts) -> Padding | None:
-    """How samples become a batch; None where all have one shape."""
-    return None if job.batch.tokens is None else Padding(parts.model.padding(), sequence_multiple(job, parts))
+def make_collation(job: Job, parts: Parts, samples: Source) -> Collate:
+    """How samples become a batch."""
+    if job.batch.tokens is None:
+        return samples.collation() or default_collate
+    assert isinstance(parts.model, PaddedModel)  # checked with the job
+    return Padding(parts.model.padding(), sequence_multiple(job, parts))
 
 
 def capacity(job: Job, parts: Parts) -> int:
-    """Tokens of a micro batch: those of all ranks that have a part of the same samples."""
-    return (job.batch.micro_tokens or 0) * prod(
-        job.parallelism[name].size for name, plugin in parts.parallelism.items() if plugin.traits.cuts_samples
-    )
+    """Tokens of a micro batch, over all ranks that share its samples."""
+    return (job.batch.micro_tokens or 0) * ranks_of_a_sample(job, parts)
+
+
+def ranks_of_a_sample(job: Job, parts: Parts) -> int:
+    """The number of ranks over which a sample is cut."""
+    return prod(job.parallelism[name].size for name, plugin in parts.parallelism.items() if plugin.traits.cuts_samples)
 
 
 def sequence_multiple(job: Job, parts: Parts) -> int:
-    """The number that must divide the length of a batch, so that each axis can cut the part that outer axes leave."""
-    multiple, ranks = 1, 1  # that have parts of a sample
+    """The number that must divide a batch's length, so that each axis can cut its part from the outer axes' parts."""
+    multiple, ranks = 1, 1  # ranks: those that share a sample
     for name, plugin in sorted(parts.parallelism.items(), key=lambda item: item[1].traits.order):
         size = job.parallelism[name].size
         multiple = lcm(multiple, ranks * plugin.sequence_multiple(size))
@@ -103,23 +178,38 @@ def sequence_multiple(job: Job, parts: Parts) -> int:
     return multiple
 
 
-def _lengths(job: Job, parts: Parts, samples: Samples) -> Lengths | None:
-    """The length of each sample, where the job needs it; UsageError where lengths are unknown or do not fit."""
+def _lengths(job: Job, parts: Parts, samples: Samples | Stream) -> Lengths | None:
+    """The length of each sample if the job needs it; UsageError if lengths are unknown or do not fit."""
+    if isinstance(samples, Stream):
+        if job.batch.tokens is None:
+            return None
+        raise UsageError(
+            f"[batch] tokens: {job.dataset.name!r} is a stream, whose samples have unknown lengths; use global_size and "
+            "micro_size, or samples by index with lengths()"
+        )
     lengths = samples.lengths()
     if lengths is not None and (lengths.shape != (len(samples),) or lengths.min() < 1):
         raise UsageError(
             f"[dataset] name = {job.dataset.name!r}: its lengths have shape {lengths.shape}, the smallest is "
             f"{lengths.min(initial=1)}; expected {len(samples)} numbers of at least 1"
         )
+    collates = samples.collation() is not None
     if job.batch.tokens is None:
-        if lengths is not None and lengths.min() != lengths.max():
+        if lengths is None or collates:
+            return None
+        if lengths.min() != lengths.max():
             raise UsageError(
-                f"[batch] global_size: the samples of {job.dataset.name!r} have {lengths.min()} to {lengths.max()} tokens, and "
-                "batches of so many samples need one length; use [batch] tokens and micro_tokens"
+                f"[batch] global_size: the samples of {job.dataset.name!r} have {lengths.min()} to {lengths.max()} tokens, but "
+                "batches of a fixed number of samples need one length; use [batch] tokens and micro_tokens, or a function "
+                "that pads ([dataset] collate)"
             )
-        if lengths is not None:
-            _refuse_uneven(job, parts, int(lengths[0]))
+        _refuse_uneven(job, parts, int(lengths[0]))
         return None
+    if collates:
+        raise UsageError(
+            f"[batch] tokens: the samples of {job.dataset.name!r} are made into batches by a function of your own, but batches "
+            "by tokens are padded by hpctrain; use global_size and micro_size, or leave the function (collate_fn) out"
+        )
     if lengths is None:
         raise UsageError(
             f"[batch] tokens: the dataset {job.dataset.name!r} does not say how many tokens its samples have (lengths); use "
@@ -129,15 +219,15 @@ def _lengths(job: Job, parts: Parts, samples: Samples) -> Lengths | None:
     tokens = int(lengths.sum())
     if (job.batch.tokens or 0) > _EPOCHS * tokens:
         raise UsageError(
-            f"[batch] tokens: found {job.batch.tokens}, and all samples of {job.dataset.name!r} have {tokens}; expected at most "
+            f"[batch] tokens: found {job.batch.tokens}, but all samples of {job.dataset.name!r} have {tokens}; expected at most "
             f"{_EPOCHS} times that"
         )
     return lengths
 
 
 def _refuse_uneven(job: Job, parts: Parts, length: int) -> None:
-    """UsageError for a length that the axes cannot cut. Batches by tokens are padded instead; a dataset that does not know its
-    lengths may fail in the first step."""
+    """UsageError for a length that the axes cannot cut. Token batches are padded instead; a dataset without known lengths may
+    fail in the first step."""
     multiple = sequence_multiple(job, parts)
     if length % multiple:
         sizes = {name: job.parallelism[name].size for name in parts.parallelism}
@@ -155,35 +245,36 @@ def _refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
     size = padded(length, multiple)
     with_filling = f" ({size} when padded to a multiple of {multiple})" if size > length else ""
     found = f"sample {index} of {job.dataset.name!r} has {length} tokens{with_filling}"
-    room, longest = capacity(job, parts), parts.model.max_seq_length
-    if longest is not None and size > longest:
+    room, spec = capacity(job, parts), parts.model
+    if isinstance(spec, TokenModel) and size > spec.max_seq_length:
         raise UsageError(
-            f"[batch] tokens: {found}, and the model's max_seq_length is {longest}; raise that, or cut samples with a smaller "
-            "[dataset] seq_length"
+            f"[batch] tokens: {found}, but the model's max_seq_length is {spec.max_seq_length}; raise that, or cut samples with "
+            "a smaller [dataset] seq_length"
         )
     if size > room or length > (job.batch.tokens or 0):
         what = (
-            f"micro_tokens: {found}, and a forward takes {room}"
+            f"micro_tokens: {found}, but a forward takes {room}"
             if size > room
-            else f"tokens: {found}, a step takes fewer"
+            else f"tokens: {found}, but a step takes fewer"
         )
         raise UsageError(f"[batch] {what}; raise it, or cut samples with a smaller [dataset] seq_length")
 
 
-def _refuse_unknown_ids(name: str, samples: Samples, vocab_size: int | None) -> None:
+def _refuse_unknown_ids(name: str, samples: Source, vocab_size: int | None) -> None:
     if samples.vocab_size is not None and vocab_size is not None and samples.vocab_size > vocab_size:
         raise UsageError(
-            f"[dataset] {name}: it holds ids up to {samples.vocab_size - 1}, and the model's vocab_size is {vocab_size}; "
+            f"[dataset] {name}: it holds ids up to {samples.vocab_size - 1}, but the model's vocab_size is {vocab_size}; "
             f"set [model] vocab_size = {samples.vocab_size} or larger"
         )
 
 
-def _refuse_other_kind(job: Job, parts: Parts, samples: Samples) -> None:
-    """The first sample, as a batch of one, must be of the kind that the model takes."""
-    sample, padding = samples[0], make_padding(job, parts)
+def _refuse_other_kind(job: Job, parts: Parts, samples: Samples | Stream) -> None:
+    """UsageError unless the model accepts the first sample as a batch of one."""
+    sample, collation = _first(job, samples), samples.collation()
+    batch = None if collation is None else collation([sample])  # its errors say what they are about
     try:
-        parts.model.count(default_collate([sample]) if padding is None else padding([sample]))
-    except Exception as error:  # the model's code, on what it was not written for
+        parts.model.count(make_collation(job, parts, samples)([sample]) if batch is None else batch)
+    except Exception as error:  # the model's code on unexpected data may raise anything
         said = str(error) if isinstance(error, HpctrainError) else f"{type(error).__name__}: {error}"
         raise UsageError(
             f"[dataset] name = {job.dataset.name!r}: the model {parts.model.name!r} does not take its samples, such as this "
@@ -191,18 +282,29 @@ def _refuse_other_kind(job: Job, parts: Parts, samples: Samples) -> None:
         ) from error
 
 
-def _steps(job: Job, samples: int, order: SampleOrder, lengths: Lengths | None) -> int:
-    """Steps as the job says, or the whole global batches of its epochs."""
+def _first(job: Job, samples: Samples | Stream) -> Any:
+    if isinstance(samples, Samples):
+        return samples[0]
+    samples.set_epoch(0)
+    for item in samples:
+        return item
+    raise UsageError(
+        f"[dataset] name = {job.dataset.name!r} returned a stream that has no items; expected one at least"
+    )
+
+
+def _steps(job: Job, samples: int, order: Order, lengths: Lengths | None, is_estimate: bool) -> int:
+    """The job's number of steps, or the number of whole global batches in its epochs. An estimate may be 0."""
     if job.job.steps is not None:
         return job.job.steps
     epochs, batch = job.job.epochs or 0, job.batch
     if lengths is not None and epochs * float(lengths.sum()) / batch.size > _COUNTED_STEPS:
         raise UsageError(
             f"[job] epochs: {epochs:g} x {samples} samples in batches of {batch.size} tokens are more than {_COUNTED_STEPS:,} "
-            "steps, each of which would be counted; give [job] steps instead"
+            "steps, too many to count at the start; give [job] steps instead"
         )
     steps = steps_of_epochs(job, samples, order, lengths)
-    if steps == 0:
+    if steps == 0 and not is_estimate:
         unit, key = ("samples", "global_size") if lengths is None else ("tokens", "tokens")
         raise UsageError(
             f"[job] epochs: {epochs:g} x {samples} samples do not fill one global batch of {batch.size} {unit}; "
@@ -211,7 +313,7 @@ def _steps(job: Job, samples: int, order: SampleOrder, lengths: Lengths | None) 
     return steps
 
 
-def steps_of_epochs(job: Job, samples: int, order: SampleOrder, lengths: Lengths | None, begin: int = 0) -> int:
-    """The whole global batches from position `begin` of the order to the end of the job's epochs."""
+def steps_of_epochs(job: Job, samples: int, order: Order, lengths: Lengths | None, begin: int = 0) -> int:
+    """The number of whole global batches from position `begin` of the order to the end of the job's epochs."""
     end, size = int((job.job.epochs or 0) * samples), job.batch.size
     return max(0, end - begin) // size if lengths is None else whole_batches(order, lengths, size, end, begin)

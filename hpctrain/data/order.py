@@ -1,26 +1,34 @@
 """The order of the samples: a pure function of (seed, fingerprint, position), whatever the number of ranks.
 
-Position p belongs to epoch p // n, whose permutation of the n samples says which sample it is. So the remainder that
-does not fill a global batch moves into the next epoch, and a resume needs nothing but the position.
+Without weights, position p belongs to epoch p // n; the epoch's permutation of the n samples gives the sample. So a
+remainder that does not fill a global batch moves into the next epoch, and a resume needs only the position.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from hpctrain.contracts.dataset import Weights
 from hpctrain.seeded import derive_seed
 
 _ROUNDS = 6
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class SampleOrder:
-    """Maps positions in the endless row of samples to sample indices.
+class Order(Protocol):
+    """Maps positions in the endless sequence of samples to sample indices."""
 
-    The permutation is a Feistel network over the smallest even number of bits that holds n, walked until it falls
-    below n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): any of it costs no memory.
+    def at(self, begin: int, end: int) -> Indices:
+        """The sample indices of positions `begin` to `end`."""
+
+
+class SampleOrder:
+    """Each sample once in an epoch.
+
+    The permutation is a Feistel network over the smallest even number of bits that holds n, applied until the result is
+    below n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It needs no memory.
     """
 
     def __init__(self, samples: int, seed: int, fingerprint: str) -> None:
@@ -51,6 +59,32 @@ class SampleOrder:
         for key in keys:
             left, right = right, left ^ (_mix(right, key) & mask)
         return (left << np.uint64(self._half)) | right
+
+
+class StreamOrder:
+    """The order of a stream: position p is its item p."""
+
+    def at(self, begin: int, end: int) -> Indices:
+        return np.arange(begin, end, dtype=np.int64)
+
+
+class WeightedOrder:
+    """Draws samples with replacement, in proportion to their weights.
+
+    Position p draws the p-th number of a random row that belongs to the seed (splitmix64), so the order needs no state. The
+    sums of the weights take 8 bytes per sample.
+    """
+
+    def __init__(self, weights: Weights, seed: int, fingerprint: str) -> None:
+        self._sums = np.cumsum(weights)
+        self._key = np.uint64(derive_seed(seed, fingerprint, "weights"))
+
+    def at(self, begin: int, end: int) -> Indices:
+        drawn = _mix(np.arange(begin, end, dtype=np.int64).astype(np.uint64), self._key) >> np.uint64(11)
+        # the right side: a sample of weight 0 has the sum of its predecessor and is never found
+        share = drawn.astype(np.float64) * 2.0**-53
+        indices: Indices = np.searchsorted(self._sums, share * self._sums[-1], side="right").astype(np.int64)
+        return indices
 
 
 def _mix(values: Any, key: np.uint64) -> Any:

@@ -1,4 +1,4 @@
-"""Makes one batch of samples of different lengths."""
+"""Pads samples of different lengths into one batch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hpctrain.errors import TrainingError
 
 @dataclass(frozen=True)
 class Padding:
-    """Fills the samples behind their ends, up to a common length that is a multiple of `multiple`.
+    """Pads samples at their ends to a common length, a multiple of `multiple`.
 
-    values: the filling of each padded entry (ModelSpec.padding); other entries are stacked as they are.
+    values: the padding value of each padded entry (PaddedModel.padding); other entries are stacked unchanged.
     """
 
     values: Mapping[str, float]
     multiple: int
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        """Samples as dicts of tensors, `(length, ...)` -> `(samples, longest, ...)`."""
+        """Pad and stack samples, which are dicts of tensors: `(length, ...)` -> `(samples, longest, ...)`."""
         for sample in samples:
             if not isinstance(sample, dict) or not self.values.keys() <= sample.keys():
                 found = ", ".join(sample) if isinstance(sample, dict) else type(sample).__name__
@@ -33,7 +33,7 @@ class Padding:
         return {key: self._stacked(key, [sample[key] for sample in samples]) for key in samples[0]}
 
     def blank(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A batch of one row of padding only: its loss is 0, and so are its gradients."""
+        """A batch of one row that is all padding: its loss and its gradients are 0."""
         return {
             key: torch.full_like(tensor[:1, : self.multiple], self.values[key]) if key in self.values else tensor[:1]
             for key, tensor in batch.items()

@@ -1,26 +1,29 @@
-"""Which samples make up each micro batch of this data-parallel rank."""
+"""Plans the samples of each micro batch of this data-parallel rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
-from hpctrain.data.order import SampleOrder
+from hpctrain.data.order import Order
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A micro batch: the indices of its samples, the place of the first one, and whether its loss counts.
+    """A micro batch: the indices of its samples, the place of the first sample, and whether its loss counts.
 
-    after: for a step's last micro batch, the position in the order of the samples at which the next step begins.
+    positions: the samples' positions in the order; they seed what samples draw. Empty in an evaluation, where a sample draws the
+    same each time. after: for a step's last micro batch, the position in the sample order at which the next step begins.
     """
 
     indices: Sequence[int]
     place: int
     counts: bool = True
     after: int | None = None
+    positions: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class BatchPlan:
     def samples_per_step(self) -> float:
         return float(self.global_size)
 
-    def training(self, order: SampleOrder, samples_seen: int, steps: int) -> Iterator[Planned]:
+    def training(self, order: Order, samples_seen: int, steps: int) -> Iterator[Planned]:
         """Each micro batch of the next `steps` steps."""
         share = self.global_size // self.ranks
         for step in range(steps):
@@ -49,14 +52,16 @@ class BatchPlan:
             for micro in range(self.micro_batches):
                 place = self.rank * share + micro * self.micro_size
                 after = begin + self.global_size if micro == self.micro_batches - 1 else None
-                yield Planned(order.at(begin + place, begin + place + self.micro_size).tolist(), place, after=after)
+                positions = range(begin + place, begin + place + self.micro_size)
+                indices = order.at(positions.start, positions.stop).tolist()
+                yield Planned(indices, place, after=after, positions=positions)
 
     def evaluation(self, samples: int, batches: int | None = None) -> Iterator[Planned]:
         """The first `batches` global batches of `samples` samples (None: all), cut over the ranks; a rank's last micro batch
         may be smaller.
 
-        Every rank gets the same number of micro batches, since a forward may communicate: a rank that has run out
-        of samples repeats the first one, which does not count.
+        Every rank gets the same number of micro batches, since a forward may communicate. A rank without samples left
+        repeats the first sample, which does not count.
         """
         if batches is not None:
             samples = min(samples, batches * self.global_size)
@@ -68,6 +73,17 @@ class BatchPlan:
                 yield Planned(range(first, min(first + self.micro_size, end)), first)
             else:
                 yield Planned(range(1), 0, counts=False)
+
+    def evaluation_of_stream(self, batches: int | None = None) -> Iterator[Planned]:
+        """An evaluation on as many global batches of a stream (None: until it ends, which the plan doesn't know).
+
+        Of each block of ranks x micro_size items every rank takes every ranks-th, so a block that the end cuts short is shared
+        out, too.
+        """
+        block = self.ranks * self.micro_size
+        for number in count() if batches is None else range(batches * self.global_size // block):
+            first = number * block
+            yield Planned(range(first + self.rank, first + block, self.ranks), first)
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} data-parallel rank{'s' * (self.ranks > 1)}"

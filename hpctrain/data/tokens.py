@@ -1,8 +1,8 @@
 """Batches by token budget, for samples of different lengths.
 
-A global batch is the next samples of the order that fit the budget. So where it ends is a pure function of the order, the
-lengths and where it begins: it is the same on any number of ranks, and a resume needs the position alone. The way in which
-the ranks share a batch has no influence on its content.
+A global batch has the next samples of the order that fit the budget. So its end is a pure function of the order, the
+lengths and its beginning: it is the same on any number of ranks, and a resume needs only the position. How the ranks
+share a batch does not affect its content.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from itertools import islice, takewhile
 import numpy as np
 
 from hpctrain.contracts.dataset import Lengths
-from hpctrain.data.order import Indices, SampleOrder
+from hpctrain.data.order import Indices, Order
 from hpctrain.data.plan import Planned
 
 _AHEAD = 256
-"""Positions that are looked up at once, at least; more where a batch has more samples."""
+"""The least number of positions to look up at once; more if a batch has more samples."""
 
 
 def global_batches(
     at: Callable[[int, int], Indices], lengths: Lengths, tokens: int, begin: int, end: int | None = None
 ) -> Iterator[tuple[int, Indices]]:
-    """The global batches from position `begin` on: where the next one begins, and the samples.
+    """The global batches from position `begin` on, as (position of the next batch, samples).
 
-    at: the samples of a range of positions. No sample may be longer than `tokens`. At `end` the last one is cut off.
+    at: gives the samples of a range of positions. No sample may be longer than `tokens`. The last batch is cut at `end`.
     """
     read, pending = begin, np.empty(0, dtype=np.int64)
     while True:
@@ -37,7 +37,7 @@ def global_batches(
             yield begin, pending[:fit]
             pending = pending[fit:]
         elif end is None or read < end:
-            more = max(fit, min(_AHEAD, len(lengths)))  # each epoch of the order costs a permutation of its own
+            more = max(fit, min(_AHEAD, len(lengths)))  # each epoch of the order costs another permutation
             if end is not None:
                 more = min(more, end - read)
             pending = np.concatenate([pending, at(read, read + more)])
@@ -49,11 +49,11 @@ def global_batches(
 
 
 def share_out(lengths: Lengths, ranks: int, capacity: int, multiple: int) -> list[list[list[int]]]:
-    """For each rank its micro batches; a micro batch is a list of places in `lengths`, the longest sample first.
+    """Each rank's micro batches; a micro batch is a list of indices into `lengths`, the longest sample first.
 
-    The longest samples are given out first, each to the rank that has the fewest tokens so far (Graham, "Bounds on
-    Multiprocessing Timing Anomalies", 1969): the most loaded rank has at most one sample, the longest of the batch, more than
-    the mean. A rank cuts its samples where the next one would not fit `capacity` tokens, padding to `multiple` included.
+    Samples are assigned from the longest on, each to the rank with the fewest tokens so far (Graham, "Bounds on
+    Multiprocessing Timing Anomalies", 1969). The most loaded rank then exceeds the mean by at most the longest sample.
+    A rank begins a new micro batch when the next sample would exceed `capacity` tokens, padding to `multiple` included.
     """
     loads = [(0, rank) for rank in range(ranks)]
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -65,7 +65,7 @@ def share_out(lengths: Lengths, ranks: int, capacity: int, multiple: int) -> lis
 
 
 def padded(length: int, multiple: int) -> int:
-    """`length` with its padding."""
+    """`length` rounded up to a multiple of `multiple`."""
     return -(-length // multiple) * multiple
 
 
@@ -78,17 +78,17 @@ def _cut(share: list[int], lengths: Lengths, capacity: int, multiple: int) -> li
     return micro_batches
 
 
-def whole_batches(order: SampleOrder, lengths: Lengths, tokens: int, end: int, begin: int = 0) -> int:
-    """How many whole global batches the positions `begin` to `end` of the order make."""
+def whole_batches(order: Order, lengths: Lengths, tokens: int, end: int, begin: int = 0) -> int:
+    """The number of whole global batches in the positions `begin` to `end` of the order."""
     batches = global_batches(order.at, lengths, tokens, begin)
     return sum(1 for _ in takewhile(lambda batch: batch[0] <= end, batches))
 
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """How global batches of `tokens` tokens are cut: into micro batches of `capacity` tokens, padded to `multiple`.
+    """Cuts global batches of `tokens` tokens into micro batches of `capacity` tokens, padded to `multiple`.
 
-    lengths: of the samples that are planned.
+    lengths: those of the planned samples.
     """
 
     lengths: Lengths
@@ -100,29 +100,29 @@ class TokenPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Micro batches per step on each rank, at least."""
+        """The least number of micro batches per step on each rank."""
         return -(-self.tokens // (self.ranks * self.capacity))
 
     @property
     def samples_per_step(self) -> float:
-        """On average, were every global batch full."""
+        """The average if every global batch were full."""
         return float(self.tokens / self.lengths.mean())
 
-    def training(self, order: SampleOrder, samples_seen: int, steps: int) -> Iterator[Planned]:
+    def training(self, order: Order, samples_seen: int, steps: int) -> Iterator[Planned]:
         """Each micro batch of the next `steps` steps."""
         for after, indices in islice(global_batches(order.at, self.lengths, self.tokens, samples_seen), steps):
-            yield from self._mine(indices, after)
+            yield from self._mine(indices, after, after - len(indices))
 
     def evaluation(self, samples: int, batches: int | None) -> Iterator[Planned]:
         """Each micro batch of the first `batches` global batches of `samples` samples in their own order (None: all)."""
         for after, indices in islice(global_batches(np.arange, self.lengths, self.tokens, 0, samples), batches):
             yield from self._mine(indices, after)
 
-    def _mine(self, indices: Indices, after: int) -> Iterator[Planned]:
-        """This rank's micro batches of a global batch.
+    def _mine(self, indices: Indices, after: int, begin: int | None = None) -> Iterator[Planned]:
+        """This rank's micro batches of a global batch, which begins at position `begin` of the order.
 
-        Every rank runs as many as the rank with the most, since a forward may communicate. The others end with micro
-        batches that do not count.
+        Every rank runs as many micro batches as the rank with the most, since a forward may communicate. The additional ones
+        come last and do not count.
         """
         lengths = self.lengths[indices]
         shares = share_out(lengths, self.ranks, self.capacity, self.multiple)
@@ -131,7 +131,9 @@ class TokenPlan:
         for number in range(most):
             last = after if number == most - 1 else None
             if number < len(mine):
-                yield Planned(indices[mine[number]].tolist(), mine[number][0], after=last)
+                places = mine[number]
+                positions = () if begin is None else [begin + place for place in places]
+                yield Planned(indices[places].tolist(), places[0], after=last, positions=positions)
             else:
                 yield Planned([int(indices[lengths.argmin()])], 0, counts=False, after=last)
 

@@ -1,4 +1,4 @@
-""" "package.module:callable" in place of a plugin's name: a user's own module, dataset or optimizer."""
+""" "package.module:callable" in place of a plugin's name: a user's own module, dataset, optimizer or metric."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ from typing import Any
 
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.foreign.dataset import ForeignDataset
+from hpctrain.foreign.metric import ForeignMetric
 from hpctrain.foreign.model import ForeignModel
 from hpctrain.foreign.optimizer import ForeignOptimizer
 from hpctrain.foreign.reference import is_reference
+from hpctrain.foreign.schedule import ForeignSchedule
 from hpctrain.plugins.slots import Slot
 
 __all__ = ["as_plugin", "is_reference"]
 
 
 def as_plugin(slot: Slot, reference: str, table: dict[str, Any], options: dict[str, Any]) -> Plugin:
-    """The plugin that stands for `reference`; `options` become the callable's keyword arguments.
+    """A plugin that wraps the callable `reference`; `options` become its keyword arguments.
 
-    Raises UsageError when it cannot be imported or does not take these arguments.
+    Raises UsageError if the callable cannot be imported or does not take these arguments.
     """
     if slot.name == "model":
         return ForeignModel.from_table(reference, table.get("loss"), options)
     if slot.name == "dataset":
-        return ForeignDataset.from_table(reference, options)
+        return ForeignDataset.from_table(reference, options, table.get("collate"), table.get("weights"))
+    if slot.name == "schedule":
+        return ForeignSchedule.from_table(reference, options)
+    if slot.name == "metric":
+        return ForeignMetric.from_table(reference, options)
     return ForeignOptimizer.from_table(reference, options)

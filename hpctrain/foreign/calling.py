@@ -1,4 +1,4 @@
-"""Where the user's own code is called: an error in it is told by the key of the job file, with the user's frames only."""
+"""Calls the user's own code; reports its errors with the key of the job file and only the user's stack frames."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LIBRARIES = tuple(
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Around a call of what the job file names; `what` is the subject of the sentence.
+    """Wrap a call of a callable that the job file names; `what` is the subject of the error's sentence.
 
-    An error inside of the user's files is TrainingError. Where none of them has been reached, the reference or its arguments
-    are wrong, which is UsageError.
+    An error inside the user's files becomes TrainingError. If the call has reached none of them, the reference or its
+    arguments are wrong: UsageError.
     """
     try:
         yield
@@ -44,10 +44,10 @@ def users_code(what: str) -> Iterator[None]:
 
 
 def retell_model_error(error: BaseException, calls: Mapping[CodeType, str]) -> None:
-    """Raises TrainingError for what a model or a loss of the user's own raised on a batch; every other error is left as it is.
+    """Raise TrainingError if the user's own model or loss raised `error` on a batch; do nothing for other errors.
 
-    calls: methods of a model plugin that take a `batch` and call the user's code, with what the sentence calls them. It is told
-    so late because an axis may have a better explanation of what its first micro batch raises.
+    calls: methods of a model plugin that take a `batch` and call the user's code, with their names for the sentence. Called
+    late, because an axis may explain an error of its first micro batch better.
     """
     if isinstance(error, HpctrainError):
         return

@@ -1,85 +1,81 @@
-"""Any map-style dataset: something with __len__ and __getitem__."""
+"""Any data set of the user's: map-style, or an iterable one."""
 
 from __future__ import annotations
 
-import hashlib
-import io
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from hpctrain.contracts.dataset import Dataset, DatasetContext, Lengths, Samples, Split
+from hpctrain.contracts.dataset import Dataset, DatasetContext, Samples, Split, Stream
 from hpctrain.errors import UsageError
 from hpctrain.foreign.calling import users_code
+from hpctrain.foreign.collate import ForeignCollation
+from hpctrain.foreign.data_loader import take_over
 from hpctrain.foreign.reference import refuse_arguments, resolve
-
-_PROBES = 16
-"""Samples that go into the fingerprint of a dataset that has none of its own."""
+from hpctrain.foreign.samples import ForeignSamples
+from hpctrain.foreign.stream import ForeignStream
+from hpctrain.foreign.weights import Weighing
 
 
 class ForeignDataset(Dataset):
-    """Calls callable(split="train" | "validation", **options); None means that there is no such split."""
+    """Calls callable(split="train" | "validation", **options), which returns None if there is no such split."""
 
     name = "package.module:callable"
 
-    def __init__(self, reference: str, factory: Callable[..., Any], options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        reference: str,
+        factory: Callable[..., Any],
+        options: dict[str, Any],
+        collation: ForeignCollation | None,
+        weigh: Weighing | None,
+    ) -> None:
         super().__init__(options)
-        self.name = self.reference = reference  # type: ignore[misc]  # for messages: what the job file calls it
-        self._factory = factory
+        self.name = self.reference = reference  # type: ignore[misc]  # its name in the job file, for messages
+        self._factory, self._collation, self._weigh = factory, collation, weigh
 
     @classmethod
-    def from_table(cls, reference: str, options: dict[str, Any]) -> ForeignDataset:
-        """Raises UsageError for a callable that is not there or does not take the options."""
+    def from_table(
+        cls, reference: str, options: dict[str, Any], collate: object = None, weights: object = None
+    ) -> ForeignDataset:
+        """Raises UsageError for a callable that does not exist or does not take the options."""
         factory = resolve(reference)
         refuse_arguments(reference, factory, {"split": "train", **options})
-        return cls(reference, factory, options)
+        collation = ForeignCollation.from_reference(collate) if isinstance(collate, str) else None
+        weigh = Weighing.from_reference(weights) if isinstance(weights, str) else None
+        return cls(reference, factory, options, collation, weigh)
 
-    def open(self, split: Split, context: DatasetContext) -> Samples | None:
+    def open(self, split: Split, context: DatasetContext) -> Samples | Stream | None:
         what = f"[dataset] name = {self.reference!r}"
         with users_code(what):
             source = self._factory(split=split, **self.options)
         if source is None:
             return None
+        if not isinstance(source, DataLoader):
+            return self._opened(what, source, self._collation)
+        taken = take_over(what, source)
+        own = None if taken.collate is None else ForeignCollation(f"{what}: the DataLoader's collate_fn", taken.collate)
+        opened = self._opened(what, taken.dataset, self._collation or own)
+        opened.workers, opened.remark = taken.workers, taken.remark
+        return opened
+
+    def _opened(self, what: str, source: Any, collation: ForeignCollation | None) -> Samples | Stream:
+        if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not hasattr(source, "__getitem__")):
+            self._refuse_stream(what, source)
+            return ForeignStream(self.reference, source, collation)
         if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-            raise UsageError(f"{what} returned {type(source).__name__}, expected __len__ and __getitem__")
-        return _ForeignSamples(self.reference, source)
+            raise UsageError(
+                f"{what} returned {type(source).__name__}, expected __len__ and __getitem__, or an iterable data set with __iter__"
+            )
+        return ForeignSamples(self.reference, source, collation, self._weigh)
 
-
-class _ForeignSamples(Samples):
-    def __init__(self, reference: str, source: Any) -> None:
-        self._reference, self._source = reference, source
-
-    def __len__(self) -> int:
-        with self._calling("__len__()"):
-            return len(self._source)
-
-    def __getitem__(self, index: int) -> Any:
-        with self._calling(f"__getitem__({index})"):
-            return self._source[index]
-
-    def lengths(self) -> Lengths | None:
-        """The dataset's own `lengths()` where it has one."""
-        if not hasattr(self._source, "lengths"):
-            return None
-        with self._calling("lengths()"):
-            return np.asarray(self._source.lengths(), dtype=np.int64)
-
-    def fingerprint(self) -> str:
-        """The dataset's own `fingerprint()` where it has one, else its length and a few samples' bytes."""
-        if hasattr(self._source, "fingerprint"):
-            with self._calling("fingerprint()"):
-                return str(self._source.fingerprint())
-        digest = hashlib.blake2b(f"{self._reference} {len(self)}".encode(), digest_size=16)
-        step = max(1, len(self) // _PROBES)
-        for index in range(0, len(self), step):
-            sample, buffer = self[index], io.BytesIO()
-            with self._calling(f"pickling sample {index}, for want of a fingerprint(),"):
-                torch.save(sample, buffer)
-            digest.update(buffer.getvalue())
-        return digest.hexdigest()
-
-    def _calling(self, method: str) -> AbstractContextManager[None]:
-        return users_code(f"[dataset] name = {self._reference!r}: {method}")
+    def _refuse_stream(self, what: str, source: Any) -> None:
+        if isinstance(source, Iterator) and not isinstance(source, IterableDataset):
+            raise UsageError(
+                f"{what} returned {type(source).__name__}, which can be read once only; expected an object whose __iter__ begins "
+                "anew, such as a torch.utils.data.IterableDataset"
+            )
+        if self._weigh is not None:
+            why = "which weights can't draw from; leave them out, or return samples by index (__len__ and __getitem__)"
+            raise UsageError(f"[dataset] weights: {self.reference!r} returned {type(source).__name__}, a stream, {why}")

@@ -10,32 +10,31 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from hpctrain.contracts.model import Batch, ModelSpec
+from hpctrain.contracts.model import Batch, PipelineModel
 from hpctrain.errors import TrainingError, UsageError
 from hpctrain.foreign.calling import users_code
 from hpctrain.foreign.reference import refuse_arguments, resolve
 from hpctrain.foreign.structure import Structure, present, structure_of
 
 
-class ForeignModel(ModelSpec):
-    """The last entry of a list batch, or `labels` of a dict batch, is the target; the rest goes into the module."""
+class ForeignModel(PipelineModel):
+    """The target is the last entry of a list batch, or `labels` of a dict batch; the other entries go into the module."""
 
     name = "package.module:callable"
-    meta: ClassVar[bool] = False
     counts: ClassVar[str] = "samples"
 
     def __init__(
         self, reference: str, factory: Callable[..., nn.Module], loss: Callable[..., Any], options: dict[str, Any]
     ):
         super().__init__(options)
-        self.name = self.reference = reference  # type: ignore[misc]  # for messages: what the job file calls it
+        self.name = self.reference = reference  # type: ignore[misc]  # its name in the job file, for messages
         self._factory, self._loss = factory, loss
         self._structures: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
-        """What each built module was like, before anything was cut."""
+        """The structure of each built module, before any axis has cut it."""
 
     @classmethod
     def from_table(cls, reference: str, loss: object, options: dict[str, Any]) -> ForeignModel:
-        """Raises UsageError for a callable that is not there or does not take the options."""
+        """Raises UsageError for a callable that does not exist or does not take the options."""
         factory = resolve(reference)
         refuse_arguments(reference, factory, options)
         if not isinstance(loss, str):
@@ -52,15 +51,15 @@ class ForeignModel(ModelSpec):
                 f"[model] name = {self.reference!r} returned {type(module).__name__}, expected a torch.nn.Module"
             )
         self._structures[module] = structure_of(module)
-        for inner in module.modules():  # a decoder may have a configuration of its own
+        for inner in module.modules():  # a decoder may have its own configuration
             config: Any = getattr(inner, "config", None)
             if getattr(config, "use_cache", None) is True:
-                # of transformers: keys and values for generation, which a forward in backward would add a second time
+                # transformers' cache of keys and values for generation; a recomputed forward would add them twice
                 config.use_cache = False
         return module
 
     def _structure(self, module: nn.Module) -> Structure:
-        """Nothing is known of a module that was built elsewhere."""
+        """The module's structure; empty for a module built elsewhere."""
         return self._structures.get(module, Structure())
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
@@ -94,27 +93,34 @@ class ForeignModel(ModelSpec):
 
     def count(self, batch: Batch) -> int:
         """Samples: the rows of the target."""
-        return len(self._target(batch))
+        return len(self.target(batch))
 
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """A scalar is taken as the mean over the rows of the micro batch, a tensor as one loss per row."""
-        target = self._target(batch)
+    def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Tensor]:
+        """The sum of the loss: the user's scalar counts as the mean over the micro batch's rows, a tensor as one loss per row. Of a
+        dict each value."""
+        target = self.target(batch)
         value = self._loss(outputs, target)
+        if isinstance(value, Mapping) and value:
+            return {str(name): self._sum(one, len(target), f" {name!r}") for name, one in value.items()}
+        return self._sum(value, len(target), "")
+
+    def _sum(self, value: Any, rows: int, which: str) -> Tensor:
         if not isinstance(value, Tensor):
-            raise TrainingError(f"the loss of {self.reference} returned {type(value).__name__}, expected a tensor")
-        if value.dim() == 0:
-            return value * len(target)
-        if value.shape[0] != len(target):
             raise TrainingError(
-                f"the loss of {self.reference} has shape {tuple(value.shape)}, expected a scalar or ({len(target)},)"
+                f"the loss{which} of {self.reference} is {type(value).__name__}, expected a tensor, or a dict of tensors by name"
+            )
+        if value.dim() == 0:
+            return value * rows
+        if value.shape[0] != rows:
+            raise TrainingError(
+                f"the loss{which} of {self.reference} has shape {tuple(value.shape)}, expected a scalar or ({rows},)"
             )
         return value.sum()
 
-    @staticmethod
-    def _target(batch: Batch) -> Tensor:
+    def target(self, batch: Batch) -> Tensor:
         if not isinstance(batch, (Mapping, Sequence)):
             raise TrainingError(
-                f"found samples that are one {type(batch).__name__} each, expected (input, target), or a dict with labels"
+                f"found samples of the type {type(batch).__name__}, expected (input, target), or a dict with labels"
             )
         target = batch["labels"] if isinstance(batch, Mapping) else batch[-1]
         if not isinstance(target, torch.Tensor):
@@ -127,7 +133,7 @@ def _resolve_loss(reference: str) -> Callable[..., Any]:
     loss = resolve(reference)
     if isinstance(loss, type):
         raise UsageError(
-            f"the loss {reference} is a class, expected a function that is called as loss(outputs, target), such as "
+            f"the loss {reference} is a class, expected a function to call as loss(outputs, target), such as "
             '"torch.nn.functional:cross_entropy"'
         )
     try:
@@ -135,9 +141,9 @@ def _resolve_loss(reference: str) -> Callable[..., Any]:
     except TypeError as error:
         raise UsageError(f"the loss {reference} is called as loss(outputs, target): {error}") from None
     except ValueError:
-        pass  # a builtin without a signature: the call itself will tell
+        pass  # a builtin without a signature: the call itself will fail
     return loss
 
 
 CALLS = {ForeignModel.forward.__code__: "forward", ForeignModel.loss.__code__: "loss"}
-"""Where the user's module and loss are called, for `retell_model_error`."""
+"""The code that calls the user's module and loss, for `retell_model_error`."""

@@ -17,7 +17,7 @@ from hpctrain.foreign.reference import refuse_arguments, resolve
 
 
 class _AnyOptions(OptimizerOptions):
-    """The callable's own signature says what else it takes."""
+    """The callable's own signature decides which further options it takes."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -30,12 +30,12 @@ class ForeignOptimizer(Optimizer):
 
     def __init__(self, reference: str, factory: Callable[..., Any], options: OptimizerOptions) -> None:
         super().__init__(options)
-        self.name = self.reference = reference  # type: ignore[misc]  # for messages: what the job file calls it
+        self.name = self.reference = reference  # type: ignore[misc]  # its name in the job file, for messages
         self._factory = factory
 
     @classmethod
     def from_table(cls, reference: str, options: dict[str, Any]) -> ForeignOptimizer:
-        """Raises UsageError for a callable that is not there or does not take the options."""
+        """Raises UsageError for a callable that does not exist or does not take the options."""
         factory = resolve(reference)
         refuse_arguments(reference, factory, options, [])
         if not isinstance(options.get("lr"), (int, float)) or not options["lr"] > 0:
@@ -50,6 +50,6 @@ class ForeignOptimizer(Optimizer):
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise UsageError(
-                f"{self.reference} evaluates the model several times a step, expected an optimizer that does not"
+                f"{self.reference} evaluates the model several times a step, expected an optimizer with one evaluation per step"
             )
         return optimizer

@@ -1,4 +1,4 @@
-"""The repeated blocks of a module that nobody has described, and what comes before and after them."""
+"""Finds the repeated blocks of a module without a ModelSpec, and the modules before and after them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.torch_private import children_of
 
 @dataclass(frozen=True)
 class Structure:
-    """Names of modules. `before` and `after` are empty where what comes in between can't be told from the module."""
+    """Names of modules. `before` and `after` are empty if the module doesn't show how values pass between its parts."""
 
     blocks: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
@@ -21,16 +21,16 @@ class Structure:
 
 
 def structure_of(module: nn.Module) -> Structure:
-    """Blocks: modules of one class in a row in an nn.ModuleList or nn.Sequential, made of modules in turn.
+    """Find the blocks: consecutive modules of one class in an nn.ModuleList or nn.Sequential that have submodules.
 
-    A list inside of a block is part of that block. What comes before and after them is known in an nn.Sequential.
+    A list inside a block is part of that block. In an nn.Sequential the modules before and after the blocks are known.
     """
     blocks = tuple(_blocks(module, ""))
     if not blocks or type(module).forward is not nn.Sequential.forward:
         return Structure(blocks)
     names = tuple(
         children_of(module)
-    )  # a module that stands in several places runs in each: named_children has it once
+    )  # not named_children, which lists a module in several places only once, although it runs in each
     if blocks[0] not in names:
         return Structure(blocks)
     first = names.index(blocks[0])
@@ -39,7 +39,7 @@ def structure_of(module: nn.Module) -> Structure:
 
 
 def present(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """The modules of these names; a pipeline leaves some of them to other ranks."""
+    """The modules of these names that are on this rank; under a pipeline, others are elsewhere."""
     found = (_submodule(module, name) for name in names)
     return [one for one in found if one is not None]
 
@@ -53,7 +53,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
     for kind, group in groupby(module.named_children(), key=lambda entry: type(entry[1])):
         run = list(group)
-        # what the trainer does to a block happens when it is called, so one without a forward is none
+        # the trainer acts on a block when it is called, so a module without a forward is no block
         calls = kind.forward is not nn.Module.forward
         if is_list and len(run) > 1 and calls and all(any(True for _ in one.children()) for _, one in run):
             yield from (prefix + name for name, _ in run)

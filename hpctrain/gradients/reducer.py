@@ -8,12 +8,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.contracts.buckets import BucketSum, Finish, GradientBucket
 from hpctrain.contracts.compression import Compression, Compressor, LossyCompression
 from hpctrain.contracts.pieces import Piece
 from hpctrain.gradients.routes import Routes, find_routes
+from hpctrain.mesh import Meshes
 from hpctrain.torch_private import foreach_copy_
 
 
@@ -35,15 +35,16 @@ class WholeSum:
 class GradientReducer:
     """Makes the sums of a job, and keeps what their compression remembers. One per rank."""
 
-    def __init__(self, compression: Compression, mesh: DeviceMesh, node: str) -> None:
-        """`mesh` has the data axes, outermost first, `node` is this rank's; collective over the world."""
-        axes = mesh.mesh_dim_names or ()
-        self._groups = {axis: mesh[axis].get_group() for axis in axes}
+    def __init__(self, compression: Compression, meshes: Meshes, node: str) -> None:
+        """`node` is this rank's; collective over the world."""
+        axes = meshes.data_axes
+        self.group = meshes.group
+        self._groups = {axis: meshes.model[axis].get_group() for axis in axes}
         # the outer one: hybrid sharding is for nodes that shard among their own ranks
         self._axis = next((axis for axis in axes if self._groups[axis].size() > 1), axes[-1])
         self._lossy = compression if isinstance(compression, LossyCompression) else None
         self._routes = self._find_routes(node)
-        self._worker = _Worker(mesh.device_type)
+        self._worker = _Worker(meshes.model.device_type)
         self._buckets = 0
         self._compressors: list[Compressor] = []
         self._kept: list[Tensor] = []
@@ -56,8 +57,10 @@ class GradientReducer:
 
     def bucket(self, content: GradientBucket, axis: str) -> BucketSum:
         """What sums such a bucket over `axis`; the same buckets in the same order on all its ranks."""
-        if self._routes is None or self._lossy is None or axis != self._axis or content.dtype.is_complex:
-            return WholeSum(self._groups[axis])  # complex gradients travel whole: compressors know real numbers
+        group = self.group(axis, content.spans[0].piece.axes if content.spans else ())
+        goes_elsewhere = axis != self._axis or group is not self._groups[axis]
+        if self._routes is None or self._lossy is None or goes_elsewhere or content.dtype.is_complex:
+            return WholeSum(group)  # complex gradients travel in full: compressors know real numbers
         number, self._buckets = self._buckets, self._buckets + 1
         compressor = None
         if self._routes.leader(number) == dist.get_rank():

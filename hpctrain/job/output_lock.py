@@ -1,4 +1,4 @@
-"""One run at a time in an output directory: two would remove each other's unfinished checkpoints."""
+"""Allows one run at a time in an output directory: two would remove each other's unfinished checkpoints."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import IO
 
 from hpctrain.errors import UsageError, escaped
-from hpctrain.files import open_to_change
+from hpctrain.files import open_to_change, temporary_name
 
 FILE_NAME = "lock"
 PATIENCE_SECONDS = 30.0
-"""How long a run waits for another one that is just ending: a killed job is often started again at once."""
+"""How long a run waits for another one to end: a killed job is often restarted at once."""
 
 
 class OutputLock:
-    """Rank 0's claim. The system lets go of it when this process ends, however it ends: nothing is left to clean up.
+    """Rank 0's lock. The system releases it when this process ends in any way, so it needs no cleanup.
 
-    It is a record lock: unlike flock's, no child that outlives this process keeps it, and NFS has it.
+    It is a record lock: unlike flock's, it is not kept by a child that outlives this process, and it works on NFS.
     """
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
 
     def take(self, directory: Path) -> None:
-        """UsageError when another run keeps it. Where the file system has no locks there is none."""
+        """Take the lock; UsageError if another run keeps it. Does nothing if the file system has no locks."""
         path, waits = directory / FILE_NAME, False
         fd = open_to_change(path, os.O_RDWR | os.O_APPEND)
         file = open(fd, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open means locked
@@ -53,16 +53,16 @@ class OutputLock:
         self._file = file
 
     def release(self) -> None:
-        """Let the next one in."""
+        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def set_aside(directory: Path) -> Path | None:
-    """Rename the directory of an earlier run, which gets a number, and give its new name; None where there is no run in it.
+    """Rename the directory of an earlier run by adding a number; returns the new name, or None if it holds no run.
 
-    Raises UsageError while that run goes on, OSError where the directory can't be renamed.
+    Raises UsageError if that run is still going on, OSError if the directory can't be renamed.
     """
     if not any(os.path.lexists(directory / name) for name in ("job.resolved.toml", "metrics.jsonl", "checkpoints")):
         return None
@@ -75,10 +75,18 @@ def set_aside(directory: Path) -> Path | None:
         lock.release()
 
 
+def put_back(aside: Path, directory: Path) -> Path:
+    """Undo `set_aside`; returns the new name of what a later run has left in `directory`. Raises OSError."""
+    between = temporary_name(directory)
+    directory.rename(between)
+    aside.rename(directory)
+    return between.rename(aside)
+
+
 def _locked(file: IO[str]) -> bool:
-    """Whether nobody else has it."""
+    """Take the lock if nobody else has it; true also where the file system has no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)  # else there are no locks here
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # any other error: no locks here
     return True

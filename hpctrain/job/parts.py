@@ -10,8 +10,10 @@ from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import Compression
 from hpctrain.contracts.dataset import Dataset
+from hpctrain.contracts.launcher import Launcher
 from hpctrain.contracts.life_cycle import Hook
 from hpctrain.contracts.logger import Logger
+from hpctrain.contracts.metric import Metric
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.optimization import Optimizer, Schedule
 from hpctrain.contracts.parallelism import Parallelism
@@ -21,7 +23,7 @@ from hpctrain.contracts.sharding import Sharding
 
 @dataclass(frozen=True)
 class Parts:
-    """One plugin per slot; `parallelism` by the name of its axis in the job, `loggers` and `hooks` in the job's order."""
+    """One plugin per slot; `parallelism` by the axis's name in the job; `loggers`, `hooks` and `metrics` in the job's order."""
 
     model: ModelSpec
     dataset: Dataset
@@ -38,7 +40,10 @@ class Parts:
     communicator: Communicator
     loggers: list[Logger]
     hooks: list[Hook]
+    metrics: list[Metric]
+    launcher: dict[str, Launcher]
+    """By the name of the table in [launcher]."""
     formats: list[CheckpointFormat]
-    """Every installed checkpoint format: a run can continue from one that another format wrote."""
+    """Every installed checkpoint format: a run can continue from a checkpoint of any format."""
     communicators: list[Communicator]
-    """Every installed communicator: what `auto` chooses from."""
+    """Every installed communicator: the choices of `auto`."""

@@ -1,4 +1,4 @@
-"""The problems of a job, each with its place, reported together."""
+"""The problems of a job, each with its place in the file, reported together."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from pydantic import BaseModel, ValidationError
 
 from hpctrain.errors import EXIT_USAGE, HpctrainError, JobFileError
 from hpctrain.job.reading import Key, RawJob, dotted
+from hpctrain.job.toml import written
 
 
 @dataclass(frozen=True)
 class PlacedProblem:
-    """One problem, at `key`."""
+    """One problem, at `key`. lacks: the key that isn't there."""
 
     key: Key
     message: str
     exit_code: int = EXIT_USAGE
+    lacks: Key | None = None
 
 
 class JobError(HpctrainError):
@@ -33,12 +35,12 @@ class JobError(HpctrainError):
 
 
 def sentence(error: HpctrainError) -> str:
-    """A job's problems begin with file:line, as editors like it; everything else with the program's name."""
+    """The error as printed: a job's problems begin with file:line, for editors; all others with the program's name."""
     return str(error) if isinstance(error, (JobError, JobFileError)) else f"hpctrain: {error}"
 
 
 def validate(model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
-    """`values` as TOML types, strictly: "1" is no number, 1 is no text."""
+    """Validate `values` with TOML's strict types: "1" is no number, 1 is no text."""
     return model.model_validate_json(json.dumps(values, default=str), strict=True)
 
 
@@ -49,9 +51,9 @@ def problems_of(
     known: Callable[[Key], Sequence[str]],
     owners: Callable[[str], str | None] = lambda _: None,
 ) -> list[PlacedProblem]:
-    """pydantic's errors as sentences. `known` gives the keys of a table, by its place below `prefix`.
+    """pydantic's errors as sentences. known: gives the keys of a table, by its place below `prefix`.
 
-    `owners` says who takes a key that this table does not, as "an option of ...".
+    owners: says what does take a key unknown to this table, as "an option of ...".
     """
     return [_problem(item, prefix, tables, known, owners) for item in error.errors(include_url=False)]
 
@@ -66,20 +68,20 @@ def _problem(
     if item["type"] == "missing":
         name = str(item["loc"][-1])
         what = f"lacks the key {name!r}" if place else f"lacks the table [{name}]"
-        return PlacedProblem(place, f"{dotted(place)} {what}; add it")
+        return PlacedProblem(place, f"{dotted(place)} {what}; add it", lacks=(*place, name))
     if item["type"] == "extra_forbidden":
         name = str(item["loc"][-1])
         table = (*prefix, *item["loc"][:-1])
         return PlacedProblem((*table, name), unknown_key(name, table, known(item["loc"][:-1]), owners(name)))
     message = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    message = message.replace("a valid boolean", "true or false")
     if message.startswith(("expected either", "expected lr_reference_batch")):
         return PlacedProblem(place, f"{dotted(place)}: {message}")
-    found = json.dumps(item["input"], default=str)
-    return PlacedProblem(place, f"{dotted(place)}: {message}, found {found if len(found) < 80 else found[:77] + '...'}")
+    return PlacedProblem(place, f"{dotted(place)}: {message}, found {written(item['input'])}")
 
 
 def unknown_key(name: str, table: Key, known: Sequence[str], owners: str | None = None) -> str:
-    """The sentence for a key that nobody reads, with who else does, or with the nearest known one."""
+    """The sentence for an unknown key, with the plugin that knows it or the most similar known key."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = owners or (
         f"did you mean {near[0]!r}?"
@@ -93,7 +95,7 @@ def unknown_key(name: str, table: Key, known: Sequence[str], owners: str | None 
 
 
 def _existing(key: Key, tables: Any) -> Key:
-    """`key` cut to what the file really holds (pydantic adds the names of union members)."""
+    """`key` without the parts that are not in the file (pydantic adds the names of union members)."""
     found: list[str | int] = []
     for part in key:
         try:

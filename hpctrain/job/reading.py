@@ -1,4 +1,4 @@
-"""Reads a job file with everything it extends, and remembers the line that each key came from."""
+"""Reads a job file and the files that it extends, and keeps the line of each key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Key = tuple[str | int, ...]
 
 
 def dotted(key: Key) -> str:
-    """ "[optimizer] lr", as a person would say it."""
+    """ "[optimizer] lr", for messages."""
     if not key:
         return "the job"
     if len(key) == 1:
@@ -30,14 +30,14 @@ def dotted(key: Key) -> str:
 
 @dataclass
 class RawJob:
-    """The merged tables as TOML gave them, and where each key stands ("job.toml:7" or "--set")."""
+    """The merged TOML tables, and the place of each key ("job.toml:7" or "--set")."""
 
     tables: dict[str, Any] = field(default_factory=dict)
     places: dict[Key, str] = field(default_factory=dict)
     source: str = ""
 
     def place(self, key: Key) -> str:
-        """Where `key`, or the nearest table around it, was written."""
+        """The place of `key`, or of the nearest table around it."""
         while key:
             if key in self.places:
                 return self.places[key]
@@ -45,7 +45,7 @@ class RawJob:
         return self.source
 
     def refuse_values(self) -> RawJob:
-        """Itself; JobFileError for an integer, a text or a depth that no job file may hold."""
+        """Return this job; JobFileError for an integer, a text or a depth that no job file may have."""
         beyond = first_beyond(self.tables)
         if beyond is not None:
             key, why = beyond
@@ -53,7 +53,7 @@ class RawJob:
         return self
 
     def as_json(self) -> dict[str, Any]:
-        """A JSON value from which another rank makes it again."""
+        """A JSON value for `from_json` on another rank."""
         return {
             "tables": self.tables,
             "places": [[list(key), place] for key, place in self.places.items()],
@@ -62,14 +62,14 @@ class RawJob:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> RawJob:
-        """The raw job that `as_json` gave."""
+        """The raw job in a value from `as_json`."""
         return RawJob(value["tables"], {tuple(key): place for key, place in value["places"]}, value["source"])
 
 
 def read_job(path: Path, overrides: Sequence[str] = ()) -> RawJob:
-    """Read `path`, merge what it extends below it and `overrides` ("table.key=value") over it.
+    """Read `path`, merged over the files that it extends, with `overrides` ("table.key=value") on top.
 
-    Raises UsageError with file:line for a missing file, bad TOML, a cycle, or a malformed override.
+    Raises UsageError with file:line for a missing file, invalid TOML, a cycle, or a malformed override.
     """
     raw = _read_file(path, [])
     raw.source = str(path)
@@ -93,12 +93,13 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise JobFileError(
-            f"{path}:{line}: found byte {content[error.start]:#04x}, expected UTF-8; save it so"
+            f"{path}:{line}: found byte {content[error.start]:#04x}, expected UTF-8; save it as UTF-8"
         ) from None
     try:
         tables = parse(text)
     except tomli.TOMLDecodeError as error:
-        raise JobFileError(f"{path}:{error.lineno}: not valid TOML: {error.msg} (column {error.colno})") from None
+        why = f"{error.msg} (column {error.colno}){_case_of(error)}"
+        raise JobFileError(f"{path}:{error.lineno}: not valid TOML: {why}") from None
     except LimitError as error:
         place = path if error.line is None else f"{path}:{error.line}"
         raise JobFileError(f"{place}: not a job file: {error}") from None
@@ -109,7 +110,7 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
     place = raw.places.pop(("extends",))
     if not isinstance(base, str):
         raise JobFileError(f"{place}: extends: expected the path of one job file, found {base!r}")
-    if not os.path.isfile(path.parent / base):  # unlike Path's, it takes names that are too long
+    if not os.path.isfile(path.parent / base):  # unlike Path's, it doesn't raise for names that are too long
         raise JobFileError(
             f"{place}: extends: there is no file {path.parent / base}; a path is relative to the file that wrote it"
         )
@@ -117,8 +118,14 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
     return RawJob(merge(below.tables, raw.tables), _merged_places(below, raw), str(path))
 
 
+def _case_of(error: tomli.TOMLDecodeError) -> str:
+    """A remedy for Python's True and False."""
+    found = re.match("True|False", error.doc[error.pos :])
+    return "" if found is None else f"; TOML writes {found[0].lower()}, found {found[0]}"
+
+
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Tables key by key, everything else (arrays too) from `above`."""
+    """Merge tables key by key; everything else, arrays included, comes from `above`."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -127,7 +134,7 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged_places(below: RawJob, above: RawJob) -> dict[Key, str]:
-    """`above` replaces an array whole, so that no element keeps a line of the file below."""
+    """The places after a merge. `above` replaces arrays as a whole, so their elements drop the places from below."""
     arrays = {key for key in above.places if isinstance(_value_at(above.tables, key), list)}
     kept = {k: v for k, v in below.places.items() if not any(k[: len(a)] == a for a in arrays)}
     return {**kept, **above.places}
@@ -143,14 +150,14 @@ def _value_at(tables: Any, key: Key) -> Any:
 
 
 _ENDS = ("]", "}", '"""', "'''")
-"""Characters that the last line of a multi-line statement has."""
+"""One of these is in the last line of every multi-line statement."""
 
 
 def key_lines(text: str) -> Iterator[tuple[Key, int]]:
     """Each key of valid TOML with the (1-based) line where it begins.
 
-    tomli gives no positions, so the text is cut into statements (a header, or a key with its whole value) and
-    tomli reads each alone: a statement is complete as soon as tomli accepts it.
+    tomli gives no positions. So this function cuts the text into statements (a header, or a key with its full value) and
+    lets tomli parse each by itself. A statement is complete as soon as tomli accepts it.
     """
     table: Key = ()
     arrays: dict[Key, int] = {}
@@ -165,14 +172,14 @@ def key_lines(text: str) -> Iterator[tuple[Key, int]]:
         parsed = _parse(first)
         while parsed is None and at < len(lines):
             at += 1
-            if any(end in lines[at - 1] for end in _ENDS):  # not each line: an array may have thousands
+            if any(end in lines[at - 1] for end in _ENDS):  # not after every line: an array may have thousands
                 parsed = _parse("\n".join(lines[begin:at]))
         if parsed is None:
             return
         if re.match(r"\s*\[", first):
             table = _header(parsed, arrays)
             above = [table[:length] for length in range(1, len(table)) if table[:length] not in opened]
-            opened.update(above)  # [a.b] writes [a], too
+            opened.update(above)  # [a.b] implies [a]
             yield from ((key, begin + 1) for key in [*above, table])
         else:
             yield from (((*table, *key), begin + 1) for key in _leaves(parsed))
@@ -186,7 +193,7 @@ def _parse(statement: str) -> dict[str, Any] | None:
 
 
 def _header(parsed: dict[str, Any], arrays: dict[Key, int]) -> Key:
-    """The key that a header line opens; an array of tables counts its elements."""
+    """The key that a header line opens; for an array of tables, with the index of the element."""
     key: Key = ()
     value: Any = parsed
     while value:
@@ -209,7 +216,7 @@ def _leaves(value: Any, key: Key = ()) -> Iterator[Key]:
 
 
 def _apply_override(raw: RawJob, override: str) -> None:
-    """One --set: the value is TOML; what is no TOML value is taken as text, and nothing at all takes the key away."""
+    """Apply one --set. The value is TOML; anything else is taken as text, and an empty value removes the key."""
     name, equals, value = override.partition("=")
     key = tuple(name.strip().split("."))
     if not equals or len(key) < 2 or not all(key):
@@ -222,19 +229,53 @@ def _apply_override(raw: RawJob, override: str) -> None:
         raise UsageError(f"--set {name}: {error}") from None
     if len(found) > 1:
         raise UsageError(f"--set {override!r}: found several keys, expected one; repeat --set for each")
-    table = raw.tables
-    for part in key[:-1]:
-        below = table.setdefault(part, {})
-        if isinstance(below, list) and part != key[-1]:
-            raise UsageError(f"--set {override}: [[{part}]] is a list of tables; change it in the file")
-        if not isinstance(below, dict):
-            below = table[part] = {"size": below} if key[0] == "parallelism" else {}
-        table = below
+    table, place = _table_of(raw, override, key[:-1])
+    last, target = key[-1], (*place, key[-1])
     if value.strip():
-        table[key[-1]] = found["value"]
-        raw.places[key] = f"--set {override}"
-    elif key[-1] not in table:
-        raise UsageError(f"--set {override}: there is no {name.strip()} to take away; expected table.key=value")
+        table[last] = found["value"]
+        raw.places[target] = f"--set {override}"
+    elif last not in table:
+        raise UsageError(f"--set {override}: there is no {name.strip()} to remove; expected table.key=value")
     else:
-        del table[key[-1]]
-        raw.places = {place: where for place, where in raw.places.items() if place[: len(key)] != key}
+        del table[last]
+        raw.places = {place: where for place, where in raw.places.items() if place[: len(target)] != target}
+
+
+def _table_of(raw: RawJob, override: str, parts: Sequence[str]) -> tuple[dict[str, Any], Key]:
+    """The table that `parts` lead to, made if need be, and its place. In an array of tables, a part is a row's number or name."""
+    table: dict[str, Any] = raw.tables
+    place: Key = ()
+    rows: list[Any] | None = None
+    for part in parts:
+        if rows is not None:
+            number = _row(rows, part, override, place)
+            table, place, rows = rows[number], (*place, number), None
+            continue
+        below = table.setdefault(part, {})
+        place = (*place, part)
+        if isinstance(below, list):
+            rows = below
+            continue
+        if not isinstance(below, dict):
+            below = table[part] = {"size": below} if place[0] == "parallelism" else {}
+        table = below
+    if rows is not None:
+        array = ".".join(map(str, place))
+        raise UsageError(
+            f"--set {override}: [[{array}]] is an array of tables; choose a row by number or name: {array}.0.KEY=VALUE"
+        )
+    return table, place
+
+
+def _row(rows: list[Any], part: str, override: str, place: Key) -> int:
+    """The number of the row that `part` means."""
+    tables = {at: row for at, row in enumerate(rows) if isinstance(row, dict)}
+    if part.isdecimal() and int(part) in tables:
+        return int(part)
+    named = [at for at, row in tables.items() if row.get("name") == part]
+    if len(named) == 1:
+        return named[0]
+    names = [str(row["name"]) for row in tables.values() if "name" in row]
+    known = f"0 to {len(rows) - 1}" + (f", or {', '.join(names)}" if names else "") if tables else "none"
+    why = f"{len(named)} rows have the name {part!r}; say which by its number" if named else f"there is no row {part!r}"
+    raise UsageError(f"--set {override}: [[{'.'.join(map(str, place))}]]: {why} (rows: {known})")

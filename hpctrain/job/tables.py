@@ -1,29 +1,20 @@
-"""The tables of a job file and the keys that the core itself reads; a slot's other keys are its plugin's options."""
+"""The tables of a job file and the keys of the core; all other keys in a slot's table are the plugin's options."""
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 
-
-class Table(BaseModel):
-    """A table that holds nothing but its own keys."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-
-class SlotTable(Table):
-    """A table that chooses a plugin; keys that are not declared here go to the plugin."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The plugin's keys as written."""
-        return dict(self.model_extra or {})
+from hpctrain.job.exclusive import either, excluded
+from hpctrain.job.launching import LauncherTable
+from hpctrain.job.table import Seconds, SlotTable, Table
+from hpctrain.job.variables import Value, Variable
+from hpctrain.job.watching import GuardTable, WatchdogTable
 
 
 def _file_name(name: str) -> str:
@@ -47,30 +38,36 @@ def _permissions(text: str) -> str:
 class JobTable(Table):
     """[job]"""
 
+    model_config = ConfigDict(json_schema_extra=either(("steps",), ("epochs",)))
+
     name: Annotated[str, AfterValidator(_file_name)]
-    """What the run is called."""
+    """The name of the run."""
     output_dir: Annotated[Path | None, BeforeValidator(_not_empty)] = None
     """Where the files of the run go, relative to the current directory (default: runs/NAME)."""
     permissions: Annotated[str, AfterValidator(_permissions)] = "0700"
-    """Who may enter output_dir where hpctrain makes it, in octal, less what the umask takes; "umask": what that leaves."""
+    """Permissions of output_dir if hpctrain makes it, in octal, reduced by the umask; "umask": whatever the umask allows."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
-    """Decides on initial weights, sample order and everything drawn."""
+    """Determines initial weights, sample order and all random numbers."""
     steps: int | None = Field(default=None, ge=1)
-    """Train until this many optimizer steps are done (or give epochs)."""
+    """The number of optimizer steps to train (or give epochs)."""
     epochs: float | None = Field(default=None, gt=0, le=1e9)
     """Train for this many passes over the data; whole global batches only."""
-    on_nonfinite: Literal["stop", "continue"] = "stop"
-    """What a loss or gradient that is NaN or infinite does to the job (fp16's overflow is not meant)."""
+
+    cpu_bind: Literal["auto", "none"] = "auto"
+    """Whether the ranks of a node get cores of their own where the launcher has bound none: near their GPU, within a NUMA node."""
+    time_limit: Seconds | None = None
+    """The time that the job has from its start, such as "23h30m" or a number of seconds: before it is over, the job saves and
+    exits with 75. The end of a Slurm job is known without it."""
 
     @property
     def mode(self) -> int:
-        """`permissions` as the operating system has them."""
+        """`permissions` as a number."""
         return 0o777 if self.permissions == "umask" else int(self.permissions, 8)
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> JobTable:
         if (self.steps is None) == (self.epochs is None):
-            found = "neither" if self.steps is None else "both"
+            found = "neither" if self.steps is None else "both; --set job.steps= or --set job.epochs= removes one"
             raise ValueError(f"expected either steps or epochs, found {found}")
         return self
 
@@ -83,36 +80,65 @@ class ModelTable(SlotTable):
     weights: Path | None = None
     """Start from these weights: a safetensors file (or the .safetensors.index.json of several), a directory that transformers'
     save_pretrained() made, a torch file, or a checkpoint's directory."""
+    weights_strict: bool = True
+    """Whether weights must have exactly the model's tensors; false: take those that fit by name and shape, and list the others."""
     freeze: list[str] = []
     """Parameters that are not trained, as patterns such as "embedding.*"."""
     trainable: list[str] | None = Field(default=None, min_length=1)
-    """The only parameters that are trained, as such patterns; those of freeze are not, either way."""
+    """Patterns of the only parameters that are trained; parameters in freeze are never trained."""
     loss: str | None = None
-    """For a module of your own: "package.module:callable", called as loss(outputs, target) (a mean or per-sample)."""
+    """For a module of your own: "package.module:callable", called as loss(outputs, target); a mean or a loss per sample."""
 
 
 class DatasetTable(SlotTable):
     """[dataset]"""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"name": {"pattern": "^[^:]*$"}}, "required": ["name"]},
+            "then": {"properties": excluded(("collate", "weights"), ("the name of a plugin",))},
+        }
+    )
+
     name: str
     """A dataset plugin, or "package.module:callable" called as callable(split=..., **options)."""
     seq_length: int | None = Field(default=None, ge=1)
     """Tokens per sample (default: the model's max_seq_length)."""
-    workers: int = Field(default=0, ge=0, le=1024)
-    """Processes that load samples; 0 loads on a thread of the rank."""
+    workers: int | None = Field(default=None, ge=0, le=1024)
+    """Processes that load samples; 0 loads on a thread of the rank (default: 0, or num_workers of a DataLoader of your own)."""
+    start_method: Literal["spawn", "forkserver", "fork"] = "spawn"
+    """How worker processes start: anew, from one process that has imported torch, or as a copy of the rank, which shares its data
+    but is undefined under MPI."""
     prefetch: int = Field(default=2, ge=1)
-    """Micro batches that are loaded ahead of the step."""
+    """Micro batches to load ahead of the step."""
+    weights: str | None = None
+    """For data of your own: "package.module:callable", called with the data set; returns a weight for each training sample, by
+    which samples are drawn with replacement (default: the data set's `sample_weights` if it has them, else none)."""
+    collate: str | None = None
+    """For data of your own: "package.module:callable", called with a list of samples; returns the micro batch (default: the
+    data set's `collate_fn` if it has one, else torch's default_collate)."""
+    cache: Path | None = None
+    """Directory for prepared data such as token ids (default: $XDG_CACHE_HOME/hpctrain or ~/.cache/hpctrain)."""
 
 
 class ParameterGroup(SlotTable):
     """[[optimizer.groups]]: other options for some parameters."""
 
     pattern: str | Annotated[list[str], Field(min_length=1)]
-    """The parameters of the group, such as "*.bias"; the first group that matches takes a parameter."""
+    """The parameters of the group, such as "*.bias"; a parameter belongs to the first group that matches."""
+
+
+_SCALING: JsonDict = {
+    "if": {"properties": {"lr_scaling": {"enum": ["linear", "sqrt"]}}, "required": ["lr_scaling"]},
+    "then": {"required": ["lr_reference_batch"]},
+    "else": {"properties": {"lr_reference_batch": {"not": {"title": "lr_reference_batch without lr_scaling"}}}},
+}
 
 
 class OptimizerTable(SlotTable):
     """[optimizer]"""
+
+    model_config = ConfigDict(json_schema_extra=_SCALING)
 
     name: str
     """An optimizer plugin, or "package.module:callable" called as callable(groups, **options)."""
@@ -138,20 +164,22 @@ class ScheduleTable(SlotTable):
     """[schedule]"""
 
     name: str = "constant"
-    """A schedule plugin."""
+    """A schedule plugin, or "package.module:callable"."""
 
 
 class BatchTable(Table):
     """[batch]"""
+
+    model_config = ConfigDict(json_schema_extra=either(("global_size", "micro_size"), ("tokens", "micro_tokens")))
 
     global_size: int | None = Field(default=None, ge=1)
     """Samples per optimizer step, over all ranks."""
     micro_size: int | None = Field(default=None, ge=1)
     """Samples per forward on one rank."""
     tokens: int | None = Field(default=None, ge=1)
-    """In place of global_size: tokens per optimizer step at most, over all ranks, without padding."""
+    """Instead of global_size: the most tokens per optimizer step, over all ranks, without padding."""
     micro_tokens: int | None = Field(default=None, ge=1)
-    """In place of micro_size: tokens per forward on one rank at most, padding included."""
+    """Instead of micro_size: the most tokens per forward on one rank, padding included."""
 
     @model_validator(mode="after")
     def _samples_or_tokens(self) -> BatchTable:
@@ -176,13 +204,21 @@ class EvaluationTable(Table):
     """[evaluation]"""
 
     every_steps: int = Field(default=0, ge=0)
-    """Evaluate after every so many steps and at the end; 0 is never."""
+    """Evaluate at this interval of steps and at the end; 0 is never."""
+    every_epochs: float = Field(default=0, ge=0, le=1e9)
+    """Evaluate at this interval of epochs, after the step that completes it, and at the end; 0 is never."""
     batches: int | None = Field(default=None, ge=1)
     """Global batches of the validation split to evaluate on (default: all of it)."""
 
+    @property
+    def enabled(self) -> bool:
+        """Whether the job evaluates at all."""
+        return bool(self.every_steps or self.every_epochs)
 
-def _table_of_size(value: object) -> object:
-    return {"size": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+def _table_of(key: str, value: object) -> object:
+    """A table in place of an integer that stands for one of its keys."""
+    return {key: value} if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 class AxisTable(SlotTable):
@@ -195,11 +231,15 @@ class AxisTable(SlotTable):
 class ShardingTable(SlotTable):
     """[sharding]"""
 
+    model_config = ConfigDict(
+        json_schema_extra={"if": {"required": ["name"]}, "then": {"properties": excluded(("stage",), ("name",))}}
+    )
+
     name: str | None = None
     """A sharding plugin."""
     stage: int | None = Field(default=None, ge=0)
-    """Short for name = "zero-N": what the data-parallel ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3
-    parameters too (ZeRO). 0 where neither is given."""
+    """Short for name = "zero-N" (ZeRO). The data-parallel ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3
+    also parameters. The default is stage 0."""
 
     @model_validator(mode="before")
     @classmethod
@@ -210,7 +250,7 @@ class ShardingTable(SlotTable):
 
     @property
     def choice(self) -> tuple[str, str]:
-        """The key that chose the strategy, and what it says, as a person would write them."""
+        """The key that chose the strategy, and its value as written in a job file."""
         return ("name", repr(self.name)) if self.stage is None else ("stage", str(self.stage))
 
 
@@ -241,7 +281,23 @@ class CompressionTable(SlotTable):
     """[compression]"""
 
     name: str = "none"
-    """How gradients travel between data-parallel ranks: a compression plugin."""
+    """A compression plugin: compresses gradients between data-parallel ranks."""
+
+
+class KeepBestTable(Table):
+    """[checkpoint] keep_best = { ... }"""
+
+    count: int = Field(default=1, ge=1)
+    """How many."""
+    metric: str = "loss"
+    """What they go by: the loss, or the name of a metric that [[metric]] measures, as it stands behind "evaluation_"."""
+    mode: Literal["min", "max"] = "min"
+    """Whether the lowest or the highest is the best."""
+
+
+KeepBest = Annotated[
+    KeepBestTable, BeforeValidator(partial(_table_of, "count"), json_schema_input_type=int | KeepBestTable)
+]
 
 
 class CheckpointTable(SlotTable):
@@ -250,19 +306,19 @@ class CheckpointTable(SlotTable):
     format: str = "hdf5"
     """A checkpoint format plugin."""
     every_steps: int = Field(default=0, ge=0)
-    """Save after every so many steps; 0 does not. The last step is always saved."""
+    """Save at this interval of steps; 0 turns it off. The last step is always saved."""
     every_epochs: float = Field(default=0, ge=0, le=1e9)
-    """Save after every so many passes over the data, at the first step that completes one; 0 does not."""
+    """Save at this interval of epochs, after the step that completes it; 0 turns it off."""
     keep: int | None = Field(default=None, ge=1)
     """How many of the newest checkpoints stay on disk (default: all, or 1 with keep_every or keep_best)."""
     keep_every: int | None = Field(default=None, ge=1)
-    """Checkpoints whose step is a multiple of this stay, too."""
-    keep_best: int | None = Field(default=None, ge=1)
-    """So many checkpoints with the lowest evaluation loss stay, too; needs [evaluation], and counts evaluated steps."""
+    """Checkpoints whose step is a multiple of this also stay."""
+    keep_best: KeepBest | None = None
+    """The best of the evaluated checkpoints also stay; an integer is short for a table with `count`."""
     asynchronous: bool = False
-    """Write in the background while training goes on; the next save waits for the one before."""
+    """Write in the background while training goes on; a save waits for the previous one."""
     on_error: Literal["stop", "continue"] = "stop"
-    """What a checkpoint that cannot be written does to the job: stop it (exit 4), or say so and try at the next one."""
+    """Reaction to a save that fails: stop the job (exit 4), or continue with a warning until the next save."""
 
 
 class CommunicatorTable(SlotTable):
@@ -271,7 +327,17 @@ class CommunicatorTable(SlotTable):
     name: str = "auto"
     """A communicator plugin; auto takes the best one that is available."""
     timeout_seconds: float = Field(default=600, gt=0, le=1e8)
-    """Longest wait of any communication before the job ends with the names of the missing ranks."""
+    """Time limit of every communication; then the job ends with the names of the missing ranks."""
+    check: bool = False
+    """Compare each collective between the ranks before data moves: operation, shapes and dtypes. A difference ends the job and
+    names ranks, shapes and lines. Communication no longer overlaps with computation."""
+
+
+class ElasticTable(Table):
+    """[elastic]"""
+
+    min_ranks: int = Field(ge=1)
+    """The fewest ranks with which `hpctrain run --hostfile` goes on while slots are missing. The global batch stays."""
 
 
 class LoggerTable(SlotTable):
@@ -288,6 +354,13 @@ class HookTable(SlotTable):
     """A hook plugin."""
 
 
+class MetricTable(SlotTable):
+    """[[metric]]"""
+
+    name: str
+    """A metric plugin, or "package.module:callable"."""
+
+
 class PluginsTable(Table):
     """[plugins]"""
 
@@ -298,7 +371,7 @@ class PluginsTable(Table):
 
 
 class Job(Table):
-    """A whole job. `hpctrain.load_job` reads one from a file; `Job.model_validate` makes one from a dict."""
+    """A job. `hpctrain.load_job` reads it from a file; `Job.model_validate` makes it from a dict."""
 
     job: JobTable
     model: ModelTable
@@ -308,18 +381,27 @@ class Job(Table):
     batch: BatchTable
     evaluation: EvaluationTable = EvaluationTable()
     parallelism: dict[
-        str, Annotated[AxisTable, BeforeValidator(_table_of_size, json_schema_input_type=int | AxisTable)]
+        str, Annotated[AxisTable, BeforeValidator(partial(_table_of, "size"), json_schema_input_type=int | AxisTable)]
     ] = {}
-    """Mesh axes: an integer is short for a table with `size`. What is left of the ranks is data parallel."""
+    """Mesh axes: an integer is short for a table with `size`. The remaining ranks are data-parallel."""
     sharding: ShardingTable = ShardingTable()
     precision: PrecisionTable = PrecisionTable()
     activation_checkpointing: ActivationCheckpointingTable = ActivationCheckpointingTable()
     compile: CompileTable = CompileTable()
     compression: CompressionTable = CompressionTable()
     checkpoint: CheckpointTable = CheckpointTable()
+    guard: GuardTable = GuardTable()
     communicator: CommunicatorTable = CommunicatorTable()
+    watchdog: WatchdogTable = WatchdogTable()
+    elastic: ElasticTable | None = None
     logger: list[LoggerTable] = []
     hook: list[HookTable] = []
+    metric: list[MetricTable] = []
+    launcher: dict[str, LauncherTable] = {}
+    """Where `hpctrain submit` sends the job: a table for each target, such as [launcher.slurm]."""
+    environment: dict[Variable, Value] = Field(default={}, json_schema_extra={"additionalProperties": False})
+    """Variables that each rank sets before MPI, torch and OpenMP start, such as FI_PROVIDER = "tcp"; one that the shell has set
+    stays as it is."""
     plugins: PluginsTable = PluginsTable()
 
     @property

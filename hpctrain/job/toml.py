@@ -1,7 +1,8 @@
-"""TOML with the limits of a job file: an integer has 64 bits, as the standard asks, and nothing is nested without end."""
+"""TOML with the limits of a job file: 64-bit integers, as the standard says, and limited nesting."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from datetime import date, time
@@ -17,7 +18,7 @@ _TOO_DEEP = f"tables or arrays are nested too deeply, expected at most {_DEEPEST
 
 
 class LimitError(ValueError):
-    """Text that may be TOML, but beyond what a job file may hold; `line` begins at 1, None where it is not known."""
+    """TOML that exceeds the limits of a job file; `line` counts from 1, None if unknown."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -32,17 +33,23 @@ def parse(text: str) -> dict[str, Any]:
         raise
     except RecursionError:
         raise LimitError(_TOO_DEEP) from None
-    except ValueError:  # Python turns no more than 4,300 digits into an integer
+    except ValueError:  # Python converts at most 4,300 digits to an integer
         digits = re.search(r"\d[\d_]{4300,}", text)
         line = 1 + text.count("\n", 0, digits.start()) if digits else None
         raise LimitError("found an integer of thousands of digits, expected one of 64 bits", line) from None
-    if any(len(key) > _DEEPEST for key, _ in _walk(tables)):  # what follows goes through them by recursion
+    if any(len(key) > _DEEPEST for key, _ in _walk(tables)):  # later code walks the tables by recursion
         raise LimitError(_TOO_DEEP)
     return tables
 
 
+def written(value: object) -> str:
+    """A value as TOML writes it, in at most 80 characters; "unset" for None, which TOML can't write."""
+    text = "unset" if value is None else json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def first_beyond(tables: dict[str, Any]) -> tuple[tuple[str | int, ...], str] | None:
-    """The place of a value that no job file may hold, and what is wrong with it."""
+    """The place of the first value beyond the limits of a job file, and what is wrong with it."""
     for key, value in _walk(tables):
         if len(key) > _DEEPEST:
             return key[:2], _TOO_DEEP
@@ -56,7 +63,7 @@ def first_beyond(tables: dict[str, Any]) -> tuple[tuple[str | int, ...], str] | 
 
 
 def _walk(tables: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Every value with its place, without recursion; nothing below a value that lies too deep."""
+    """Every value with its place, without recursion; skips everything below a value that is too deep."""
     waiting: list[tuple[tuple[str | int, ...], Any]] = [((), tables)]
     while waiting:
         key, value = waiting.pop()

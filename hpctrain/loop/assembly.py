@@ -1,13 +1,20 @@
-"""Puts a session together: builds the model, opens the data, restores, and says on the screen what came of the job."""
+"""Assembles a session: builds the model, opens the data, restores a checkpoint, and prints the resolved job."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.choices import refuse_machine
 from hpctrain.contracts.life_cycle import Control
+from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.plan import Machine
+from hpctrain.guard.judging import Guard
+from hpctrain.guard.memory import memory_explained
+from hpctrain.guard.replicas import Replicas
+from hpctrain.loop.deadline import deadline_of
 from hpctrain.loop.feed import Feed
 from hpctrain.loop.progress import Progress
 from hpctrain.loop.report import Report
@@ -16,32 +23,64 @@ from hpctrain.loop.session import Session
 from hpctrain.loop.trained_model import TrainedModel
 from hpctrain.mesh import Layout, build_meshes, layout_of
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.world.meeting import World, threads_per_rank
+from hpctrain.world.detection import launcher_name
+from hpctrain.world.meeting import World
 
 
-def assemble(checked: CheckedJob, world: World, device: torch.device, resume: str, hooks: LifeCycle) -> Session:
-    """Everything that the loop needs; collective. `resume` is "auto", "never" or a path."""
+def assemble(
+    checked: CheckedJob, world: World, device: torch.device, resume: str, hooks: LifeCycle, begin: float | None = None
+) -> Session:
+    """The session that the loop works with. Collective.
+
+    resume: "auto", "never" or a path. begin: of the run, on time.monotonic(); None: now.
+    """
     job, parts, identity = checked.job, checked.parts, world.identity
     refuse_machine(job, parts, Machine(identity, device), checked.registry)
     layout = layout_of(job, parts, identity.size)
     meshes = build_meshes(layout, device)
     report = Report(identity, world.channel)
-    with hooks.phase("build", 0):
+    building = memory_explained(job, parts, identity, device, "while the model was built")
+    with hooks.phase("build", 0), building:
         model = TrainedModel(job, parts, meshes, identity.node, device, hooks)
     feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device, model.split)
-    progress = Progress(feed.steps)
-    saving = Saving(job, parts, identity, hooks, layout, model, feed, progress, report)
+    if job.guard.rolls_back:
+        feed.refuse_stream()
+    progress, guard = Progress(feed.steps), Guard(job.guard)
+    saving = Saving(job, parts, identity, hooks, layout, model, feed, progress, report, guard.state())
     saving.restore(resume)
     model.refuse_optimizer()
-    if job.job.epochs is not None and progress.step:  # the batch may have been another one until now
+    replicas = Replicas(model.module, meshes, identity) if job.guard.replica_check_every else None
+    if job.job.epochs is not None and progress.step:  # the earlier run may have had another batch size
         progress.steps = progress.step + feed.steps_from(progress.samples_seen)
-    session = Session(job, parts, hooks, identity, device, progress, model, feed, report, saving, Control())
+    deadline = deadline_of(job.job.time_limit, time.monotonic() if begin is None else begin, identity)
+    session = Session(
+        job, parts, hooks, identity, device, progress, model, feed, report, saving, Control(), guard, deadline, replicas
+    )
     for name, value in describe(session, layout).items():
         report.say(f"{name:<12} {value}")
     if progress.step:
         report.say(f"resuming     from step {progress.step} ({saving.newest})")
+        for sentence in changed_schedule(parts.schedule, progress):
+            report.say(f"schedule     {sentence}")
+    if replicas is not None and not replicas.exist():
+        report.say("guard        replica_check_every has no effect: no two ranks hold the same parameters")
     report.open(job.output_dir, parts.loggers, progress.step)
     return session
+
+
+def changed_schedule(schedule: Schedule, progress: Progress) -> list[str]:
+    """A sentence if the schedule spans other steps than before the resume, and its factor on lr is another one for that."""
+    before, now, last = progress.steps_before, progress.steps, progress.step - 1
+    if before is None or before == now or progress.done:
+        return []
+    places = range(min(before, now), 0, -max(1, min(before, now) // 1000))
+    if all(schedule.factor(place - 1, before) == schedule.factor(place - 1, now) for place in places):
+        return []
+    was, is_now = (schedule.factor(last, steps) for steps in (before, now))
+    return [
+        f"{schedule.name} spans {now} steps now and spanned {before}: at step {progress.step} its factor on lr was {was:.3g} "
+        f"and is {is_now:.3g}"
+    ]
 
 
 def describe(session: Session, layout: Layout) -> dict[str, str]:
@@ -50,18 +89,21 @@ def describe(session: Session, layout: Layout) -> dict[str, str]:
     progress, everything, trained = session.progress, model.elements, model.trained_elements
     pipeline = model.runner.describe(plan.micro_batches)
     left = max(0, progress.steps - progress.step) * plan.samples_per_step
-    epochs = (progress.samples_seen + left) / session.feed.samples
+    epochs = session.feed.epochs(progress.samples_seen + left)
     compression = model.sums.describe()
-    threads = threads_per_rank(identity)
+    threads = torch.get_num_threads()
+    name = launcher_name() if identity.source == "mpi" else None
+    launcher = f", started by {name}" if name else ""
     chosen = (parts.model, parts.dataset, parts.optimizer, parts.schedule)
     return {
         "job": f"{job.job.name}, seed {job.job.seed}, {progress.steps} steps, files in {job.output_dir}",
-        "ranks": f"{identity.size} ({identity.source}), {identity.local_size} per node, "
+        "ranks": f"{identity.size} ({identity.source}){launcher}, {identity.local_size} per node, "
         f"{threads} thread{'s' if threads > 1 else ''} each, on {session.device.type}",
         "mesh": f"{layout}; sharding {parts.sharding.name}",
         **({"pipeline": pipeline} if pipeline else {}),
         "batch": str(plan),
-        "data": f"{session.feed.samples:,} samples, {epochs:.2f} epochs",
+        "data": session.feed.describe(epochs),
+        **({"loader": session.feed.remark} if session.feed.remark else {}),
         "parameters": f"{everything:,}" + (f", {trained:,} trained" if trained != everything else ""),
         "precision": parts.precision.describe(session.device),
         **({"compression": compression} if compression else {}),

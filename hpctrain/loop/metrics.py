@@ -1,4 +1,4 @@
-"""One row per step: gathered over the ranks, written to metrics.jsonl, and what loggers get."""
+"""Metrics, one row per step: gathered over the ranks, written to metrics.jsonl, passed to loggers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from hpctrain.files import open_regular, reading, replacing
 
 LOG = logging.getLogger("hpctrain")
 _LONGEST_ROW = 2**20
-"""Bytes of a line of metrics.jsonl."""
+"""The longest line of metrics.jsonl, in bytes."""
 
 
 @dataclass
 class StepTimes:
-    """Seconds of the current step that went into data and into waiting for communication."""
+    """Seconds that the current step waited for data and for communication."""
 
     data: float = 0.0
     communication: float = 0.0
@@ -45,7 +45,7 @@ class StepTimes:
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Time the loop waits for other ranks (communication behind backward is not in it)."""
+        """Time the loop waits for other ranks, without communication that overlaps with backward."""
         begin = time.perf_counter()
         yield
         self.communication += time.perf_counter() - begin
@@ -57,7 +57,7 @@ class StepTimes:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory that this rank has held: on its accelerator, or of the process."""
+    """The peak memory of this rank: on its accelerator, else of the process."""
     if is_accelerator(device):
         return peak_memory(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -73,10 +73,10 @@ def gather_row(values: list[float]) -> torch.Tensor:
 
 
 class MetricsFile:
-    """metrics.jsonl on rank 0: a JSON object per line; what is not finite is null."""
+    """metrics.jsonl on rank 0: a JSON object per line. Non-finite numbers are null."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        """Rows after `resumed_step` belong to steps that are done again: they are dropped. OSError if it can't be written."""
+        """Drops the rows after `resumed_step`: their steps run again. Raises OSError if the file can't be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.writelines(_rows_until(path, resumed_step) if resumed_step else [])
@@ -86,16 +86,16 @@ class MetricsFile:
         self._waiting = b""
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append `row` at once, so that whoever follows the file sees it.
+        """Append `row` at once, so that readers who follow the file see it.
 
-        Where there is no room (the disk is full), rows wait until there is some: that is no reason to end a training.
+        If the disk is full, rows wait in memory until there is room: a full disk does not end a training here.
         """
         waited, self._waiting = bool(self._waiting), self._waiting + json.dumps(finite(row)).encode() + b"\n"
         try:
             self._append()
         except OSError as error:
             if not waited:
-                LOG.warning("%s can't be written, its rows wait until it can: %s", self._path, reason(error))
+                LOG.warning("%s can't be written; rows are kept in memory until it can: %s", self._path, reason(error))
 
     def close(self) -> None:
         try:
@@ -103,7 +103,7 @@ class MetricsFile:
             self._file.close()
         except OSError as error:
             lost = self._waiting.count(b"\n")
-            LOG.warning("%s could not be written, it lacks the last %d rows: %s", self._path, lost, reason(error))
+            LOG.warning("%s could not be written; its last %d rows are missing: %s", self._path, lost, reason(error))
 
     def _append(self) -> None:
         while self._waiting:
@@ -111,7 +111,7 @@ class MetricsFile:
 
 
 def finite(value: Any) -> Any:
-    """`value` with None for each number that JSON has not."""
+    """`value` with None for NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -120,18 +120,18 @@ def finite(value: Any) -> Any:
 
 
 class _Row(BaseModel):
-    """What a resume looks at of a row."""
+    """The parts of a row that a resume reads."""
 
     step: StrictInt
 
 
 def _rows_until(path: Path, step: int) -> Iterator[bytes]:
-    """Whole lines: what else a crash or a power failure left is left out."""
+    """The complete lines; fragments left by a crash or a power failure are dropped."""
     if not os.path.lexists(path):
         return
     with reading(path) as fd, open(fd, "rb", closefd=False) as file:
         while line := file.readline(_LONGEST_ROW):
-            if not line.endswith(b"\n"):  # cut short, or no row: what follows may have no end
+            if not line.endswith(b"\n"):  # cut short, or not a row: the rest may be endless
                 return
             with suppress(ValidationError):
                 if _Row.model_validate_json(line).step <= step:

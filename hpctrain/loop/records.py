@@ -1,4 +1,4 @@
-"""Where rows of metrics go besides the screen: metrics.jsonl, and the loggers."""
+"""The destinations of metrics besides the screen: metrics.jsonl and the loggers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LOG = logging.getLogger("hpctrain")
 
 
 class Records:
-    """Of a run, on rank 0."""
+    """The records of a run, on rank 0."""
 
     def __init__(self, output_dir: Path, loggers: Sequence[Logger], resumed_step: int) -> None:
-        """Raises UsageError where metrics.jsonl can't be written, EnvironmentUnfitError where a logger's files can't."""
+        """Raises UsageError if metrics.jsonl can't be written, EnvironmentUnfitError if a logger's files can't."""
         path = output_dir / "metrics.jsonl"
         try:
             self._metrics = MetricsFile(path, resumed_step)
@@ -32,7 +32,7 @@ class Records:
                 raise EnvironmentUnfitError(f"[[logger]] name = {logger.name!r}: {reason(error)}") from error
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """One row, to all."""
+        """Write one row to all destinations."""
         self._metrics.write(dict(row))
         self._ask_writers(lambda writer: writer.log(row))
 
@@ -42,7 +42,7 @@ class Records:
         self._ask_writers(lambda writer: writer.close())
 
     def _ask_writers(self, ask: Callable[[LogWriter], None]) -> None:
-        """A writer that raises (its server or its disk is gone) is dropped, with a warning: metrics.jsonl has every row."""
+        """Drop a writer that raises (its server or disk is gone), with a warning. metrics.jsonl has every row."""
         for writer in list(self._writers):
             name, one = writer
             try:

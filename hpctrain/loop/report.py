@@ -1,4 +1,4 @@
-"""What people see of a run: rank 0's screen, metrics.jsonl and the loggers."""
+"""Reports a run: rank 0's screen, metrics.jsonl and the loggers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.world.launcher_channel import LauncherChannel
 
 
 class Report:
-    """Speaks on rank 0, and is silent on the others."""
+    """Active on rank 0, silent on the other ranks."""
 
     def __init__(self, identity: Identity, channel: LauncherChannel) -> None:
         self._speaks = identity.rank == 0
@@ -22,16 +22,22 @@ class Report:
         self._records: Records | None = None
 
     def open(self, output_dir: Path, loggers: Sequence[Logger], step: int) -> None:
-        """Rows follow, from `step` on. Raises what `Records` does."""
+        """Open the records for rows after `step`. Raises the errors of `Records`."""
         if self._speaks:
             self._records = Records(output_dir, loggers, step)
 
+    def go_back(self, output_dir: Path, loggers: Sequence[Logger], step: int) -> None:
+        """Drop the rows after `step`, as a resume does. Raises the errors of `Records`."""
+        if self._records is not None:
+            self._records.close()
+        self.open(output_dir, loggers, step)
+
     def say(self, message: str) -> None:
-        """A line on the screen."""
+        """Print a line on the screen."""
         self._console.line(message)
 
     def row(self, row: Mapping[str, Any], steps: int, counts: str, remark: str = "") -> None:
-        """A row of metrics, to all. counts: "tokens" or "samples". remark: what else the screen shows."""
+        """Report a row of metrics. counts: "tokens" or "samples". remark: extra text for the screen."""
         if self._records is not None:
             self._records.write(row)
             self._console.progress(row, steps, counts, remark)

@@ -1,4 +1,4 @@
-"""What the loop works with: one job on this rank, in five parts that know nothing of each other but what they are given."""
+"""One job on this rank, as the loop uses it. Its five parts know each other only through their arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Control
+from hpctrain.guard.judging import Guard
+from hpctrain.guard.replicas import Replicas
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
+from hpctrain.loop.deadline import Deadline
 from hpctrain.loop.feed import Feed
 from hpctrain.loop.progress import Progress
 from hpctrain.loop.report import Report
@@ -33,8 +36,13 @@ class Session:
     report: Report
     saving: Saving
     control: Control
+    guard: Guard
+    deadline: Deadline
+    replicas: Replicas | None
+    """None where the job compares none."""
 
     def close(self) -> None:
-        """End what runs beside the loop, and close what rank 0 writes to."""
+        """End background work, and close rank 0's outputs."""
+        self.feed.close()
         self.model.sums.close()
         self.report.close()

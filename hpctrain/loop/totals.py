@@ -1,4 +1,4 @@
-"""What all ranks' pieces come to: the norm of the gradient, each element counted once."""
+"""Totals over the pieces of all ranks: the gradient norm, with each element counted once."""
 
 from __future__ import annotations
 
@@ -8,31 +8,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.contracts.pieces import Piece
 from hpctrain.exchange import gather_values
+from hpctrain.mesh import Meshes
 from hpctrain.torch_private import foreach_norm
 
 _CHUNK = 4096
-"""Elements that are added in their own dtype. Over whole tensors that loses 1e-4 of a float32 norm on a CPU, and as much
-as the ranks cut them differently; in float64 from the first element on it takes ten times as long."""
+"""Elements that are added in their own dtype before float64 takes over. Adding whole tensors in float32 on a CPU has errors
+of 1e-4 of the norm, and layouts differ by as much. Adding everything in float64 takes ten times as long."""
 
 
 class PieceTotals:
-    """Knows which pieces this rank counts: a replica is counted by the first of the ranks that hold it."""
+    """Knows the pieces that this rank counts: the first rank that holds a replica counts it."""
 
-    def __init__(self, pieces: Sequence[Piece], mesh: DeviceMesh) -> None:
-        """Collective: all must know alike whether any rank holds a mere part of something."""
+    def __init__(self, pieces: Sequence[Piece], meshes: Meshes) -> None:
+        """Collective: all ranks must agree on whether any rank holds only a part of a tensor."""
         cut = torch.tensor(int(any(piece.axes for piece in pieces)))
         dist.all_reduce(cut, dist.ReduceOp.MAX)
         self._cut = bool(cut)
-        first = {axis for axis in mesh.mesh_dim_names or () if mesh.get_local_rank(axis) == 0}
-        elsewhere = set(mesh.mesh_dim_names or ()) - first
-        self._counts = [not self._cut or elsewhere <= set(piece.axes) for piece in pieces]
+        axes = meshes.model.mesh_dim_names or ()
+        firsts: dict[tuple[str, ...], bool] = {}  # many pieces have the same axes
+        for piece in pieces:
+            if piece.axes not in firsts:
+                repeating = [meshes.group(axis, piece.axes) for axis in axes if axis not in piece.axes]
+                firsts[piece.axes] = all(group.rank() == 0 for group in repeating)
+        self._counts = [not self._cut or firsts[piece.axes] for piece in pieces]
 
     def norm(self, gradients: Sequence[Tensor]) -> float:
-        """The 2-norm of `gradients`, one for each piece. Collective where pieces differ between ranks; equal on all."""
+        """The 2-norm of `gradients`, one tensor per piece; equal on all ranks. Collective if pieces differ between ranks."""
         mine = [gradient for gradient, counts in zip(gradients, self._counts, strict=True) if counts]
         square = _sum_of_squares(mine) if mine else torch.zeros((), dtype=torch.float64)
         if self._cut:
@@ -40,14 +44,14 @@ class PieceTotals:
         return float(square.sqrt())
 
     def merged(self, numbers: dict[str, Any]) -> dict[str, Any]:
-        """The entries of all ranks' dicts, where each rank knows its own pieces only; collective like the norm."""
+        """The merged dicts of all ranks, each with the entries of its own pieces. Collective like the norm."""
         if not self._cut:
             return numbers
         return {key: value for one in gather_values(numbers) for key, value in one.items()}
 
 
 def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all elements, a float64 scalar on the CPU."""
+    """The sum over all elements, a float64 scalar on the CPU."""
     norms, rests = [], []
     for tensor in tensors:
         flat = tensor.reshape(-1)

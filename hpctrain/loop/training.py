@@ -1,69 +1,117 @@
-"""The loop, readable top to bottom: what every rank does from the first step to the last."""
+"""The training loop of every rank, from the first step to the last. Read it top to bottom."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hpctrain.data.loader import Loader
-from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, CheckpointError, TrainingError, reason
+from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
 from hpctrain.exchange import gather_values, sum_of, together
+from hpctrain.guard.judging import StepFigures, Verdict
+from hpctrain.guard.memory import memory_explained
+from hpctrain.loop.evaluation import evaluate, row_of
 from hpctrain.loop.metrics import StepTimes, gather_row, memory_bytes
+from hpctrain.loop.reactions import act
+from hpctrain.loop.saves import save_if_due
 from hpctrain.loop.session import Session
-from hpctrain.loop.signals import StopRequest
+from hpctrain.loop.signals import INTERRUPTED, STOPPED, StopRequest
 from hpctrain.torch_private import foreach_mul_
 
 
 def train(session: Session, stop: StopRequest) -> dict[str, Any]:
-    """Train from the session's step to its last one, or until a signal. The result has step, loss and exit_code."""
-    hooks, progress, last_loss, code = session.hooks, session.progress, math.nan, EXIT_DONE
+    """Train from the session's step to the last step, or until a signal.
+
+    The result has `step`, `loss` (of the last step), `losses` (of the steps of this call), `evaluation` (the metrics of the newest
+    evaluation, or None), `checkpoint`, `exit_code`, and `interrupted`: whether Ctrl-C ended the training.
+    """
+    hooks, progress, code = session.hooks, session.progress, EXIT_DONE
+    losses: list[float] = []
+    stops, begun = 0, progress.step
     world = dist.group.WORLD
     assert world is not None
-    start: dict[str, Any] = {"step": progress.step, "control": session.control}
+    start: dict[str, Any] = {"step": progress.step, "model": session.model, "control": session.control}
     together(world, lambda: hooks.call("hpctrain_job_start", job=session.job, identity=session.identity, **start))
     if progress.step and progress.evaluation is None:
-        evaluate_if_due(session)  # a signal left no time for it
+        evaluate_if_due(session)  # skipped at a signal, to save first
     loader = session.feed.training_loader(progress)
     try:
         end_if_asked(session)
         while not progress.done and code == EXIT_DONE:
-            row, stop_agreed = train_step(session, loader, stop)
-            last_loss = row["loss"]
-            if not stop_agreed:  # who stops a job may kill it soon: save first
+            with explained(session, f"in step {progress.step + 1}"):
+                row, stops, verdict = train_step(session, loader, stop)
+            losses.append(row["loss"])
+            if verdict is not None and act(session, verdict):
+                del losses[max(0, progress.step - begun) :]
+                loader.close()
+                loader = session.feed.training_loader(progress)
+                code = EXIT_STOPPED if stops else EXIT_DONE  # nothing to save: the model is that of a checkpoint
+                continue
+            if not stops:  # a job that is asked to stop may be killed soon: save first
                 evaluate_if_due(session)
             end_if_asked(session)
-            code = save_if_due(session, stop_agreed)
+            code = save_if_due(session, bool(stops))
     finally:
         loader.close()
-    result = {"step": progress.step, "loss": last_loss, "exit_code": code}
+    result = {
+        "step": progress.step,
+        "loss": progress.loss,
+        "losses": losses,
+        "evaluation": None if progress.evaluation is None else dict(progress.evaluation[1]),
+        "checkpoint": session.saving.newest,
+        "exit_code": code,
+        "interrupted": code == EXIT_STOPPED and stops == INTERRUPTED,
+    }
     together(world, lambda: hooks.call("hpctrain_job_end", result=result))
     return result
 
 
-def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dict[str, Any], bool]:
-    """One optimizer step; its row, and whether any rank was asked to stop."""
+def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dict[str, Any], int, Verdict | None]:
+    """Run one optimizer step; return its row, the strongest request to stop on any rank (0 is none), and what the guard has
+    found, if anything."""
     parts, model, progress, times = session.parts, session.model, session.progress, StepTimes()
-    step, phase = progress.step, session.hooks.phase
+    step, phase, position = progress.step, session.hooks.phase, session.hooks.position
     with times.waiting_for_data(), phase("data", step):
         micro_batches, samples_seen = loader.step()
-    with times.communicating():
+    with times.communicating(), position.inside("counting", step):
         count = model.sum_over_batch(sum(parts.model.count(micro.batch) for micro in micro_batches))
     if count == 0:
         raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label", everywhere=True)
     model.begin_sums(step)
     loss_sum = model.runner.train(micro_batches, count, step)
-    with times.communicating():
+    with times.communicating(), position.inside("sums of gradients", step):
         model.sharded.synchronize()
 
-    # without the loss scale -> finite? -> norm -> clip -> step -> update: the norm is finite only if every gradient is
+    # unscale -> norm -> guard -> clip -> step -> update: the norm is finite only if every gradient is
     gradients = model.take_gradients()
     norm = model.gradient_norm(gradients)
+    if session.replicas is not None and (step + 1) % session.job.guard.replica_check_every == 0:
+        session.replicas.check(step)
+
+    loss_part, starved = loss_sum.item() * model.loss_share, float(model.runner.out_of_memory is not None)
+    asked = max(stop.level, STOPPED if session.deadline.turn() else 0)
+    local = [loss_part, starved, times.data, times.communication, memory_bytes(session.device), float(asked), norm]
+    figures = gather_row([*local, *model.runner.figures()])
+    losses, lacking, data, communication, memory, stops, norms = figures[:, : len(local)].T
+    brought, remark = model.runner.metrics(figures[:, len(local) :])
+    out_of_memory = lacking.nonzero().flatten().tolist()
+    loss = math.nan if out_of_memory else losses.sum().item() / count
+    finite = bool(
+        norms.isfinite().all()
+    )  # without pieces, each rank has its own norm, of gradients that should be equal
+    norm = norm if finite else norms[~norms.isfinite()][0].item()
+    overflow = not finite and model.scaler.skips_nonfinite
+    found = StepFigures(step + 1, loss, norm, losses.tolist(), out_of_memory, overflow)
+    verdict = session.guard.judge(found)
+    apply = finite and (verdict is None or verdict.updates)
+
     lr = model.set_learning_rate(step, progress.steps)
-    apply = math.isfinite(norm)
     with phase("optimizer", step):
         if apply:
             clip(gradients, norm, session.job.optimizer.clip_norm)
@@ -73,21 +121,19 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
             model.sharded.stepped(step + 1)
         else:
             model.sums.leave_out()
-    excused = not apply and model.scaler.skips_nonfinite
-    model.scaler.update(apply)
+    model.scaler.update(finite)
     progress.advance(samples_seen)
+    progress.loss = loss
 
-    loss_part = loss_sum.item() * model.loss_share
-    local = [loss_part, times.data, times.communication, memory_bytes(session.device), float(stop.requested)]
-    figures = gather_row([*local, *model.runner.figures()])
-    losses, data, communication, memory, stops = figures[:, : len(local)].T
-    brought, remark = model.runner.metrics(figures[:, len(local) :])
-    loss = losses.sum().item() / count
+    if out_of_memory:  # what was summed is not whole
+        model.named_losses.forget()
+    named = {} if out_of_memory else model.named_losses.take(count)
     row = {
-        "step": progress.step,
+        **moment(session),
         "loss": loss,
+        **{f"loss_{name}": value for name, value in named.items()},
         "lr": lr,
-        "grad_norm": norm,
+        "grad_norm": math.nan if out_of_memory else norm,
         session.parts.model.counts: count,
         "step_seconds": times.seconds,
         f"{session.parts.model.counts}_per_second": count / times.seconds,
@@ -96,12 +142,17 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
         "memory_bytes": {"rank_max": int(memory.max()), "rank_mean": int(memory.mean())},
         **brought,
         **({} if apply else {"skipped": True}),
+        **session.guard.metrics(verdict),
     }
-    session.hooks.call("hpctrain_step_end", step=progress.step, metrics=row, control=session.control)
+    session.hooks.call("hpctrain_step_end", step=progress.step, metrics=row, model=model, control=session.control)
     session.report.row(row, progress.steps, parts.model.counts, remark)
-    if not excused and not (math.isfinite(loss) and apply):
-        refuse_nonfinite(session, row)
-    return row, bool(stops.any())
+    return row, int(stops.max()), verdict
+
+
+def moment(session: Session) -> dict[str, Any]:
+    """When a row was made: the step, passes over the data, and seconds since 1970."""
+    progress = session.progress
+    return {"step": progress.step, "epoch": session.feed.epochs(progress.samples_seen), "time": time.time()}
 
 
 def clip(gradients: list[torch.Tensor], norm: float, limit: float | None) -> None:
@@ -110,82 +161,44 @@ def clip(gradients: list[torch.Tensor], norm: float, limit: float | None) -> Non
         foreach_mul_(gradients, limit / norm)
 
 
-def refuse_nonfinite(session: Session, row: Mapping[str, Any]) -> None:
-    """NaN or infinity: stop with the step's number, unless the job says to go on."""
-    if session.job.job.on_nonfinite == "stop":
-        finish_saving(session, excused=True)
-        newest = session.saving.newest or "none"
-        raise TrainingError(
-            f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}, expected finite numbers; "
-            f"try a smaller lr, [optimizer] clip_norm or another precision (newest checkpoint: {newest}; "
-            'job.on_nonfinite = "continue" leaves such steps out)',
-            everywhere=True,
-        )
+def explained(session: Session, doing: str) -> AbstractContextManager[None]:
+    """A context in which a lack of memory becomes a sentence. doing: what the rank is about."""
+    return memory_explained(session.job, session.parts, session.identity, session.device, doing)
 
 
 def evaluate_if_due(session: Session) -> None:
-    """Every `every_steps` steps and at the end."""
-    every, progress, model = session.job.evaluation.every_steps, session.progress, session.model
-    if not every or not session.feed.validates or (progress.step % every and not progress.done):
+    """When the job says so, and at the end."""
+    table, progress, counts = session.job.evaluation, session.progress, session.parts.model.counts
+    due = bool(table.every_steps) and progress.step % table.every_steps == 0
+    due = due or progress.completes(session.feed.samples_of(table.every_epochs)) or progress.done
+    if not (table.enabled and session.feed.validates and due):
         return
-    model.consolidate()
-    loader = session.feed.validation_loader()
-    try:
-        with session.hooks.phase("evaluation", progress.step):
-            loss_sum, count = model.runner.evaluate(loader)
-    finally:
-        loader.close()
-    share = model.loss_share
-    sums = gather_row([loss_sum.item() * share, count * share]).sum(0)
-    counted = f"evaluation_{session.parts.model.counts}"
-    row = {"step": progress.step, "evaluation_loss": (sums[0] / sums[1]).item(), counted: int(sums[1])}
-    progress.evaluation = (progress.step, float(row["evaluation_loss"]))
-    session.hooks.call("hpctrain_evaluation", step=progress.step, metrics=row, control=session.control)
+    session.model.consolidate()
+    session.hooks.call("hpctrain_evaluation_start", step=progress.step, model=session.model)
+    moved = partial(session.hooks.position.move, "evaluation")
+    with (
+        session.hooks.phase("evaluation", progress.step),
+        explained(session, f"in the evaluation of step {progress.step}"),
+    ):
+        metrics, count = evaluate(session.model, session.parts, session.feed.validation_loader(), moved)
+    best = session.job.checkpoint.keep_best
+    if best is not None and best.metric not in metrics:
+        raise UsageError(
+            f"[checkpoint] keep_best: evaluations measure {', '.join(metrics)}, and not {best.metric!r}",
+            everywhere=True,
+        )
+    progress.evaluation = progress.step, metrics
+    row = {**moment(session), **row_of(metrics), f"evaluation_{counts}": count}
+    told = {"step": progress.step, "metrics": row, "model": session.model, "control": session.control}
+    session.hooks.call("hpctrain_evaluation", **told)
     session.report.row(row, progress.steps, session.parts.model.counts)
 
 
 def end_if_asked(session: Session) -> None:
-    """Let the run end here if a plugin of any rank wants it; collective where plugins can."""
+    """End the run here if a plugin on any rank asks for it. Collective if a plugin can ask."""
     if not session.hooks.can_end:
         return
     if sum_of(len(session.control.reasons)):
         session.progress.ended = True
         for why in dict.fromkeys(why for rank in gather_values(session.control.reasons) for why in rank):
             session.report.say(f"ended        after step {session.progress.step}: {why}")
-
-
-def save_if_due(session: Session, stop_agreed: bool) -> int:
-    """Save when the job says so, at the end and when asked to stop; the exit code that training should end with so far.
-
-    What became of a save in the background is told at the first step after it has ended.
-    """
-    last = session.progress.done
-    final = stop_agreed or last
-    due = final or session.saving.is_due()
-    excused = session.job.checkpoint.on_error == "continue"
-    if due or session.saving.is_over():
-        finish_saving(session, excused or final)  # a failure of the one before doesn't keep the final one away
-    if due:
-        try:
-            with session.hooks.phase("save", session.progress.step):
-                session.saving.save(final)
-        except (OSError, CheckpointError) as error:
-            save_failed(session, session.progress.step, error, excused and not final)
-    return EXIT_STOPPED if stop_agreed and not last else EXIT_DONE
-
-
-def finish_saving(session: Session, excused: bool) -> None:
-    """Wait for a save in the background; its failure is said if `excused`, else it ends the training."""
-    try:
-        session.saving.finish()
-    except (OSError, CheckpointError) as error:
-        save_failed(session, session.saving.step, error, excused)
-
-
-def save_failed(session: Session, step: int, error: Exception, excused: bool) -> None:
-    """Say it and go on, or stop with exit 4; the older checkpoints are as they were."""
-    if not excused:
-        newest = session.saving.newest or "there is none"
-        message = f"step {step} could not be saved: {reason(error)} (newest checkpoint: {newest})"
-        raise TrainingError(message, everywhere=True) from error
-    session.report.say(f"step {step} could not be saved, training goes on: {reason(error)}")

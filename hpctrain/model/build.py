@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpctrain.contracts.model import ModelSpec
+from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.errors import EnvironmentUnfitError, UsageError
 from hpctrain.mesh import Meshes
 from hpctrain.model.freezing import freeze
+from hpctrain.model.meta import build_on_meta
 from hpctrain.model.tied import tie, tied_parameters
 from hpctrain.seeded import derive_seed
 from hpctrain.torch_private import buffers_of, convert_tensors
@@ -40,18 +42,18 @@ class Built:
     axes: list[AppliedAxis]
     """Outermost first."""
     trained: dict[str, tuple[int, ...]]
-    """Name and shape of each trained parameter of the whole model, as it was before anything was cut."""
+    """Name and shape of each trained parameter of the full model, before any cut."""
     elements: int
-    """Of all parameters of the whole model."""
+    """The number of elements of all parameters of the full model."""
     tied: list[list[str]]
-    """The names of each parameter of the whole model that has several, first the one that it is known by."""
+    """The names of each tied parameter of the full model, its main name first."""
 
 
 def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, device: torch.device) -> Built:
     """Build -> precision -> parallelism -> compile and activation checkpointing -> sharding -> materialize and initialize."""
     spec, dtype = parts.model, parts.precision.parameter_dtype
     with _default_dtype(dtype):
-        module = spec.build_on_meta() if spec.meta else _under_seed(spec, job.job.seed)
+        module = build_on_meta(spec) if isinstance(spec, MetaModel) else _one_model(_under_seed(spec, job.job.seed))
     refuse_unsaved_buffers(module, spec)
     refuse_embeddings(module, spec, meshes.data.size())
     _lay_out_in_rows(module)
@@ -63,7 +65,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     elements = sum(parameter.numel() for parameter in module.parameters())
     tied = tied_parameters(module)
     axes: list[AppliedAxis] = []
-    # the pipeline last: plans name all
+    # the pipeline last: tensor-parallel plans name modules of the full model
     for plugin in sorted(parts.parallelism.values(), key=lambda p: -p.traits.order):
         axes.append(plugin.apply(module, spec, meshes.axis(plugin.traits.axis)))
         module = axes[-1].module
@@ -77,16 +79,16 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     sharded = parts.sharding.shard(module, spec, meshes.data, sums)
     module = sharded.module
     home = parts.sharding.home(device)
-    if spec.meta:
+    if isinstance(spec, MetaModel):
         here = tied_parameters(module)
         try:
             module.to_empty(device=home)
-        except RuntimeError as error:  # torch has no other for memory on the CPU
+        except RuntimeError as error:  # torch has no other error for memory on the CPU
             raise EnvironmentUnfitError(
-                f"[model] {spec.name}: its {elements:,} parameters find no memory here: {str(error).splitlines()[0]}; choose "
+                f"[model] {spec.name}: no memory here for its {elements:,} parameters: {str(error).splitlines()[0]}; choose "
                 "smaller sizes, or spread it over more ranks"
             ) from error
-        tie(module, here)  # each place got a parameter of its own
+        tie(module, here)  # materialization gave each place its own parameter
         initialize(module, spec, job.job.seed)
     module.to(device=home)
     _place_buffers(module, device, job.precision.buffer_dtype)
@@ -94,14 +96,27 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     return Built(sharded, axes[::-1], trained, elements, tied)
 
 
+def build_whole(spec: ModelSpec, dtype: torch.dtype, seed: int) -> nn.Module:
+    """The full module on the CPU, for weights to be loaded into: a MetaModel's parameters hold whatever lies in memory."""
+    with _default_dtype(dtype):
+        if not isinstance(spec, MetaModel):
+            return _under_seed(spec, seed)
+        module = build_on_meta(spec)
+    refuse_unsaved_buffers(module, spec)
+    tied = tied_parameters(module)
+    module.to_empty(device="cpu")
+    tie(module, tied)
+    return module
+
+
 def _compile_blocks(module: nn.Module, spec: ModelSpec) -> None:
     for block in spec.blocks(module) or [module]:
-        # the bound method is replaced, not the module wrapped: parameter names stay as they are
+        # replaces the bound method instead of wrapping the module, so parameter names do not change
         block.forward = torch.compile(block.forward)
 
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: str | None) -> None:
-    """Buffers lie where the computation is, even where the parameters don't; floating point ones get `dtype`."""
+    """Move buffers to the compute device, even if parameters are offloaded. Floating-point buffers get `dtype`."""
     for inner in module.modules():
         buffers = buffers_of(inner)
         for name, buffer in buffers.items():
@@ -110,16 +125,16 @@ def _place_buffers(module: nn.Module, device: torch.device, dtype: str | None) -
                 buffers[name] = buffer.to(device, cast)
 
 
-def initialize(module: nn.Module, spec: ModelSpec, seed: int) -> None:
-    """Give what this rank holds of every parameter and buffer its first values; tied ones under their first name."""
+def initialize(module: nn.Module, spec: MetaModel, seed: int) -> None:
+    """Set the initial values of this rank's parts of all parameters and buffers. Tied ones use their first name."""
     with torch.no_grad():
         for name, tensor in named_tensors(module):
             for piece in pieces_of(module, name, tensor):
                 _fill(piece, spec, seed)
 
 
-def _fill(piece: Piece, spec: ModelSpec, seed: int) -> None:
-    """Values are drawn by whole rows; a piece that is cut along another dim keeps its part of them."""
+def _fill(piece: Piece, spec: MetaModel, seed: int) -> None:
+    """Values are drawn in whole rows; a piece cut along another dim takes its part of the rows."""
     mine = piece.tensor
     rows = (piece.offsets[0], piece.offsets[0] + len(mine)) if mine.dim() else (0, 1)
     if mine.shape[1:] == piece.shape[1:]:
@@ -141,7 +156,7 @@ def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _under_seed(spec: ModelSpec, seed: int) -> nn.Module:
-    """A module that cannot be built without values draws the same ones on every rank."""
+    """Build the module with values, drawn from `seed`: equal on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "model"))
         module = spec.build()
@@ -156,42 +171,54 @@ def _under_seed(spec: ModelSpec, seed: int) -> nn.Module:
     return module
 
 
+def _one_model(module: nn.Module) -> nn.Module:
+    """`module` with rank 0's values: the user's code may draw from generators that no seed of ours covers. Collective."""
+    for tensor in [*module.parameters(), *module.buffers()] if dist.get_world_size() > 1 else ():
+        mine = tensor.detach().contiguous()
+        # as bytes: not every backend knows every dtype, and a mask is bool
+        dist.broadcast(mine.view(-1).view(torch.uint8), src=0)
+        tensor.data = mine
+    return module
+
+
 def refuse_unsaved_buffers(module: nn.Module, spec: ModelSpec) -> None:
-    """Raises UsageError for buffers that would keep whatever lies in memory: on the meta device nothing has values."""
+    """Raises UsageError for buffers that nobody would initialize: on the meta device no tensor has values."""
     saved = {name for name, _ in named_tensors(module)}
     unsaved = [name for name, _ in module.named_buffers() if name not in saved]
-    if spec.meta and unsaved:
+    if isinstance(spec, MetaModel) and unsaved:
         raise UsageError(
-            f"[model] {spec.name}: its buffer{'s' * (len(unsaved) > 1)} {', '.join(unsaved[:3])} would have no values: the model "
-            "says meta = True, and initialize is asked for parameters and persistent buffers only; register with persistent=True "
-            "and initialize, or compute in forward, or say meta = False",
+            f"[model] {spec.name}: its buffer{'s' * (len(unsaved) > 1)} {', '.join(unsaved[:3])} would have no values: a "
+            "MetaModel initializes only parameters and persistent buffers; register with persistent=True and "
+            "initialize, or compute in forward, or derive from ModelSpec",
             everywhere=True,
         )
 
 
 def refuse_embeddings(module: nn.Module, spec: ModelSpec, data_ranks: int) -> None:
-    """Raises UsageError for ones that do something else on several ranks."""
+    """Raises UsageError for embeddings that would train differently on several ranks."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     found = [(name or type(one).__name__, one) for name, one in module.named_modules() if isinstance(one, kinds)]
     sparse = [name for name, one in found if one.sparse]
     if sparse:
         raise UsageError(
-            f"[model] {spec.name}: {', '.join(sparse)} makes sparse gradients, and those of all ranks are summed in dense "
+            f"[model] {spec.name}: {', '.join(sparse)} makes sparse gradients, but gradients are summed over ranks in dense "
             "buffers; build it with sparse = False",
             everywhere=True,
         )
     scaled = [name for name, one in found if one.max_norm is not None]
     if scaled and data_ranks > 1:
         raise UsageError(
-            f"[model] {spec.name}: {', '.join(scaled)} with max_norm changes its weight in forward, each rank the rows of its own "
-            f"samples, and {data_ranks} data-parallel ranks would diverge; build it without, and scale what it gives",
+            f"[model] {spec.name}: {', '.join(scaled)} with max_norm changes its weight in forward, each rank for its own samples: "
+            f"{data_ranks} data-parallel ranks would diverge; build it without max_norm, and scale its output",
             everywhere=True,
         )
 
 
 def _lay_out_in_rows(module: nn.Module) -> None:
-    """Give parameters of another memory layout (channels last, transposed) the usual one, which their gradients have in
-    flat buckets: torch's fused optimizers take both for laid out alike, and fully_shard knows no other."""
+    """Make parameters contiguous (not channels last or transposed), as their gradients are in flat buckets.
+
+    torch's fused optimizers assume the same memory layout for both, and fully_shard supports no other.
+    """
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()
 

@@ -1,4 +1,4 @@
-"""Which parameters are trained."""
+"""Selects the parameters that are trained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.errors import UsageError
 
 
 def freeze(module: nn.Module, frozen: Sequence[str], trainable: Sequence[str] | None) -> None:
-    """Leave out of the training what `trained_names` does not give. Raises UsageError as it does."""
+    """Freeze all parameters that are not in `trained_names`. Raises its UsageErrors."""
     trained = set(trained_names(module, frozen, trainable))
     for name, parameter in module.named_parameters():
         if name not in trained:
@@ -19,9 +19,9 @@ def freeze(module: nn.Module, frozen: Sequence[str], trainable: Sequence[str] | 
 
 
 def trained_names(module: nn.Module, frozen: Sequence[str], trainable: Sequence[str] | None) -> list[str]:
-    """The parameters that are trained: those that match a pattern of `trainable` (None: all), and none of `frozen`.
+    """The names of trained parameters: they match a pattern of `trainable` (None: all) and no pattern of `frozen`.
 
-    Raises UsageError for a pattern that matches none, and where nothing is left.
+    Raises UsageError if a pattern matches no parameter, or if no parameter is left.
     """
     parameters = list(module.named_parameters())
     for key, patterns in (("freeze", frozen), ("trainable", trainable or ())):

@@ -13,10 +13,10 @@ from hpctrain.errors import UsageError
 def parameter_groups(
     pieces: Sequence[Piece], trained: Sequence[str], patterns: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Torch's parameter groups: one for each entry of `patterns`, and one for what none of them takes.
+    """torch's parameter groups: one for each entry of `patterns`, and one for the other parameters.
 
-    The first entry that matches takes a parameter. `trained` are the names of the whole model: a pattern that matches
-    none of them is UsageError, and a group that gets one of them is there on every rank, empty or not.
+    A parameter goes to the first entry that matches. `trained` are the names of the full model. Raises UsageError for a
+    pattern that matches none of them. A group with any of these parameters exists on every rank, even if empty there.
     """
     rest: dict[str, Any] = {"params": []}
     groups: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""Parameters that a model has in several places, such as an embedding that is also the head."""
+"""Tied parameters: one parameter in several places, such as an embedding that is also the head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def tied_parameters(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several, the one that it is known by first."""
+    """The names of each tied parameter, its main name first."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -16,7 +16,7 @@ def tied_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def tie(module: nn.Module, tied: Iterable[list[str]]) -> None:
-    """Make them one again, after each place has got a parameter of its own: the first one's."""
+    """Tie parameters again after each place got its own: all places get the first one's."""
     for first, *others in tied:
         kept = module.get_parameter(first)
         for name in others:

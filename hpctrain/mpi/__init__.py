@@ -1,16 +1,17 @@
-"""torch.distributed over MPI, with stock PyTorch: `import hpctrain.mpi` registers the backend and the rendezvous.
+"""torch.distributed over MPI with stock PyTorch. `import hpctrain.mpi` registers the backend and the rendezvous.
 
     import torch.distributed as dist
     import hpctrain.mpi
 
     dist.init_process_group("mpi4py", init_method="mpi://")  # CPU tensors over MPI
-    dist.init_process_group("nccl", init_method="mpi://")    # any backend; MPI only tells who is who
+    dist.init_process_group("nccl", init_method="mpi://")    # any backend; MPI only gives rank and world size
 
-under mpiexec or srun. `pg_options=hpctrain.mpi.Settings(...)` there, or in new_group, says how a group moves its bytes.
-A group without options takes those of the world's group.
+Start such a script with mpiexec or srun. `pg_options=hpctrain.mpi.Settings(...)` in either call, or in new_group, selects
+how the group moves its bytes. A group without options takes those of the world's group.
 
-Importing this package does not start MPI. Of hpctrain it needs hpctrain.store,
-hpctrain.errors and hpctrain.torch_private only.
+Importing this package does not start MPI. It sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun does, from
+the variables of mpiexec or srun. It uses only hpctrain.store, hpctrain.errors and hpctrain.torch_private from the rest of
+hpctrain.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from hpctrain.mpi.accounting import OperationStatistics, Statistics, statistics
 from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError, OperationMismatchError
+from hpctrain.mpi.launcher import local_rank, set_variables
 from hpctrain.mpi.settings import BACKEND, Settings
 
 __all__ = [
@@ -36,16 +38,17 @@ __all__ = [
     "OperationStatistics",
     "Settings",
     "Statistics",
+    "local_rank",
     "shared_zeros",
     "statistics",
 ]
 
 
 def shared_zeros(elements: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Zeros, (elements,), in memory that the ranks of `group` on this node share; as many on each rank. Collective.
+    """Zeros, (elements,), in memory that the ranks of `group` on this node share; the same size on each rank. Collective.
 
-    Collectives of that group on such a tensor, or on the same part of it on all ranks, read it where it lies instead of
-    copying it. The memory lives as long as the group. For a group of another backend it is ordinary memory.
+    The group's collectives read such a tensor in place instead of copying it, and also a slice that is the same on all
+    ranks. The memory lives as long as the group. For a group of another backend it is ordinary memory.
     """
     allocate = getattr(group or dist.group.WORLD, "allocate", None)
     if allocate is None:
@@ -72,3 +75,4 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
 
 dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 register_rendezvous_handler("mpi", _rendezvous)
+set_variables()

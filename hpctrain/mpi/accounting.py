@@ -1,4 +1,4 @@
-"""The cost of communication in this process: seconds for which callers were blocked, and bytes per kind of operation.
+"""The cost of communication in this process: seconds that callers were blocked, and bytes per kind of operation.
 
 Counters are cumulative and process-wide; take two snapshots and subtract. Imports nothing of hpctrain.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 class OperationStatistics:
     """Totals of one kind of operation.
 
-    calls: number of operations. bytes: this rank's input (a receive counts its output). seconds: time for which the
-    operations were running, whether or not anything waited for them.
+    calls: number of operations. bytes: this rank's input (a receive counts its output). seconds: running time of the
+    operations, whether or not a caller waited for them.
     """
 
     calls: int = 0
@@ -31,12 +31,12 @@ class Statistics:
 
     @property
     def bytes(self) -> int:
-        """Bytes put in by all operations together."""
+        """The input bytes of all operations."""
         return sum(operation.bytes for operation in self.operations.values())
 
     @property
     def seconds(self) -> float:
-        """Time that operations were running, overlapped with computation or not."""
+        """Running time of all operations, overlapped with computation or not."""
         return sum(operation.seconds for operation in self.operations.values())
 
 
@@ -55,7 +55,7 @@ def record(name: str, nbytes: int, seconds: float) -> None:
 
 
 def record_blocked(seconds: float) -> None:
-    """Count time for which a caller was blocked."""
+    """Count the time a caller was blocked."""
     global _blocked_seconds
     with _lock:
         _blocked_seconds += seconds

@@ -18,7 +18,7 @@ from hpctrain.mpi.values import gather
 BACKENDS = ("mpi", "gloo", "mpi4py")
 OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 SIZES = (4 * 1024, 2**20, 64 * 2**20)  # bytes
-_WARMUP = 3  # repetitions at the beginning of each turn: the one before has left its threads and caches behind
+_WARMUP = 3  # repetitions at the start of each turn: the previous backend has left its threads and caches behind
 _TURN = 10  # repetitions
 
 
@@ -44,8 +44,8 @@ def measure(
 ) -> list[Row]:
     """Time synchronous float32 collectives over the whole world. Collective; needs an initialised torch.distributed.
 
-    backends: of BACKENDS: "mpi" is this package, "mpi4py" MPI itself. sizes: bytes, multiples of 4 * world size. The
-    backends take turns of some repetitions, so that a busy machine hits them alike.
+    backends: names from BACKENDS; "mpi" is this package, "mpi4py" is MPI itself. sizes: bytes, multiples of
+    4 * world size. The backends take turns of a few repetitions each, so that a busy machine slows all of them alike.
     """
     unknown = [name for name in (*backends, *operations) if name not in (*BACKENDS, *OPERATIONS)]
     if unknown:
@@ -82,7 +82,7 @@ def _call(operation: str, group: dist.ProcessGroup | MPI.Intracomm, nbytes: int)
     piece = elements // dist.get_world_size()
     full, share = torch.zeros(elements), torch.zeros(piece)
     if isinstance(group, MPI.Intracomm):
-        # The same kind of memory for all: numpy's own has huge pages, and its zeros none until something is written.
+        # The same kind of memory for all backends: numpy's own uses huge pages, and its zeros get no pages until written.
         whole, part = full.numpy(), share.numpy()
         return {
             "all_reduce": lambda: group.Allreduce(MPI.IN_PLACE, whole),

@@ -12,7 +12,7 @@ class CommunicationError(DistBackendError):
 
 
 class CommunicationTimeoutError(CommunicationError):
-    """An operation did not finish in time; the message names the ranks that are missing."""
+    """An operation did not finish in time; the message names the missing ranks."""
 
 
 class OperationMismatchError(CommunicationError):
@@ -21,11 +21,16 @@ class OperationMismatchError(CommunicationError):
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """`[3]` -> "rank 3", `[0, 1, 2, 5]` -> "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    text = spans(ranks, ", ")
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def spans(numbers: Sequence[int], separator: str = ",") -> str:
+    """`[0, 1, 2, 5]` -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

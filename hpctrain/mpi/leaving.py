@@ -1,8 +1,8 @@
-"""How a process that communicates ends: cleanly when all is well, and never by hanging in MPI_Finalize.
+"""Ends a process that communicates: cleanly after success, and never hanging in MPI_Finalize.
 
-- An uncaught exception on one rank ends all ranks at once: the others would wait for it for ever.
+- An uncaught exception on one rank ends all ranks at once: the others would wait for that rank for ever.
 - A rank that gave up on an operation (a timeout) aborts at exit, since MPI cannot cancel the operation.
-- A script that forgets destroy_process_group ends as if it had called it.
+- A script that forgets destroy_process_group ends as if it had called the function.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from hpctrain.mpi.library import MPI, abort
 
 
 class Group(Protocol):
-    """A group's view of the operations that were submitted to it."""
+    """The part of a process group that matters at exit."""
 
     @property
     def broken(self) -> bool:
         """Whether MPI still holds an operation that this process has given up."""
 
     def finish(self) -> None:
-        """Wait for all of them."""
+        """Wait for all submitted operations."""
 
 
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def finish_at_exit(group: Group) -> None:
-    """Let the process end only when the group's operations have."""
+    """At exit, wait for the group's operations."""
     _groups.add(group)
 
 
 def install() -> None:
-    """Take over uncaught exceptions, unless somebody has already."""
+    """Handle uncaught exceptions, unless another hook is installed."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _abort_world
 
 
 def _abort_world(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # init_process_group wraps this hook and shows what it printed only after it returned, which it does not: so print
-    # past it, on the real stderr.
+    # init_process_group wraps this hook and shows its output only after it returns. It does not return, so print on the
+    # real stderr.
     rank = MPI.COMM_WORLD.rank
     lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
     text = "\n".join(f"[rank {rank} on {socket.gethostname()}] {line}" for line in lines)
     stream = sys.__stderr__ or sys.stderr
     print(text, file=stream, flush=True)
     if MPI.COMM_WORLD.size == 1:
-        return  # nobody waits for this rank: Python ends it with status 1
+        return  # no other rank waits for this one: Python ends it with status 1
     abort(error.exit_code if isinstance(error, HpctrainError) else 1)
 
 
@@ -68,7 +68,7 @@ def _leave() -> None:
             group.finish()
     if any(group.broken for group in _groups):
         print(
-            f"[rank {MPI.COMM_WORLD.rank}] an operation that timed out is still held by MPI: ending all ranks",
+            f"[rank {MPI.COMM_WORLD.rank}] MPI still holds an operation that timed out: ending all ranks",
             file=sys.stderr,
         )
         abort(1)

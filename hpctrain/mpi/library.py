@@ -1,11 +1,12 @@
-"""The MPI library, started: importing this module initialises MPI with THREAD_MULTIPLE.
+"""Starts the MPI library: importing this module initialises MPI with THREAD_MULTIPLE.
 
-The package imports it only when a rendezvous or a group is created, so that `import hpctrain.mpi` stays harmless
-in a process without MPI (a login node, a data worker, a unit test).
+The package imports this module only when a rendezvous or a group is created, so that `import hpctrain.mpi` is harmless in
+a process without MPI (a login node, a data worker, a unit test).
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import suppress
@@ -37,21 +38,26 @@ if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
 __all__ = ["MPI", "abort", "highest_tag"]
 
 _FORWARDING = 0.5
-"""Seconds for a launcher to forward this rank's output: on Abort, MPICH's launcher drops what it has not read yet."""
+"""Seconds for a launcher to forward this rank's output: on Abort, MPICH's launcher drops any output not yet read."""
 
 
 def abort(code: int) -> None:
-    """End all ranks with an exit code, after the launcher has forwarded this rank's output."""
+    """End all ranks with an exit code, after the launcher has forwarded this rank's output.
+
+    The caller has printed the reason. MPICH would add "Abort(4) on node 0 (rank 0 in comm 0): application called MPI_Abort".
+    """
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with suppress(OSError):  # no room, or nobody reads it any more
+        with suppress(OSError):  # the disk is full, or the reader is gone
             stream.flush()
     time.sleep(_FORWARDING)
+    with suppress(OSError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
     MPI.COMM_WORLD.Abort(code)
 
 
 def highest_tag() -> int:
-    """The largest tag a message may have. The collectives take this one; smaller ones are free for users."""
-    # of the world: Open MPI does not pass the attribute on to every communicator that is made of it
+    """The largest tag of a message. The collectives use this tag; smaller ones are free for users."""
+    # asked of the world: Open MPI does not pass the attribute on to every communicator derived from it
     tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     assert isinstance(tag, int)  # the standard guarantees this attribute
     return tag

@@ -1,4 +1,4 @@
-"""mpi://: the ranks find each other through MPI, so nobody sets MASTER_ADDR, RANK or WORLD_SIZE. Serves every backend.
+"""The rendezvous mpi://, for every backend: ranks meet through MPI, without MASTER_ADDR, RANK or WORLD_SIZE.
 
 Rank 0 opens the guarded store on a free port and sends its addresses and its secret over MPI.
 """
@@ -28,8 +28,8 @@ _CONNECT = timedelta(seconds=60)  # for all addresses together
 def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30)) -> Iterator[tuple[GuardedStore, int, int]]:
     """The handler that torch.distributed calls for mpi://. Yields the store, the rank and the world size. Collective.
 
-    Raises EnvironmentUnfitError on all ranks when one cannot reach the store, ValueError when the rank or world size
-    that init_process_group was given is not MPI's.
+    Raises EnvironmentUnfitError on all ranks if one cannot reach the store, ValueError if the rank or world size
+    passed to init_process_group is not MPI's.
     """
     comm = MPI.COMM_WORLD
     _check_given(url, comm)
@@ -56,7 +56,7 @@ def open_over_mpi(timeout: timedelta, on_stranger: Callable[[str], None] = warn_
     store = _connect(where, timeout)
     used = values.gather(comm, [socket.gethostname(), None if store is None else store.address])
     failures = {rank: host for rank, (host, address) in enumerate(used) if address is None}
-    if store is None or failures:  # all ranks fail together: one that went on alone would wait for the others
+    if store is None or failures:  # all ranks fail together: a rank that went on alone would wait for the others
         raise _out_of_reach(failures, where)
     if server is not None:
         store = narrow(store, server, {address[0] for _, address in used[1:]})
@@ -72,7 +72,7 @@ def _check_given(url: str, comm: MPI.Intracomm) -> None:
 
 
 def _connect(where: dict[str, Any], timeout: timedelta) -> GuardedStore | None:
-    """The store at the first of its addresses that answers this rank."""
+    """The store at the first address that answers this rank."""
     secret, addresses = bytes.fromhex(where["secret"]), [(host, port) for host, port in where["addresses"]]
     try:
         seconds = min(timeout, _CONNECT).total_seconds()

@@ -1,21 +1,21 @@
-"""How a group moves its bytes: the pg_options of torch.distributed. Imports nothing of hpctrain."""
+"""The settings of a group's transport, passed as pg_options of torch.distributed. Imports nothing of hpctrain."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BACKEND = "mpi4py"
-"""torch keeps the name "mpi" for a build of its own."""
+"""torch reserves the name "mpi" for its own builds with MPI."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The same on all ranks. ValueError for a number of ranks below 1.
+    """Must be equal on all ranks. Raises ValueError if ranks_per_node is below 1.
 
-    shared_memory: ranks of one node pass data through memory that they share, not through MPI.
-    hierarchical: large collectives of a group that spans nodes go through each node's memory first, and each rank takes
-    its slice over the network; needs shared_memory, and as many ranks of the group on each of its nodes.
-    ranks_per_node: treat so many consecutive ranks of the world as a node (a NUMA domain, say); None: a node is a node.
+    shared_memory: ranks of one node pass data through shared memory, not through MPI.
+    hierarchical: large collectives of a group that spans nodes go through each node's memory first, and each rank moves
+    its slice over the network. Requires shared_memory and equally many ranks of the group on each node.
+    ranks_per_node: treat this many consecutive ranks of the world as a node (a NUMA domain, say); None: real nodes.
     """
 
     shared_memory: bool = True

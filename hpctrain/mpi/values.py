@@ -1,4 +1,4 @@
-"""Small JSON values over an MPI communicator. mpi4py's own lower-case methods send pickles, which run code where they arrive."""
+"""Small JSON values over an MPI communicator. mpi4py's lower-case methods send pickles, which run code on arrival."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Which plugins there are: slots, discovery, conflicts."""
+"""The installed plugins: slots, discovery, conflicts."""

@@ -1,4 +1,4 @@
-"""Finds out whose code raised an error."""
+"""Finds the plugin whose code raised an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import TracebackType
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import HpctrainError, TrainingError
 from hpctrain.mpi.errors import CommunicationError
-from hpctrain.plugins.discovery import Source
+from hpctrain.plugins.discovery import ModuleSource
 from hpctrain.plugins.registry import Registry
 
 LOG = logging.getLogger("hpctrain")
@@ -19,13 +19,13 @@ _COMMUNICATION = (os.path.join("torch", "distributed"), os.path.join("hpctrain",
 
 
 def is_communication(trace: TracebackType | None) -> bool:
-    """Whether communication raised it: the cause may be another rank."""
+    """Whether communication raised the error, so that the cause may be another rank."""
     last = traceback.extract_tb(trace)[-3:]
     return any(part in frame.filename for frame in last for part in _COMMUNICATION)
 
 
 def raised_in(error: BaseException, registry: Registry) -> str:
-    """What was raised, by which plugin, and in which of its methods, with the frames from there on."""
+    """A sentence with the error, the plugin and its method, and the frames from there on."""
     said = f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
     call = _call_of(error, registry)
     if call is None:
@@ -35,9 +35,9 @@ def raised_in(error: BaseException, registry: Registry) -> str:
 
 
 def retell_plugin_error(error: BaseException | None, registry: Registry, identity: Identity | None = None) -> None:
-    """Raises TrainingError with the name of the plugin that raised `error`, and its frames; the log gets the whole traceback.
+    """Raises TrainingError with the plugin that raised `error`, and its frames. The log gets the full traceback.
 
-    Errors that are sentences already, those of communication, and those that no third party's plugin raised, are left as they are.
+    Does nothing for hpctrain's own errors, for errors of communication, and if no third party's plugin raised the error.
     """
     while error is not None and not isinstance(error, (HpctrainError, CommunicationError)):
         call = _call_of(error, registry)
@@ -48,10 +48,10 @@ def retell_plugin_error(error: BaseException | None, registry: Registry, identit
         error = error.__cause__
 
 
-def _call_of(error: BaseException, registry: Registry) -> tuple[Source, TracebackType] | None:
-    """The plugin whose code was called last before the error was raised, and that call; None where no plugin's was.
+def _call_of(error: BaseException, registry: Registry) -> tuple[ModuleSource, TracebackType] | None:
+    """The plugin whose code was called last before the error, and that call; None if no plugin was involved.
 
-    A plugin's code is all that its distribution's package holds.
+    A plugin's code is everything in its distribution's package.
     """
     found, before, trace = None, None, error.__traceback__
     while trace is not None:
@@ -70,4 +70,4 @@ def _holds(plugin: str, module: str) -> bool:
 
 def _method(trace: TracebackType) -> str:
     code = trace.tb_frame.f_code
-    return str(getattr(code, "co_qualname", code.co_name))  # Python 3.11 has the class, too
+    return str(getattr(code, "co_qualname", code.co_name))  # from Python 3.11 on, it includes the class

@@ -1,6 +1,6 @@
-"""Finds plugin modules (entry points of the group `hpctrain`, `[plugins] load`) and checks them one by one.
+"""Finds plugin modules (entry points of the group `hpctrain`, `[plugins] load`) and checks each of them.
 
-A module that cannot be used becomes a `Fault` instead of an exception: the job may not need it.
+An unusable module becomes a `Fault` instead of an exception: the job may not need it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import pluggy
 from hpctrain.hookspecs import PROJECT, LifeCycleHooks, RegistrationHooks
 
 API_VERSION = 1
-"""A plugin module may state the version that it was written for as `HPCTRAIN_API`; without it, 1 is meant."""
+"""A plugin module may state the API version that it was written for as `HPCTRAIN_API`; the default is 1."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a plugin module comes from."""
+class ModuleSource:
+    """The origin of a plugin module."""
 
     module: str
     distribution: str = ""
     version: str = ""
     entry_point: str = ""
-    """The entry point's name; by convention "slot.name", so that a broken one still says what it would have been."""
+    """The entry point's name; by convention "slot.name", so that a broken module still shows what it would provide."""
 
     @property
     def key(self) -> str:
-        """What pluggy knows the module by."""
+        """The module's name in pluggy."""
         return f"{self.distribution}:{self.entry_point}" if self.distribution else self.module
 
     def __str__(self) -> str:
@@ -45,9 +45,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Fault:
-    """A plugin module that is not used, and why."""
+    """An unused plugin module, and the reason."""
 
-    source: Source
+    source: ModuleSource
     state: str
     """"broken" or "blocked"."""
 
@@ -55,35 +55,35 @@ class Fault:
 
 
 def new_manager() -> pluggy.PluginManager:
-    """A plugin manager that knows the hooks and no plugin."""
+    """A plugin manager with the hooks and no plugins."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(RegistrationHooks)
     manager.add_hookspecs(LifeCycleHooks)
     return manager
 
 
-def entry_points() -> Iterator[Source]:
-    """Every installed entry point of the group, in a fixed order. One distribution found twice counts once."""
+def entry_points() -> Iterator[ModuleSource]:
+    """Every installed entry point of the group, in a fixed order. A distribution found twice counts once."""
     seen = set()
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
         for point in distribution.entry_points:
             if point.group == PROJECT and (name, point.name) not in seen:
                 seen.add((name, point.name))
-                yield Source(point.value, name, distribution.version, point.name)
+                yield ModuleSource(point.value, name, distribution.version, point.name)
 
 
 def load(
     manager: pluggy.PluginManager, modules: Sequence[str], block: Sequence[str]
-) -> tuple[list[Source], list[Fault]]:
-    """Register every plugin module on `manager`; what cannot be registered comes back as faults.
+) -> tuple[list[ModuleSource], list[Fault]]:
+    """Register every plugin module on `manager`; return the faults of modules that cannot be registered.
 
     `block` holds entry point names, module names or distribution names.
     """
     sources = sorted(entry_points(), key=lambda s: (s.distribution, s.entry_point))
     known = {source.module for source in sources}
-    sources += [Source(module) for module in modules if module not in known]
-    active: list[Source] = []
+    sources += [ModuleSource(module) for module in modules if module not in known]
+    active: list[ModuleSource] = []
     faults: list[Fault] = []
     for source in sources:
         if set(block) & {source.entry_point, source.module, source.distribution}:
@@ -97,8 +97,8 @@ def load(
     return active, faults
 
 
-def _register(manager: pluggy.PluginManager, source: Source) -> str | None:
-    """Import and register one module; a sentence when that does not work."""
+def _register(manager: pluggy.PluginManager, source: ModuleSource) -> str | None:
+    """Import and register one module; return a sentence if that fails."""
     try:
         module = import_from_here(source.module) if not source.distribution else importlib.import_module(source.module)
     except ImportError as error:
@@ -106,7 +106,7 @@ def _register(manager: pluggy.PluginManager, source: Source) -> str | None:
         if missing and missing != source.module and not source.module.startswith(f"{missing}."):
             return f"it needs the package {missing!r}, which is not installed ({error})"
         return f"the module cannot be imported: {error}"
-    except (Exception, SystemExit) as error:  # whatever a third party's module does at import must not end the command
+    except (Exception, SystemExit) as error:  # a third party's import must not end the command
         return f"importing it raised {type(error).__name__}: {error}"
     wanted = getattr(module, "HPCTRAIN_API", 1)
     if wanted != API_VERSION:
@@ -114,7 +114,7 @@ def _register(manager: pluggy.PluginManager, source: Source) -> str | None:
     return hook_fault(manager, module) or _register_hooks(manager, module, source)
 
 
-def _register_hooks(manager: pluggy.PluginManager, module: ModuleType, source: Source) -> str | None:
+def _register_hooks(manager: pluggy.PluginManager, module: ModuleType, source: ModuleSource) -> str | None:
     try:
         manager.register(module, name=source.key)
     except (pluggy.PluginValidationError, ValueError) as error:
@@ -139,7 +139,7 @@ def hook_fault(manager: pluggy.PluginManager, module: object) -> str | None:
 
 
 def import_from_here(module: str) -> ModuleType:
-    """Import a module that the job names; the current directory counts, as it does for `python -m`."""
+    """Import a module that the job names, also from the current directory, as `python -m` does."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -1,11 +1,11 @@
-"""Calls the life-cycle hooks; what a plugin raises is told with its name."""
+"""Calls the life-cycle hooks. The error of a plugin is reported with the plugin's name."""
 
 from __future__ import annotations
 
 import logging
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -13,10 +13,12 @@ import pluggy
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Hook
+from hpctrain.contracts.model import Batch
 from hpctrain.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.discovery import hook_fault
 from hpctrain.plugins.registry import Registry
+from hpctrain.watchdog.position import Position
 
 LOG = logging.getLogger("hpctrain")
 
@@ -25,15 +27,18 @@ class LifeCycle:
     """The hooks of one job's plugins."""
 
     def __init__(self, registry: Registry, identity: Identity, hooks: Sequence[Hook]) -> None:
-        """hooks: those that the job turns on; they start here."""
+        """hooks: the hooks that the job turns on; they start here."""
+        self.position = Position()
+        """Where this rank is in the training."""
         self._manager, self._hooks = registry.manager, registry.manager.hook
         self._here = f", on rank {identity.rank} on {identity.node}" if identity.size > 1 else ""
         self._sources = {source.key: str(source) for source in registry.sources}
         self._started = [self._start(registry, number, hook) for number, hook in enumerate(hooks)]
         self._watched = any(self._implementations("hpctrain_phase_begin", "hpctrain_phase_end"))
+        self._shown_outputs = bool(self._implementations("hpctrain_outputs"))
         ending = self._implementations("hpctrain_job_start", "hpctrain_step_end", "hpctrain_evaluation")
         self.can_end = any("control" in one.argnames for one in ending)
-        """Whether any plugin takes a Control, with which it may end the run."""
+        """Whether any plugin takes a Control, which lets it end the run."""
 
     def _start(self, registry: Registry, number: int, hook: Hook) -> object:
         key = f"[[hook]] {number} {hook.name}"
@@ -60,8 +65,8 @@ class LifeCycle:
         return [one for hook in hooks for one in getattr(self._hooks, hook).get_hookimpls()]
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
-        """What the implementations return, without None. Raises TrainingError with the plugin's name for what one raises,
-        and an HpctrainError as it is."""
+        """The results of the implementations, without None. Any error becomes a TrainingError with the plugin's name, except
+        an HpctrainError, which is raised unchanged."""
         caller = getattr(self._hooks, hook)
         try:
             found: list[Any] = caller(**arguments)
@@ -75,17 +80,23 @@ class LifeCycle:
             raise TrainingError(f"{said} in {hook}{self._here}\n{frames}".rstrip()) from error
 
     def phase(self, name: str, step: int) -> AbstractContextManager[None]:
-        """Around a phase of `step`, counted from 0; costs nothing when nobody listens."""
-        return self._phase(name, step) if self._watched else nullcontext()
+        """The context of a phase of `step`, counted from 0."""
+        return self._phase(name, step) if self._watched else self.position.inside(name, step)
+
+    def forwarded(self, step: int, outputs: Any, batch: Batch) -> None:
+        """A forward of the training is done. Costs nothing if no plugin implements the hook."""
+        if self._shown_outputs:
+            self.call("hpctrain_outputs", step=step, outputs=outputs, batch=batch)
 
     @contextmanager
     def _phase(self, name: str, step: int) -> Iterator[None]:
         self.call("hpctrain_phase_begin", phase=name, step=step)
-        yield
+        with self.position.inside(name, step):
+            yield
         self.call("hpctrain_phase_end", phase=name, step=step)
 
     def _where(self, caller: pluggy.HookCaller, trace: TracebackType | None) -> tuple[str, str]:
-        """The frames from the implementation that failed on, and which plugin's it is."""
+        """The frames from the failed implementation on, and its plugin."""
         of = {getattr(impl.function, "__code__", None): impl.plugin_name for impl in caller.get_hookimpls()}
         while trace is not None and trace.tb_frame.f_code not in of:
             trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""What people see of the registry: a row per plugin, a line per option."""
+"""Lists the registry for people: a row per plugin, a line per option."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.plugins.registry import Registry
 
 @dataclass(frozen=True)
 class Listed:
-    """One plugin, or a module that could have been some."""
+    """One plugin, or a module whose plugins are unknown."""
 
     slot: str
     name: str
@@ -37,14 +37,14 @@ class Option:
 
 
 def list_plugins(registry: Registry) -> list[Listed]:
-    """Active plugins by slot and name, then what is broken or blocked."""
+    """Active plugins by slot and name, then broken and blocked modules."""
     rows = [
         Listed(slot, name, "active", e.source.distribution, e.source.version, e.source.entry_point, e.source.module)
         for (slot, name), e in sorted(registry.entries.items())
     ]
     told = {row.module for row in rows} | {fault.source.module for fault in registry.faults}
     told |= {source.module for sources in registry.conflicts.values() for source in sources}
-    rows += [  # life-cycle hooks and nothing else
+    rows += [  # modules with only life-cycle hooks
         Listed("", "", "active", s.distribution, s.version, s.entry_point, s.module, "life-cycle hooks")
         for s in registry.sources
         if s.module not in told
@@ -60,7 +60,7 @@ def list_plugins(registry: Registry) -> list[Listed]:
 
 
 def options_schema(plugin: type[Plugin], registry: Registry) -> dict[str, Any]:
-    """The JSON schema of a plugin's options, with the names that are installed where an option chooses a plugin."""
+    """The JSON schema of a plugin's options. An option that chooses a plugin lists the installed names."""
     schema = plugin.Options.model_json_schema(ref_template="#/$defs/{model}")
     for option, slot in plugin.chooses.items():
         schema["properties"][option]["enum"] = registry.names(slot)
@@ -68,7 +68,7 @@ def options_schema(plugin: type[Plugin], registry: Registry) -> dict[str, Any]:
 
 
 def describe_options(plugin: type[Plugin], registry: Registry) -> list[Option]:
-    """The options from their JSON schema: what is checked is what is shown."""
+    """The options, from their JSON schema, so that help and checks agree."""
     schema = options_schema(plugin, registry)
     required = schema.get("required", [])
     return [

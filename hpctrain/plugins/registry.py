@@ -1,4 +1,4 @@
-"""The registry: every usable plugin class by slot and name, and what is known of the unusable ones."""
+"""The registry: usable plugin classes by slot and name, and the faults of unusable ones."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from pydantic import ValidationError
 
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.errors import EnvironmentUnfitError, UsageError
-from hpctrain.plugins.discovery import Fault, Source, load, new_manager
+from hpctrain.plugins.discovery import Fault, ModuleSource, load, new_manager
 from hpctrain.plugins.slots import SLOTS, Slot, table_class
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One plugin: its class and where it came from."""
+class Registered:
+    """One plugin: its class and its origin."""
 
     slot: Slot
     cls: type[Plugin]
-    source: Source
+    source: ModuleSource
 
 
 @dataclass
 class Registry:
-    """What is installed. `faults` are modules, `conflicts` are names that two modules claim."""
+    """The installed plugins. faults: unusable modules. conflicts: names that two modules claim."""
 
     manager: pluggy.PluginManager
-    entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
-    sources: list[Source] = field(default_factory=list)
+    entries: dict[tuple[str, str], Registered] = field(default_factory=dict)
+    sources: list[ModuleSource] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    conflicts: dict[tuple[str, str], list[Source]] = field(default_factory=dict)
+    conflicts: dict[tuple[str, str], list[ModuleSource]] = field(default_factory=dict)
 
     def names(self, slot: str) -> list[str]:
         """The names that the job file may use in `slot`."""
         return sorted(name for kind, name in self.entries if kind == slot)
 
     def made(self, slot: str) -> list[Any]:
-        """The plugins of `slot` that can be made without options, by name."""
+        """The plugins of `slot` that can be created without options, by name."""
         plugins = []
         for (kind, _), entry in sorted(self.entries.items(), key=lambda one: one[0]):
             if kind == slot:
                 try:
                     plugins.append(self.make(entry.cls, entry.cls.Options()))
                 except ValidationError:
-                    continue  # it has options without defaults: only a job that names it can use it
+                    continue  # it has required options: only a job that names it can use it
                 except Exception as error:  # a third party's code
                     self.faults.append(
                         Fault(entry.source, "broken", f"making it raised {type(error).__name__}: {error}")
@@ -55,13 +55,13 @@ class Registry:
         return plugins
 
     def make(self, cls: Any, options: Any) -> Any:
-        """A plugin with its options, and with the plugins that these choose. Raises UsageError for an unknown one."""
+        """A plugin with its options and the plugins that they choose. Raises UsageError for an unknown plugin."""
         chosen = {option: self.find(slot, getattr(options, option)).cls for option, slot in cls.chooses.items()}
         made = {option: self.make(one, one.Options()) for option, one in chosen.items()}
         return cls(options, made) if cls.chooses else cls(options)
 
-    def find(self, slot: str, name: str) -> Entry:
-        """The plugin; UsageError for a name nobody has, EnvironmentUnfitError for one that is there but unusable."""
+    def find(self, slot: str, name: str) -> Registered:
+        """The plugin. Raises UsageError for an unknown name, EnvironmentUnfitError for an unusable plugin."""
         if (slot, name) in self.conflicts:
             both = " and ".join(map(str, self.conflicts[slot, name]))
             raise EnvironmentUnfitError(
@@ -81,7 +81,7 @@ class Registry:
 
 
 def build_registry(modules: Sequence[str] = (), block: Sequence[str] = ()) -> Registry:
-    """Load every plugin. A module of `modules` (asked for by the job) that is broken is EnvironmentUnfitError."""
+    """Load every plugin. Raises EnvironmentUnfitError for a broken module of `modules`, which the job asks for."""
     manager = new_manager()
     sources, faults = load(manager, modules, block)
     registry = Registry(manager, sources=sources, faults=faults)
@@ -95,8 +95,8 @@ def build_registry(modules: Sequence[str] = (), block: Sequence[str] = ()) -> Re
     return registry
 
 
-def _collect(registry: Registry, slot: Slot, source: Source, function: object) -> None:
-    """Call one registration hook of one module, so that a failure is that module's alone."""
+def _collect(registry: Registry, slot: Slot, source: ModuleSource, function: object) -> None:
+    """Call one registration hook of one module, so that a failure affects only that module."""
     try:
         classes = function()  # type: ignore[operator]
     except Exception as error:  # a third party's code: its failure becomes a fault, not a traceback
@@ -116,11 +116,11 @@ def _collect(registry: Registry, slot: Slot, source: Source, function: object) -
             first = registry.entries.pop(key, None)
             registry.conflicts.setdefault(key, [first.source] if first else []).append(source)
         else:
-            registry.entries[key] = Entry(slot, cls, source)
+            registry.entries[key] = Registered(slot, cls, source)
 
 
 def _class_fault(slot: Slot, cls: object) -> str | None:
-    """What keeps `cls` from being a plugin of `slot`."""
+    """The reason why `cls` cannot be a plugin of `slot`."""
     expected = f"hook {slot.hook}: expected subclasses of {slot.contract.__name__}"
     if not isinstance(cls, type) or not issubclass(cls, slot.contract):
         return f"{expected}, found {cls!r}"

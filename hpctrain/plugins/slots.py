@@ -12,8 +12,10 @@ from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import Compression
 from hpctrain.contracts.dataset import Dataset
+from hpctrain.contracts.launcher import Launcher
 from hpctrain.contracts.life_cycle import Hook
 from hpctrain.contracts.logger import Logger
+from hpctrain.contracts.metric import Metric
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.optimization import Optimizer, Schedule
 from hpctrain.contracts.parallelism import Parallelism
@@ -21,22 +23,23 @@ from hpctrain.contracts.pipeline_schedule import PipelineSchedule
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.sharding import Sharding
+from hpctrain.job.launching import LauncherTable
 from hpctrain.job.tables import AxisTable, Job
 
 
 @dataclass(frozen=True)
 class Slot:
-    """`name` is also the table's name; `key` is None where the table's own keys are the plugins' names."""
+    """`name` is also the table's name; `key` is None if the table's own keys are the plugins' names."""
 
     name: str
     key: str | None
     contract: type[Plugin]
     numbered: tuple[str, str] | None = None
-    """A key whose number stands for a plugin's name, and what the name has before the number; 0 where no key chooses."""
+    """A key whose number stands for a plugin's name, and the name's prefix before the number; 0 if no key chooses."""
     inner: bool = False
-    """Whether it has no table of its own: an option of another slot's plugin chooses (`Plugin.chooses`)."""
+    """Whether the slot has no table: an option of another slot's plugin chooses (`Plugin.chooses`)."""
     many: bool = False
-    """Whether the job has any number of its tables, `[[name]]`."""
+    """Whether the job may have any number of its tables, `[[name]]`."""
     foreign: bool = False
     """Whether "package.module:callable" may stand for a plugin's name."""
 
@@ -52,7 +55,7 @@ SLOTS: dict[str, Slot] = {
         Slot("model", "name", ModelSpec, foreign=True),
         Slot("dataset", "name", Dataset, foreign=True),
         Slot("optimizer", "name", Optimizer, foreign=True),
-        Slot("schedule", "name", Schedule),
+        Slot("schedule", "name", Schedule, foreign=True),
         Slot("parallelism", None, Parallelism),
         Slot("pipeline_schedule", None, PipelineSchedule, inner=True),
         Slot("sharding", "name", Sharding, numbered=("stage", "zero-")),
@@ -63,6 +66,8 @@ SLOTS: dict[str, Slot] = {
         Slot("communicator", "name", Communicator),
         Slot("logger", "name", Logger, many=True),
         Slot("hook", "name", Hook, many=True),
+        Slot("metric", "name", Metric, many=True, foreign=True),
+        Slot("launcher", None, Launcher),
     )
 }
 
@@ -71,9 +76,9 @@ TABLES = [slot for slot in SLOTS.values() if not slot.inner]
 
 
 def table_class(slot: Slot) -> type[BaseModel]:
-    """The core's model of a slot's table: the keys that a plugin's options can't have."""
-    if slot.name == "parallelism":
-        return AxisTable
+    """The core's model of a slot's table. A plugin's options can't have these keys."""
+    if slot.key is None:
+        return AxisTable if slot.name == "parallelism" else LauncherTable
     annotation = Job.model_fields[slot.name].annotation
     found = get_args(annotation)[0] if slot.many else annotation
     assert isinstance(found, type) and issubclass(found, BaseModel)

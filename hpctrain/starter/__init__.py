@@ -1,1 +1,1 @@
-"""`hpctrain run -n N` alone: starts the ranks on this machine, and stays with them until the last has left."""
+"""`hpctrain run -n N` without a launcher: starts the ranks on this machine and waits until all have exited."""

@@ -1,4 +1,4 @@
-"""Starts ranks on this machine: over hpctrain's PMI server, under the MPI's own mpiexec, or without MPI."""
+"""Starts ranks on this machine: over hpctrain's PMI server, under MPI's own mpiexec, or without MPI."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from hpctrain.starter.processes import over_pmi, without_mpi
 class Launched(Protocol):
     """Running ranks, with the methods of subprocess.Popen."""
 
+    @property
+    def failed_rank(self) -> int | None:
+        """The first rank that failed, if that is known."""
+
     def poll(self) -> int | None: ...
 
     def wait(self, timeout: float | None = None) -> int: ...
@@ -23,7 +27,7 @@ class Launched(Protocol):
 
 
 def launch_over_mpi(command: Sequence[str], ranks: int) -> Launched | None:
-    """None where mpi4py has no MPI library. EnvironmentUnfitError where no mpiexec fits it."""
+    """Ranks over MPI; None if mpi4py has no MPI library. EnvironmentUnfitError if no mpiexec fits the library."""
     library = ask_library()
     if library is None:
         return None
@@ -33,7 +37,7 @@ def launch_over_mpi(command: Sequence[str], ranks: int) -> Launched | None:
 
 
 def launch(command: Sequence[str], ranks: int, directory: Path) -> Launched:
-    """Over MPI where there is one, else over gloo; the ranks then meet in `directory`."""
+    """Ranks over MPI if it is installed, else over gloo: then they meet in `directory`."""
     launched = launch_over_mpi(command, ranks)
     if launched is not None:
         return launched

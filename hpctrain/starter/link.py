@@ -1,9 +1,9 @@
 """The launcher channel between `hpctrain run -n` and its ranks: a directory with a file per pid, a pipe, the exit code.
 
-A rank that is still coming up cannot answer a signal yet, so a request to stop is kept for it until it can.
+A rank that is still starting cannot answer a signal yet. Requests to stop are kept until it can.
 
-The starter holds the pipe open. When it is killed, the ranks read the end of the pipe and leave, so no orphan goes on
-writing. Launchers promise nothing of the kind. The exit code goes through a file, since MPICH ORs the ranks' codes.
+The starter holds the pipe open. When the starter is killed, the ranks read the end of the pipe and exit, so no orphan
+goes on writing; launchers do not guarantee this. The exit code goes through a file, because MPICH ORs the ranks' codes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.starter.streams import attach_to_mpiexec, is_word
 from hpctrain.world.launcher_channel import LauncherChannel, on_terminal
 
 _PIPE = "alive"
@@ -25,20 +27,45 @@ _CODE = "exit-code"
 _TERMINAL = "terminal"
 
 
+class Channel(Protocol):
+    """The starter's side of a launcher channel."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code that the ranks agreed on; None when none of them told it."""
+
+    @property
+    def why_not_started(self) -> str | None:
+        """A sentence about ranks that have not started, if that is known."""
+
+    @property
+    def failed_host(self) -> str | None:
+        """The first host on which a rank failed or did not start, if that is known."""
+
+    def pass_on(self, numbers: Sequence[int]) -> int: ...
+
+    def kill_ranks(self) -> None: ...
+
+
 class Link:
-    """The starter's side."""
+    """The starter's side, for ranks on this machine."""
+
+    why_not_started: str | None = None
+    """Processes start here, or raise an error."""
+    failed_host: str | None = None
+    """Here; nobody need be told."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         if on_terminal():
-            (directory / _TERMINAL).touch()  # launchers put pipes and terminals of their own in between
+            (directory / _TERMINAL).touch()  # ranks cannot tell: launchers give them pipes or terminals of their own
         os.mkfifo(directory / _PIPE)
-        # both ends: so that opening does not wait for a rank, and the pipe stays open until this process ends
+        # both ends, so that opening does not wait for a rank and the pipe stays open until this process ends
         self._pipe = os.open(directory / _PIPE, os.O_RDWR | os.O_CLOEXEC)
-        self._passed_on: dict[Path, int] = {}  # how many signals each rank has got
+        self._passed_on: dict[Path, int] = {}  # the number of signals sent to each rank
 
     def pass_on(self, numbers: Sequence[int]) -> int:
-        """Send these signals, each once, to every rank that answers them by now; how many ranks do."""
+        """Send each of these signals once to every rank that can answer; the number of such ranks."""
         ready = list(self.directory.glob("*.ready"))
         for file in ready:
             for number in numbers[self._passed_on.get(file, 0) :]:
@@ -47,7 +74,7 @@ class Link:
         return len(ready)
 
     def kill_ranks(self) -> None:
-        """End every rank that has come up."""
+        """Kill every rank that has started."""
         for file in self.directory.glob("*.pid"):
             _send(file, signal.SIGKILL)
 
@@ -64,21 +91,25 @@ class Link:
 
 
 def attach(directory: Path) -> LauncherChannel:
-    """A rank's side: the starter can signal it and shows its output, and it leaves with the starter.
+    """A rank's side: the starter can signal the rank and shows its output, and the rank exits with the starter.
 
-    To be called before MPI starts, whose wait for the other ranks would outlast the starter.
-    EnvironmentUnfitError for a directory that another user could have made in the place of a starter's that is gone.
+    directory: the starter's, or the word of streams.py for ranks on several hosts.
+
+    Call it before MPI starts: MPI's wait for the other ranks would outlast the starter.
+    EnvironmentUnfitError for a directory that another user may have made after a starter's was removed.
     """
+    if is_word(str(directory)):
+        return attach_to_mpiexec(str(directory))
     if not _is_private(directory):
         raise EnvironmentUnfitError(
             f"--started-by {directory}: expected a directory of this user's that is closed to others"
         )
-    with suppress(OSError):  # the starter was killed: the thread finds out
+    with suppress(OSError):  # the starter was killed: the thread notices
         (directory / f"{os.getpid()}.pid").touch()
     threading.Thread(target=_leave_with_starter, args=(directory,), daemon=True).start()
 
     def report_exit(code: int) -> None:
-        """The first code that is recorded is the job's."""
+        """Record `code` unless another rank has recorded one: the first is the job's."""
         try:
             with open(directory / _CODE, "x", encoding="ascii") as file:
                 file.write(str(code))
@@ -92,7 +123,7 @@ def _is_private(directory: Path) -> bool:
     try:
         found = os.lstat(directory)
     except FileNotFoundError:
-        return True  # the starter was killed: the thread finds out
+        return True  # the starter was killed: the thread notices
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
 
 
@@ -103,9 +134,9 @@ def _send(file: Path, number: int) -> None:
 
 def _leave_with_starter(directory: Path) -> None:
     with suppress(OSError):
-        # not blocking: a starter that was killed before this rank came up never opens the other end again
+        # not blocking: a starter killed before this rank started will never open the other end
         alive = os.open(directory / _PIPE, os.O_RDONLY | os.O_NONBLOCK)
         os.set_blocking(alive, True)
         os.read(alive, 1)
-    shutil.rmtree(directory, ignore_errors=True)  # a starter that was killed could not
+    shutil.rmtree(directory, ignore_errors=True)  # the starter was killed before it could
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Finds out which MPI mpi4py loads, and whether it takes its ranks from a PMI server."""
+"""Detects which MPI library mpi4py loads, and whether this library speaks PMI."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if MPI.get_vendor()[0] != "Open MPI":
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """speaks_pmi: false for a build of MPICH that was made for PMIx or for a site's own launcher."""
+    """speaks_pmi: false for an MPICH that was built for PMIx or for a site's own launcher."""
 
     flavour: str
     speaks_pmi: bool
 
 
 def ask_library() -> MpiLibrary | None:
-    """Starts MPI in a process of its own: this one must not start it before its ranks do. None without an MPI library."""
+    """Start MPI in a separate process, since the starter itself must not start MPI. None if there is no MPI library."""
     server = PmiServer(1)
     question = subprocess.Popen(
         [sys.executable, "-c", _QUESTION],
@@ -43,7 +43,7 @@ def ask_library() -> MpiLibrary | None:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        start_new_session=True,  # Ctrl-C is the starter's
+        start_new_session=True,  # Ctrl-C must reach the starter only
     )
     server.started()
     assert question.stdout is not None

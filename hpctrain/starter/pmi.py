@@ -1,10 +1,10 @@
-"""PMI-1, the wire protocol through which an MPI library asks its launcher who it is, served over socket pairs.
+"""A server of PMI-1 over socket pairs: the wire protocol through which an MPI library asks its launcher for its rank.
 
-MPICH's own mpiexec listens on a TCP port for it, where anybody who connects holds up the start. The library only needs
-a connected descriptor, named in PMI_FD, and nobody else can reach a pair of sockets.
+MPICH's own mpiexec serves PMI on a TCP port, where anybody who connects delays the start. The library only needs a
+connected descriptor, named in PMI_FD, and nobody else can reach a socket pair.
 
-A line of `key=value` words each way. On one node, processes ask for who they are, for the mapping of ranks to nodes,
-and for barriers; they `put` values under keys only where they can't share memory.
+Requests and replies are lines of `key=value` words. On one node, processes ask for their rank, for the mapping of ranks
+to nodes, and for barriers. They `put` values under keys only if they cannot share memory.
 Balaji et al., "PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale Systems", EuroMPI 2010.
 """
 
@@ -22,12 +22,12 @@ _LONGEST = 2**16
 
 
 class PmiServer:
-    """The other end of every rank's PMI descriptor, on a thread that ends when all ranks have left."""
+    """Serves the PMI descriptors of all ranks on a thread, until all ranks have exited."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._values = {"PMI_process_mapping": f"(vector,(0,1,{ranks}))"}  # one block: all ranks on this node
-        name = f"hpctrain_{secrets.token_hex(16)}"  # MPICH names its shared memory after it: none that is guessed
+        name = f"hpctrain_{secrets.token_hex(16)}"  # MPICH names its shared memory after it: nobody may guess it
         self._constants = {
             "init": "response_to_init rc=0 pmi_version=1 pmi_subversion=1",
             "get_maxes": "maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=4096",
@@ -45,7 +45,7 @@ class PmiServer:
         self._thread.start()
 
     def environment(self, rank: int) -> dict[str, str]:
-        """The variables of MPICH's mpiexec that MPI and hpctrain read."""
+        """The variables that MPI and hpctrain read, as MPICH's mpiexec sets them."""
         return {
             "PMI_FD": str(self._theirs[rank].fileno()),
             "PMI_RANK": str(rank),
@@ -55,20 +55,20 @@ class PmiServer:
         }
 
     def descriptors(self, rank: int) -> tuple[int, int]:
-        """The descriptors that this rank must inherit: its end, and ours.
+        """The descriptors that this rank must inherit: its end and the server's end.
 
-        With ours it does not notice the end of the server: MPI would end the rank at once, before it can clean up
-        (starter/link.py).
+        With the server's end open, MPI does not notice that the server has ended. MPI would end the rank at once, before
+        the rank can clean up (starter/link.py).
         """
         return self._theirs[rank].fileno(), self._ours[rank].fileno()
 
     def started(self) -> None:
-        """All ranks have their descriptors: from here on, the server sees a rank leave."""
+        """Call this when all ranks have their descriptors: from then on, the server notices when a rank exits."""
         for socket_ in self._theirs:
             socket_.close()
 
     def join(self, timeout: float) -> bool:
-        """Wait until all ranks have left; whether each of them finalized PMI."""
+        """Wait until all ranks have exited; true if each of them finalized PMI."""
         self._thread.join(timeout)
         return len(self._finalized) == self._ranks
 
@@ -89,7 +89,7 @@ class PmiServer:
                         self._ours[rank].close()
 
     def _answer(self, rank: int, line: str) -> None:
-        """Answer the rank's command, except for `abort`: the rank then leaves, and the starter handles that."""
+        """Answer the rank's command. `abort` needs no answer: the rank exits, and the starter handles that."""
         words = dict(word.partition("=")[::2] for word in line.split())
         command, key = words.get("cmd", ""), words.get("key", "")
         if command == "barrier_in":

@@ -1,4 +1,4 @@
-"""Passes a launcher's output on: launchers end their ranks when they can't write it, on a full disk for instance."""
+"""Passes a launcher's output on: a launcher that cannot write, on a full disk for instance, would end its ranks."""
 
 from __future__ import annotations
 
@@ -6,22 +6,43 @@ import os
 import subprocess
 import sys
 import threading
-from typing import IO
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO, Protocol
+
+from hpctrain.starter.streams import Heard, Listener
 
 _CHUNK = 2**16
+_RULE = b"-" * 74 + b"\n"
+_LONGEST = 2**12
+"""A longer text between two rules is no message of Open MPI's."""
+_ENDINGS = (b"MPI_ABORT was invoked", b'calling\n"abort"', b"exited with non-zero status")
 _LEFT = 5.0
-"""Seconds for the remaining output when the launcher has ended."""
+"""Seconds for the remaining output after the launcher has ended."""
+
+
+class Filter(Protocol):
+    """Leaves something out of a stream. take: what of a chunk can be passed on; rest: what is held at the end."""
+
+    def take(self, chunk: bytes) -> bytes: ...
+
+    def rest(self) -> bytes: ...
 
 
 class Relay:
-    """Runs from the start of the launcher, whose outputs are pipes. Output that cannot be written (a full disk, a reader that
-    is gone) is dropped."""
+    """Reads the launcher's pipes from its start on. Drops output that cannot be written (full disk, closed pipe), and Open MPI's
+    messages about ranks that have ended with an error code: the ranks have printed the reason."""
 
-    def __init__(self, launcher: subprocess.Popen[bytes]) -> None:
+    def __init__(self, launcher: subprocess.Popen[bytes], heard: Heard | None = None) -> None:
+        """heard: gets what the ranks tell the starter, which is left out."""
+        listeners = [] if heard is None else [Listener(heard), Listener(heard)]
         assert launcher.stdout is not None and launcher.stderr is not None
-        pairs = ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr))
         self._threads = [
-            threading.Thread(target=_pass_on, args=(source, into.fileno()), daemon=True) for source, into in pairs
+            threading.Thread(target=_pass_on, args=arguments, daemon=True)
+            for arguments in (
+                (launcher.stdout, sys.stdout.fileno(), listeners[:1]),
+                (launcher.stderr, sys.stderr.fileno(), [*listeners[1:], Unruled()]),
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -32,10 +53,45 @@ class Relay:
             thread.join(_LEFT)
 
 
-def _pass_on(source: IO[bytes], into: int) -> None:
+class Unruled:
+    """Leaves out Open MPI's messages about ended ranks, which are between two rules of 74 dashes."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def take(self, chunk: bytes) -> bytes:
+        """What can be passed on. Anything from an unfinished rule or message on is held."""
+        text, out = self._held + chunk, b""
+        while (begin := text.find(_RULE)) >= 0:
+            end = text.find(_RULE, begin + len(_RULE))
+            out, text = out + text[:begin], text[begin:]
+            if end < 0 and len(text) < _LONGEST:
+                self._held = text
+                return out
+            message = text[: end - begin + len(_RULE)] if end >= 0 else text
+            text = text[len(message) :]
+            out += b"" if any(ending in message for ending in _ENDINGS) else message
+        complete = text.rstrip(b"-") if len(text) - len(text.rstrip(b"-")) < len(_RULE) else text
+        self._held = text[len(complete) :]
+        return out + complete
+
+    def rest(self) -> bytes:
+        """What is held at the end."""
+        return self._held
+
+
+def _pass_on(source: IO[bytes], into: int, filters: Sequence[Filter]) -> None:
     while chunk := os.read(source.fileno(), _CHUNK):
-        try:
-            while chunk:
-                chunk = chunk[os.write(into, chunk) :]
-        except OSError:
-            continue
+        for one in filters:
+            chunk = one.take(chunk)
+        _write(chunk, into)
+    left = b""
+    for one in filters:
+        left = one.take(left) + one.rest()
+    _write(left, into)
+
+
+def _write(chunk: bytes, into: int) -> None:
+    with suppress(OSError):
+        while chunk:
+            chunk = chunk[os.write(into, chunk) :]

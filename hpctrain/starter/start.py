@@ -1,61 +1,136 @@
-"""Starts N ranks of `hpctrain run` on this machine, passes signals on to them, and returns the job's exit code."""
+"""Starts the ranks of a command such as `hpctrain run`, here or on hosts of a hostfile, passes signals on, returns their code."""
 
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from hpctrain.checking.check import check
-from hpctrain.errors import EXIT_TRAINING
+from hpctrain.errors import EXIT_ENVIRONMENT, EXIT_STOPPED, EXIT_TRAINING
+from hpctrain.job.environment import export
 from hpctrain.job.reading import read_job
+from hpctrain.starter.counts import ask_counts
+from hpctrain.starter.hosts import Hosts
 from hpctrain.starter.launch import Launched, launch
-from hpctrain.starter.link import Link
-from hpctrain.world.stopping import STOPPING
+from hpctrain.starter.link import Channel, Link
+from hpctrain.starter.on_hosts import OnHosts
+from hpctrain.starter.placement import Placement
+from hpctrain.starter.requests import Requests, noted_signals
 
 _POLL = 0.1
-"""Seconds between two looks for signals and for ranks that can be told of them."""
+"""Seconds between checks for signals, and for ranks that can receive them."""
+RESUME_NEWEST = ("--resume", "auto")
+"""The words with which `hpctrain run` continues from the newest checkpoint."""
+_COARSE = 1.0
+"""Seconds by which a file system may round its times."""
 _GRACE = 2.0
-"""Seconds that a launcher has to notice that its ranks were killed."""
+"""Seconds for a launcher to notice that its ranks were killed."""
 
 
-def start_ranks(job: Path, ranks: int, overrides: tuple[str, ...], resume: str) -> int:
-    """Check the job, run it on `ranks` ranks and return the job's exit code. HpctrainError as from `check`."""
-    check(read_job(job, overrides), ranks)
-    signals: list[int] = []
-    for number in STOPPING:
-        signal.signal(number, lambda number, _: signals.append(number))
-    directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
-    link = Link(directory)
-    try:
-        launched = launch(_command(job, overrides, resume, directory), ranks, directory)
-        return _attend(launched, link, ranks, signals)
-    finally:
-        link.close()
-        shutil.rmtree(directory, ignore_errors=True)
-        # a signal that comes now must not change the exit code; a handler would end with the interpreter
-        for number in STOPPING:
-            signal.signal(number, signal.SIG_IGN)
+@dataclass(frozen=True)
+class _Ended:
+    """How a start ended. again: whether another one may do better. host: the first on which a rank failed, if known.
+    grows: the ranks have saved, so that more can start."""
+
+    code: int
+    again: bool = False
+    host: str | None = None
+    grows: bool = False
 
 
-def _command(job: Path, overrides: tuple[str, ...], resume: str, directory: Path) -> list[str]:
+def start_ranks(
+    command: str,
+    job: Path,
+    ranks: int | None,
+    overrides: tuple[str, ...],
+    words: Sequence[str],
+    restarts: int = 0,
+    hostfile: Path | None = None,
+) -> int:
+    """Start `hpctrain COMMAND JOB WORDS...` and return the ranks' exit code. HpctrainError as from `read_job`, `Placement`.
+
+    ranks: how many (None: as many as the hostfile has slots, else one). restarts: how often ranks that fail start again. The ranks
+    check the job. This process imports no torch: that would take as long again as in a rank, before any rank starts.
+    """
+    tables = read_job(job, overrides).tables
+    export(tables)  # here: an mpiexec reads its own before there is a rank
     sets = [word for override in overrides for word in ("--set", override)]
-    return [
-        *(sys.executable, "-m", "hpctrain", "run", str(job), *sets),
-        *("--resume", resume, "--started-by", str(directory)),
-    ]
+    placement = Placement(hostfile, ranks, _least(tables), partial(ask_counts, job, overrides))
+    begin, restart = time.time(), 0
+    with noted_signals() as signals:
+        while True:
+            hosts, count = placement.next()
+            if command == "run":
+                print(f"starting     {count} rank{'s' if count > 1 else ''}{_where(hosts)}", flush=True)
+            program = [command, str(job), *sets, *words]
+            ended = _start_once(program, hosts, count, Requests(signals, placement.has_more), command == "run")
+            if ended.host is not None:
+                placement.note_failure(ended.host)
+            if signals or not (ended.grows or (ended.again and restart < restarts)):
+                return ended.code
+            if not ended.grows:
+                restart += 1
+                print(f"hpctrain: restart {restart} of {restarts}", file=sys.stderr, flush=True)
+            words = RESUME_NEWEST if _has_saved(tables, begin) else words
 
 
-def _attend(launched: Launched, link: Link, ranks: int, signals: list[int]) -> int:
-    """Pass `signals` on and wait. A rank killed from outside ends the others: `launched` sees to that."""
+def start_command(words: Sequence[str], ranks: int) -> int:
+    """Start `hpctrain WORDS...` on `ranks` ranks and return their exit code."""
+    with noted_signals() as signals:
+        return _start_once(words, None, ranks, Requests(signals), saves=False).code
+
+
+def _least(tables: Mapping[str, Any]) -> int | None:
+    """[elastic] min_ranks. The ranks report a value that is none."""
+    table = tables.get("elastic")
+    least = table.get("min_ranks") if isinstance(table, dict) else None
+    return least if type(least) is int and least > 0 else None
+
+
+def _where(hosts: Hosts | None) -> str:
+    return "" if hosts is None or hosts.are_here else f" on {', '.join(name for name, _ in hosts.named)}"
+
+
+def _has_saved(tables: Mapping[str, Any], begin: float) -> bool:
+    """Whether the run has a checkpoint from after `begin`. Until then, ranks start again as they did."""
+    table = tables["job"]
+    directory = Path(table.get("output_dir") or Path("runs") / table["name"]) / "checkpoints"
+    return any(path.stat().st_mtime >= begin - _COARSE for path in directory.glob("step-*[0-9]"))
+
+
+def _start_once(words: Sequence[str], hosts: Hosts | None, ranks: int, requests: Requests, saves: bool) -> _Ended:
+    """hosts: with as many slots as ranks; None for this machine. saves: whether the same command continues a job."""
+    command = [sys.executable, "-m", "hpctrain", *words]
+    if hosts is not None and not hosts.are_here:
+        remote = OnHosts(command, hosts)
+        code = _attend(remote, remote, ranks, requests, saves)
+        again, host = code == EXIT_TRAINING or remote.why_not_started is not None, remote.failed_host
+    else:
+        directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
+        link = Link(directory)
+        try:
+            launched = launch([*command, "--started-by", str(directory)], ranks, directory)
+            code = _attend(launched, link, ranks, requests, saves)
+        finally:
+            link.close()
+            shutil.rmtree(directory, ignore_errors=True)
+        failed = launched.failed_rank
+        again, host = code == EXIT_TRAINING, None if hosts is None or failed is None else hosts.by_rank[failed]
+    return _Ended(code, again, host if again else None, requests.grows and code == EXIT_STOPPED)
+
+
+def _attend(launched: Launched, link: Channel, ranks: int, requests: Requests, saves: bool) -> int:
+    """Pass signals on and wait. If a rank is killed from outside, `launched` ends the others."""
     try:
-        status = _wait(launched, link, ranks, signals)
+        status = _wait(launched, link, ranks, requests)
     finally:
         _end(launched, link)
     code = link.exit_code
@@ -63,38 +138,37 @@ def _attend(launched: Launched, link: Link, ranks: int, signals: list[int]) -> i
         return code
     if status == 0:
         return 0
-    again = _told_again(signals)
-    if again is not None:
-        return 128 + again
+    if requests.again is not None:
+        return 128 + requests.again
+    if link.why_not_started is not None:
+        print(f"hpctrain: {link.why_not_started}", file=sys.stderr)
+        return EXIT_ENVIRONMENT
+    who = "a rank" if launched.failed_rank is None else f"rank {launched.failed_rank}"
+    where = "" if link.failed_host is None else f" on {link.failed_host}"
     print(
-        f"hpctrain: a rank ended without a word (status {status}): killed, or out of memory? "
-        "The same command continues from the newest checkpoint",
+        f"hpctrain: {who}{where} ended without an error message (status {status}): killed, or out of memory?"
+        + (" The same command continues from the newest checkpoint" if saves else ""),
         file=sys.stderr,
     )
     return EXIT_TRAINING
 
 
-def _wait(launched: Launched, link: Link, ranks: int, signals: list[int]) -> int | None:
-    """The status of `launched`; None after a second request to stop that came before all ranks could answer the first."""
+def _wait(launched: Launched, link: Channel, ranks: int, requests: Requests) -> int | None:
+    """The status of `launched`; None if a second request to stop arrives before all ranks can answer the first."""
     while True:
         try:
             return launched.wait(timeout=_POLL)
         except subprocess.TimeoutExpired:
-            asked = tuple(signals)
-            if asked and link.pass_on(asked) < ranks and _told_again(asked) is not None:
+            asked = requests.present()
+            if asked and link.pass_on(asked) < ranks and requests.again is not None:
                 return None
 
 
-def _told_again(signals: Sequence[int]) -> int | None:
-    """The signal after the first that is more than a request to save."""
-    return next((number for number in signals[1:] if number != signal.SIGUSR1), None)
-
-
-def _end(launched: Launched, link: Link) -> None:
-    """Leave nothing behind, whatever made this process stop waiting."""
+def _end(launched: Launched, link: Channel) -> None:
+    """End all ranks, whatever made this process stop waiting."""
     give_up = time.monotonic() + _GRACE
     while launched.poll() is None and time.monotonic() < give_up:
-        link.kill_ranks()  # again and again: some may still be coming up
+        link.kill_ranks()  # repeatedly: some may still be starting
         with suppress(subprocess.TimeoutExpired):
             launched.wait(timeout=_POLL)
     if launched.poll() is None:

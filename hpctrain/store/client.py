@@ -1,4 +1,4 @@
-"""A rank's end of the guarded store: a torch.distributed Store, so that gloo, NCCL and MPI groups meet in it, too."""
+"""The client of the guarded store: a torch.distributed Store, so that gloo, NCCL and MPI groups can use it, too."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from hpctrain.store.server import StoreServer
 _SLACK = 10.0
 """Seconds that an answer may take beyond the server's own time limit: rank 0 may be busy."""
 _PATIENCE = 300.0
-"""Seconds for an answer to a request that waits for nothing."""
+"""Seconds for the answer to a request that does not wait for keys."""
 _ANOTHER = 60.0
-"""Seconds for one more connection of a rank that has joined."""
+"""Seconds for an additional connection of a rank that has joined."""
 _LONGEST_WAIT = 1e8
-"""Seconds; the system counts them in 64 bits of nanoseconds."""
+"""Seconds; the system counts nanoseconds in 64 bits."""
 _LONGEST_INTRODUCTION = 4096
 
 Address = tuple[str, int]
 FindSecret = Callable[[bytes], bytes | None]
-"""From the server's introduction to the secret; None when that introduction is not by this user."""
+"""Maps the server's introduction to the secret; None if the introduction is not this user's."""
 
 
 _open: set[GuardedStore] = set()
-"""Stores in use: torch's groups keep only the C++ half of a store, which needs this half."""
+"""Stores in use, kept alive here: torch's groups hold only the C++ half of a store, which needs the Python half."""
 
 
 class Connection:
     """One authenticated connection; requests and replies take turns on it."""
 
     def __init__(self, address: Address, find_secret: FindSecret, seconds: float) -> None:
-        """Connect and shake hands within `seconds`. Raises OSError, or ProtocolError when no rank of this job listens there."""
+        """Connect and shake hands within `seconds`. Raises OSError, or ProtocolError if the other end is no rank of this job."""
         self._give_up = time.monotonic() + seconds
         self._socket = socket.create_connection(address, timeout=seconds)
         try:
@@ -73,7 +73,7 @@ class Connection:
         return str(self._socket.getpeername()[0])
 
     def ask(self, request: Sequence[bytes], seconds: float) -> list[bytes]:
-        """The reply to `request`, which has `seconds` to come."""
+        """Send `request` and wait up to `seconds` for the reply."""
         self._give_up = time.monotonic() + seconds
         self._socket.settimeout(seconds)
         self._socket.sendall(self._sealer.seal(request))
@@ -87,7 +87,7 @@ class Connection:
         if magic != MAGIC:
             raise ProtocolError("another program listens there")
         if length > _LONGEST_INTRODUCTION:
-            raise ProtocolError("it introduces itself without end")
+            raise ProtocolError("its introduction is too long")
         introduction = self._read(length)
         secret = find_secret(introduction)
         if secret is None:
@@ -113,14 +113,16 @@ class Connection:
 
 
 class GuardedStore(Store):
-    """Any number of threads may use it, each on a connection of its own meanwhile.
+    """The store for any number of threads; each request has a connection of its own.
 
-    Raises torch's DistStoreError when a key does not come in time or a request can't be carried out, and DistNetworkError
-    when rank 0 is out of reach; later calls then raise it at once.
+    Raises torch's DistStoreError when a key is not set in time or a request is invalid, and DistNetworkError when rank 0
+    cannot be reached. After that, every call raises DistNetworkError at once.
     """
 
-    def __init__(self, address: Address, timeout: timedelta, first: Connection) -> None:
+    def __init__(self, address: Address, timeout: timedelta, first: Connection, patience: float = _PATIENCE) -> None:
+        """timeout: of waits for keys. patience: seconds for the answer to a request that does not wait for keys."""
         super().__init__()
+        self._patience, self._slack, self._more = patience, min(_SLACK, patience), min(_ANOTHER, patience)
         self.set_timeout(timeout)
         self.address, self.local_host, self.remote_host = address, first.local_host, first.remote_host
         self.secret = first.secret
@@ -128,11 +130,11 @@ class GuardedStore(Store):
         self._lost: Exception | None = None
         self._lock = threading.Lock()
         self.server: StoreServer | None = None
-        """Rank 0's, which ends with `close`."""
+        """On rank 0 the server; `close` stops it."""
         _open.add(self)
 
     def close(self) -> None:
-        """Hang up; on rank 0 this stops the server, too, for everybody."""
+        """Close the connections; on rank 0 this also stops the server for all ranks."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -148,7 +150,7 @@ class GuardedStore(Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Waits for keys that are not there yet, as `get` does."""
+        """The values of `keys`; like `get`, waits for missing keys."""
         return self._ask_in_time(b"get", keys)
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
@@ -173,32 +175,36 @@ class GuardedStore(Store):
     def num_keys(self) -> int:
         return int(NUMBER.unpack(self._ask(b"count")[0])[0])
 
-    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  (by these names torch's C++ looks for them)
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815  (torch's C++ looks them up by these names)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._ask_in_time(b"wait", keys, timeout)
 
     def has_extended_api(self) -> bool:
-        """append, multi_get and multi_set are there: gloo then asks for all addresses at once."""
+        """True: append, multi_get and multi_set exist, so gloo asks for all addresses at once."""
         return True
 
+    def another(self, patience: float) -> GuardedStore:
+        """The same keys over connections of its own, which give up after `patience` seconds."""
+        return GuardedStore(self.address, self.timeout, self._another(), patience)  # type: ignore[attr-defined]
+
     def clone(self) -> GuardedStore:
-        """NCCL's threads want a store of their own; this one serves any number of threads."""
+        """This store: NCCL's threads ask for their own copy, but one store serves any number of threads."""
         return self
 
     def _ask_in_time(self, name: bytes, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
-        """timeout: the store's own by default."""
+        """timeout: by default the store's own."""
         limit = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # torch's stub lacks it
         seconds = min(limit.total_seconds(), _LONGEST_WAIT)
         request = (name, SECONDS.pack(seconds), *(key.encode() for key in keys))
-        status, *parts = self._exchange(request, seconds + _SLACK)
+        status, *parts = self._exchange(request, seconds + self._slack)
         if status == LATE:
             missing = ", ".join(part.decode(errors="replace") for part in parts)
             raise dist.DistStoreError(f"waited {seconds:g} s in the store for: {missing}")
         return parts
 
     def _ask(self, *request: bytes) -> list[bytes]:
-        return self._exchange(request, _PATIENCE)[1:]
+        return self._exchange(request, self._patience)[1:]
 
     def _exchange(self, request: Sequence[bytes], seconds: float) -> list[bytes]:
         connection: Connection | None = None
@@ -225,11 +231,11 @@ class GuardedStore(Store):
         return reply
 
     def _another(self) -> Connection:
-        """One more connection. A server that refuses it has ended; a server that hangs up may have been flooded."""
-        give_up = time.monotonic() + _ANOTHER
+        """A new connection. A server that refuses it has ended; a server that hangs up may be flooded with connections."""
+        give_up = time.monotonic() + self._more
         while True:
             try:
-                return Connection(self.address, lambda _: self.secret, _ANOTHER)
+                return Connection(self.address, lambda _: self.secret, self._more)
             except ConnectionRefusedError:
                 raise
             except (OSError, ProtocolError):
@@ -241,9 +247,9 @@ class GuardedStore(Store):
 def connect(
     addresses: Sequence[Address], find_secret: FindSecret, seconds: float, attempt: float = 10.0
 ) -> tuple[Address, Connection]:
-    """The first address at which this job's server answers, tried in turn again and again for `seconds`.
+    """Connect to the first address at which this job's server answers; tries all in turn for `seconds`.
 
-    attempt: seconds for one address; a firewall may swallow packets instead of refusing them.
+    attempt: seconds for one address; a firewall may drop packets instead of refusing them.
     Raises the OSError or ProtocolError of the last attempt.
     """
     give_up = time.monotonic() + seconds
@@ -263,13 +269,13 @@ def connect(
 def open_store(
     addresses: Sequence[Address], find_secret: FindSecret, seconds: float, timeout: timedelta, attempt: float = 10.0
 ) -> GuardedStore:
-    """The store of the server at one of `addresses`; errors as `connect`. timeout: for keys that are waited for."""
+    """The store of the server at one of `addresses`; errors as `connect`. timeout: the limit of waits for keys."""
     address, first = connect(addresses, find_secret, seconds, attempt)
     return GuardedStore(address, timeout, first)
 
 
 def narrow(store: GuardedStore, server: StoreServer, hosts: Collection[str]) -> GuardedStore:
-    """Rank 0's store once all ranks have come to `hosts`: it listens nowhere else, and rank 0 goes the same way as they."""
+    """Restrict rank 0's store to `hosts`, where all ranks have connected; rank 0 connects through one of these, too."""
     if hosts and store.address[0] not in hosts:
         there = [address for address in server.addresses if address[0] in hosts]
         again = open_store(there, lambda _: store.secret, _ANOTHER, store.timeout)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The keys and values of the guarded store, and the requests that it answers. Runs on the server's event loop."""
+"""The keys and values of the guarded store, and its requests. Runs on the server's event loop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Reply = list[bytes]
 
 
 class Contents:
-    """A request is a list of byte strings, its name first; a reply is a list, too, OK, LATE or WRONG first.
+    """A request is a list of byte strings that begins with its name; a reply is a list that begins with OK, LATE or WRONG.
 
-    Values that are added to are kept as decimal digits, as TCPStore keeps them.
+    Counters are stored as decimal digits, as in TCPStore.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Contents:
         }
 
     async def answer(self, request: Sequence[bytes]) -> Reply:
-        """Carry a request out; WRONG and the reason for one that can't be."""
+        """Carry a request out; WRONG and the reason if it is invalid."""
         try:
             reply = self._requests[request[0]](*request[1:])
             return await reply if isinstance(reply, Awaitable) else reply
@@ -54,13 +54,13 @@ class Contents:
         return [OK]
 
     async def _get(self, seconds: bytes, *keys: bytes) -> Reply:
-        """All values, once all are there."""
+        """All values, once all keys are set."""
         reply = await self._wait(seconds, *keys)
         return reply if reply[0] == LATE else [OK, *(self._values.get(key, b"") for key in keys)]
 
     def _add(self, key: bytes, amount: bytes) -> Reply:
         total = int(self._values.get(key, b"0")) + NUMBER.unpack(amount)[0]
-        reply = [OK, NUMBER.pack(total)]  # before anything is changed: it may be too large
+        reply = [OK, NUMBER.pack(total)]  # first: fails before anything has changed if the total is too large
         self._put(key, str(total).encode())
         return reply
 
@@ -69,7 +69,7 @@ class Contents:
         return [OK]
 
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> Reply:
-        """Set a key that has the value `expected`, or is missing where that is empty; what it has afterwards."""
+        """Set a key whose value is `expected` (empty: a missing key, too); the reply is its value afterwards."""
         if self._values.get(key, b"") == expected:
             self._put(key, desired)
         return [OK, self._values.get(key, expected)]
@@ -84,7 +84,7 @@ class Contents:
         return [OK, NUMBER.pack(len(self._values))]
 
     async def _wait(self, seconds: bytes, *keys: bytes) -> Reply:
-        """OK once all keys are there; LATE and those that are missing when the time is up."""
+        """OK once all keys are set; LATE and the missing keys when the time is up."""
         try:
             await asyncio.wait_for(self._all_there(keys), SECONDS.unpack(seconds)[0])
         except asyncio.TimeoutError:

@@ -1,7 +1,7 @@
-"""The secret of ranks without MPI: from MUNGE where the nodes run it, else from a file that only its user can read.
+"""The secret of ranks without MPI: through MUNGE if the nodes run it, else in a file that only its user can read.
 
-MUNGE (https://dun.github.io/munge) is the authentication service that most Slurm clusters have. Rank 0 seals the secret in
-a credential that only processes of the same user can open, and shows it to whoever connects.
+MUNGE (https://dun.github.io/munge) is the authentication service of most Slurm clusters. Rank 0 seals the secret in a
+credential that only processes of the same user can open, and sends the credential to everybody who connects.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hpctrain.store.messages import SECRET_BYTES
 
 _MUNGE_SECONDS = 10
 _REPLAYED = 17
-"""unmunge's status for a credential that it has opened before, as another rank of the node does. The handshake that follows
-shows that the server knows the secret now."""
+"""unmunge's status for a credential opened before, for instance by another rank of the node. Replays are harmless: in the
+handshake that follows, the server proves that it knows the secret now."""
 _FILE_BYTES = 2 * SECRET_BYTES
 
 
 @dataclass(frozen=True)
 class Credential:
-    """Rank 0's side: the secret, the introduction that it shows to whoever connects, and the removal of the secret's file."""
+    """Rank 0's side: the secret, the introduction sent to everybody who connects, and the removal of the secret's file."""
 
     secret: bytes
     introduction: bytes
@@ -38,7 +38,7 @@ class Credential:
 
 
 def secret_file(token: str) -> Path:
-    """Where the secret of the start named `token` lies: in the home directory, which the nodes of a cluster share."""
+    """The file with the secret of the start named `token`, in the home directory, which the nodes of a cluster share."""
     return Path.home() / ".hpctrain" / f"secret-{sha256(token.encode()).hexdigest()[:32]}"
 
 
@@ -66,14 +66,14 @@ def make_credential(token: str, file: Path | None) -> Credential:
 
 
 class SecretFinder:
-    """Another rank's side: from rank 0's introduction to the secret."""
+    """The other ranks' side: maps rank 0's introduction to the secret."""
 
     def __init__(self, token: str, file: Path | None) -> None:
         self._token = token
         self._file = secret_file(token) if file is None else file
 
     def __call__(self, introduction: bytes) -> bytes | None:
-        """The secret; None when there is none, or it is another user's. It is looked up each time: it may be an earlier start's."""
+        """The secret; None if there is none or it is another user's. Not cached: the file may still be an earlier start's."""
         return _open_seal(introduction, self._token) if introduction else _read(self._file)
 
 
@@ -90,7 +90,7 @@ def _write(path: Path, secret: bytes) -> None:
 
 
 def _read(path: Path) -> bytes | None:
-    """The secret in a file that belongs to this user and is closed to everybody else."""
+    """The secret in a file that belongs to this user and that nobody else can access; else None."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

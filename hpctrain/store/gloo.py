@@ -1,11 +1,11 @@
-"""Gloo over the guarded store: its groups are used only after the ranks have proved over gloo itself who they are.
+"""Gloo over the guarded store: a group is used only after its ranks have proved their identity over gloo itself.
 
-A rank of gloo listens for its peers and takes the first connection that names the right small number, whoever makes it. So
-once a group is connected, every pair of ranks exchanges tokens that only they can know from the store. A connection that
-passes can't be taken over later, except by somebody on the network path between the two ranks. If a stranger was faster,
+A gloo rank listens for its peers and accepts the first connection that names the right small number, whoever opens it. So
+once a group is connected, every pair of ranks exchanges tokens that only the two can derive from the store. A connection
+that passes cannot be taken over later, except on the network path between the two ranks. If a stranger connected first,
 the group is made again.
 
-Gloo encrypts nothing by itself: its TLS, which `[communicator] tls` switches on, is not in the builds of torch on PyPI.
+Gloo encrypts nothing by default: `[communicator] tls` turns its TLS on, which the builds of torch on PyPI lack.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ LOG = logging.getLogger("hpctrain")
 
 _ATTEMPTS = 5
 _CONNECT = timedelta(seconds=60)
-"""For connecting and proving; all members are there by then."""
+"""The limit for connecting and authenticating; all members are present by then."""
 
 
 class _AddressBook(Store):
-    """The addresses that gloo looks up while it connects. Each rank enters one address and then asks twice for that of every
-    rank; here a rank gets all of them with one request. Each network is one round of that.
+    """The addresses that gloo looks up while it connects, fetched with one request for all ranks.
+
+    Gloo itself has each rank enter one address and then ask twice for every rank's. Each network takes one such round.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -56,7 +57,7 @@ class _AddressBook(Store):
         return self._found[key]
 
     def forget(self) -> None:
-        """The group is connected, or never will be."""
+        """Free the addresses: the group is connected, or its connection failed."""
         self._found = {}
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -69,23 +70,23 @@ _in_use: list[str] = []
 
 
 def transport_in_use() -> str | None:
-    """The transport of this process's gloo groups, "" for the default; None before the first. Gloo reads its setting once."""
+    """The transport of this process's gloo groups, "" for the default; None before the first group. Gloo reads its setting once."""
     return _in_use[0] if _in_use else None
 
 
 _books: list[_AddressBook] = []
-"""Gloo's groups keep only the C++ half of their address book, which needs this half."""
+"""Kept alive here: gloo's groups hold only the C++ half of their address book, which needs the Python half."""
 
 
-def _create(options: Any, _: Any) -> dist.ProcessGroupGloo:
-    """The group that torch's `_DistributedBackendOptions` describe. Collective over its members.
+def create_group(options: Any, _: Any = None) -> dist.ProcessGroupGloo:
+    """The group described by torch's `_DistributedBackendOptions`. Collective over its members.
 
-    Raises DistStoreError when a member does not come, EnvironmentUnfitError when strangers were faster again and again.
+    Raises DistStoreError if a member is missing, EnvironmentUnfitError if strangers connected first in every attempt.
     """
     if not _in_use:
         _in_use.append(os.environ.get(_TRANSPORT, ""))
     rank, size = options.group_rank, options.group_size
-    # torch gives a group that is made again after its destruction the same name and store, with what the first left there
+    # a group that is destroyed and made again gets the same name and store from torch, with the first group's keys in it
     store = PrefixStore(str(options.store.add(f"made/{rank}", 1)), options.store)
     _await_members(store, rank, list(options.global_ranks_in_group) or list(range(size)), options)
     reason = ""
@@ -102,7 +103,7 @@ def _create(options: Any, _: Any) -> dist.ProcessGroupGloo:
             LOG.warning("gloo: group %r is connected anew: %s", options.group_id, reason)
     raise EnvironmentUnfitError(
         f"gloo: group {options.group_id!r} could not be connected in {_ATTEMPTS} attempts: {reason}; expected a network between "
-        "all ranks on which nobody else gets in their way (GLOO_SOCKET_IFNAME names its interface)"
+        "all ranks without other programs that connect to them (GLOO_SOCKET_IFNAME selects its interface)"
     )
 
 
@@ -128,7 +129,7 @@ def _connect(store: Store, rank: int, size: int) -> dist.ProcessGroupGloo | str:
     _books.append(book)
     try:
         group = dist.ProcessGroupGloo(book, rank, size, _CONNECT)
-        # with several networks, gloo's operations take turns over them
+        # with several networks, gloo alternates between them
         if size > 1 and not all(_all_prove(group, secret, rank, size) for _ in range(book.rounds)):
             return "something else took a rank's place"
     except (dist.DistStoreError, dist.DistNetworkError):
@@ -141,7 +142,7 @@ def _connect(store: Store, rank: int, size: int) -> dist.ProcessGroupGloo | str:
 
 
 def _all_prove(group: dist.ProcessGroupGloo, secret: bytes, rank: int, size: int) -> bool:
-    """Whether each member sent the token that only it can send to this rank. Gloo sends it directly, without relays."""
+    """Whether each member sent the token that it alone can send to this rank. Gloo sends tokens directly, without relays."""
     mine = torch.frombuffer(bytearray(_tokens(secret, [(rank, to) for to in range(size)])), dtype=torch.uint8)
     received = torch.empty_like(mine)
     group.alltoall_base(received, mine, [], []).wait()  # type: ignore[attr-defined]  # torch's stub lacks it
@@ -152,4 +153,4 @@ def _tokens(secret: bytes, pairs: list[tuple[int, int]]) -> bytes:
     return b"".join(digest(secret, str(sender).encode(), str(receiver).encode()) for sender, receiver in pairs)
 
 
-dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu"])

@@ -5,9 +5,9 @@
     server -> client   proof: HMAC(secret, "server", both nonces, introduction, server's address)
     both               message: length | number | HMAC(key, number, payload) | payload
 
-The server's address is the one that each end sees, so a stranger who listens elsewhere can't relay the proofs. Each direction
-has a key of its own, HMAC(secret, direction, both nonces), and numbers its messages from 0. A message that is altered, repeated,
-reflected or out of order is therefore an error. Nothing is encrypted. The hash is SHA-256.
+Each end takes the server's address from its own socket, so a stranger who listens elsewhere cannot relay the proofs. Each
+direction has its own key, HMAC(secret, direction, both nonces), and numbers its messages from 0. An altered, repeated,
+reflected or reordered message is therefore an error. Nothing is encrypted. The hash is SHA-256.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ProtocolError(Exception):
 
 
 def digest(secret: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA-256 of length-prefixed parts, so that no two sequences of parts run into each other."""
+    """HMAC-SHA-256 of length-prefixed parts, so that different sequences of parts have different inputs."""
     return hmac.digest(secret, pack(parts), "sha256")
 
 
@@ -42,7 +42,7 @@ def verify(found: bytes, secret: bytes, *parts: bytes) -> bool:
 
 
 def pack(parts: Sequence[bytes]) -> bytes:
-    """One payload of several byte strings."""
+    """One payload from several byte strings."""
     return b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
 
 
@@ -88,7 +88,7 @@ class Opener:
         self._tag = b""
 
     def length(self, header: bytes) -> int:
-        """The size in bytes of the payload that follows `header`; ProtocolError for a message out of turn."""
+        """The size in bytes of the payload that follows `header`; ProtocolError for a message out of order."""
         length, number, self._tag = MESSAGE_HEADER.unpack(header)
         if number != self._expected:
             raise ProtocolError(
@@ -99,7 +99,7 @@ class Opener:
         return int(length)
 
     def open(self, payload: bytes) -> list[bytes]:
-        """The parts of the payload; ProtocolError when it is not what the other end sent."""
+        """The parts of the payload; ProtocolError if it was altered."""
         if not verify(self._tag, self._key, self._expected.to_bytes(8, "big"), payload):
             raise ProtocolError("a message was altered on its way")
         self._expected += 1

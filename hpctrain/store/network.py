@@ -1,4 +1,4 @@
-"""The addresses of this host: where a store listens, and which interface gloo and NCCL are to use."""
+"""The addresses of this host: where a store listens, and which interface gloo and NCCL use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def reachable_addresses(name: str | None = None) -> list[str]:
-    """This host's addresses at which another host may reach it, those of its `name` first."""
+    """The addresses at which other hosts may reach this host, those of its `name` first."""
     named = []
     with suppress(socket.gaierror):  # a node whose name does not resolve still has interfaces
         found = socket.getaddrinfo(name or socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -35,7 +35,7 @@ def _leads_here_from_elsewhere(address: ipaddress.IPv4Address | ipaddress.IPv6Ad
 
 
 def own_addresses(name: str) -> list[str]:
-    """The one address that `name` stands for, if it is this host's; else all at which it can be reached."""
+    """The address of `name` if it is this host's; else all addresses at which this host can be reached."""
     with suppress(OSError):
         address = socket.gethostbyname(name)
         if address in reachable_addresses():
@@ -44,7 +44,7 @@ def own_addresses(name: str) -> list[str]:
 
 
 def hosts_of(name: str) -> list[str]:
-    """How a rank reaches the host `name`: by that name or, on that host itself, where it may mean loopback, by its addresses."""
+    """How a rank reaches the host `name`: by that name, or by its own addresses where `name` means loopback."""
     with suppress(OSError):
         if ipaddress.ip_address(socket.gethostbyname(name)).is_loopback:
             return own_addresses(name)
@@ -52,9 +52,9 @@ def hosts_of(name: str) -> list[str]:
 
 
 def listeners(hosts: Iterable[str], port: int = 0) -> list[socket.socket]:
-    """A listening socket on each of `hosts` that can have one; port 0 is any free port.
+    """A listening socket on each of `hosts` where this is possible; port 0 is any free port.
 
-    OSError when none can, or when the port is taken on any: ranks would find two programs there.
+    OSError if it is possible on none, or if the port is taken on any: ranks would find two programs there.
     """
     made: list[socket.socket] = []
     last: OSError = OSError("this host has no address that others can reach")
@@ -83,9 +83,9 @@ def interface_of(address: str) -> str | None:
 
 
 def bind_communication(address: str) -> None:
-    """Let gloo, and NCCL where all ranks share a node, listen on the interface of `address` unless the user chose one.
+    """Let gloo, and NCCL if all ranks share a node, listen on the interface of `address` unless the user chose one.
 
-    By itself gloo takes what the host's name resolves to, which may be another network, or one that anybody reaches.
+    By default gloo takes the address of the host's name, which may be on another network, or on one open to everybody.
     """
     interface = interface_of(address)
     if interface is None:

@@ -1,4 +1,4 @@
-"""The server of the guarded store: a thread of rank 0 that keeps the keys and answers connections that know the secret."""
+"""The server of the guarded store: a thread of rank 0 that holds the keys and serves clients that know the secret."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from hpctrain.store.messages import (
 )
 
 _HANDSHAKE_SECONDS = 30.0
-"""Rank 0 may compute meanwhile and keep the interpreter to itself."""
+"""Long, because rank 0 may compute meanwhile and hold the interpreter lock."""
 _UNPROVEN = 256
-"""Connections in their handshake at a time, besides one of each rank. A newer connection replaces the oldest, and a rank
-tries again."""
+"""Connections in their handshake at a time, besides one for each rank. A newer connection replaces the oldest; a rank that
+loses its connection tries again."""
 _ACCEPTED_AT_ONCE = 64
-"""Connections that asyncio takes before it looks at any of them."""
+"""Connections that asyncio accepts before it serves any of them."""
 _WAITING = 1024
-"""Connections that the system keeps for the server."""
+"""Connections that the system queues for the server."""
 _ANSWER_SECONDS = 30.0
-"""Time limit of requests to the server's own thread, in seconds."""
+"""Time limit of calls into the server's own thread, in seconds."""
 _CANCEL_SECONDS = 0.1
 """Seconds before a task is cancelled again: up to Python 3.11, wait_for ignores a cancellation once its awaitable is done."""
 _SPARE_FILES = 256
@@ -60,8 +60,8 @@ def warn_of_stranger(sentence: str) -> None:
 class StoreServer:
     """Listens on `listeners` from construction to `close`.
 
-    introduction: sent to whoever connects; a rank needs it to find out the secret by itself.
-    on_stranger: called on the server's thread with a sentence, once for each host without a valid proof.
+    introduction: sent to everybody who connects; a rank needs it to find the secret.
+    on_stranger: called on the server's thread with a sentence, once for each host that gives no valid proof.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StoreServer:
         self._strangers: set[str] = set()
         self._listeners: dict[tuple[str, int], asyncio.Server] = {}
         self._process = os.getpid()
-        allow_open_files(3 * ranks + _UNPROVEN + _ACCEPTED_AT_ONCE + _SPARE_FILES)
+        allow_open_files(files_needed(ranks))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="store server", daemon=True)
         self._thread.start()
@@ -84,16 +84,16 @@ class StoreServer:
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """Where the server listens: host and port."""
+        """The hosts and ports at which the server listens."""
         return list(self._listeners)
 
     def keep_only(self, addresses: Iterable[tuple[str, int]]) -> None:
-        """Stop listening elsewhere; connections that stand go on."""
+        """Listen at `addresses` only; open connections go on."""
         wanted = set(addresses)
         self._run(self._stop_listening([address for address in self._listeners if address not in wanted]))
 
     def close(self) -> None:
-        """Stop serving: connections end. Does nothing in a process that was forked off: the thread is not there."""
+        """Stop serving and end all connections. Does nothing in a forked process, which does not have the thread."""
         atexit.unregister(self.close)
         if os.getpid() == self._process and not self._loop.is_closed():
             self._run(self._stop())
@@ -124,7 +124,7 @@ class StoreServer:
             await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from its handshake until either side closes it or the server stops."""
+        """Serve one connection, from its handshake until either side closes it or the server stops."""
         with contextlib.suppress(asyncio.CancelledError):  # asyncio would print a traceback
             await self._serve_until_end(reader, writer)
 
@@ -135,7 +135,7 @@ class StoreServer:
             writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             opener, sealer = await asyncio.wait_for(self._shake_hands(reader, writer), _HANDSHAKE_SECONDS)
         except _FROM_STRANGERS as error:
-            if writer in self._unproven:  # else it gave way to others, and may be a rank of ours
+            if writer in self._unproven:  # else it was closed to make room, and may be one of our ranks
                 self._tell_of_stranger(peer, error)
             writer.transport.abort()
             return
@@ -151,7 +151,7 @@ class StoreServer:
             writer.transport.abort()
 
     def _make_room(self, writer: asyncio.StreamWriter) -> None:
-        """Count `writer` among the connections in their handshake, and end the oldest of too many."""
+        """Count `writer` among the connections in their handshake, and end the oldest if there are too many."""
         self._unproven[writer] = None
         if len(self._unproven) > self._most_unproven:
             oldest, _ = self._unproven.popitem(last=False)
@@ -174,7 +174,7 @@ class StoreServer:
     async def _answer(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, opener: Opener, sealer: Sealer
     ) -> None:
-        """Requests and replies in turn until the client hangs up."""
+        """Answer requests in turn until the client hangs up."""
         while True:
             try:
                 header = await reader.readexactly(MESSAGE_HEADER.size)
@@ -191,8 +191,13 @@ class StoreServer:
         self._strangers.add(host)
         reason = str(error) if isinstance(error, ProtocolError) else "it did not answer the handshake"
         self._on_stranger(
-            f"a connection from {host} port {peer[1]} was refused: {reason}; further ones from there are refused without a word"
+            f"a connection from {host} port {peer[1]} was refused: {reason}; further ones from this host are refused silently"
         )
+
+
+def files_needed(ranks: int) -> int:
+    """The open files that the process of the server needs for a job of `ranks` ranks."""
+    return 3 * ranks + _UNPROVEN + _ACCEPTED_AT_ONCE + _SPARE_FILES
 
 
 def allow_open_files(count: int) -> None:

@@ -1,1 +1,1 @@
-"""A process's identity among the ranks, and how the ranks meet and end."""
+"""A process's identity among the ranks; how the ranks meet and how they end."""

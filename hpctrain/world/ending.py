@@ -1,4 +1,4 @@
-"""How a rank that is done ends its process."""
+"""Ends the process of a finished rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import NoReturn
 
 
 def end_process(code: int) -> NoReturn:
-    """End this rank with `code` as Python would, but without taking the interpreter apart.
+    """End this rank with `code` as Python would, but without finalizing the interpreter.
 
-    Gloo's threads free the tensors of their last operations a moment after those are done, and need the interpreter
-    for it. Python ends a thread that asks for the interpreter while it is being taken apart. In the middle of C++ code
-    that aborts the process: a rank that was done would leave with 134.
+    Gloo's threads free the tensors of their last operations slightly later, and need the interpreter to do so. Python ends
+    a thread that asks for the interpreter during finalization. In the middle of C++ code this aborts the process: a rank
+    that had finished would exit with 134.
     """
-    # the two steps with which Python begins its own end: the first closes thread pools, too, and joins the threads
+    # Python's own exit begins with these two steps; the first joins the threads and closes thread pools
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     mpi = sys.modules.get("mpi4py.MPI")
@@ -28,7 +28,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def flush_output() -> None:
-    """Flush the output, as far as that is possible."""
+    """Flush the output as far as possible."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with contextlib.suppress(OSError, ValueError):  # no room, nobody reads it any more, or it is closed
+        with contextlib.suppress(OSError, ValueError):  # no space left, no reader, or closed
             stream.flush()

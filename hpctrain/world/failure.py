@@ -1,4 +1,4 @@
-"""How a rank that fails ends the job: its error is printed once, with rank and host, and every rank leaves."""
+"""A failing rank ends the job: its error is printed once, with rank and host, and every rank exits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from hpctrain.job.problems import sentence
 from hpctrain.mpi.errors import CommunicationError
 from hpctrain.world.detection import started_by_srun
 from hpctrain.world.ending import flush_output
+from hpctrain.world.launcher_channel import LauncherChannel
 from hpctrain.world.meeting import World
 
 _AFTER_THE_CAUSE = 1.0
-"""Seconds that a rank waits after a failed communication, so that the rank that caused it can print first."""
+"""Seconds that a rank waits after a failed communication, so that the rank at fault can print first."""
 _PATIENCE = timedelta(seconds=5)
-"""How long a rank that failed second waits for the first one to print."""
+"""How long later failing ranks wait for the first one to print."""
 _GATHERING_SECONDS = 2.0
 """How long a leaving rank waits for the others to leave, before the launcher ends them."""
 _LEAVING_SECONDS = 5
@@ -36,7 +37,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def describe(error: BaseException, identity: Identity) -> str:
-    """A sentence for an error that the user can mend, a traceback with rank and host for any other."""
+    """A sentence for an error that the user can fix; a traceback with rank and host for any other."""
     if isinstance(error, HpctrainError):
         return sentence(error)
     trace = "".join(traceback.format_exception(error))
@@ -44,7 +45,7 @@ def describe(error: BaseException, identity: Identity) -> str:
 
 
 def leave(world: World, error: BaseException) -> NoReturn:
-    """End this process, and the others with it, with the exit code of the first error of all ranks."""
+    """End this process and the other ranks with the exit code of the first error on any rank."""
     ignore_terminate()
     code, in_order = exit_code_of(error), False
     if isinstance(error, HpctrainError) and error.everywhere:
@@ -71,33 +72,45 @@ def leave(world: World, error: BaseException) -> NoReturn:
 
 
 def end_now(identity: Identity, code: int, everybody: bool) -> NoReturn:
-    """Leave without cleaning up. Under MPI the launcher ends the other ranks, unless `everybody` leaves."""
-    # srun makes 137 of every code that is given to Abort
+    """Exit without cleaning up. Under MPI the launcher ends the other ranks, unless `everybody` leaves."""
+    # srun turns every code given to Abort into 137
     if identity.source == "mpi" and identity.size > 1 and not (everybody and started_by_srun()):
         from hpctrain.mpi.library import abort
 
         abort(code)
     flush_output()
     if identity.rank == 0 and identity.size > 1:
-        time.sleep(1)  # the store lies here: let the others read who failed
+        time.sleep(1)  # this rank serves the store: the others still read which rank failed
     os._exit(code)
 
 
 def delay_terminate() -> None:
-    """From now on SIGTERM, where the loop does not answer it, ends this process in a few seconds instead of at once.
+    """From now on a SIGTERM that the loop does not answer ends this process after a few seconds instead of at once.
 
-    `srun --kill-on-bad-exit` sends it to the ranks that are a moment slower than the first that left. They must leave with
-    the code that all agreed on: a death by the signal turns 75 into 143, and no batch script would go on.
+    `srun --kill-on-bad-exit` sends SIGTERM to ranks that exit slightly later than the first. They must exit with the code
+    that all agreed on. Killed by the signal they would turn 75 into 143, and the batch script would not requeue the job.
     """
     signal.signal(signal.SIGTERM, _end_soon)
 
 
-def ignore_terminate() -> None:
-    """Leave with this rank's own exit code, whatever `srun --kill-on-bad-exit` sends meanwhile.
+def end_on_signals(channel: LauncherChannel) -> None:
+    """From now on SIGINT and SIGTERM end this rank at once: it has nothing to save."""
 
-    Unlike a handler, this outlasts the end of the interpreter.
+    def end(number: int, frame: FrameType | None) -> None:
+        channel.report_exit(128 + number)
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    channel.answers_signals()
+
+
+def ignore_terminate() -> None:
+    """Keep this rank's own exit code, whatever `srun --kill-on-bad-exit` sends meanwhile.
+
+    Unlike a handler, this outlasts the interpreter.
     """
-    if threading.current_thread() is threading.main_thread():  # Python sets handlers nowhere else
+    if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -116,13 +129,13 @@ def _claim(world: World, mine: str) -> str | None:
 
 
 def _all_leave(world: World) -> bool:
-    """Whether every rank has an error to leave with; waits a little for those that are about to find out."""
+    """Whether every rank is leaving with an error; waits briefly for ranks that have not noticed it yet."""
     try:
         world.store.add("leaving", 1)
         everybody = _counted(world, "leaving")
         world.store.add("leaving/heard", 1)
         if everybody and world.identity.rank == 0:
-            _counted(world, "leaving/heard")  # the store lies here: it must not go before the others have asked it
+            _counted(world, "leaving/heard")  # this rank serves the store: the others must have read it before it ends
     except RuntimeError:
         return False
     return everybody

@@ -1,4 +1,4 @@
-"""A rank's connection to the person who started the job: a terminal or not, and who hears the exit code."""
+"""A rank's connection to its starter: whether a terminal shows the output, and where the exit code goes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 def _tell_nobody(code: int) -> None:
-    """The process's own exit code tells it."""
+    """The process's own exit code is enough."""
 
 
 def _wait_for_nothing() -> None:
@@ -17,17 +17,17 @@ def _wait_for_nothing() -> None:
 
 
 def on_terminal() -> bool:
-    """Whether a person sees this process's output as it comes. The output may be closed.
+    """Whether this process writes to a terminal. The output may be closed.
 
-    Open MPI's mpiexec gives its ranks a terminal of their own, wherever its own output goes: that one says nothing.
+    Open MPI's mpiexec gives its ranks a terminal of their own, wherever its own output goes. That terminal does not count.
     """
     return sys.stdout is not None and sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
 
 
 @dataclass(frozen=True)
 class LauncherChannel:
-    """Whether a terminal shows the output, and the receiver of the exit code. The defaults are this process's own output, and
-    no receiver.
+    """Whether a terminal shows the output, and the receiver of the exit code. By default: this process's own output, and no
+    receiver.
 
     answers_signals: called when this rank can answer a request to stop.
     """

@@ -1,11 +1,15 @@
-"""Where ranks without MPI meet: rank 0 opens the guarded store on its host, at a port that all of them work out alike."""
+"""Where ranks without MPI meet: rank 0 opens the guarded store on its host, at a port that every rank computes alike.
+
+Under Flux, rank 0 takes any port and sends it through the launcher.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
@@ -13,26 +17,27 @@ from pathlib import Path
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import EnvironmentUnfitError
-from hpctrain.store.client import GuardedStore, narrow, open_store
-from hpctrain.store.credentials import Credential, SecretFinder, make_credential
-from hpctrain.store.messages import ProtocolError
-from hpctrain.store.network import LOOPBACK, bind_communication, hosts_of, listeners, own_addresses
+from hpctrain.store.client import Address, GuardedStore, narrow, open_store
+from hpctrain.store.credentials import SecretFinder, make_credential
+from hpctrain.store.messages import SECRET_BYTES, ProtocolError
+from hpctrain.store.network import LOOPBACK, bind_communication, hosts_of, listeners, own_addresses, reachable_addresses
 from hpctrain.store.server import StoreServer
 from hpctrain.world.detection import STARTER_VARIABLE
+from hpctrain.world.pmi import LONGEST, launcher_pmi
 from hpctrain.world.slurm import step_host, step_token
 
 _PORTS = range(20000, 32000)
-"""Below the range that Linux hands to outgoing connections."""
+"""Below the range that Linux uses for outgoing connections."""
 _CANDIDATES = 64
-"""Ports to try: other jobs of the node may hold some, or a stranger who wants to block the job."""
+"""Ports to try: other jobs on the node, or an attacker who wants to block this job, may hold some."""
 _ATTEMPT = 2.0
-"""Seconds for one port: something else may listen there and say nothing."""
+"""Seconds for one port: another program may listen there and never answer."""
 
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """token: names this start of the job. host: rank 0's, by the name that the others know. secret_file: where the secret
-    lies; None where MUNGE or the home directory is to carry it."""
+    """token: a name for this start of the job. host: rank 0's host, by the name that the others know. secret_file: the file
+    with the secret; None if MUNGE or the home directory carries it."""
 
     token: str
     host: str
@@ -40,7 +45,7 @@ class MeetingPlace:
     secret_file: Path | None = None
 
     def ports(self) -> Iterator[int]:
-        """Ports in the order in which they are tried."""
+        """Ports in the order of trying."""
         known = dict.fromkeys(
             _PORTS[zlib.crc32(f"{self.token} {attempt}".encode()) % len(_PORTS)] for attempt in range(2 * _CANDIDATES)
         )
@@ -48,7 +53,7 @@ class MeetingPlace:
 
 
 def meeting_place(identity: Identity, environment: Mapping[str, str] = os.environ) -> MeetingPlace:
-    """The place of the ranks that this process belongs to."""
+    """The meeting place of this process's job."""
     one_node = identity.local_size == identity.size
     if identity.source == "starter":
         directory = Path(environment[STARTER_VARIABLE])
@@ -65,7 +70,7 @@ def meeting_place(identity: Identity, environment: Mapping[str, str] = os.enviro
 def open_or_join(
     place: MeetingPlace, identity: Identity, timeout: timedelta, on_stranger: Callable[[str], None]
 ) -> GuardedStore:
-    """The store of all ranks that meet at `place`; EnvironmentUnfitError when that does not work in time."""
+    """The store of all ranks that meet at `place`; EnvironmentUnfitError if the ranks do not meet in time."""
     first = identity.rank == 0
     store = _open(place, identity, timeout, on_stranger) if first else _join(place, identity, timeout)
     bind_communication(store.local_host)
@@ -80,7 +85,49 @@ def _open(
     credential = make_credential(place.token, place.secret_file)
     server = StoreServer(credential.secret, sockets, identity.size, credential.introduction, on_stranger)
     store = open_store(server.addresses, lambda _: credential.secret, timeout.total_seconds(), timeout)
-    return narrow(store, server, _await_all(store, identity, credential, timeout))
+    try:
+        return narrow(store, server, _await_all(store, identity, timeout))
+    finally:
+        credential.remove()
+
+
+def open_over_pmi(identity: Identity, timeout: timedelta, on_stranger: Callable[[str], None]) -> GuardedStore:
+    """The store of all ranks of a launcher with PMI-1, which carries rank 0's addresses and secret. Errors as `open_or_join`."""
+    server, told = None, None
+    if identity.rank == 0:
+        secret = secrets.token_bytes(SECRET_BYTES)
+        one_node = identity.local_size == identity.size
+        sockets = listeners([LOOPBACK] if one_node else reachable_addresses())
+        server = StoreServer(secret, sockets, identity.size, on_stranger=on_stranger)
+        told = _as_text(secret, server.addresses)
+    secret, addresses = _from_text(launcher_pmi().text_of_first(told))
+    try:
+        store = open_store(addresses, lambda _: secret, timeout.total_seconds(), timeout, _ATTEMPT)
+    except (OSError, ProtocolError) as error:
+        there, seconds = ", ".join(f"{host} port {port}" for host, port in addresses), timeout.total_seconds()
+        raise EnvironmentUnfitError(
+            f"rank {identity.rank} on {identity.node} could not connect to rank 0 of this job within {seconds:.0f} s "
+            f"({there}; the last answer: {error}); expected TCP connections between the job's nodes to be allowed"
+        ) from error
+    if server is not None:
+        store = narrow(store, server, _await_all(store, identity, timeout))
+    else:
+        store.set(_came(identity.rank), store.remote_host)
+    bind_communication(store.local_host)
+    return store
+
+
+def _as_text(secret: bytes, addresses: Sequence[Address]) -> str:
+    """A word of a PMI line; addresses beyond its length are left out."""
+    parts = [secret.hex(), *(f"{host},{port}" for host, port in addresses)]
+    while len(";".join(parts)) > LONGEST:
+        parts.pop()
+    return ";".join(parts)
+
+
+def _from_text(text: str) -> tuple[bytes, list[Address]]:
+    secret, *parts = text.split(";")
+    return bytes.fromhex(secret), [(host, int(port)) for host, port in (part.split(",") for part in parts)]
 
 
 def _listen(place: MeetingPlace, hosts: list[str], identity: Identity) -> list[socket.socket]:
@@ -90,19 +137,17 @@ def _listen(place: MeetingPlace, hosts: list[str], identity: Identity) -> list[s
         except OSError:
             continue  # taken
     ports = ", ".join(map(str, place.ports()))
-    raise EnvironmentUnfitError(f"none of the ports {ports} is free on {identity.node}; end what listens there")
+    raise EnvironmentUnfitError(f"none of the ports {ports} is free on {identity.node}; end the programs on them")
 
 
-def _await_all(store: GuardedStore, identity: Identity, credential: Credential, timeout: timedelta) -> set[str]:
-    """The addresses at which the other ranks came in, all of them by now; the secret's file goes."""
+def _await_all(store: GuardedStore, identity: Identity, timeout: timedelta) -> set[str]:
+    """Wait for all ranks, and return the addresses at which they connected."""
     ranks = [rank for rank in range(identity.size) if rank != 0]
     try:
         return {host.decode() for host in store.multi_get([_came(rank) for rank in ranks])}
     except RuntimeError:
         missing = ", ".join(str(rank) for rank in ranks if not store.check([_came(rank)]))
         raise not_met(identity, missing, timeout) from None
-    finally:
-        credential.remove()
 
 
 def _join(place: MeetingPlace, identity: Identity, timeout: timedelta) -> GuardedStore:
@@ -126,7 +171,7 @@ def _came(rank: int) -> str:
 
 
 def not_met(identity: Identity, missing: str, waited: timedelta) -> EnvironmentUnfitError:
-    """The error of a rank that waited for others in vain."""
+    """The error of a rank whose wait for others timed out."""
     return EnvironmentUnfitError(
         f"rank {identity.rank} on {identity.node} waited {waited.total_seconds():.0f} s for rank {missing} of "
         f"{identity.size} to join; look for that rank's own message, or for a node on which it could not start"

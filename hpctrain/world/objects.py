@@ -1,4 +1,4 @@
-"""The pickles that torch's own code may send between ranks: DCP's plans, pipelines' shapes. Nothing in them runs code.
+"""The pickles that torch's own code may send between ranks: DCP's plans and pipelines' shapes. None can run code.
 
 hpctrain itself sends JSON (hpctrain.exchange).
 """
@@ -31,7 +31,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
 
 
 class ObjectUnpickler(pickle.Unpickler):
-    """Makes records, enums, exceptions and torch's constants; TypeError for all else."""
+    """Unpickles records, enums, exceptions and torch's constants; TypeError for everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
@@ -50,7 +50,7 @@ class ObjectUnpickler(pickle.Unpickler):
 
 
 def restrict_objects() -> None:
-    """Until `allow_objects` torch's object collectives take only what `ObjectUnpickler` makes."""
+    """Let torch's object collectives accept only what `ObjectUnpickler` does, until `allow_objects`."""
     set_object_unpickler(ObjectUnpickler)
 
 

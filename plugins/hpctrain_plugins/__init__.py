@@ -1,1 +1,1 @@
-"""The plugins that come with hpctrain: one folder per slot, one file or folder per plugin; they import hpctrain.api only."""
+"""The plugins that come with hpctrain: one folder per slot, one file or folder per plugin."""

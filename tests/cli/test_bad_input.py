@@ -1,4 +1,4 @@
-"""Each mistake as typed: a clear sentence, the right exit code, no traceback, nothing lost."""
+"""User mistakes, as typed: a clear sentence, the right exit code, no traceback, nothing lost."""
 
 from __future__ import annotations
 
@@ -76,10 +76,13 @@ def test_weights_that_are_not_there_and_a_model_without_parameters(job: JobFile)
             "12 does not divide over 5 data-parallel ranks x micro_size 1; expected a multiple of 5, such as 10",
         ),
         (["--set", "batch.micro_size=5"], "12 does not divide over 1 data-parallel ranks x micro_size 5"),
-        (["-n", "2", "--set", "parallelism.replicate=3"], "replicate 3 needs a multiple of 3 ranks, and there are 2"),
+        (["-n", "2", "--set", "parallelism.replicate=3"], "replicate 3 needs a multiple of 3 ranks, but there are 2"),
         (["--set", "optimizer"], "--set optimizer: expected table.key=value"),
         (["--set", "optimizer.lr=-1"], "--set optimizer.lr=-1: [optimizer] lr: expected greater than 0, found -1"),
-        (["--set", "job.epochs=1"], "expected either steps or epochs, found both"),
+        (
+            ["--set", "job.epochs=1"],
+            "expected either steps or epochs, found both; --set job.steps= or --set job.epochs= removes one",
+        ),
         (["--set", "model.vocab_size=8", "--set", "dataset.name='stdlib-text'"], "unknown key 'samples'"),
         (["--set", "dataset.seq_length=9"], "longer than the model's max_seq_length 8"),
         (["--set", "model.freeze=['nothing.*']"], "no parameter matches 'nothing.*'"),
@@ -107,7 +110,7 @@ def test_batches_by_token_budget_that_cannot_be(job: JobFile) -> None:
     refused(
         check(),
         2,
-        "[batch] micro_tokens: sample 0 of 'synthetic' has 8 tokens, and a forward takes 6; raise it, or cut",
+        "[batch] micro_tokens: sample 0 of 'synthetic' has 8 tokens, but a forward takes 6; raise it, or cut",
     )
     (job.directory / "mine.py").write_text(
         "def data(split):\n    return [{'input_ids': 1}] if split == 'train' else None\n"
@@ -215,7 +218,7 @@ def test_plugin_modules_that_do_not_work(job: JobFile) -> None:
     sentences = {
         "raises": "raised ValueError: broken on purpose",
         "newer": "asks for plugin API version 99, and this hpctrain has version 1",
-        "signature": "hook hpctrain_step_end: expected arguments among (step, metrics, control), found (step, losses)",
+        "signature": "hook hpctrain_step_end: expected arguments among (step, metrics, model, control), found (step, losses)",
         "unknown": "the hook 'hpctrain_modell', which does not exist",
         "needs": "needs the package 'a_package_that_is_not_there'",
     }

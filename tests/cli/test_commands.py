@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,15 +38,6 @@ def test_a_new_gpt_checks_and_trains(tmp_path: Path) -> None:
     small = ["--set", "job.steps=1", "--set", "model.hidden_size=16", "--set", "evaluation.every_steps=0"]
     done = run(hpctrain("run", "my.toml", *small), tmp_path)
     assert done.code == 0 and (tmp_path / "runs" / "gpt" / "checkpoints" / "step-00000001").is_dir(), done
-
-
-def test_the_digits_example_learns(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "examples" / "digits", tmp_path / "digits")
-    done = run(hpctrain("run", "digits.toml", "-n", "2", "--set", "dataset.workers=1"), tmp_path / "digits")
-    assert done.code == 0, done
-    rows = (tmp_path / "digits" / "runs" / "digits" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(rows[-1])["evaluation_loss"] < 0.6
-    assert json.loads(rows[-1])["step"] == 2 * 4000 // 64
 
 
 def test_plugins_are_listed_and_shown(tmp_path: Path) -> None:
@@ -107,7 +98,7 @@ def test_help_and_usage(tmp_path: Path) -> None:
         ("--version", ">&-", 0, ""),
         ("fly", "2>/dev/full", 2, ""),
         ("fly", "2>&-", 2, ""),
-        ("new $'\\xff.toml'", "2>&1 | grep -q 'wrote .udcff.toml'", 0, ""),  # a name that is no text
+        ("new $'\\xff.toml'", "2>&1 | grep -q 'wrote .udcff.toml'", 0, ""),  # a name that is not valid text
     ],
 )
 def test_streams_that_take_nothing_are_no_traceback(
@@ -126,3 +117,29 @@ def test_a_compiled_model_has_the_same_curve(job: JobFile) -> None:
     done = run(hpctrain("run", "job.toml", *words), job.directory, timeout=250)
     assert done.code == 0, done
     assert job.losses("compiled") == pytest.approx(job.losses(), rel=1e-5)
+
+
+def test_a_text_with_a_tokenizer_is_checked_without_encoding_it_and_encoded_once(job: JobFile) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(60)} | {"?": 60}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(job.directory / "tokenizer.json"))
+    (job.directory / "text.txt").write_text("".join(f"w{i * i % 59} " for i in range(600_000)))
+    job.tables["dataset"] = {"name": "text", "files": ["text.txt"], "tokenizer": "tokenizer.json", "cache": "kept"}
+    del job.tables["job"]["steps"]
+    job.set(job={"epochs": 0.001})
+    checked = run(hpctrain("check", "job.toml", "-n", "2"), job.directory)
+    assert checked.code == 0 and not (job.directory / "kept").exists(), checked
+    told = re.fullmatch(r"job.toml: ok, about (\d+) steps, about ([\d,]+) training samples, on 2 ranks\n", checked.out)
+    samples = (600_000 * 95 // 100 - 1) // 8
+    assert told and int(told[2].replace(",", "")) == pytest.approx(samples, rel=0.05), checked
+    for again in (False, True):
+        done = run(hpctrain("run", "job.toml", "-n", "2", "--resume", "never"), job.directory)
+        assert done.code == 0 and f"{samples:,} samples" in done.out, done
+        log = (job.output / "log" / "rank-00000.log").read_text()
+        assert ("encoding 2.3 MB of text" in log) is not again, log
+    moved = run(
+        hpctrain("run", "job.toml", "--set", "dataset.cache='other'", "--set", "job.epochs=0.002"), job.directory
+    )
+    assert moved.code == 0 and "resuming" in moved.out, moved

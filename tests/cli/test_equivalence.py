@@ -12,7 +12,7 @@ from plain import train_gpt
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "lr": 0.003, "weight_decay": 0.1},
-    # a gradient that is scaled wrongly hides behind AdamW and shows with SGD; the clip binds at the beginning
+    # AdamW hides a wrongly scaled gradient, SGD shows it; the clip binds at the beginning
     "sgd": {"name": "sgd", "lr": 0.3, "momentum": 0.9, "clip_norm": 0.5},
 }
 
@@ -24,7 +24,7 @@ def test_every_number_of_ranks_gives_the_same_curve(job: JobFile, optimizer: str
     job.set(job={"steps": 20}, batch={"global_size": 24, "micro_size": 2}, precision={"mode": "fp32"})
     job.set(model={"vocab_size": 256})
     layouts = {ranks: ["-n", ranks] for ranks in (("1", "2", "4") if optimizer == "adamw" else ("1", "2", "3", "4"))}
-    if optimizer == "sgd":  # which shows more
+    if optimizer == "sgd":  # SGD shows more
         layouts["2-halved"] = ["-n", "2", "--set", "batch.micro_size=1"]
     for name, words in layouts.items():
         done = run(hpctrain("run", "job.toml", *words, "--set", f"job.output_dir='{name}'"), job.directory)
@@ -41,7 +41,7 @@ def test_every_number_of_ranks_gives_the_same_curve(job: JobFile, optimizer: str
 
 
 def test_two_ranks_in_bf16_are_near_one_in_fp32(job: JobFile) -> None:
-    """As typed; every mode is held against one process in tests/ranks/test_stages.py."""
+    """As typed; tests/ranks/test_stages.py compares every mode with a single process."""
     job.tables["optimizer"] = OPTIMIZERS["sgd"]
     job.set(job={"steps": 10}, precision={"mode": "bf16"}, compression={"name": "bf16", "inside_nodes": True})
     two = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)

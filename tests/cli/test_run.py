@@ -13,7 +13,7 @@ from conftest import JobFile
 from launching import INTERRUPT, KILL, SOON, TERMINATE, hpctrain, run, started, wait_until
 
 KEYS = {
-    "step", "loss", "lr", "grad_norm", "tokens", "step_seconds", "tokens_per_second", "data_seconds",
+    "step", "epoch", "time", "loss", "lr", "grad_norm", "tokens", "step_seconds", "tokens_per_second", "data_seconds",
     "communication_seconds", "memory_bytes",
 }  # fmt: skip
 
@@ -48,6 +48,23 @@ def test_two_ranks_with_evaluation_and_tensorboard(job: JobFile) -> None:
     assert alone == pytest.approx(evaluations, rel=2e-6)
 
 
+def test_two_ranks_with_every_other_logger_say_and_leave_nothing_more(job: JobFile) -> None:
+    """wandb has a process of its own; `run` checks that none is left."""
+    for package in ("wandb", "mlflow"):
+        pytest.importorskip(package, reason=f"needs hpctrain[{package}]")
+    job.tables["logger"] = [{"name": name} for name in ("csv", "wandb", "mlflow")]
+    job.write()
+    done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
+    assert done.code == 0 and done.err == "" and "wandb" not in done.out and "mlflow" not in done.out, done
+    for name in ("metrics.csv", "wandb/offline-*/*.wandb", "mlflow/mlflow.db"):
+        assert len(list(job.output.glob(name))) == 1, name
+    job.set(job={"steps": 10**6})
+    with started(hpctrain("run", "job.toml", "-n", "2"), job.directory) as command:
+        wait_until(lambda: len(job.rows()) > 20, 60, "20 steps")
+        command.ranks()[0].send_signal(KILL)
+        assert command.finish(60).code != 0
+
+
 def test_resolved_job_reproduces_the_run(job: JobFile) -> None:
     job.set(schedule={"name": "cosine", "warmup_steps": 2})
     assert run(hpctrain("run", "job.toml"), job.directory).code == 0
@@ -79,6 +96,14 @@ def test_resume_never_and_from_a_path(job: JobFile) -> None:
     assert anew.code == 0 and "resuming" not in anew.out and job.losses() == first, anew
     assert "--resume never: the earlier run is in out.1 now" in anew.err and job.losses("out.1") == first
     assert sorted(path.name for path in (job.directory / "out.1" / "checkpoints").glob("step-*"))[-1] == "step-00000004"
+    words = hpctrain("run", "job.toml", "-n", "2", "--resume", "never", "--set", "model.weights='gone'")
+    failed = run(words, job.directory)
+    assert (
+        failed.code == 2
+        and "no step was trained: the earlier run is in out again, the log of this start in out.2" in failed.err
+    )
+    assert job.losses() == first and not (job.directory / "out.2" / "checkpoints").exists(), failed
+    (job.directory / "out.2").rename(job.directory / "failed")
     changed = run(hpctrain("run", "job.toml", "--resume", "never", "--set", "job.seed=9"), job.directory)
     assert changed.code == 0 and "the earlier run is in out.2 now" in changed.err and job.losses() != first, changed
     assert run(hpctrain("run", "job.toml", "--resume", "never"), job.directory).code == 0
@@ -92,7 +117,7 @@ def test_resume_never_and_from_a_path(job: JobFile) -> None:
 
 @pytest.mark.parametrize("number", [INTERRUPT, TERMINATE])
 def test_a_signal_saves_and_says_how_to_continue(job: JobFile, number: int) -> None:
-    """The run that was stopped and continued has the losses of the one that was not."""
+    """A run that was stopped and continued has the losses of an uninterrupted run."""
     job.set(job={"steps": 3000})
     words = hpctrain("run", "job.toml", "-n", "2")
     with started(words, job.directory) as command:
@@ -109,7 +134,7 @@ def test_a_signal_saves_and_says_how_to_continue(job: JobFile, number: int) -> N
 
 
 def test_a_signal_before_the_first_step_saves_after_it(job: JobFile) -> None:
-    """The ranks have met and still build: nothing may end one of them alone."""
+    """The ranks have met and still build: nothing may end a single rank."""
     (job.directory / "slow.py").write_text(
         "import time\nfrom hpctrain.api import hookimpl\n"
         "@hookimpl\ndef hpctrain_job_start(job, identity): time.sleep(3)\n"
@@ -126,7 +151,7 @@ def test_a_signal_before_the_first_step_saves_after_it(job: JobFile) -> None:
     ("numbers", "code", "steps"), [([TERMINATE], 75, 1), ([INTERRUPT] * 2, 130, 0), ([KILL], -KILL, 0)]
 )
 def test_a_signal_while_the_ranks_come_up_is_not_lost(job: JobFile, numbers: list[int], code: int, steps: int) -> None:
-    """They are processes already, but import torch: they can't answer, and don't see yet that their starter is gone."""
+    """The ranks are processes but still import torch: they can't answer, nor notice that their starter is gone."""
     job.set(job={"steps": 10**6})
     (job.directory / "tmp").mkdir()
     with started(
@@ -136,7 +161,7 @@ def test_a_signal_while_the_ranks_come_up_is_not_lost(job: JobFile, numbers: lis
         for number in numbers:
             command.process.send_signal(number)
             time.sleep(0.3)
-        done = command.finish(30)  # and nothing is left running
+        done = command.finish(30)  # also checks that nothing is left running
     assert done.code == code, done
     assert (len(job.losses()) if (job.output / "metrics.jsonl").exists() else 0) == steps
     assert not list((job.directory / "tmp").glob("hpctrain-*"))
@@ -166,6 +191,7 @@ def test_a_plugin_s_exception_on_one_rank_ends_the_job(job: JobFile) -> None:
     assert done.code == 4, done
     assert time.monotonic() - begin < 45
     assert done.err.count("ZeroDivisionError: on purpose in hpctrain_step_end, on rank 1 on ") == 1, done
+    assert "Abort" not in done.err and done.err.count("\n") == 3, done  # the sentence and the user's frame
     assert "Traceback" not in done.err and 'faulty.py", line 6, in hpctrain_step_end' in done.err, done
     assert "Traceback" in (job.output / "log" / "rank-00001.log").read_text()
 
@@ -212,7 +238,7 @@ def test_killed_runs_on_open_mpi(job: JobFile, openmpi_python: str) -> None:
 
 
 def killed_and_continued(job: JobFile, words: list[str]) -> None:
-    """SIGKILL to a rank and to the starter, in either order, at random steps; each time the same command goes on."""
+    """SIGKILL to a rank and to the starter, in either order, at random steps. Each time the same command continues the run."""
     job.set(job={"steps": 40}, checkpoint={"every_steps": 7})
     straight = run([*words, "--set", "job.output_dir='straight'"], job.directory)
     assert straight.code == 0, straight
@@ -272,6 +298,20 @@ def test_python_can_run_a_job(job: JobFile) -> None:
     assert done.code == 0 and "RESULT 2 0" in done.out, done
 
 
+@pytest.mark.parametrize("hidden", [{}, {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}], ids=["MPI", "gloo"])
+def test_code_of_ones_own_finds_torchrun_s_variables(job: JobFile, hidden: dict[str, str]) -> None:
+    (job.directory / "own.py").write_text(
+        "import os, torch.distributed as dist\nfrom hpctrain.api import hookimpl\n"
+        "TOLD = [int(os.environ[name]) for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')]\n"
+        "@hookimpl\ndef hpctrain_job_start():\n    rank, size = dist.get_rank(), dist.get_world_size()\n"
+        "    assert TOLD == [rank, size, rank, size], TOLD\n"
+    )
+    job.set(plugins={"load": ["own"]}, job={"steps": 1})
+    for ranks in ("1", "2"):
+        done = run(hpctrain("run", "job.toml", "-n", ranks, "--resume", "never"), job.directory, env=hidden)
+        assert done.code == 0, done
+
+
 def test_under_mpiexec_it_is_a_rank_and_n_must_fit(job: JobFile) -> None:
     import sys
 
@@ -280,3 +320,52 @@ def test_under_mpiexec_it_is_a_rank_and_n_must_fit(job: JobFile) -> None:
     assert done.code == 0 and "2 (mpi)" in done.out and "mpi communicator" in done.out, done
     wrong = run([mpiexec, "-n", "2", *hpctrain("run", "job.toml", "-n", "3")], job.directory)
     assert wrong.code == 2 and "the launcher started 2 ranks" in wrong.err, wrong
+
+
+def test_a_batch_on_one_rank_that_is_not_finite(job: JobFile) -> None:
+    """One sentence with exit code 4; left out on all ranks where the job says so."""
+    (job.directory / "poisoned.py").write_text(
+        "import torch\n"
+        "def model(): return torch.nn.Linear(3, 2)\n"
+        "def data(split):\n"
+        "    values = torch.randn(200, 5, generator=torch.Generator().manual_seed(0))\n"
+        "    values[60, 0] = float('nan')\n"
+        "    return [(one[:3], one[3:]) for one in values] if split == 'train' else None\n"
+    )
+    job.tables["model"] = {"name": "poisoned:model", "loss": "torch.nn.functional:mse_loss"}
+    job.tables["dataset"] = {"name": "poisoned:data"}
+    job.set(job={"steps": 16})
+    done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
+    assert done.code == 4 and done.err.count("\n") == 1, done
+    assert "loss nan, gradient norm nan, expected finite numbers; not finite is the loss of rank " in done.err, done
+    assert "in backward order that is not finite is that of bias (Linear)" in done.err, done
+    skipping = ["--set", "guard.non_finite=skip", "--set", "job.output_dir=skipping"]
+    done = run(hpctrain("run", "job.toml", "-n", "2", *skipping), job.directory)
+    assert done.code == 0 and "left out (1 in a row, at most 10): loss nan" in done.out, done
+    rows = job.rows("skipping")
+    assert len(rows) == 16 and [row.get("guard") for row in rows if "skipped" in row] == ["non_finite"]
+
+
+def test_a_rank_without_memory_ends_all_with_what_would_help(job: JobFile) -> None:
+    """Rank 1's memory ends in its third forward, while rank 0 waits in the sums."""
+    (job.directory / "starved.py").write_text(
+        "import os, torch\n"
+        "class Model(torch.nn.Linear):\n"
+        "    calls = 0\n"
+        "    def forward(self, x):\n"
+        "        Model.calls += 1\n"
+        "        if Model.calls == 3 and os.environ['RANK'] == '1':\n"
+        "            raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 is full.')\n"
+        "        return super().forward(x)\n"
+        "def model(): return Model(3, 2)\n"
+        "def data(split): return [(torch.ones(3), torch.ones(2))] * 200 if split == 'train' else None\n"
+    )
+    job.tables["model"] = {"name": "starved:model", "loss": "torch.nn.functional:mse_loss"}
+    job.tables["dataset"] = {"name": "starved:data"}
+    job.set(batch={"micro_size": 6})
+    done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
+    assert done.code == 4 and done.err.count("\n") == 1, done
+    assert "rank 1 on " in done.err and "ran out of memory in step 3: asked for 20.00 GiB; what helps" in done.err, done
+    assert '[activation_checkpointing] mode = "full"; [sharding] stage = 3, found 0; [batch] micro_size = 3' in done.err
+    done = run(hpctrain("run", "job.toml", "-n", "2", "--set", "guard.oom=skip"), job.directory)
+    assert done.code == 0 and "step 3 left out (1 in a row, at most 10): rank 1 on " in done.out, done

@@ -1,4 +1,4 @@
-"""How programs on this backend end, each in processes of its own: timeouts, mistakes, exceptions, no clean-up."""
+"""The end of programs on this backend, each in separate processes: timeouts, mistakes, exceptions, no clean-up."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_message_that_never_comes_names_the_sender(mpiexec: Mpiexec) -> None:
 
 def test_different_small_operations_time_out_and_say_who_is_where(mpiexec: Mpiexec) -> None:
     status, output, _ = run(mpiexec, 2, "mismatch.py", 10, "mpi")
-    # both give up at about the same time, and the first to leave ends the other: at least one has said where the other is
+    # both time out at about the same time, and the first to leave ends the other: at least one has named the other's place
     told = ["timeout on rank 0: all_reduce", "timeout on rank 1: b"], ["rank 1 waits in", "rank 0 waits in all_reduce"]
     assert any(mine in output and other in output for mine, other in zip(*told, strict=True)), output
     assert "instead" in output and status != 0
@@ -72,6 +72,11 @@ def test_different_operations_are_told_at_once_and_harm_nothing(mpiexec: Mpiexec
     size = f"{4 * elements} bytes"
     assert f"rank 0 all_reduce(float32, {size}), rank 1 broadcast(float32, {size})" in output
     assert output.count("afterwards 2.0") == 2 and status == 0
+
+
+def test_a_script_for_torchrun_finds_its_variables(mpiexec: Mpiexec) -> None:
+    code, output, _ = run(mpiexec, 2, "for_torchrun.py")
+    assert code == 0 and "as told 0 2 0 2" in output and "as told 1 2 1 2" in output, output
 
 
 def test_forgotten_clean_up_is_made_up_for(mpiexec: Mpiexec) -> None:
@@ -93,7 +98,7 @@ def test_an_mpi_that_cannot_be_loaded_is_one_sentence(mpiexec: Mpiexec) -> None:
 
 def test_an_mpi_without_threads_is_refused(mpiexec: Mpiexec) -> None:
     _, output, _ = run(mpiexec, 1, "few_threads.py")
-    # An MPI may give more than it was asked for; then there is nothing to refuse.
+    # An MPI may give more thread support than requested; then nothing is refused.
     assert "level True" in output or "expected THREAD_MULTIPLE" in output, output
 
 

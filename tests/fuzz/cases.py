@@ -1,4 +1,4 @@
-"""The crafted checkpoints and run directories of test_crafted.py: where, what, and which exit codes are right."""
+"""The crafted checkpoints and run directories of test_crafted.py: place, change, and expected exit codes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Codes = dict[str, int]
 """By the command's word."""
 REFUSED: Codes = {"verify": 5, "show": 5, "diff": 5, "list": 0, "export": 5, "restore": 5, "run": 5, "import": 5}
 UNREADABLE: Codes = {**REFUSED, "show": 0}
-"""What the manifest says is whole."""
+"""Names that the manifest marks as whole."""
 FINE: Codes = dict.fromkeys(REFUSED, 0)
 
 
 @dataclass(frozen=True)
 class Case:
-    """`change` makes of the base what `commands` then meet, which end with `codes`."""
+    """`change` modifies the base; then `commands` must end with `codes`."""
 
     name: str
     base: str
@@ -116,7 +116,7 @@ IN_RUN += [Case(f"job.resolved.toml: {name}", "hdf5", toml(text), RUNNING, USAGE
 
 
 def a_layout(shape: list[int], parts: list[dict[str, Any]] | None = None, dtype: str = "float32") -> Callable[[Place], Any]:  # fmt: skip
-    """A tensor more, of this form."""
+    """Add a tensor of this form."""
 
     def change(content: Content) -> None:
         whole = [{"shard": 0, "offsets": [0] * len(shape), "shape": shape}]
@@ -127,7 +127,7 @@ def a_layout(shape: list[int], parts: list[dict[str, Any]] | None = None, dtype:
 
 
 def grid(parts: int, dims: int, shift: int = 0) -> Callable[[Place], Any]:
-    """Cut into slices along the first dim, each of which reaches nearly over all others, along which it is cut, too."""
+    """A tensor in slices along the first dim, each nearly as large as all others along the other dims, which are cut, too."""
     shape = [parts, *[4] * (dims - 1)]
     cut = [
         {"shard": 0, "offsets": [row, *[half] * (dims - 1)], "shape": [1, *[2 + shift] * (dims - 1)]}
@@ -138,7 +138,7 @@ def grid(parts: int, dims: int, shift: int = 0) -> Callable[[Place], Any]:
 
 
 def faulty_layouts(count: int, parts: int) -> Callable[[Place], Any]:
-    """Each has parts that lie side by side but for the last two, and nothing is quick to find that out."""
+    """Layouts with parts side by side except for the last two, which no check finds quickly."""
 
     def change(content: Content) -> None:
         cut = [{"shard": 0, "offsets": [one, 0], "shape": [1, 2]} for one in range(parts)]
@@ -160,7 +160,7 @@ def retyped(old: str, new: str) -> Callable[[Place], Any]:
 
 
 def reshaped(place: Place) -> None:
-    """A matrix becomes another one of as many elements."""
+    """Give a matrix another shape with as many elements."""
 
     def change(content: Content) -> None:
         layout = next(one for one in content["layouts"] if len(one["shape"]) == 2)
@@ -170,7 +170,7 @@ def reshaped(place: Place) -> None:
 
 
 def many_shards(place: Place) -> None:
-    """A name and nothing there, so many times."""
+    """List many shards that do not exist."""
     c.in_manifest(
         lambda content: content["shards"].extend({"name": f"shard-{n:05d}.h5", "table": "0" * 16} for n in range(1, 50_000))
     )(place)  # fmt: skip
@@ -403,7 +403,7 @@ def _shared(depth: int) -> list[Any]:
 
 
 def item(raw: bytes | None = None, content: object = None) -> Callable[[Place], Any]:
-    """A part of a tensor becomes another file of torch.save."""
+    """Replace a part of a tensor by another file of torch.save."""
 
     def change(place: Place) -> None:
         table = pickle.loads((place.checkpoint / ".metadata").read_bytes())
@@ -422,7 +422,7 @@ def item(raw: bytes | None = None, content: object = None) -> Callable[[Place], 
         else:
             torch.save(content, made)
         with zipfile.ZipFile(made, "a") as file:
-            file.writestr("padding", b"\0" * 5000)  # no item is shorter than its values
+            file.writestr("padding", b"\0" * 5000)  # an item must not be shorter than its values
         found.offset, found.length = path.stat().st_size, len(made.getvalue())
         with open(path, "ab") as file_:
             file_.write(made.getvalue())
@@ -557,7 +557,7 @@ def _replaced_weights(file: str) -> list[Case]:
     return [
         one
         for one in _replaced("weights", file, [["checkpoint", "import", file, "out"]], REFUSED, **WEIGHTS_USAGE)
-        if "link outside" not in one.name  # caches of weights are made of links
+        if "link outside" not in one.name  # caches of weights consist of links
     ]
 
 
@@ -575,7 +575,7 @@ WEIGHTS = [
 
 
 def _old(place: Place, made: bytes) -> None:
-    """The main pickle of the oldest layout, behind three small ones."""
+    """The main pickle of the oldest layout, after three small ones."""
     path = place.root / "old.pt"
     file = io.BytesIO(path.read_bytes())
     for _ in range(3):

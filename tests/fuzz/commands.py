@@ -1,4 +1,4 @@
-"""Commands run in this process: thousands of mutants would take hours in processes of their own."""
+"""Runs commands in this process: thousands of mutants would take hours in separate processes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hpctrain.cli import execute
 from hpctrain.plugins import discovery
 
 BYTES = 2 << 30
-"""More than any job that is small takes to be checked or trained."""
+"""More than any small job needs to be checked or trained."""
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The current one, with the files that jobs and mutants name."""
+    """The current directory, with the files that jobs and mutants name."""
     here, path = Path.cwd(), tmp_path_factory.mktemp("jobs")
     lay_out(path)
     os.chdir(path)
@@ -38,11 +38,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 class TooSlow(BaseException):
-    """Not an Exception: nobody but the test may catch it."""
+    """Not an Exception: only the test may catch it."""
 
 
 def ending(seconds: int, *words: str) -> tuple[int, str, str | None]:
-    """How `hpctrain WORDS` ends: the exit code, what it printed, and what is wrong with that (None when nothing is)."""
+    """Run `hpctrain WORDS`; return the exit code, the output, and the fault in them (or None)."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak of memory from here on
     before, screen, code = _peak(), io.StringIO(), -1
     signal.signal(signal.SIGALRM, _alarm)
@@ -80,7 +80,7 @@ def _alarm(number: int, frame: FrameType | None) -> None:
 
 
 def _peak() -> int:
-    """Bytes of memory that this process had at most since the peak was cleared."""
+    """The peak memory of this process since the peak was cleared, in bytes."""
     found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) << 10

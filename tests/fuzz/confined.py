@@ -1,7 +1,7 @@
-"""Commands in a process of little memory and little time: what a crafted file may take of either.
+"""Runs commands in a process with limited memory and time, to bound the cost of a crafted file.
 
-One process has imported everything and forks for each request, so that a command costs milliseconds. As a script this file
-is that process; `Confined` starts it and asks it.
+One process has imported everything and forks for each request, so that a command costs milliseconds. Run as a script, this file
+is that process; `Confined` starts it and sends requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NBYTES = 2 * 2**30
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended; `code` is None where it didn't by itself, and then `err` says how."""
+    """The end of a command. `code` is None if it did not end by itself; then `err` has the reason."""
 
     words: list[str]
     code: int | None
@@ -38,7 +38,7 @@ class Ended:
     seconds: float
 
     def faults(self) -> list[str]:
-        """What no file may bring about: no end, a traceback, no sentence, characters that steer a terminal."""
+        """Faults that no file may cause: no end, a traceback, no sentence, terminal control characters."""
         found = []
         if self.code is None:
             found.append(self.err)
@@ -56,7 +56,7 @@ class Ended:
 
 
 class Confined:
-    """Runs `hpctrain WORDS`, several of them after each other in one process, each with a limit."""
+    """Runs several `hpctrain WORDS` one after the other in one process, each with a limit."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -65,7 +65,7 @@ class Confined:
         )  # fmt: skip
 
     def run(self, cwd: Path, *commands: list[str]) -> list[Ended]:
-        """How each of `commands` ended."""
+        """Run `commands`; return the end of each."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"cwd": str(cwd), "commands": commands}) + "\n")
         self._process.stdin.flush()
@@ -79,7 +79,7 @@ class Confined:
 
 @contextmanager
 def confined() -> Iterator[Confined]:
-    """One for many tests."""
+    """One `Confined` for many tests."""
     one = Confined()
     try:
         yield one
@@ -97,7 +97,7 @@ def _serve() -> None:
     from hpctrain.plugins import registry
 
     torch.set_num_threads(1)
-    registry.build_registry = functools.cache(registry.build_registry)  # most of what a small command takes
+    registry.build_registry = functools.cache(registry.build_registry)  # takes most of the time of a small command
     registry.build_registry(())
     for name in cli.list_commands(None):  # type: ignore[arg-type]
         cli.get_command(None, name)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def _serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         commands, done = request["commands"], []
-        while len(done) < len(commands):  # what killed the process is one of several commands
+        while len(done) < len(commands):  # one of several commands killed the process
             done += _ask_a_child(request["cwd"], commands[len(done) :])
         answers.write(json.dumps(done) + "\n")
         answers.flush()
@@ -176,7 +176,7 @@ def _command(words: list[str]) -> dict[str, Any]:
 
 
 def _restore(path: Path) -> int:
-    """What a run resumes with, into tensors like those of the checkpoint `whole`."""
+    """Restore as a resume does, into tensors like those of the checkpoint `whole`."""
     import torch
 
     from hpctrain.api import Piece

@@ -40,13 +40,13 @@ class Place:
         return self.root / CHECKPOINT
 
     def sing(self) -> None:
-        """Make what must neither be read nor written; a read shows in the time of the last access."""
+        """Create the files that must be neither read nor written. A read shows in the access time."""
         self.canary.parent.mkdir()
         self.canary.write_bytes(WORD)
         os.utime(self.canary, ns=(10**18, 10**18 + 10**9))
 
     def silence(self) -> list[str]:
-        """What has happened to it."""
+        """The changes to these files since then."""
         found, status = [], self.canary.stat()
         if status.st_atime_ns != 10**18:
             found.append("a file outside was read")
@@ -114,7 +114,7 @@ def _remove(path: Path) -> None:
 def _socket(place: Place, path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as one:
         before = os.open(".", os.O_RDONLY)
-        os.chdir(path.parent)  # the names of sockets are short
+        os.chdir(path.parent)  # names of sockets must be short
         try:
             one.bind(path.name)
         finally:
@@ -153,7 +153,7 @@ def replaced(name: str, craft: str) -> Callable[[Place], Any]:
 
 
 def link_outside(name: str) -> Callable[[Place], Any]:
-    """A further name for the file outside: what opens it to write, writes there."""
+    """A link to the file outside: a write to it goes there."""
     return lambda place: (_remove(place.root / name), os.link(place.canary, place.root / name))
 
 
@@ -177,7 +177,7 @@ def sealed(rest: bytes) -> bytes:
 
 
 def reseal(path: Path, rest: bytes) -> str:
-    """Write a sealed file; its checksum."""
+    """Write a sealed file; return its checksum."""
     path.write_bytes(sealed(rest))
     return xxhash.xxh3_64_hexdigest(rest)
 
@@ -189,7 +189,7 @@ def content_of(path: Path) -> Content:
 
 
 def rewrite(path: Path, change: Callable[[Content], Any]) -> str:
-    """Change a sealed file; its new checksum."""
+    """Change a sealed file; return its new checksum."""
     content = content_of(path)
     change(content)
     return reseal(path, json.dumps(content).encode()[1:])
@@ -220,7 +220,7 @@ def raw_table(rest: bytes) -> Callable[[Place], Any]:
 
 
 def in_values(**values: Any) -> Callable[[Place], Any]:
-    """Change values of the hdf5 checkpoint; None takes one away."""
+    """Change values of the hdf5 checkpoint; None removes a value."""
 
     def change(content: Content) -> None:
         content["values"].update(values)
@@ -257,17 +257,17 @@ def in_json(change: Callable[[Content], Any]) -> Callable[[Place], Any]:
 
 
 def laughs(depth: int) -> bytes:
-    """A pickle's tuple of two that are one, so many times over."""
+    """A pickle of nested pairs, each with the same element twice."""
     return b"N" + b"".join(b"2\x86" for _ in range(depth))
 
 
 def deep(depth: int) -> bytes:
-    """A pickle's tuple in a tuple, so many times over."""
+    """A pickle of nested tuples."""
     return b"N" + b"\x85" * depth
 
 
 def as_key(made: bytes) -> bytes:
-    """A whole pickle that hashes what `made` leaves on the stack."""
+    """A complete pickle that hashes the object which `made` leaves on the stack."""
     return b"\x80\x04}" + made + b"Ns."
 
 
@@ -281,7 +281,7 @@ def as_table(tensors: bytes, places: bytes) -> bytes:
 
 
 class Ran:
-    """What leaves a trace where it is unpickled."""
+    """Leaves a trace when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (os.mkdir, ("ran",))
@@ -308,7 +308,7 @@ def in_zip(name: str, change: Callable[[dict[str, bytes]], Any]) -> Callable[[Pl
 
 
 def pickled(raw: bytes) -> Callable[[Place], Any]:
-    """A file of torch.save with another pickle."""
+    """Replace the pickle in a file of torch.save."""
     return in_zip("w.pt", lambda records: records.update({name: raw for name in records if name.endswith("data.pkl")}))
 
 
@@ -317,7 +317,7 @@ def saved(content: object) -> Callable[[Place], Any]:
 
 
 def safetensors(header: object, data: bytes = b"", length: int | None = None) -> Callable[[Place], Any]:
-    """A file with this header, which may say another length of itself."""
+    """A file with this header, which may claim another length."""
 
     def write(place: Place) -> None:
         text = header if isinstance(header, bytes) else json.dumps(header).encode()

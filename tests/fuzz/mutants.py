@@ -1,4 +1,4 @@
-"""Mutants of valid job files: what a user may write by mistake, or on purpose, drawn by Hypothesis."""
+"""Mutants of valid job files, drawn by Hypothesis: mistakes of users, and malicious files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tomli
 import tomli_w
 from conftest import TINY
@@ -54,7 +55,7 @@ class Described(Data):
         if self.fault == "fingerprint": raise TypeError("no fingerprint")
         return None if self.fault == "no fingerprint" else "f"
 """
-"""A module of callables that are no models, data sets or optimizers, or faulty ones."""
+"""A module with faulty models, datasets and optimizers, and with callables that are none of these."""
 
 REFERENCES = [
     "odd_callables:raises", "odd_callables:none", "odd_callables:number", "odd_callables:leaves",
@@ -62,8 +63,8 @@ REFERENCES = [
     "odd_callables:Described", "odd_callables:gone", "odd_callables:ODD.x", "gone:x", "torch.nn:Linear",
     "torch.nn:Module", "torch.nn:ReLU", "torch.nn.functional:cross_entropy", "torch.optim:Adagrad",
     "torch.optim:LBFGS", "builtins:dict", "builtins:int", "os:getcwd", "math:sqrt", "sys:exit", "torch:nn",
-    "torch:zeros", "json:loads", "os.path:join", "a:", ":a", "..:..", "a.b:c.d", "1:2", "digits:build",
-    "digits:samples", "digits:loss", "llama:build", "llama:loss",
+    "torch:zeros", "json:loads", "os.path:join", "a:", ":a", "..:..", "a.b:c.d", "1:2", "cnn:build",
+    "cnn:samples", "cnn:Images", "llama:build", "llama:loss",
 ]  # fmt: skip
 FAULTS = [
     "len", "negative", "text", "huge", "empty", "getitem", "lambda", "lengths", "words", "few", "none", "nested", "zero",
@@ -82,7 +83,7 @@ LITERALS = {
     "@time": "07:32:00",
     "@nothing": "",
 }
-"""What tomli_w doesn't write: put in place of these texts."""
+"""Literals that tomli_w doesn't write; they replace these texts."""
 PATHS = [
     "a" * 300, "a/" * 3000, "a\0b", ".", "..", "/", "loop.toml", "self.toml", "base.toml", "chain.toml", "directory", "/dev/null",
     "/dev/zero", "/proc/self/mem", "corpus", "corpus/*", "corpus/a.txt", "tokens.bin", "tokens.npy", "~", "\udcff", "gone/x",
@@ -136,7 +137,7 @@ values = st.recursive(
 
 @dataclass(frozen=True)
 class Mutant:
-    """The bytes of a job file, and the words behind `hpctrain check`."""
+    """The bytes of a job file, and the words after `hpctrain check`."""
 
     content: bytes
     words: tuple[str, ...]
@@ -144,8 +145,13 @@ class Mutant:
 
 def lay_out(directory: Path) -> None:
     """The files that valid jobs and mutants name, in an empty directory."""
-    for file in ("digits/digits.py", "llama/llama.py"):
+    for file in ("images/cnn.py", "llama/llama.py"):
         shutil.copy(EXAMPLES / file, directory)
+    images, labels = np.zeros((100, 16, 16), np.uint8), np.arange(100, dtype=np.uint8) % 10
+    splits = ("train", "validation")
+    np.savez(
+        directory / "images.npz", **{f"{s}_{n}": a for s in splits for n, a in (("images", images), ("labels", labels))}
+    )
     (directory / "my_project.py").write_text(
         "import torch\n"
         "def build(width): return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 2))\n"
@@ -176,8 +182,6 @@ def _small(tables: dict[str, Any]) -> dict[str, Any]:
         tables["model"]["weights"] = "weights"
     if "seq_length" in tables["dataset"]:
         tables["dataset"]["seq_length"] = 8
-    if "count" in tables["dataset"]:
-        tables["dataset"]["count"] = 100
     tables["job"]["output_dir"] = "out"
     tables["batch"] = {"global_size": 4, "micro_size": 2}
     return tables
@@ -274,6 +278,8 @@ def _change(draw: st.DrawFn, tables: dict[str, Any]) -> None:
         slot, name = draw(st.sampled_from(PLUGINS))
         if slot == "parallelism":
             tables[slot] = {name: draw(st.sampled_from([1, 2, 3]))}
+        elif slot == "launcher":
+            tables[slot] = {name: {}}
         elif slot in ("logger", "hook"):
             tables[slot] = [{"name": name}]
         else:
@@ -320,7 +326,7 @@ def _at(value: Any, place: tuple[Any, ...]) -> Any:
 
 
 def written(tables: dict[str, Any]) -> str:
-    """As TOML, with the literals in their places."""
+    """The tables as TOML, with the literals in place."""
     text = tomli_w.dumps(tables)
     for name, literal in LITERALS.items():
         text = text.replace(f'"{name}"', literal)
@@ -329,7 +335,7 @@ def written(tables: dict[str, Any]) -> str:
 
 @st.composite
 def changed_text(draw: st.DrawFn, text: str) -> bytes:
-    """A slip of the editor: cut, doubled, left out, overwritten."""
+    """Text changed by a slip in the editor: cut, doubled, left out, overwritten."""
     content, lines = text.encode("utf-8", "surrogateescape"), text.split("\n")
     at = draw(st.integers(0, len(content)))
     kind = draw(st.sampled_from(["cut", "insert", "double", "leave out", "overwrite", "carriage returns", "mark"]))
@@ -384,7 +390,7 @@ def mutants(draw: st.DrawFn) -> Mutant:
 
 @st.composite
 def small_jobs(draw: st.DrawFn) -> dict[str, Any]:
-    """Changed tables that are trained for two steps within a second, on one rank, where they are valid."""
+    """Changed tables that, if valid, train two steps within a second on one rank."""
     tables = draw(changed_tables())
     for slot in ("model", "batch", "dataset", "evaluation", "checkpoint", "job"):
         table = tables.get(slot)

@@ -1,9 +1,9 @@
-"""Files of checkpoints and of weights changed at random: bytes, operations of a pickle, values anywhere in JSON, with checksums
-that fit. Every command ends with a sentence, in seconds, and reads nothing else.
+"""Changes files of checkpoints and weights at random: bytes, operations of a pickle, any values in JSON, with matching
+checksums. Every command must end with a sentence, in seconds, and read nothing else.
 
     python -m pytest tests/fuzz/test_checkpoint_files.py --draws 2000
 
-draws so many of each kind instead of the few of every run.
+draws this many of each kind instead of the few of every run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def bases(server: Confined, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def other_bytes(draw: Draw, raw: bytes) -> bytes:
-    """A few bytes set, taken away, put in or repeated."""
+    """A few bytes changed, removed, inserted or repeated."""
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(len(raw) - 1, 0)))
         length = draw(st.integers(0, 16))
@@ -72,7 +72,7 @@ def other_bytes(draw: Draw, raw: bytes) -> bytes:
 
 
 def other_json(draw: Draw, content: Any) -> Any:
-    """Something nasty somewhere in it, something gone, or something twice."""
+    """An odd value somewhere, an entry removed, or an entry doubled."""
     content = copy.deepcopy(content)
     for _ in range(draw(st.integers(1, 3))):
         here, place = None, content
@@ -99,7 +99,7 @@ def other_json(draw: Draw, content: Any) -> Any:
 
 
 def other_operations(draw: Draw, raw: bytes) -> bytes:
-    """Operations of a pickle taken away, repeated and exchanged."""
+    """Operations of a pickle removed, repeated and exchanged."""
     places = [place for _, _, place in pickletools.genops(raw)]
     operations = [raw[begin:end] for begin, end in zip(places, [*places[1:], len(raw)], strict=True)]
     for _ in range(draw(st.integers(1, 6))):
@@ -115,7 +115,7 @@ def other_operations(draw: Draw, raw: bytes) -> bytes:
 
 
 def other_attributes(draw: Draw, table: Any) -> None:
-    """Something nasty in one of DCP's records."""
+    """An odd value in one of DCP's records."""
     tensors, places = list(table.state_dict_metadata.values()), list(table.storage_data.values())
     records = [
         *tensors,
@@ -137,7 +137,7 @@ def other_attributes(draw: Draw, table: Any) -> None:
 
 
 def sealed_bytes(draw: Draw, path: Path) -> str:
-    """Other bytes behind the first line of a sealed file; the checksum, which fits."""
+    """Change the bytes after the first line of a sealed file; return the matching checksum."""
     rest = path.read_bytes().partition(b"\n")[2]
     return c.reseal(path, other_bytes(draw, rest))
 

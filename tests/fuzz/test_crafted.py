@@ -1,5 +1,5 @@
-"""Crafted checkpoints and run directories (cases.py): each command ends with a sentence and the right exit code, in little
-time and memory, and nothing outside of the directory is read, written or run."""
+"""Crafted checkpoints and run directories (cases.py): each command must end with a sentence and the right exit code, in little
+time and memory, and must not read, write or run anything outside of the directory."""
 
 from __future__ import annotations
 

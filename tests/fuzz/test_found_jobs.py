@@ -1,4 +1,4 @@
-"""What mutants found, each with its sentence."""
+"""Faults that mutants found, each with the expected sentence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def written(text: str = "", **changes: Any) -> None:
 
 
 def said(code: int, *words: str, command: str = "check") -> str:
-    """What the command prints; it must end with `code`, without a traceback, within a minute and 2 GB."""
+    """The output of the command, which must end with `code`, without a traceback, within a minute and 2 GB."""
     found, printed, fault = ending(60, command, "job.toml", *words)
     assert fault is None and found == code, (found, fault, printed)
     return printed
@@ -78,7 +78,7 @@ def test_a_job_file_in_a_loop_of_links() -> None:
         ("job.seed=-9223372036854775809", "[job] seed: found an integer of 64 bits, expected one of 64 bits with its sign"),
         (f"{'a.' * 2000}a=1", "tables or arrays are nested too deeply"),
         (f"job.name={'[' * 3000}{']' * 3000}", "--set job.name: tables or arrays are nested too deeply"),
-        ("model.hidden_size=4611686018427387904", "[model] gpt: it cannot be built in these sizes: Storage size calculation"),
+        ("model.hidden_size=4611686018427387904", "[model] gpt: it cannot be built with these sizes: Storage size calculation"),
         ("model.layers=1099511627776", "[model] layers: expected less than or equal to 1000"),
         ("dataset.samples=4611686018427387904", "[dataset] samples: expected less than or equal to 100000000"),
         ("dataset.workers=2147483648", "[dataset] workers: expected less than or equal to 1024"),
@@ -102,7 +102,7 @@ def test_a_tokenizer_of_a_name_too_long() -> None:
     ("changes", "sentence"),
     [
         ({"batch": {"tokens": 2**62, "micro_tokens": 16}}, "have 4000; expected at most 100 times that"),
-        ({"job": {"name": "a", "epochs": 1e9}, **BY_TOKENS}, "are more than 500,000 steps, each of which would be counted"),
+        ({"job": {"name": "a", "epochs": 1e9}, **BY_TOKENS}, "are more than 500,000 steps, too many to count"),
     ],
 )  # fmt: skip
 def test_batches_by_tokens_that_nobody_counts(changes: dict[str, Any], sentence: str) -> None:
@@ -167,7 +167,7 @@ def test_a_model_that_the_meta_device_can_not_have_is_built_with_values() -> Non
         ({"pipeline": 2}, "[parallelism] pipeline: the model 'odd_callables:linear' does not say where it can be cut"),
         ({"tensor": {"size": 2, "plan": {"layer": "colwise"}}}, "[parallelism.tensor] plan: no module matches 'layer'"),
         ({"tensor": 2}, "the model 'odd_callables:linear' has no tensor_plan, and no attention or MLP was found in it"),
-        ({"context": 2}, "does not say which of its inputs are sequences (sequence_dims)"),
+        ({"context": 2}, "does not say which of its inputs are sequences (ContextParallelModel)"),
     ],
 )
 def test_axes_on_modules_that_take_none(parallelism: dict[str, Any], sentence: str) -> None:
@@ -181,7 +181,7 @@ def test_an_optimizer_that_refuses_its_options() -> None:
 
 
 def test_what_this_machine_lacks_is_a_note() -> None:
-    """The job may be meant for another one: check runs on login nodes."""
+    """The job may be meant for another machine: check runs on login nodes."""
     written(precision={"mode": "fp8"})
     printed = said(0)
     assert (

@@ -2,7 +2,7 @@
 
     python -m pytest tests/fuzz --draws 20000 --timeout 7200
 
-draws so many instead of the few of every run, and trains one for every hundred; a failure shows how often what went wrong,
+draws this many instead of the few of every run, and trains one of every hundred. A failure shows the number of faults by kind,
 and one mutant of each kind.
 """
 
@@ -23,14 +23,14 @@ from mutants import Mutant, mutants, small_jobs, written
 
 T = TypeVar("T")
 MUTANTS, TRAINED = 300, 8
-"""Of every run."""
+"""The number of draws in every run."""
 
 
 pytestmark = pytest.mark.usefixtures("directory")
 
 
 class Faults:
-    """What went wrong, how often, and with which mutant."""
+    """Counts the faults by kind, with a mutant for each."""
 
     def __init__(self) -> None:
         self.tried = 0
@@ -54,7 +54,7 @@ class Faults:
 
 
 def draw(strategy: SearchStrategy[T], draws: int, always: bool, each: Callable[[T], None]) -> None:
-    """`each` with so many draws; `always` the same ones."""
+    """Call `each` with this many draws. always: draw the same ones every time."""
     given(strategy)(
         settings(
             max_examples=draws, phases=[Phase.generate], database=None, derandomize=always,
@@ -71,7 +71,7 @@ def test_mutants_are_checked(pytestconfig: pytest.Config) -> None:
         code, printed, fault = ending(60, "check", "job.toml", *mutant.words)
         if (
             fault is None and code not in (0, 2, 3, 5) and " raised " not in printed
-        ):  # an error of the user's own code is 4
+        ):  # an error of the user's own code is exit 4
             fault = f"exit code {code}: {printed[:200]}"
         faults.note(fault, mutant)
         shutil.rmtree("out", ignore_errors=True)
@@ -81,14 +81,14 @@ def test_mutants_are_checked(pytestconfig: pytest.Config) -> None:
 
 
 def test_accepted_mutants_are_trained(pytestconfig: pytest.Config) -> None:
-    """`run` refuses nothing that `check` has not told: but for a note, it ends with 0, or with 4 where training fails."""
+    """`run` refuses only jobs that `check` refuses. Except after a note, it ends with 0, or with 4 if training fails."""
     draws, faults = pytestconfig.getoption("--draws"), Faults()
     wanted, codes = draws // 100 if draws else TRAINED, Counter[int]()
     kinds = Counter[str]()
 
     def each(tables: dict[str, object]) -> None:
         kind = str([tables.get(slot, {}) for slot in ("model", "dataset", "precision")])
-        if faults.tried >= wanted or kinds[kind] > wanted // 20:  # Hypothesis likes to draw what it drew before
+        if faults.tried >= wanted or kinds[kind] > wanted // 20:  # Hypothesis often repeats earlier draws
             return
         mutant = Mutant(
             written(tables).encode("utf-8", "surrogateescape"), ("--set", "job.output_dir=trained", "-n", "1")

@@ -1,6 +1,6 @@
-"""For a machine whose torch is older than hpctrain supports and can't be replaced: what hpctrain uses of torch 2.13 and 2.11 lacks.
+"""For a machine with torch 2.11 that can't be replaced: adds the parts of torch 2.13 that hpctrain uses.
 
-run.sh has every Python process import it there, and says so: what such a run finds is of hpctrain with that torch.
+There, run.sh makes every Python process import this file, and says so: such a run tests hpctrain with that torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 LACKING = {
-    # under these names they are what the others were
+    # new names of old functions
     (dist, "all_gather_single"): lambda: dist.all_gather_into_tensor,
     (dist, "reduce_scatter_single"): lambda: dist.reduce_scatter_tensor,
     # only ranks that use different parameters need it

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: a small job, how it is trained, and the plain torch loop that it is held against."""
+"""The common part of the GPU tests: a small job, its training, and the plain torch loop to compare with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ needs_gpu = pytest.mark.skipif(not is_accelerator(DEVICE), reason="there is no G
 
 SMALL: dict[str, Any] = {
     "job": {"name": "small", "steps": 8, "seed": 11},
-    # multiples of 16 everywhere: float8 products take no others
+    # multiples of 16 everywhere, for float8 products
     "model": {
         "name": "gpt", "hidden_size": 64, "layers": 2, "attention_heads": 4, "vocab_size": 256, "max_seq_length": 32,
     },
@@ -36,18 +36,18 @@ SMALL: dict[str, Any] = {
     "communicator": {"name": COMMUNICATOR},
 }  # fmt: skip
 SGD = {"name": "sgd", "lr": 0.3, "momentum": 0.9, "clip_norm": 0.2}
-"""A gradient that is scaled wrongly hides behind AdamW and shows here; the clip binds."""
+"""AdamW hides a wrongly scaled gradient, SGD shows it; the clip binds."""
 AT_ONCE = {"global_size": 16, "micro_size": 16}
-"""One forward per step, as the plain loop has: its products then have the same shapes."""
+"""One forward per step, as in the plain loop, so that products have the same shapes."""
 
 SAME_DEVICE = 2e-5
 """The largest deviation of a float32 loss from the plain loop's on the same GPU, relative, over all steps."""
 OTHER_DEVICE = 1e-4
-"""And from the CPU's: other kernels add up in another order."""
+"""The same from the CPU's loss: other kernels add in another order."""
 
 
 def job(output: Path, **tables: dict[str, Any]) -> dict[str, Any]:
-    """SMALL with tables merged in, and its files in `output`; a table that names something else replaces."""
+    """SMALL with `tables` merged in, and its files in `output`. A table with another name replaces the original."""
     made: dict[str, Any] = json.loads(json.dumps(SMALL))
     for name, table in tables.items():
         other = table.get("name") not in (None, made.get(name, {}).get("name"))
@@ -84,7 +84,7 @@ def plain(
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     convert: Callable[[nn.Module], object] = lambda module: None,
 ) -> tuple[nn.Module, list[Step]]:
-    """The job in a torch loop: the module, losses and gradient norms. torch's optimizers are in their plainest form.
+    """Train the job in a plain torch loop: the module, losses and gradient norms. Optimizers are neither fused nor foreach.
 
     forward: entered around forward and loss. convert: changes the module before it is moved to `device`.
     """
@@ -109,7 +109,7 @@ def _loss(module: nn.Module, forward: Callable[[], AbstractContextManager[Any]],
 
 
 def compare(rows: list[dict[str, Any]], steps: list[Step], bound: float) -> None:
-    """Relative bounds: on losses as given, on gradient norms ten times as much."""
+    """Check relative bounds: `bound` on losses, ten times as much on gradient norms."""
     expected, norms = zip(*steps, strict=True)
     assert losses(rows) == pytest.approx(expected, rel=bound)
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=10 * bound)

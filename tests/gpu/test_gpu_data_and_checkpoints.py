@@ -1,4 +1,4 @@
-"""What goes to a GPU and what comes back from it: batches through pinned memory, checkpoints, optimizer state."""
+"""Data to and from a GPU: batches through pinned memory, checkpoints, optimizer state."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from torch import Tensor, nn
 
 from hpctrain.contracts.dataset import Samples
 from hpctrain.contracts.optimization import Optimizer
+from hpctrain.data.batches import Batches
 from hpctrain.data.loader import Loader
 from hpctrain.data.plan import Planned
+from hpctrain.data.pool import Pool
 from hpctrain.plugins.registry import build_registry
 
 pytestmark = [needs_gpu, pytest.mark.timeout(180)]
 
 RESUMED = 1e-6
-"""Relative: a GPU's sums are not bit for bit the same from run to run."""
+"""Relative: a GPU's sums differ in the last bits from run to run."""
 
 
 class Numbers(Samples):
@@ -45,16 +47,18 @@ def test_batches_come_through_pinned_memory(monkeypatch: pytest.MonkeyPatch, wor
     pinned, pin_memory = [], Tensor.pin_memory
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor.shape) or pin_memory(tensor))
     plan = [Planned([i, i + 1], i) for i in range(0, 40, 2)]
-    loader = Loader(Numbers(), iter(plan), lambda batch: batch, workers, 4, DEVICE, torch.bfloat16)
+    pool = Pool(Batches(Numbers()), workers, 4)
+    loader = Loader(pool, iter(plan), lambda batch: batch, DEVICE, torch.bfloat16)
     try:
         for planned, micro in zip(plan, loader, strict=True):
             x, labels = micro.batch["x"], micro.batch["labels"]
             assert x.device == labels.device == DEVICE and x.dtype == torch.bfloat16
             expected = torch.tensor(planned.indices)[:, None].expand(2, 1000)
-            # used at once, as a step does: the copy may still be under way
+            # used at once, as in a step: the copy may still be running
             assert torch.equal(labels.cpu(), expected) and torch.equal(x.float().cpu(), expected.float())
     finally:
         loader.close()
+        pool.close()
     assert len(pinned) == 2 * len(plan)
 
 

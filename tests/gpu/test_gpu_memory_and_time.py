@@ -1,4 +1,4 @@
-"""What hpctrain says of a GPU's memory and time, and what saves memory there."""
+"""hpctrain's figures of a GPU's memory and time, and its means to save memory there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIDDLING: dict[str, Any] = {
     "model": {"hidden_size": 256, "layers": 8, "attention_heads": 4, "vocab_size": 256, "max_seq_length": 256},
     "batch": {"global_size": 16, "micro_size": 16},
 }
-"""6.5 million parameters; a block's input is 4 MiB, and all that it keeps about 20 times as much."""
+"""6.5 million parameters. A block's input is 4 MiB, and its activations are about 20 times as much."""
 INPUT = 16 * 256 * 256 * 4
 PARAMETERS = 6_515_200
 
@@ -60,7 +60,7 @@ def test_checkpointing_and_offload_save_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("stage", "option"), [(1, "offload_optimizer"), (3, "offload_parameters")])
 def test_sharding_offload_saves_memory(tmp_path: Path, stage: int, option: str) -> None:
-    # of one sample, so that the optimizer's state outweighs the activations
+    # one sample, so that the optimizer's state outweighs the activations
     small = {**MIDDLING, "batch": {"global_size": 1, "micro_size": 1}}
     here = trained(job(tmp_path / "here", **small, sharding={"stage": stage}))
     there = trained(job(tmp_path / "there", **small, sharding={"stage": stage, option: True}))
@@ -77,10 +77,16 @@ def test_what_rank_0_gets_is_the_current_device() -> None:
 
 
 def work() -> None:
-    """A good while on a GPU, and no time of the program's."""
+    """Keeps the GPU busy for a while without blocking the program."""
     matrix = torch.ones(4096, 4096, device=DEVICE)
     for _ in range(20):
         matrix = matrix @ matrix / 4096
+
+
+def test_the_system_knows_the_address_of_the_gpu() -> None:
+    """It says there to which NUMA node the GPU is connected."""
+    address = devices.pci_address(torch.device("cuda", 0))
+    assert address is not None and (Path("/sys/bus/pci/devices") / address / "numa_node").exists()
 
 
 def test_a_stopwatch_times_the_stream_and_not_the_program() -> None:
@@ -114,7 +120,7 @@ def test_random_numbers_and_buffers_are_as_if_nothing_had_been() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_ring_s_attention_is_torch_s(causal: bool) -> None:
-    """It is plain arithmetic here, where the CPU has an operator."""
+    """On a GPU it is plain arithmetic; on a CPU it is an operator."""
     torch.manual_seed(0)
     given = [torch.randn(2, 3, 64, 16, device=DEVICE, dtype=torch.float64, requires_grad=True) for _ in range(4)]
     query, key, value, gradient = given

@@ -1,4 +1,4 @@
-"""tf32, bf16, fp16 and fp8 on a GPU: each near the float32 curve, and nearer to a plain torch loop that does the same."""
+"""tf32, bf16, fp16 and fp8 on a GPU: each close to the float32 curve, and closer to a plain torch loop in that mode."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao
 NEAR_FP32 = {"tf32": 1e-3, "bf16": 5e-3, "fp16": 1e-3, "fp8": 3e-2}
 """The largest deviation of a loss from the float32 curve, relative, over all steps."""
 SAME_FORMAT = 1e-3
-"""And from the loss of a plain loop in the same format: a rounding may fall on the other side."""
+"""The same from the loss of a plain loop in that format: single roundings may differ."""
 OVERFLOWING = 2.0**30
 """A loss scale at which the first gradients do not fit fp16."""
 
 
 @pytest.fixture
 def default_products() -> Iterator[None]:
-    """A test says how products are rounded; afterwards it is as before."""
+    """A test may change the rounding of products; this restores it."""
     before = torch.backends.cuda.matmul.allow_tf32
     yield
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = before
@@ -45,7 +45,7 @@ def autocast(dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:
 
 
 def near_but_not_the_same(rows: list[dict[str, Any]], mode: str, curve: list[float]) -> None:
-    """Near the float32 curve, and not on it: fewer bits were used."""
+    """Check that losses are close to the float32 curve but not equal: fewer bits were used."""
     assert losses(rows) == pytest.approx(curve, rel=NEAR_FP32[mode])
     assert max(abs(a - b) / b for a, b in zip(losses(rows), curve, strict=True)) > 1e-7
 
@@ -92,7 +92,7 @@ def test_fp16_leaves_out_steps_as_torch_s_scaler_does(tmp_path: Path) -> None:
 
 
 def with_grad_scaler(tables: dict[str, Any], scale: float) -> tuple[list[float], list[bool]]:
-    """Losses of a plain loop in fp16 with torch's own scaler, and which steps it left out."""
+    """The losses of a plain loop in fp16 with torch's own scaler, and the steps that it skipped."""
     module = module_of(tables, torch.float32).to(DEVICE)
     options = {key: value for key, value in tables["optimizer"].items() if key != "name"}
     optimizer = torch.optim.AdamW(module.parameters(), **options, fused=False, foreach=False)

@@ -1,4 +1,4 @@
-"""Jobs on one GPU have the losses of a plain torch loop on it, under every stage and with everything that is for GPUs only."""
+"""Jobs on one GPU have the losses of a plain torch loop on it, under every stage and with all GPU-only features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A package of somebody else, with a plugin in each room, installed as a user installs it and trained on two ranks."""
+"""A third party's package with a plugin for each slot, installed as a user installs it and trained on two ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import JobFile
-from launching import Finished, hpctrain, run
+from launching import MARK, Finished, hpctrain, run, wait_until
 from plain import batches_of, gpt_loss, module_of, train_gpt
 
 PACKAGE = Path(__file__).parent / "package"
@@ -25,7 +24,7 @@ EVERY = 3
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a virtual environment with the package, and with all that this one has."""
+    """The Python of a virtual environment with the package and with everything of this environment."""
     home = tmp_path_factory.mktemp("outside")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True, timeout=120)
     python = str(home / "bin" / "python")
@@ -62,17 +61,18 @@ def compare(job: JobFile, expected: list[tuple[float, float]], losses: float = 2
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=norms)
 
 
-def test_it_imports_the_one_module_only_and_is_listed(python: str, tmp_path: Path) -> None:
+def test_it_imports_what_is_public_only_and_is_listed(python: str, tmp_path: Path) -> None:
     sources = sorted((PACKAGE / "acme_hpctrain").glob("*.py"))
     imported = {
         name for one in sources for name in re.findall(r"^(?:from|import) (hpctrain\S*)", one.read_text(), re.M)
     }
-    assert imported == {"hpctrain.api"}
+    assert {name for name in imported if not name.startswith("hpctrain.toolkit.")} == {"hpctrain.api"}
     done = run(hpctrain("plugins", "--json", python=python), tmp_path)
     acme = {(row["slot"], row["name"]) for row in json.loads(done.out) if row["distribution"] == "acme-hpctrain"}
     assert acme >= {
-        ("checkpoint", "per-rank"), ("communicator", "acme-gloo"), ("parallelism", "rows"), ("sharding", "local-sgd"),
-        ("pipeline_schedule", "looped-bfs"), ("precision", "power-of-two"),
+        ("launcher", "background"),
+        ("checkpoint", "per-rank"), ("communicator", "acme-gloo"), ("parallelism", "rows"), ("sharding", "late-sums"),
+        ("sharding", "local-sgd"),        ("pipeline_schedule", "looped-bfs"), ("precision", "power-of-two"),
     }  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_an_axis(long_job: JobFile, python: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [{"name": "sgd", "lr": 0.3}, {"name": "adamw", "lr": 0.01}], ids=str)
 def test_a_strategy_that_is_no_stage(long_job: JobFile, python: str, optimizer: dict[str, Any]) -> None:
-    """Two processes by hand that average every third step, and at each save; then a resume from the step between."""
+    """Like a hand-written loop of two processes averaging every third step and at each save; a resume keeps each rank's moments."""
     long_job.tables["optimizer"] = optimizer
     job = long_job.set(sharding={"name": "local-sgd", "every": EVERY})
     train(job, python, "--set", "job.steps=4")
@@ -112,6 +112,17 @@ def test_a_strategy_that_is_no_stage(long_job: JobFile, python: str, optimizer: 
     assert found == pytest.approx(expected, rel=2e-6)
     whole = train_gpt({**job.tables, "sharding": {}}, torch.float32)[1]
     assert found != pytest.approx([loss for loss, _ in whole], rel=1e-4), "it isn't data parallelism"
+
+
+def test_a_strategy_made_of_the_toolkit(long_job: JobFile, python: str) -> None:
+    """Several buckets, micro batches, and compressed sums whose error feedback is by parameter."""
+    job = long_job.set(sharding={"name": "late-sums", "bucket_size": "2KB"})
+    train(job, python, "--set", "job.steps=3")
+    train(job, python)
+    compare(job, train_gpt({**job.tables, "sharding": {}}, torch.float32)[1])
+    everything = {"name": "top-k", "ratio": 1.0, "inside_nodes": True}
+    train(job.set(compression=everything, job={"output_dir": "compressed"}), python)
+    compare(job, train_gpt({**job.tables, "sharding": {}, "compression": {}}, torch.float32)[1])
 
 
 def local_sgd(tables: dict[str, Any]) -> list[float]:
@@ -127,8 +138,6 @@ def local_sgd(tables: dict[str, Any]) -> list[float]:
         saves = step % tables["checkpoint"]["every_steps"] == 0
         if step % EVERY == 0 or saves:
             _average([list(module.parameters()) for module in modules])
-        if saves:
-            _average([list(_moments(optimizer)) for optimizer in optimizers])
     return losses
 
 
@@ -138,11 +147,6 @@ def _step(loss_of: Any, optimizer: torch.optim.Optimizer) -> float:
     loss.backward()
     optimizer.step()
     return float(loss)
-
-
-def _moments(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
 
 
 @torch.no_grad()
@@ -160,3 +164,24 @@ def test_a_life_cycle_plugin_keeps_state_and_ends_the_run(job: JobFile, python: 
     done = train(job, python, env=env)
     assert [row["below"] for row in job.rows()] == [1, 2, 3], "the third step of both runs together"
     assert "ended        after step 3: the loss was below 100 for 3 steps" in done.out
+
+
+def test_a_launcher(long_job: JobFile, python: str) -> None:
+    """It submits a sweep of two, one script for each run; they train and are done. Its own sentence is shown."""
+    job = long_job.set(launcher={"background": {"niceness": 1, "ranks_per_node": 2, "time": "1h"}})
+
+    def ask(*words: str) -> Finished:  # a job outlives the command, so it must not have its mark
+        return run(["env", "-u", MARK, *hpctrain(*words, python=python)], job.directory)
+
+    wrong = ask("submit", "job.toml", "--after", "17")
+    assert wrong.code == 2 and wrong.err.startswith("hpctrain: [launcher.background]: found several nodes"), wrong
+    done = ask("submit", "job.toml", "--array", "optimizer.lr=0.01,0.02")
+    assert done.code == 0 and "submitted    background job" in done.out, done
+    runs = [job.output / f"optimizer.lr={rate}" for rate in ("0.01", "0.02")]
+    wait_until(lambda: all((one / "ended").exists() for one in runs), 120, "both runs end")
+    told = ask("status", "out").out.splitlines()
+    assert [line.endswith(": done, step 6 of 6") for line in told] == [True, True], told
+    assert all("nice -n 1" in (one / "background.sh").read_text() for one in runs)
+    alone = {key: value for key, value in job.tables.items() if key != "launcher"}
+    expected = [loss for loss, _ in train_gpt(alone, torch.float32)[1]]
+    assert job.losses("out/optimizer.lr=0.01") == pytest.approx(expected, rel=2e-6)

@@ -1,8 +1,8 @@
 """Runs these tests on every rank: `mpiexec -n 4 python -m pytest tests/ranks`.
 
-All ranks run the same tests in the same order. After each one they meet; when a rank failed and the others do not come
-(they wait for it inside the test), or when a test takes longer than LIMIT, the stacks are shown and the world is ended.
-Rank 0 reports progress; failures are printed by the rank they happen on.
+All ranks run the same tests in the same order, and meet after each test. If a rank failed and the others do not come (they wait
+for it inside the test), or if a test takes longer than LIMIT, the stacks are shown and the world is ended. Rank 0 reports
+progress; a failure is printed by its rank.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import io
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -27,15 +28,17 @@ import torch.distributed as dist
 import hpctrain.mpi
 from hpctrain.mpi.library import MPI
 
-LIMIT = 60.0  # seconds for one test
-PATIENCE = 20.0  # seconds that a rank which failed waits for the others
+CROWD = max(1, MPI.COMM_WORLD.size // 2 // (os.cpu_count() or 1))
+LIMIT = 60.0 * CROWD  # seconds for one test; longer where the ranks share cores
+PATIENCE = 20.0  # seconds that a failed rank waits for the others
 
 _failed = pytest.StashKey[bool]()
+_STDERR = sys.stderr
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is, and a gloo group over the same ranks to compare with."""
+    """This process's rank and world size, and a gloo group over the same ranks to compare with."""
 
     rank: int
     size: int
@@ -48,6 +51,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "shown_on(n, ...): of several ranks these numbers are enough, but for the table of --equivalence"
     )
+    global _STDERR
+    _STDERR = os.fdopen(
+        os.dup(2), "w"
+    )  # nothing is captured here; in a test, file descriptor 2 leads into pytest's file
     if MPI.COMM_WORLD.rank:
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         reporter._tw._file = io.StringIO()
@@ -92,7 +99,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def record(world: World, pytestconfig: pytest.Config) -> Callable[..., None]:
-    """Notes how far a run was from one process, for docs/equivalence.md (see tests/equivalence_table.py)."""
+    """Records a run's deviation from a single process, for docs/equivalence.md (see tests/equivalence_table.py)."""
 
     def note(
         precision: str, layout: str, found: dict[str, float], optimizer: str, accumulated: bool, checkpointing: str
@@ -148,7 +155,6 @@ def _meet(item: pytest.Item) -> None:
 
 
 def _end(reason: str) -> None:
-    stream = sys.__stderr__
-    print(f"\n[rank {MPI.COMM_WORLD.rank}] {reason}: ending all ranks", file=stream, flush=True)
-    faulthandler.dump_traceback(stream, all_threads=True)
+    print(f"\n[rank {MPI.COMM_WORLD.rank}] {reason}: ending all ranks", file=_STDERR, flush=True)
+    faulthandler.dump_traceback(_STDERR, all_threads=True)
     MPI.COMM_WORLD.Abort(1)

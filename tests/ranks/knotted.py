@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hpctrain.api import Batch, ModelSpec, fill_normal, hookimpl
+from hpctrain.api import Batch, MetaModel, ModelSpec, PipelineModel, fill_normal, hookimpl
 
 
 class Layer(nn.Linear):
@@ -19,8 +19,8 @@ class Layer(nn.Linear):
 
 
 class Net(nn.Module):
-    """The head comes first, so that what it shares with the embedding has its name; two blocks share theirs; `offset`
-    belongs to no module that a pipeline could move."""
+    """The head comes first, so that the parameter tied to the embedding has the head's name. Two blocks share a parameter.
+    `offset` belongs to no module that a pipeline could move."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Net(nn.Module):
         return self.head(h + self.offset)
 
 
-class Knotted(ModelSpec):
+class Knotted(MetaModel, PipelineModel):
     """See Net."""
 
     name = "knotted"

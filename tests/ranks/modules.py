@@ -1,4 +1,4 @@
-"""Modules of the user's own that are hard to shard, their data, and what they come to in a plain loop."""
+"""User's modules that are hard to shard, their data, and their results in a plain loop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hpctrain.seeded import derive_seed
 
 
 class Averaging(nn.Module):
-    """Keeps a running mean of what it sees."""
+    """Keeps a running mean of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.norm = nn.Embedding(7, 7), nn.BatchNorm1d(7)
-        self.register_buffer("mask", torch.ones(3, 1, dtype=torch.bool).expand(3, 4))  # no memory of its own
+        self.register_buffer("mask", torch.ones(3, 1, dtype=torch.bool).expand(3, 4))  # elements share memory
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.norm(self.embedding(ids).mean(1))  # type: ignore[no-any-return]
@@ -39,7 +39,7 @@ class Half(nn.Module):
 
 
 class Odd(nn.Module):
-    """An embedding that is also the head, parameters that nobody uses or that only some samples do, and a frozen one."""
+    """An embedding that is also the head, parameters used by no sample or by some samples only, and a frozen parameter."""
 
     def __init__(self, scalar: bool = False) -> None:
         super().__init__()
@@ -60,14 +60,41 @@ class Odd(nn.Module):
         return self.head(self.halves(h)) * getattr(self, "scale", 1.0)
 
 
+class Hollow(nn.Module):
+    """Has a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hollow = nn.Embedding(7, 7), nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids).mean(1)  # type: ignore[no-any-return]
+
+
+class Switched(nn.Module):
+    """Ranks make gradients in another order: a sample goes through one half or the other first, or through one only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 5), nn.Linear(5, 7)
+        self.halves = nn.ModuleList(nn.Sequential(*(nn.Linear(5, 5) for _ in range(6))) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: (1, 3) -> (1, 7)"""
+        h = self.embedding(ids).mean(1)
+        first, second = (self.halves[0], self.halves[1])[:: -1 if ids[0, 0] % 2 else 1]
+        h = torch.tanh(first(h))
+        return self.head(h if ids[0, 1] % 2 else torch.tanh(second(h)))
+
+
 def sequence_of_halves() -> nn.Sequential:
-    """A pipeline as one writes it without a plugin, with a part that stands in two places. ids: (batch, 3) -> (batch, 7)"""
+    """A pipeline written without a plugin, with a module in two places. ids: (batch, 3) -> (batch, 7)"""
     twice = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
     return nn.Sequential(nn.Embedding(7, 5), twice, *(Half() for _ in range(4)), twice, nn.Flatten(), nn.Linear(15, 7))
 
 
 class Counting(torch.optim.Optimizer):
-    """Has a number in its state that is no tensor, for each parameter."""
+    """Has a plain number in its state for each parameter."""
 
     def __init__(self, groups: Any, lr: float) -> None:
         super().__init__(groups, {"lr": lr})
@@ -80,6 +107,11 @@ class Counting(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=group["lr"] / count)
 
 
+def two_losses(outputs: Tensor, target: Tensor) -> dict[str, Tensor]:
+    """One as a mean, the other one by row."""
+    return {"class": cross_entropy(outputs, target), "size": 0.1 * outputs.square().mean(1)}
+
+
 def samples(split: str) -> list[tuple[Tensor, Tensor]] | None:
     """ids (3,) and a label."""
     generator = torch.Generator().manual_seed(3)
@@ -88,7 +120,7 @@ def samples(split: str) -> list[tuple[Tensor, Tensor]] | None:
 
 
 class Attention(nn.Module):
-    """Attention that knows its heads by number, with the names that a plan is guessed from."""
+    """Attention with a number of heads as attribute, and with names from which a plan is guessed."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -137,7 +169,7 @@ class FusedAttention(nn.Module):
 
 
 class ByHead(FusedAttention):
-    """The rows of q, k and v of each head lie together, so that [q; k; v] is a wrong guess."""
+    """The rows of q, k and v are grouped by head, so that [q; k; v] is a wrong guess."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows, seq, _ = x.shape
@@ -147,7 +179,7 @@ class ByHead(FusedAttention):
 
 
 class AllHeads(FusedAttention):
-    """Counts on the width of its input, as a share of the heads has not."""
+    """Relies on the full width of its input, which a share of the heads does not have."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).split(x.shape[-1], dim=2)
@@ -180,11 +212,11 @@ TP_PLAN = {
     "attention.?_norm": "replicated_with_grad_allreduce", "attention.o_proj": "rowwise",
     "mlp.0": "colwise_gather_output", "mlp.2": "rowwise_split_input", "mlp.1": "replicate",
 }  # fmt: skip
-"""As transformers 5 writes it."""
+"""A plan in the form of transformers 5."""
 
 
 class Transformer(nn.Module):
-    """One block and a tied head, as somebody else would write it."""
+    """One block and a tied head, as a third party would write it."""
 
     def __init__(
         self,
@@ -208,7 +240,7 @@ class Transformer(nn.Module):
         self._tp_plan = TP_PLAN if planned else {}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: (batch, seq) -> (batch, vocabulary): what follows the last token."""
+        """ids: (batch, seq) -> (batch, vocabulary): logits of the token after the last."""
         h = self.embedding(ids)
         h = h + self.attention(h)
         return self.head((h + self.mlp(h))[:, -1])
@@ -217,7 +249,7 @@ class Transformer(nn.Module):
 def foreign_steps(
     module: nn.Module, tables: dict[str, Any], optimizer_class: type[torch.optim.Optimizer], **options: Any
 ) -> list[Step]:
-    """The job of `tables` with a module of the user's own, sample by sample."""
+    """The job of `tables` with a user's module, sample by sample."""
     seed, size = tables["job"]["seed"], tables["batch"]["global_size"]
     trained = [p for p in module.parameters() if p.requires_grad]
     dataset = ForeignDataset.from_table("modules:samples", {})
@@ -236,7 +268,7 @@ def foreign_steps(
 
 
 def built(tables: dict[str, Any], make: Any) -> nn.Module:
-    """A module with the values that the trainer's seed gives."""
+    """A module with the initial values of the trainer's seed."""
     torch.manual_seed(derive_seed(tables["job"]["seed"], "model"))
     return make()
 
@@ -246,3 +278,10 @@ def odd_steps(tables: dict[str, Any], optimizer_class: type[torch.optim.Optimize
     module = built(tables, lambda: Odd(tables["model"].get("scalar", False)))
     module.frozen.requires_grad_(False)  # type: ignore[operator, union-attr]
     return foreign_steps(module, tables, optimizer_class, **options)
+
+
+def both_splits(split: str) -> list[tuple[Tensor, Tensor]]:
+    """The train split of `samples`; 7 of them for validation."""
+    found = samples("train")
+    assert found is not None
+    return found if split == "train" else found[:7]

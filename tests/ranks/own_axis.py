@@ -1,4 +1,4 @@
-"""An axis that leaves the model as it is: its ranks compute the same."""
+"""An axis that does not change the model: its ranks compute the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpctrain.api import AppliedAxis, AxisTraits, ModelSpec, Parallelism, hookim
 
 
 class Repeat(Parallelism):
-    """Every rank has all."""
+    """Nothing is cut."""
 
     name = "repeat"
     traits = AxisTraits("rp", 45, "the same samples")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("world")
 
 OPTIMIZER = {"name": "adamw-8bit", "lr": 0.01, "weight_decay": 0.1}
 BOUND = 5e-4
-"""Relative, on losses, under every stage: a sum in another order may already change a code. 6e-5 was seen."""
+"""Relative, on losses, under every stage: a sum in another order may change an 8-bit code. 6e-5 was seen."""
 
 
 def tables_of(root, stage: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoints with as many ranks as mpiexec gives: who writes what, resharding, and errors that all ranks see."""
+"""Checkpoints with any number of ranks: who writes what, resharding, and errors that all ranks see."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def size() -> int:
 
 
 def names(directory: Path) -> list[str]:
-    """What lies there once rank 0 has tidied up, which the others don't wait for."""
+    """The content of the directory after rank 0 has tidied up, for which saves don't wait."""
     dist.barrier()
     found = sorted(path.name for path in directory.iterdir())
-    dist.barrier()  # nobody goes on to write the next one meanwhile
+    dist.barrier()  # no rank may write the next checkpoint meanwhile
     return found
 
 
 def whole() -> dict[str, Tensor]:
-    """The state that all tilings cut, equal on all ranks: dims that no number of ranks divides, empty, 0-dim."""
+    """The state that all tilings cut, equal on all ranks: dims that no number of ranks divides, empty and 0-dim tensors."""
     generator = torch.Generator().manual_seed(5)
     return {
         "model/wide": torch.randn(7, 11, generator=generator).to(torch.bfloat16),
@@ -63,14 +63,14 @@ def cut(tensors: dict[str, Tensor], layout: str, ranks: int, mine: int) -> list[
             continue
         dims = {"replicated": [], "rows": [0], "columns": [1], "blocks": [0, 1], "rows of halves": [0]}[layout]
         ways = [ranks, 1] if ranks % 2 or layout != "blocks" else [ranks // 2, 2]
-        if layout == "rows of halves":  # as hybrid sharding does: half of the ranks hold what the others hold
+        if layout == "rows of halves":  # as in hybrid sharding: the other half of the ranks are replicas
             ways = [max(1, ranks // 2), 1]
         offsets, part = [0] * tensor.dim(), tensor
         places = [mine % ways[0], mine // ways[0] % ways[1]]
         for dim, way, place in zip(dims, ways, places, strict=False):
             if dim >= tensor.dim():
                 continue
-            step = -(-tensor.shape[dim] // way)  # as torch.chunk: the last ones get less, or nothing
+            step = -(-tensor.shape[dim] // way)  # as torch.chunk: the last parts are smaller or empty
             begin = min(place * step, tensor.shape[dim])
             offsets[dim] = begin
             part = part.narrow(dim, begin, min(step, tensor.shape[dim] - begin))
@@ -191,7 +191,7 @@ def test_a_write_that_fails_on_one_rank_is_told_on_all(root: Path, monkeypatch: 
 
 
 class OwnWriter(Hdf5Writer):
-    """As someone else's format may have it: each rank writes its own file and asks nobody."""
+    """Like a third party's format: each rank writes its own file without asking the others."""
 
     def write(self, snapshot: State, directory: Path, group: dist.ProcessGroup) -> None:
         if rank() == size() - 1:
@@ -265,7 +265,7 @@ def test_saves_in_the_background(root: Path) -> None:
     one, tensors = store(root, background_group=dist.new_group()), whole()
     for step in (1, 2):
         one.save_in_background(step, State(cut(tensors, "rows", size(), rank())))
-        for tensor in tensors.values():  # the training goes on, collectives and all
+        for tensor in tensors.values():  # training goes on, with collectives
             tensor.zero_()
             dist.all_reduce(tensor)
         tensors = whole()

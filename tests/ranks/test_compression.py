@@ -1,4 +1,4 @@
-"""Compressed gradients: what is sent and what is kept, against plain torch; nodes, stages, resume and loss scaling."""
+"""Compressed gradients and residuals, compared with plain torch; nodes, stages, resume and loss scaling."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 def only(ranks: int) -> pytest.MarkDecorator:
-    """Where another number of ranks would show nothing more, and cost as much."""
+    """For tests that would show nothing more on another number of ranks."""
     return pytest.mark.skipif(MPI.COMM_WORLD.size != ranks, reason=f"for {ranks} ranks")
 
 
 SHAPES = [(), (7,), (61, 20), (13, 5, 3), (2, 2), (20, 61)]
-"""Uneven; one dim or none, too small to factor, and more than two dims."""
+"""Uneven shapes: one dim or none, too small to factor, and more than two dims."""
 PADDING = 5
 TOP_K = {"name": "top-k", "ratio": 0.05, "inside_nodes": True}
 POWERSGD = {"name": "powersgd", "rank": 2, "inside_nodes": True}
@@ -41,7 +41,7 @@ POWERSGD = {"name": "powersgd", "rank": 2, "inside_nodes": True}
 
 @pytest.fixture
 def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks are a node."""
+    """Every two ranks form a node."""
     identity = detect()
     monkeypatch.setattr(training, "detect", lambda: replace(identity, node=f"node {identity.rank // 2}"))
 
@@ -55,7 +55,7 @@ def bucket_of(shapes: Sequence[tuple[int, ...]]) -> GradientBucket:
 
 
 def gradients_of(bucket: GradientBucket, step: int, rank: int) -> Tensor:
-    """Of any rank, on every rank. Later parameters have larger ones."""
+    """The gradients of any rank, computed on every rank. Later parameters have larger gradients."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     flat = torch.zeros(bucket.numel, dtype=torch.float64)
     for number, span in enumerate(bucket.spans):
@@ -82,7 +82,7 @@ def compressors(bucket: GradientBucket) -> list[Compressor]:
 
 
 def test_nothing_is_lost_and_all_ranks_get_the_same_bits() -> None:
-    """What was sent over time and what is kept come to the sum of all gradients, whatever the loss scale of a step."""
+    """All sent values plus the residuals are the sum of all gradients, whatever the loss scale of a step."""
     bucket = bucket_of(SHAPES)
     for compressor in compressors(bucket):
         sent, due = torch.zeros(bucket.numel, dtype=torch.float64), torch.zeros(bucket.numel, dtype=torch.float64)
@@ -108,7 +108,7 @@ def test_a_bucket_of_padding_only() -> None:
 
 
 def test_a_slice_of_the_sum() -> None:
-    """reduce_scatter gives each rank its part of what all_reduce gives, in place or not."""
+    """reduce_scatter gives each rank its part of all_reduce's result, in place or not."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     shapes = [(24 * ranks - PADDING - 24,), (6, 4)]  # 24 elements for each rank
     bucket = bucket_of(shapes)
@@ -143,10 +143,10 @@ def test_top_k_in_plain_torch() -> None:
 
 
 def test_powersgd_in_plain_torch() -> None:
-    """The sum is projected on what one power iteration finds, and each rank keeps what is orthogonal to that."""
+    """The sum is projected onto the span that one power iteration finds; each rank keeps the orthogonal part."""
     bucket, ranks, rank = bucket_of([(40, 30)]), dist.get_world_size(), dist.get_rank()
     compressor = compressors(bucket)[1]
-    directions = compressor.state()[1].clone()  # (columns, rank); only what they span matters
+    directions = compressor.state()[1].clone()  # (columns, rank); only their span matters
     memories = [torch.zeros(40, 30, dtype=torch.float64) for _ in range(ranks)]
     for step in range(4):
         memories = [m + gradients_of(bucket, step, r)[:1200].view(40, 30) for r, m in enumerate(memories)]
@@ -223,7 +223,7 @@ def test_everything_kept_or_sent_is_as_without(root) -> None:
 @only(2)
 @pytest.mark.parametrize("compression", [TOP_K, POWERSGD], ids=lambda one: one["name"])
 def test_the_stages_agree(root, compression: dict[str, Any]) -> None:
-    """Whoever gets the sum, and however many buckets there are; a step of stage 2 here is one backward."""
+    """For every owner of the sum and any number of buckets. A step of stage 2 is one backward here."""
     curves = [
         losses(tables(root, f"{stage} {size}", compression, sharding={"stage": stage, "reduce_bucket_size": size}))
         for stage, size in ((0, "25MB"), (0, 9000), (1, 9000), (2, 9000))
@@ -234,7 +234,7 @@ def test_the_stages_agree(root, compression: dict[str, Any]) -> None:
 
 @only(4)
 def test_hybrid_sharding_compresses_between_the_replicas(root, pairs) -> None:
-    """Groups of two ranks are nodes, which need no switch. Slices of parameters are compressed, each by itself."""
+    """Groups of two ranks are nodes, which need no option. Slices of parameters are compressed separately."""
     layout = {"parallelism": {"replicate": 2}, "sharding": {"stage": 2, "reduce_bucket_size": 9000}}
     whole = losses(tables(root, "none", {"name": "none"}, **layout))
     for name, ratio in (("all", 1.0), ("some", 0.05)):
@@ -245,7 +245,7 @@ def test_hybrid_sharding_compresses_between_the_replicas(root, pairs) -> None:
 
 
 class Memory(Rows):
-    """Notes after each step what compression remembers on this rank, without loss scaling."""
+    """Records the residuals on this rank after each step, without loss scaling."""
 
     def __init__(self) -> None:
         super().__init__(self._note)
@@ -268,10 +268,10 @@ def remembered(tables: dict[str, Any]) -> Memory:
 @only(2)
 @pytest.mark.parametrize("compression", [TOP_K, POWERSGD], ids=lambda one: one["name"])
 def test_fp16_leaves_no_trace_of_a_step_left_out(root, compression: dict[str, Any]) -> None:
-    """The scale is too high at first, and falls. Later the gradients are those of fp32, and so is what is kept of them."""
+    """The scale is too high at first, and falls. Later, gradients and residuals are those of fp32."""
     options = {"sharding": {"stage": 2, "reduce_bucket_size": 9000}}
     precision = {"mode": "fp16", "initial_scale": 2.0**24, "hysteresis": 1, "window": 3}
-    slow = {"name": "sgd", "lr": 1e-9}  # the model stays: only the gradients count
+    slow = {"name": "sgd", "lr": 1e-9}  # the model hardly changes: only the gradients count
     long = tables(root, "fp16", compression, steps=10, precision=precision, **options) | {"optimizer": slow}
     found = remembered(long)
     left_out = [row.get("skipped", False) for row in found.rows]
@@ -298,7 +298,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(root, stage: int, compression: d
 
 
 def kept_in_all(session: Session) -> dict[str, float]:
-    """The sum of what all ranks keep of each parameter."""
+    """The sum of all ranks' residuals, by parameter."""
     mine = [(piece.name, float(piece.tensor.double().sum())) for piece in session.model.sums.pieces()]
     everyone: list[list[tuple[str, float]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -310,7 +310,7 @@ def kept_in_all(session: Session) -> dict[str, float]:
 
 @only(3)
 def test_what_is_kept_goes_on_in_another_layout(root, capsys: pytest.CaptureFixture[str]) -> None:
-    """Into other stages, bucket sizes and compressions; from and to a run without; each says what it could not find."""
+    """Into other stages, bucket sizes and compressions, and from and to a run without compression. Missing state is reported."""
     with session_of(tables(root, "run", TOP_K, 3, sharding={"stage": 0})) as session:
         train(session, StopRequest())
         saved = kept_in_all(session)
@@ -345,7 +345,7 @@ def test_ranks_of_one_node_send_whole_gradients_and_say_so(root, capsys: pytest.
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_between_nodes(root, pairs, stage: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 3 ranks one is alone on its node. One rank of each node keeps what is left of a bucket, and they take turns."""
+    """Of 3 ranks, one is alone on its node. One rank of each node keeps a bucket's residual, and the ranks take turns."""
     if (stage, dist.get_world_size()) == (0, 4):
         pytest.skip("3 ranks show it; stage 2 has a way of its own where nodes are even")
     options = {"sharding": {"stage": stage, "reduce_bucket_size": 9000}}
@@ -357,7 +357,7 @@ def test_between_nodes(root, pairs, stage: int, capsys: pytest.CaptureFixture[st
     with session_of(tables(root, "some", {"name": "top-k", "ratio": 0.05}, **options), rows := Rows(None)) as session:
         train(session, StopRequest())
         mine = torch.tensor(sum(tensor.numel() for tensor in session.model.sums._state()))
-        buckets = session.model.sharded._buckets  # type: ignore[attr-defined]
+        buckets = session.model.sharded.buckets  # type: ignore[attr-defined]
     assert mine > 0, "the ranks of a node take turns"
     nodes = -(-dist.get_world_size() // 2)
     assert summed(mine) == nodes * sum(bucket.numel for bucket in buckets)
@@ -375,7 +375,7 @@ def test_stage_3_sends_16_bits_between_nodes(root, pairs) -> None:
 
 @only(3)
 def test_the_compression_of_the_documentation(root, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its page is to be true: it trains, and goes on from its checkpoint as if it had not stopped."""
+    """The example of the page must work: it trains, and resumes from its checkpoint exactly."""
     page = (Path(__file__).parent.parent.parent / "docs" / "plugins.md").read_text()
     code = next(block for block in page.split("```python\n") if "class SignCompressor" in block).split("```")[0]
     if dist.get_rank() == 0:
@@ -394,7 +394,7 @@ def test_the_compression_of_the_documentation(root, monkeypatch: pytest.MonkeyPa
     ("axis", "compression"), [("tensor", TOP_K), ("tensor", POWERSGD), ("pipeline", TOP_K)], ids=str
 )
 def test_with_other_axes(root, axis: str, compression: dict[str, Any]) -> None:
-    """What the ranks of the tensor axis both hold stays the same on both; a pipeline's ranks have different parameters."""
+    """Parameters that both tensor ranks hold stay equal; the ranks of a pipeline have different parameters."""
     made = tables(root, axis, compression, 3, parallelism={axis: 2}) | {"batch": {"global_size": 24, "micro_size": 6}}
     with session_of(made) as session:
         train(session, StopRequest())

@@ -121,7 +121,7 @@ def label(case: Any) -> str:
 
 
 def with_data(case: Any) -> Any:
-    """A stage shares something only if there are data-parallel ranks, which 2 ranks are not beside another axis."""
+    """Stages shard only over data-parallel ranks; 2 ranks with another axis have none."""
     return pytest.param(case, marks=pytest.mark.shown_on(4)) if case[1] and "context" not in case[0] else case
 
 
@@ -191,7 +191,7 @@ def test_buckets_that_are_full_at_other_times_on_other_ranks(root, stage: int) -
 @pytest.mark.shown_on(4)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_save_where_tensor_ranks_hold_unequal_parts(root, stage: int) -> None:
-    """What both hold whole lies between matrices of which one has a row more, and is written once."""
+    """A tensor that both ranks hold whole lies between unequally cut matrices. It is written once."""
     tables = job(
         job={"output_dir": str(root), "steps": 1}, parallelism={"tensor": SEQUENCE}, optimizer=OPTIMIZERS["sgd"],
         model={"hidden_size": 6, "vocab_size": 49, "max_seq_length": 32, "tie_embeddings": True},
@@ -205,7 +205,7 @@ def test_a_save_where_tensor_ranks_hold_unequal_parts(root, stage: int) -> None:
 
 @pytest.mark.ranks(4)
 def test_units_of_stage_3_in_blocks_of_which_some_outputs_are_kept(root) -> None:
-    """Backward gathers in a block what forward had gathered ahead of it."""
+    """Backward gathers inside a block what forward had prefetched before it."""
     tables = job(
         job={"output_dir": str(root), "steps": 2}, parallelism={"context": 2, "tensor": SEQUENCE}, batch={"micro_size": 12},
         optimizer=OPTIMIZERS["sgd"], sharding={"stage": 3, "wrap": "size", "min_parameters": 1, "prefetch": 1},

@@ -1,4 +1,4 @@
-"""What one rank's plugin does, all ranks see: it ends the run of all, and its errors are everybody's."""
+"""A plugin on one rank affects all ranks: it can end the run, and its errors end all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.mpi import OperationMismatchError
 
 
 class OneRank:
-    """The last rank's plugin does something in a hook; the others' note what they see."""
+    """The last rank's plugin acts in a hook; the plugins of the others record what they see."""
 
     def __init__(self) -> None:
         self.mine = dist.get_rank() == dist.get_world_size() - 1
@@ -64,7 +64,7 @@ class Gathers(OneRank):
 
 
 class Counts(OneRank):
-    """Each rank counts its own steps in a tensor that all ranks hold alike."""
+    """Each rank counts its own steps in a replicated tensor."""
 
     def __init__(self) -> None:
         super().__init__()

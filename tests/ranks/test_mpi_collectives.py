@@ -1,4 +1,4 @@
-"""Collectives that move data: every dtype, contiguous or not, aliased or not, against what gloo or arithmetic gives."""
+"""Collectives that move data: every dtype, contiguous or not, aliased or not, compared with gloo or arithmetic."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ELEMENTS = [0, 1, 5, 70_001]
 
 
 def mark(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
-    """A tensor that tells its rank, and its elements apart."""
+    """A tensor with different values for each rank and element."""
     numbers = (torch.arange(elements) * 7 + rank * 3) % 11
     return numbers.to(dtype)
 
@@ -121,7 +121,7 @@ def test_in_place_gather_as_fully_sharded_parameters_do_it(world):
 
 def test_input_that_overlaps_the_output(world):
     for elements in (3, 100_000):
-        # Somebody else's slice, and one that straddles two.
+        # Another rank's slice, and a slice across two.
         for offset in (((world.rank + 1) % world.size) * elements, elements // 2):
             whole = torch.arange(float(world.size * elements)) + 0.5 * world.rank
             if offset + elements > whole.numel():
@@ -151,7 +151,7 @@ def test_all_to_all_in_place(world):
 
 
 def test_expanded_tensors_are_sent_and_not_written_to(world):
-    """All elements are one in memory: told before anything is sent, and the group goes on."""
+    """All elements share memory: refused before anything is sent, and the group still works."""
     expanded, whole = torch.full((1,), float(world.rank)).expand(6), torch.empty(6 * world.size)
     for call in (
         lambda: dist.all_reduce(expanded),
@@ -159,7 +159,7 @@ def test_expanded_tensors_are_sent_and_not_written_to(world):
         lambda: dist.reduce_scatter_single(expanded, whole),
         lambda: dist.all_to_all_single(torch.zeros(1).expand(6 * world.size), whole),
     ):
-        with pytest.raises(ValueError, match=r"whose elements share memory, as expand\(\) makes them"):
+        with pytest.raises(ValueError, match=r"whose elements share memory, as after expand\(\)"):
             call()
     dist.all_gather_single(whole, expanded)
     assert torch.equal(whole, torch.arange(world.size).repeat_interleave(6).float())
@@ -227,7 +227,7 @@ def test_operations_finish_in_the_order_they_were_submitted(world):
 def test_computation_goes_on_while_an_operation_runs(world):
     if world.rank == 0:
         work = dist.all_reduce(torch.ones(1_000_000), async_op=True)
-        assert not work.is_completed()  # the others have not even been told to start
+        assert not work.is_completed()  # the others have not started
         dist.barrier(group=world.gloo)
     else:
         dist.barrier(group=world.gloo)
@@ -272,7 +272,7 @@ def test_statistics_count_bytes_and_blocked_time(world):
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("elements", [5, 200_000])
 def test_tensors_of_inference_mode_before_and_after_others(world, elements, asynchronous):
-    """What is kept between operations may be of neither kind, nor does it matter which thread runs them."""
+    """Cached buffers must work for both kinds of tensors, in any thread."""
     group = dist.new_group()
     for inference in (True, False, True):
         with torch.inference_mode(inference):
@@ -297,7 +297,7 @@ def test_tensors_of_inference_mode_before_and_after_others(world, elements, asyn
 
 
 def test_modes_of_the_caller_see_the_same_whichever_thread_runs_an_operation(world):
-    """Selective checkpointing replays what it saw; which thread it is depends on the moment."""
+    """Selective checkpointing replays the operators it saw; the thread of an operation depends on timing."""
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -354,4 +354,4 @@ def test_misuse_is_told_to_the_caller(world):
     if size > 1:
         with pytest.raises(ValueError, match="found tag -1"):
             dist.send(torch.zeros(1), (world.rank + 1) % size, tag=-1)
-    dist.barrier()  # nothing of that has put the ranks out of step
+    dist.barrier()  # the ranks are still in step

@@ -64,8 +64,8 @@ def test_members_alone_make_a_group(world):
 
 @pytest.mark.ranks(2)
 def test_a_group_that_is_made_again_waits_for_its_members_again(world):
-    """torch 2.13 gives it the first one's name, and so its keys in the store. Since 2.14 a rank counts its attempts and names
-    the next group after their number, so here every rank makes as many."""
+    """torch 2.13 gives the new group the old name, and so the old keys in the store. Since 2.14 a rank names groups after its
+    number of attempts, so here every rank makes equally many."""
     mine = [0, 1] if world.rank < 2 else list(range(2, world.size))
 
     def make_and_use() -> None:

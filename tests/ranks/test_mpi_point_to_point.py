@@ -79,7 +79,7 @@ def test_receive_from_any_source(world):
             assert received[0] == source
             sources.append((source, received[1].item()))
         assert sorted(sources) == [(rank, number) for rank in range(1, world.size) for number in range(2)]
-        for rank in range(1, world.size):  # of one sender, in the order sent
+        for rank in range(1, world.size):  # messages of one sender arrive in order
             assert [number for source, number in sources if source == rank] == [0, 1]
     else:
         for number in range(2):
@@ -97,7 +97,7 @@ def test_noncontiguous(world):
 
 
 def test_many_outstanding_between_collectives(world):
-    """A pipeline's traffic: messages of all sizes under way in both directions while collectives run."""
+    """A pipeline's traffic: messages of all sizes in both directions while collectives run."""
     right, left = neighbours(world)
     generator = torch.Generator().manual_seed(5)
     sizes = torch.randint(1, 40_000, (120,), generator=generator).tolist()
@@ -120,7 +120,7 @@ def test_many_outstanding_between_collectives(world):
 
 
 def test_a_message_arrives_while_nobody_waits_for_it(world):
-    """The sender computes; without a thread that drives MPI a large message would stand still."""
+    """The sender computes; without a thread that drives MPI, a large message would make no progress."""
     if world.rank == 0:
         work = dist.isend(torch.arange(2_000_000.0), 1)
         dist.barrier(group=world.gloo)  # no MPI call here

@@ -1,4 +1,4 @@
-"""Reductions: every operation and dtype against a direct computation, and sums that have the same bits everywhere."""
+"""Reductions: every operation and dtype compared with a direct computation, and sums with the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ELEMENTS = [0, 1, 37, 200_003]  # none, fewer than ranks, gathered whole, in pie
 
 
 def values(rank: int, elements: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """What `rank` puts in; any rank can compute it."""
+    """The input of `rank`, which any rank can compute."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype == torch.bool:
         return torch.rand(elements, generator=generator) < 0.5
@@ -30,7 +30,7 @@ def values(rank: int, elements: int, dtype: torch.dtype, seed: int = 0) -> Tenso
 
 
 def expected(op: object, inputs: list[Tensor]) -> Tensor:
-    """In rank order; 16-bit floats in float32, as documented."""
+    """The result in rank order, 16-bit floats in float32, as documented."""
     dtype = inputs[0].dtype
     wide = [tensor.float() if dtype in (torch.bfloat16, torch.float16) else tensor for tensor in inputs]
     total = wide[0].clone()
@@ -55,7 +55,7 @@ def expected(op: object, inputs: list[Tensor]) -> Tensor:
 
 
 def same(found: Tensor, want: Tensor) -> bool:
-    """Bit for bit; but a complex number can be divided by 3 in more than one way."""
+    """Equality bit for bit, except for complex numbers, whose division by 3 may round differently."""
     return torch.allclose(found, want) if want.is_complex() else torch.equal(found, want)
 
 

@@ -1,4 +1,4 @@
-"""The ways that bytes take: a node's memory, its own buffers, two levels over nodes, and MPI alone give the same."""
+"""All routes give the same results: a node's memory, its own buffers, two levels over nodes, and MPI alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS = {
     "flat over nodes": {"ranks_per_node": 2, "hierarchical": False},
 }
 SIZES = [0, 1, 1000, 300_001]  # elements
-BLOCKS = 2_200_003  # more float32 than pass in one round, and no multiple of anything
+BLOCKS = 2_200_003  # more float32 values than fit one round, and no round number
 
 
 @pytest.fixture(scope="module", params=list(WAYS))
@@ -79,7 +79,7 @@ def test_reduce_scatter(world, way, elements: int, aliased: bool) -> None:
     expected = torch.stack([values(rank + world.rank, elements) for rank in range(world.size)]).mean(0)
     torch.testing.assert_close(output, expected)
     before[own] = sources[own]
-    assert torch.equal(sources, before)  # what others are to get is left alone
+    assert torch.equal(sources, before)  # inputs for other ranks do not change
 
 
 @pytest.mark.parametrize("elements", SIZES)
@@ -144,7 +144,7 @@ def test_gathering_in_blocks(world) -> None:
 
 
 def test_gathering_from_a_shared_buffer_on_one_rank_only(world, way) -> None:
-    """What lies in it is read there, what the others have in theirs."""
+    """The shared buffer and the others' ordinary tensors are all read in place."""
     shared = hpctrain.mpi.shared_zeros(100_000 * world.size, torch.float32, way)
     mine = shared[100_000 * world.rank :][:100_000] if world.rank == 0 else torch.empty(100_000)
     output = shared if world.rank == world.size - 1 else torch.empty(len(shared))
@@ -162,7 +162,7 @@ def test_the_memory_of_others_is_read_by_all_or_by_none(world, monkeypatch: pyte
         assert torch.equal(found, values(rank, 1000))
     MPI.COMM_WORLD.Barrier()
     with pytest.raises(CommunicationError, match=r"process \d+ of this node ended or left the operation"):
-        theirs.read(0, 8, found)  # nothing lies there
+        theirs.read(0, 8, found)  # no memory there
 
     if world.rank == world.size - 1:
         monkeypatch.setattr(peers, "_readv", None)
@@ -184,7 +184,7 @@ def test_different_parts_of_a_shared_buffer(world, way) -> None:
 
 
 def test_the_order_of_summation_is_the_rank_order(world, way) -> None:
-    """The same bits from a small message and as part of a large one, and on every rank."""
+    """A small message and a part of a large one have the same bits, on every rank."""
     torch.manual_seed(world.rank)
     large = torch.randn(400_000)
     small = large[1000:1010].clone()
@@ -193,7 +193,7 @@ def test_the_order_of_summation_is_the_rank_order(world, way) -> None:
     dist.all_gather(everyone, large, group=way)
     assert all(torch.equal(other, large) for other in everyone)
     dist.all_reduce(small, group=way)
-    # over nodes, small messages take one level, large ones two: equal but for the order
+    # over nodes, small messages take one level and large ones two, with another order of summation
     torch.testing.assert_close(small, large[1000:1010], rtol=1e-5, atol=1e-6)
 
 
@@ -216,7 +216,7 @@ def test_options_of_another_kind_are_refused(world) -> None:
 def test_the_job_s_communicator_says_which_way(
     world, options: dict[str, bool], way: dict[int, type[OverNetwork]]
 ) -> None:
-    """What its backend makes of its options, with two ranks to a node."""
+    """The effect of the communicator's options, with two ranks per node."""
     communicator = check(RawJob(job(communicator={"name": "mpi", **options}), {}, "job.toml"), None).parts.communicator
     assert communicator.backend() == f"cpu:{BACKEND}"
     group = dist.new_group(backend=BACKEND, pg_options=replace(communicator.backend_options(), ranks_per_node=2))

@@ -1,4 +1,4 @@
-"""Activations that tensor-parallel ranks hold alike: each keeps a part of them. test_layouts.py has the curves."""
+"""Partitioned activations: each tensor-parallel rank keeps a part of equal activations. test_layouts.py has the curves."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_each_rank_keeps_its_part_of_the_inputs(root) -> None:
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("shape", [(5, 7), (1,), (0, 3), ()], ids=str)
 def test_any_shape_comes_back(shape: tuple[int, ...], offload: bool) -> None:
-    """Sizes that the ranks do not divide, and fewer elements than ranks; what has no gradient stays as it is."""
+    """Sizes that the ranks do not divide, and fewer elements than ranks; a tensor without gradient is not partitioned."""
     group = dist.group.WORLD
     assert group is not None
     partition = Partition(group, offload)

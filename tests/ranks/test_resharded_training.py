@@ -1,4 +1,4 @@
-"""A run that goes on in another layout every other step has the curve of one process that was never interrupted."""
+"""A run that changes its layout every other step has the curve of one uninterrupted process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("world")
 
-# parallelism and stage; each reads what the one before it wrote, so that neighbours differ in as much as they can
+# parallelism and stage; each resumes from the previous one, so neighbours differ as much as possible
 LAYOUTS: list[tuple[dict[str, Any], int]] = [
     ({"tensor": 2}, 1),
     ({"pipeline": 2}, 0),
@@ -53,7 +53,7 @@ def test_every_layout_goes_on_from_the_one_before(root) -> None:
 
 
 class Layerwise(torch.optim.Optimizer):
-    """A step as long as the parameter."""
+    """The length of a step is the norm of the parameter."""
 
     def __init__(self, groups: Any, lr: float) -> None:
         super().__init__(groups, {"lr": lr})
@@ -80,7 +80,7 @@ def test_optimizer_state_that_is_not_cut_as_its_parameter_is_refused_before_the_
         train_here(job(job={"output_dir": str(root)}, optimizer=adafactor, **tables))
     layerwise = {"name": f"{__name__}:Layerwise", "lr": 0.01}
     with pytest.raises(
-        UsageError, match=r"Layerwise' looks at all of a parameter to update it, and ranks hold parts of some"
+        UsageError, match=r"Layerwise' needs a whole parameter to update it, but ranks hold parts of some"
     ):
         train_here(job(job={"output_dir": str(root)}, optimizer=layerwise, **tables))
     assert not (root / "metrics.jsonl").exists()

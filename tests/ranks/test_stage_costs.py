@@ -1,4 +1,4 @@
-"""What a sharding stage costs and saves: bytes held per rank, and bytes sent per step. See docs/sharding.md."""
+"""The cost and savings of sharding stages: bytes held per rank, and bytes sent per step. See docs/sharding.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hpctrain_plugins.sharding.communication import Buffers
+from hpctrain_plugins.sharding.communication import HostBuffers
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -28,12 +28,12 @@ PARAMETERS = 2 * 256 * 64 + 16 * 64 + 2 * BLOCK + 2 * 64
 FLOAT = 4  # bytes
 
 
-_ELSEWHERE = (type, ModuleType, FunctionType, dist.ProcessGroup, DeviceMesh, ShardedModel, Buffers)
-"""Where the search ends: parameters, gradients and optimizer state are reached without it."""
+_ELSEWHERE = (type, ModuleType, FunctionType, dist.ProcessGroup, DeviceMesh, ShardedModel, HostBuffers)
+"""The search does not enter these: parameters, gradients and optimizer state are reached without them."""
 
 
 def held_bytes(*roots: object) -> int:
-    """Of every storage that a tensor reachable from `roots` lies in, each once."""
+    """The bytes of all storages of tensors reachable from `roots`, each counted once."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
     waiting: list[object] = list(roots)
@@ -96,7 +96,7 @@ def test_stage_2_has_three_buckets_of_whole_gradients_at_most(root) -> None:
             session.model.module, session.model.pieces, session.model.optimizer, *vars(sharded).values()
         )
         buffers = everything - held_bytes(session.model.module, session.model.pieces, session.model.optimizer)
-    assert 0 < buffers <= 3 * 256 * 64 * FLOAT * 1.02  # the largest parameter is a bucket of its own
+    assert 0 < buffers <= 3 * 256 * 64 * FLOAT * 1.02  # the largest parameter is a separate bucket
 
 
 @pytest.mark.ranks(2)
@@ -110,13 +110,13 @@ def test_stage_3_has_buffers_for_some_units_only(root, prefetch: int) -> None:
     )  # fmt: skip
     with session_of(tables) as session:
         train(session, StopRequest())
-        found = [one for one in gc.get_objects() if isinstance(one, Buffers)]
+        found = [one for one in gc.get_objects() if isinstance(one, HostBuffers)]
         held = max(sum(buffer.nbytes for buffer in one._free) for one in found)
     assert held <= (4 + prefetch) * BLOCK * FLOAT * 1.1 < layers * BLOCK * FLOAT  # 3 ranks pad 64 rows to 66
 
 
 class Traffic:
-    """What this rank sends from now on, until `so_far` is asked for."""
+    """Counts what this rank sends until `so_far` is called."""
 
     def __init__(self) -> None:
         self._before = hpctrain.mpi.statistics().operations
@@ -129,7 +129,7 @@ class Traffic:
         return self._difference(name).calls
 
     def volume(self, ranks: int) -> dict[str, float]:
-        """Bytes by kind of operation, as the best algorithms send them: to each other rank its slice, once or twice."""
+        """Bytes by kind of operation, with the best algorithms: each other rank's slice, once or twice."""
         whole = {
             "all_reduce": 2 * self._difference("all_reduce").bytes,
             "reduce_scatter": self._difference("reduce_scatter_tensor").bytes,
@@ -144,7 +144,7 @@ class Traffic:
 
 
 def step(session: Session) -> list[Traffic]:
-    """One optimizer step: what forward and backward, the synchronization, and the update sent."""
+    """Run one optimizer step; return the traffic of forward and backward, of the synchronization, and of the update."""
     loader = session.feed.training_loader(session.progress)
     micro_batches, _ = loader.step()
     loader.close()
@@ -194,7 +194,7 @@ def test_bytes_per_step(root, accumulate: int) -> None:
         {"all_reduce": 0, "reduce_scatter": accumulate * whole, "all_gather": whole}, **near
     )
     blocks = 2 * BLOCK * FLOAT * (ranks - 1) / ranks
-    gathered = accumulate * (whole + blocks)  # the root's parameters stay from forward to backward
+    gathered = accumulate * (whole + blocks)  # the root's parameters stay gathered from forward to backward
     assert volumes[3] == pytest.approx(
         {"all_reduce": 0, "reduce_scatter": accumulate * whole, "all_gather": gathered}, **near
     )

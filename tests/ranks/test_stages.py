@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from equivalence_table import BOUNDS
-from modules import odd_steps
+from modules import Switched, built, foreign_steps, odd_steps
 from plain import Step, gpt_loss, samples_of, stacked, train_gpt
 from training import SGD, TINY, job, session_of, train_here
 
@@ -38,7 +38,7 @@ def _trained(text: str, dtype: torch.dtype) -> tuple[torch.nn.Module, list[Step]
 
 
 def reference(tables: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, list[Step]]:
-    """What the job comes to in one process; layout, sharding and precision have no part in it."""
+    """The result of the job in one process, without layout, sharding and precision."""
     kept = {key: tables[key] for key in ("job", "model", "dataset", "optimizer", "batch")}
     kept["job"] = {key: value for key, value in kept["job"].items() if key != "output_dir"}
     kept["batch"] = {**kept["batch"], "micro_size": 1}
@@ -46,13 +46,13 @@ def reference(tables: dict[str, Any], dtype: torch.dtype = torch.float32) -> tup
 
 
 def micro_size(accumulated: bool) -> int:
-    """Of 24 samples per step: all at once, or in two micro batches (three where the ranks' share is odd)."""
+    """For 24 samples per step: all at once, or in two micro batches (three if a rank's share is odd)."""
     share = 24 // dist.get_world_size()
     return (share // 2 if share % 2 == 0 else 1) if accumulated else share
 
 
 def compare(rows: Sequence[dict[str, Any]], steps: Sequence[Step], losses: float, norms: float) -> dict[str, float]:
-    """Relative bounds on losses and gradient norms; the largest deviations."""
+    """Check relative bounds on losses and gradient norms; return the largest deviations."""
     expected_losses, expected_norms = zip(*steps, strict=True)
     got_losses, got_norms = [row["loss"] for row in rows], [row["grad_norm"] for row in rows]
     assert got_losses == pytest.approx(expected_losses, rel=losses)
@@ -130,7 +130,7 @@ def test_16_bits_stay_near_the_fp32_curve(root, record, mode: str, stage: int) -
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.shown_on(2)
 def test_fp16_leaves_out_an_overflow_on_all_ranks(root, stage: int) -> None:
-    """The scale is too high at first; from the step on that is taken, the curve is the reference's."""
+    """The scale is too high at first. From the first taken step on, the curve is the reference's."""
     precision = {"mode": "fp16", "initial_scale": 2.0**24, "hysteresis": 1}
     tables = job(
         job={"output_dir": str(root)},
@@ -141,7 +141,7 @@ def test_fp16_leaves_out_an_overflow_on_all_ranks(root, stage: int) -> None:
     rows = train_here(tables).rows
     skipped = [row.get("skipped", False) for row in rows]
     assert skipped[0] and not skipped[-1] and skipped == sorted(skipped, reverse=True)
-    steps = reference(tables)[1]  # with such a rate a step changes nothing, left out or not
+    steps = reference(tables)[1]  # at this rate a step changes nothing, skipped or not
     taken = skipped.index(False)
     compare(rows[taken:], steps[taken:], losses=5e-4, norms=5e-3)
     everyone = [None] * dist.get_world_size()
@@ -192,7 +192,7 @@ def test_gradients_travel_in_16_bits(root, name: str, stage: int) -> None:
 )
 @pytest.mark.shown_on(3)
 def test_tied_unused_frozen_and_tiny_parameters(root, sharding: dict[str, Any], optimizer: Any) -> None:
-    """What a rank did not use, or holds nothing of, must stop nobody. A scalar has no rows: not with stage 3."""
+    """A parameter that a rank did not use, or does not hold, must not block other ranks. Stage 3 refuses scalars."""
     options = {"lr": 0.1}
     tables: dict[str, Any] = {
         "job": {"name": "odd", "steps": 6, "seed": 4, "output_dir": str(root)},
@@ -206,6 +206,26 @@ def test_tied_unused_frozen_and_tiny_parameters(root, sharding: dict[str, Any], 
     torch.set_default_dtype(torch.float64)
     try:
         expected = odd_steps(tables, optimizer, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    compare(train_here(tables).rows, expected, losses=1e-10, norms=1e-10)
+
+
+@pytest.mark.parametrize(
+    "stage", [0, 1, 2]
+)  # stage 3 gathers a unit where it is used: ranks must use them in one order
+@pytest.mark.shown_on(2)
+def test_ranks_that_use_parameters_in_another_order(root, stage: int) -> None:
+    tables: dict[str, Any] = {
+        "job": {"name": "switched", "steps": 4, "seed": 1, "output_dir": str(root)},
+        "model": {"name": "modules:Switched", "loss": "torch.nn.functional:cross_entropy"},
+        "dataset": {"name": "modules:samples"}, "optimizer": {"name": "torch.optim:AdamW", "lr": 0.1},
+        "batch": {"global_size": 24, "micro_size": 1}, "precision": {"mode": "fp64"},
+        "sharding": {"stage": stage, "reduce_bucket_size": 1},
+    }  # fmt: skip
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = foreign_steps(built(tables, Switched), tables, torch.optim.AdamW, lr=0.1)
     finally:
         torch.set_default_dtype(torch.float32)
     compare(train_here(tables).rows, expected, losses=1e-10, norms=1e-10)
@@ -249,7 +269,7 @@ def test_evaluation_where_the_ranks_get_different_numbers_of_samples(root, stage
 
 @pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.shown_on(3)), "sgd"])
 def test_resume_from_every_stage_in_another(root, optimizer: str) -> None:
-    """Each stage goes on from the one before it, and the curve is that of a run without interruption."""
+    """Each stage resumes from the previous one, and the curve is that of an uninterrupted run."""
     stages = [1, 3, 2, 1, 2, 0, 3, 1, 0, 2, 2, 3, 3, 0]
     rows = []
     for number, stage in enumerate(stages, 1):
@@ -265,7 +285,7 @@ def test_resume_from_every_stage_in_another(root, optimizer: str) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.shown_on(3)
 def test_numbers_in_an_optimizer_s_state_come_back(root, stage: int) -> None:
-    """Each rank knows those of its own pieces only."""
+    """Each rank has only the numbers of its own pieces."""
 
     def with_counting(output: str, steps: int) -> dict[str, Any]:
         return job(
@@ -281,7 +301,7 @@ def test_numbers_in_an_optimizer_s_state_come_back(root, stage: int) -> None:
 
 @pytest.mark.shown_on(3)
 def test_parameter_groups_by_pattern(root) -> None:
-    """A rank that holds nothing of a group has it all the same; all report the first group's rate."""
+    """A rank without parameters of a group still has the group; all ranks report the first group's rate."""
     groups = [{"pattern": "position_embedding.*", "lr": 0.5}, {"pattern": ["*.bias", "*norm*"], "weight_decay": 0.0}]
     curves = []
     for stage in STAGES:
@@ -299,8 +319,9 @@ def test_parameter_groups_by_pattern(root) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.shown_on(2, 3, 4)
 def test_an_axis_whose_ranks_compute_the_same(root) -> None:
-    """Of somebody's own (own_axis.py): the loss is counted once, in training and in evaluation."""
+    """A third party's axis (own_axis.py): the loss is counted once, in training and in evaluation."""
     size = dist.get_world_size() if dist.get_world_size() < 4 else 2
     tables = job(
         job={"output_dir": str(root)}, optimizer=SGD, precision={"mode": "fp64"}, parallelism={"repeat": size},

@@ -1,4 +1,4 @@
-"""Tensor parallelism of modules that hpctrain knows nothing of: guessed and given plans, tied weights, refusals."""
+"""Tensor parallelism of foreign modules: guessed and given plans, tied weights, refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from torch import nn
 from torch.nn.functional import normalize, silu
 from training import job, session_of, train_here
 
+from hpctrain.contracts.model import TensorParallelModel
 from hpctrain.errors import UsageError
+from hpctrain.foreign.model import ForeignModel
 from hpctrain.job.problems import JobError
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
@@ -45,7 +47,7 @@ def tables_of(root, stage: int = 0, tensor: Any = 2, **model: Any) -> dict[str, 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.shown_on(2)) for stage in (0, 2)), 3])
 @pytest.mark.parametrize("plan", [{}, GIVEN], ids=["guessed", "given"])
 def test_a_foreign_transformer(root, plan: dict[str, str], stage: int) -> None:
-    """The head is tied to the embedding: cut alike by the given plan, and by the guessed one not at all."""
+    """The head is tied to the embedding: the given plan cuts both alike, the guessed plan cuts neither."""
     if dist.get_world_size() % 2:
         pytest.skip("needs an even number of ranks")
     tables = tables_of(root, stage, {"size": 2, **({"plan": plan} if plan else {})})
@@ -73,7 +75,7 @@ def alone(tables: dict[str, Any]) -> list[Any]:
 
 
 def held_rows(tables: dict[str, Any]) -> list[int]:
-    """Of the fused projection, this rank's, as its pieces say."""
+    """This rank's rows of the fused projection, according to its pieces."""
     with session_of(tables) as session:
         own = [piece for piece in session.model.pieces if piece.name == "attention.qkv.weight"]
         return sorted(row for p in own for row in range(p.offsets[0], p.offsets[0] + len(p.tensor)))
@@ -94,8 +96,8 @@ sharded = pytest.mark.ranks(4)
     ids=["given-0", "guessed, grouped-1", "given-2", "guessed, grouped-3"],
 )
 def test_a_fused_projection(root, plan: dict[str, Any], model: dict[str, Any], stage: int) -> None:
-    """A rank has its heads' rows of each of q, k and v, fewer of the last two; or of gate and up. The checkpoint is one
-    process's, and goes back and forth."""
+    """A rank has its heads' rows of q, k and v (fewer of k and v), or of gate and up. Checkpoints have the form of one
+    process, and load in both directions."""
     if dist.get_world_size() % 2:
         pytest.skip("needs an even number of ranks")
     tensor = {"size": 2, **({"plan": plan} if plan else {})}
@@ -119,7 +121,7 @@ def test_a_fused_projection(root, plan: dict[str, Any], model: dict[str, Any], s
     ids=["guessed", "hugging face", "hugging face, 3"],
 )
 def test_norms_of_each_head(root, model: dict[str, Any], stage: int) -> None:
-    """Every rank has all of such a norm and normalizes some of the heads: gradients are summed over the ranks."""
+    """Every rank has the full norm and normalizes some of the heads: gradients are summed over the ranks."""
     if dist.get_world_size() % 2:
         pytest.skip("needs an even number of ranks")
     tables = tables_of(root, stage, attention="normed", **model)
@@ -128,7 +130,7 @@ def test_norms_of_each_head(root, model: dict[str, Any], stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, pytest.param(3, marks=sharded)])
 def test_a_plan_that_forgets_them_is_refused_in_the_first_step(root, stage: int) -> None:
-    """The loss of that step would be right, and what is trained from there on something else on each rank."""
+    """The loss of that step would be right, but the ranks would diverge from there on."""
     if dist.get_world_size() % 2:
         pytest.skip("needs an even number of ranks")
     sentence = r"the gradients of attention\.q_norm\.weight, attention\.q_norm\.bias, attention\.k_norm\.weight.* \"head_norm\""
@@ -167,14 +169,14 @@ class Between(nn.Module):
 
 
 class Masked(Between):
-    """Takes more than a trial can give."""
+    """Needs more inputs than a trial can give."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * mask
 
 
 def test_a_guess_that_does_not_add_up_is_left_whole(caplog) -> None:
-    """What lies between two Linears may look at all of what a rank has a part of."""
+    """The code between two Linears may need all features, of which a rank has a part."""
     whole = nn.ModuleList(
         [nn.Sequential(nn.Linear(8, 12), nn.Softmax(-1), nn.Linear(12, 8)), Between(partial(normalize, dim=-1))]
     )
@@ -189,7 +191,7 @@ def test_a_guess_that_does_not_add_up_is_left_whole(caplog) -> None:
 
 
 class Sharing(nn.Module):
-    """Two MLPs with one way in."""
+    """Two MLPs with a common input projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,21 +213,28 @@ def test_a_linear_that_stands_in_two_places_is_cut_once(root) -> None:
 
 
 def test_a_linear_with_parameters_in_modules_of_its_own_is_not_cut() -> None:
-    """The plain ones only would be, of a parametrized one the bias."""
+    """The styles cut only parameters of the Linear itself: of a parametrized Linear, only the bias."""
     module: Any = Between(silu)
     module.fc1 = nn.utils.parametrizations.weight_norm(module.fc1)
     plan = plan_for(module, SimpleNamespace(name="own"), {"fc1": Cut(style="colwise"), "fc2": Cut(style="rowwise")}, 2)  # type: ignore[arg-type]
     with pytest.raises(
-        UsageError, match=r"fc1 is a ParametrizedLinear with fc1\.parametrizations in it, and colwise cuts a"
+        UsageError, match=r"fc1 is a ParametrizedLinear that contains fc1\.parametrizations, and colwise cuts a"
     ):
         refuse_unfit(module, SimpleNamespace(name="own"), plan, 2)  # type: ignore[arg-type]
 
 
+class Planned(ForeignModel, TensorParallelModel):
+    """A model of the user's own that brings a plan, its options."""
+
+    def tensor_plan(self) -> Any:
+        return self.options
+
+
 def test_a_model_brings_the_plan_of_a_fused_projection() -> None:
-    spec: Any = SimpleNamespace(name="own", tensor_plan=lambda: FUSED)
-    module = Transformer(attention="fused")
+    module, loss = Transformer(attention="fused"), torch.nn.functional.cross_entropy
+    spec = Planned("own", Transformer, loss, FUSED)
     assert plan_for(module, spec, {}, 2)["attention.qkv"].parts == 3
-    spec.tensor_plan = lambda: {"attention.qkv": {"style": "colwise", "part": 3}}
+    spec = Planned("own", Transformer, loss, {"attention.qkv": {"style": "colwise", "part": 3}})
     with pytest.raises(UsageError, match=r"tensor_plan of the model 'own': attention.qkv.part: Extra inputs"):
         plan_for(module, spec, {}, 2)
 
@@ -241,7 +250,7 @@ def test_a_fused_projection_by_head_is_cut_by_a_plan(root) -> None:
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
-        ("colwise", "attention.qkv is several matrices in one by its name"),
+        ("colwise", "attention.qkv is by its name several matrices in one"),
         ({"style": "colwise", "parts": [8, 8]}, "has 24 rows, and parts = [8, 8] are 16; expected the rows of each"),
         ({"style": "colwise", "parts": 5}, "has 24 rows, which parts = 5 do not divide"),
         ({"style": "colwise", "parts": [8, 9, 7]}, "in parts of 8, 9, 7, which 2 ranks do not divide"),
@@ -288,7 +297,7 @@ def test_a_wrong_plan_is_a_sentence(root, plan: dict[str, str], sentence: str) -
 
 
 def test_a_plan_that_fails_in_the_first_micro_batch_is_a_sentence(root) -> None:
-    """Nothing cuts the sequence, so the MLP's part of it meets the whole."""
+    """No module cuts the sequence, so the MLP's part of it meets the full sequence."""
     if dist.get_world_size() > 2:
         pytest.skip("2 ranks have shown it")
     plan = {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}

@@ -1,4 +1,4 @@
-"""Batches by token budget on 1 to 4 ranks: the curve is that of one process that knows neither padding nor micro batches."""
+"""Batches by token budget on 1 to 4 ranks: the curve is that of one process without padding and micro batches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tables_of(root, parallelism: dict[str, Any], stage: int, **more: Any) -> dic
 
 
 def losses_of(tables: dict[str, Any], module: torch.nn.Module) -> Iterator[Callable[[], Tensor]]:
-    """One sample after the other until the next would not fit, each forwarded alone."""
+    """Takes samples in order until the next would not fit, and forwards each alone."""
     samples = samples_of(tables)
     order, position = SampleOrder(len(samples), tables["job"]["seed"], samples.fingerprint()), 0
     for _ in range(tables["job"]["steps"]):
@@ -75,7 +75,7 @@ def reference() -> list[Step]:
 
 
 def somewhere(parallelism: dict[str, Any], *values: Any) -> Any:
-    """The sizes of the world that are enough; sequences that are cut are tried on all."""
+    """The world sizes to test: a few, or all of them with cut sequences."""
     sizes = () if "context" in parallelism else (2,) if parallelism else (3,)
     return pytest.param(parallelism, *values, marks=[pytest.mark.shown_on(*sizes)] if sizes else [])
 
@@ -97,7 +97,7 @@ def test_the_curve_of_one_process(root, record, parallelism: dict[str, Any], sta
 
 @pytest.mark.parametrize("parallelism", [somewhere({}), somewhere({"tensor": 2})], ids=str)
 def test_a_resume_on_another_number_of_data_parallel_ranks(root, parallelism: dict[str, Any]) -> None:
-    """The second half of the steps under another layout; the first ones were in the middle of an epoch."""
+    """The second half of the steps runs under another layout, starting in the middle of an epoch."""
     skip_unless_even(parallelism)
     first = tables_of(root, {}, 2)
     first["job"]["steps"] = 3
@@ -118,6 +118,6 @@ def test_evaluation_counts_each_token_once(root, parallelism: dict[str, Any], st
 
 @pytest.mark.shown_on(3)
 def test_fewer_samples_than_ranks(root) -> None:
-    """Some ranks have nothing but filling, and nobody waits for anybody."""
+    """Some ranks have only padding, and no rank hangs."""
     tables = tables_of(root, {}, 3, batch={"tokens": 8, "micro_tokens": 8})
     assert all(0 < row["tokens"] <= 8 for row in train_here(tables).rows)

@@ -1,4 +1,4 @@
-"""A model of Hugging Face's transformers, as the example has it: nothing in it knows of hpctrain."""
+"""A model of Hugging Face's transformers, as in the example, without any code for hpctrain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2), pytest.mar
 @pytest.mark.parametrize(
     "layout",
     [
-        {},  # the example's: its own tensor-parallel plan, every block computed again
+        {},  # as in the example: its own tensor-parallel plan, every block recomputed
         {"sharding": {"stage": 3}, "parallelism": {}, "activation_checkpointing": {"mode": "selective"}},
     ],
     ids=["tensor, full", "stage 3, selective"],

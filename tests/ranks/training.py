@@ -1,4 +1,4 @@
-"""Trains a job on the ranks that have already met, as `hpctrain run` does from the session on."""
+"""Trains a job on ranks that have already met, as `hpctrain run` does from the session on."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ TINY: dict[str, Any] = {
     "precision": {"mode": "fp32"},
 }  # fmt: skip
 SGD = {"name": "sgd", "lr": 0.3, "momentum": 0.9, "clip_norm": 0.36}
-"""A gradient that is scaled wrongly hides behind AdamW and shows here; the clip binds in about half of the steps."""
+"""AdamW hides a wrongly scaled gradient, SGD shows it; the clip binds in about half of the steps."""
 
 
 def job(**tables: dict[str, Any]) -> dict[str, Any]:
-    """TINY with tables merged in; a table that names something else replaces."""
+    """TINY with `tables` merged in. A table with another name replaces the original."""
     made: dict[str, Any] = json.loads(json.dumps(TINY))
     for name, table in tables.items():
         other = table.get("name") not in (None, made.get(name, {}).get("name"))
@@ -49,7 +49,7 @@ def job(**tables: dict[str, Any]) -> dict[str, Any]:
 
 
 class Rows:
-    """Collects what every rank knows of each step."""
+    """Collects each step's row on every rank."""
 
     def __init__(self, at_step: Callable[[], None] | None) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -69,7 +69,7 @@ class Rows:
 
 @contextmanager
 def session_of(tables: dict[str, Any], plugin: object = None) -> Iterator[Session]:
-    """A session over all ranks; its groups are given back at the end."""
+    """A session over all ranks; its groups are destroyed at the end."""
     checked = check(RawJob(tables, {}, "job"), dist.get_world_size())
     if plugin is not None:
         checked.registry.manager.register(plugin)

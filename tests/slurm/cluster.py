@@ -1,9 +1,9 @@
-"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, and nothing of it outside one directory.
+"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, all inside one directory.
 
-Everything runs in a PID, network, mount, UTS and IPC namespace of its own, the "login node"; each node has a network,
-mount, UTS and IPC namespace inside it. So the nodes have their own hostname, address and /dev/shm, ranks on two nodes
-talk TCP, /tmp is their shared file system, and the machine's own network, /etc and munge are never touched. The login
-node's first process is the cluster: when it ends, the kernel ends every daemon, step and rank.
+Everything runs in a separate PID, network, mount, UTS and IPC namespace, the "login node". Inside it, each node has a network,
+mount, UTS and IPC namespace. So the nodes have their own hostname, address and /dev/shm, and ranks on two nodes talk TCP. /tmp is
+their shared file system. The machine's own network, /etc and munge are never touched. The login node's first process is the
+cluster: when it ends, the kernel ends every daemon, step and rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launching import Finished, Started, wait_until
+from launching import MARK, Finished, Started, hpctrain, wait_until
 
 NODES = ("node1", "node2")
 _PACKAGES = ("slurm-wlm", "munge", "libpmix-dev", "iproute2")
@@ -30,7 +30,7 @@ _HOSTS = """127.0.0.1 localhost
 ::ffff:10.77.0.1 node1
 ::ffff:10.77.0.2 node2
 """
-"""The last three because torch looks up IPv4 addresses in their IPv6 form, and there is no DNS to ask."""
+"""The last three are here because torch looks up IPv4 addresses in their IPv6 form, and there is no DNS."""
 
 # Bash, because process 1 must reap orphans, which its `read` does. It lives as long as its standard input, which
 # the tests hold open: even a killed test run leaves no cluster behind.
@@ -63,7 +63,9 @@ ip link add eth0 type veth peer name to_node$1 netns 1
 nsenter --target 1 --net ip link set to_node$1 master bridge up
 ip address add 10.77.0.$1/24 dev eth0
 ip link set eth0 up
-exec slurmd -D -f $PWD/slurm.conf
+echo $$ >node$1.pid
+slurmd -D -f $PWD/slurm.conf || true
+while :; do sleep 1000; done  # it may be killed
 """
 
 _CONF = """
@@ -96,17 +98,23 @@ SlurmdParameters=config_overrides
 MpiDefault=none
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
 JobRequeue=1
+# a node without its slurmd is down after so long, and idle again when its slurmd is back
+SlurmdTimeout={node_timeout}
+ReturnToService=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 KillWait=5
 MessageTimeout=30
 TCPTimeout=10
 NodeName=node1 NodeAddr=10.77.0.1 CPUs=4 RealMemory=1000 State=UNKNOWN
 NodeName=node2 NodeAddr=10.77.0.2 CPUs=4 RealMemory=1000 State=UNKNOWN
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=10
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
 def why_not() -> str | None:
-    """Why this machine cannot run a Slurm of its own; None when it can. Installs what is missing on Debian as root."""
+    """The reason why this machine cannot run its own Slurm, or None. As root on Debian, installs missing packages."""
     if os.geteuid() != 0:
         return "a Slurm with two nodes needs root (namespaces, munged)"
     missing = [name for name in _COMMANDS if shutil.which(name) is None]
@@ -130,15 +138,18 @@ def why_not() -> str | None:
 class Cluster:
     """A running Slurm; commands are run on its login node."""
 
-    def __init__(self, directory: Path) -> None:
-        """Starts it below `directory`, an empty one; its path must be short, for unix sockets (munge's)."""
+    def __init__(self, directory: Path, node_timeout: int = 300) -> None:
+        """Starts it below `directory`, which must be empty and have a short path, for munge's unix socket.
+
+        node_timeout: seconds after which a silent node is down.
+        """
         self._directory = directory
         self.local = directory / "local"
         for name in ("state", "tmp.node1", "tmp.node2", "local"):
             (directory / name).mkdir()
         (directory / "hosts").write_text(_HOSTS)
-        (directory / "slurm.conf").write_text(_CONF.format(directory=directory))
-        # slurmd loads a cgroup plugin even if no other does, and guesses wrong without a mounted cgroup tree
+        (directory / "slurm.conf").write_text(_CONF.format(directory=directory, node_timeout=node_timeout))
+        # slurmd always loads a cgroup plugin, and guesses wrong without a mounted cgroup tree
         (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         key = directory / "munge.key"
         key.touch(mode=0o600)
@@ -169,7 +180,7 @@ class Cluster:
 
     def start(self, words: Sequence[str], cwd: Path, env: dict[str, str] | None = None) -> Started:
         """Start a command on the login node; the caller ends it (`finish`, `kill_all`)."""
-        return Started([*self._enter(cwd), *words], cwd, {**self._conf, **(env or {})})
+        return Started([*self.enter(cwd), *words], cwd, {**self._conf, **(env or {})})
 
     def run(self, words: Sequence[str], cwd: Path, timeout: float = 90, env: dict[str, str] | None = None) -> Finished:
         """Run a command on the login node to its end."""
@@ -180,38 +191,57 @@ class Cluster:
             command.kill_all()
 
     def ask(self, *words: str) -> str:
-        """What one of Slurm's own commands says; empty while the controller does not answer."""
+        """The output of a Slurm command; empty while the controller does not answer."""
         return self._short(words, self._directory, {}).stdout.strip()
 
     def inside(self, node: str) -> list[str]:
-        """What to put before a command that is to run on `node`, past Slurm."""
-        slurmd = (self._directory / f"slurmd.{node}.pid").read_text().strip()
-        return [*self._enter(Path("/")), "nsenter", "--target", slurmd, "--net", "--mount", "--uts", "--ipc"]
+        """The prefix for a command to run on `node` without Slurm."""
+        first = (self._directory / f"{node}.pid").read_text().strip()
+        return [*self.enter(Path("/")), "nsenter", "--target", first, "--net", "--mount", "--uts", "--ipc"]
 
-    def submit(self, words: Sequence[str], cwd: Path, env: dict[str, str]) -> str:
-        """Hand a batch script to sbatch; the job's number."""
-        done = self._short(["sbatch", "--parsable", *words], cwd, env)
-        assert done.returncode == 0, done
-        return done.stdout.strip()
+    def kill_node(self, node: str) -> None:
+        """SIGKILL to the slurmd of a node, and to all that its jobs run there."""
+        slurmd = (self._directory / f"slurmd.{node}.pid").read_text().strip()
+        own = (self._directory / f"{node}.pid").read_text().strip()
+        # all processes of the node's network, but for the first one, which holds the node together
+        script = (
+            'kill -9 "$1"; for p in /proc/[0-9]*; do '
+            '[ "$(readlink "$p/ns/net")" = "$(readlink "/proc/$2/ns/net")" ] && [ "$(cat "$p/comm")" != sleep ] && '
+            '[ "${p#/proc/}" != "$2" ] && kill -9 "${p#/proc/}"; done; true'
+        )
+        subprocess.run(
+            [*self.enter(), "bash", "-c", script, "kill", slurmd, own], check=True, timeout=60, capture_output=True
+        )
+
+    def revive_node(self, node: str) -> None:
+        """Start the slurmd of a node again."""
+        words = [*self.inside(node), "slurmd", "-f", str(self._directory / "slurm.conf")]
+        subprocess.run(words, env={**os.environ, **self._conf}, check=True, timeout=60, capture_output=True)
+
+    def hpctrain(self, cwd: Path, *words: str) -> Finished:
+        """`hpctrain WORDS` on the login node. sbatch gives its environment to the job, so the mark of `Started` is left out of it:
+        a job outlives the command that submits it."""
+        return self.run(["env", "-u", MARK, *hpctrain(*words)], cwd, timeout=120)
 
     def job(self, number: str) -> dict[str, str]:
-        """What scontrol says of a job: JobState, ExitCode, Restarts..."""
+        """scontrol's fields of a job: JobState, ExitCode, Restarts..."""
         pairs = self.ask("scontrol", "show", "job", "--oneliner", number).split()
         return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
     def empty(self) -> None:
-        """Cancel every job, and wait until none is left."""
+        """Cancel every job, and wait until all are gone."""
         for number in self.ask("squeue", "-h", "-o", "%A").split():
             self.ask("scancel", number)
         wait_until(lambda: not self.ask("squeue", "-h"), 60, "an empty queue")
 
-    def _enter(self, cwd: Path) -> list[str]:
+    def enter(self, cwd: Path = Path("/")) -> list[str]:
+        """The prefix for a command to run on the login node without Slurm."""
         first = Path(f"/proc/{self._outside.pid}/task/{self._outside.pid}/children").read_text().split()[0]
         return ["nsenter", "--target", first, "--pid", "--mount", "--net", "--uts", "--ipc", f"--wd={cwd}"]
 
     def _short(self, words: Sequence[str], cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*self._enter(cwd), *words], env={**os.environ, **self._conf, **env},
+            [*self.enter(cwd), *words], env={**os.environ, **self._conf, **env},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The Slurm that all tests of this folder share, and what one process makes of their job."""
+"""The Slurm that all tests of this folder share, and the losses of their job in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slurm.cluster import Cluster, why_not
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A Slurm of two nodes. Where none can be had the tests are skipped, but on CI, which must not skip them, fail."""
+    """A Slurm of two nodes. If that is impossible, the tests are skipped; on CI, which must not skip them, they fail."""
     reason = why_not()
     if reason is not None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"no Slurm to test with: {reason}")

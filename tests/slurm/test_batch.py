@@ -1,9 +1,8 @@
-"""Jobs that are stopped, killed or cancelled, and go on: with slurm/hpctrain.sbatch and with srun alone."""
+"""Jobs that are stopped, killed or cancelled, and then continue: with the script of `hpctrain submit` and with srun alone."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from slurm.cluster import Cluster
 pytestmark = pytest.mark.timeout(180)
 
 STEPS = 40
-SCRIPT = Path(__file__).parents[2] / "slurm" / "hpctrain.sbatch"
 TWO = ["srun", "-K", "-N2", "-n2"]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 RUN = hpctrain("run", "job.toml")
@@ -36,7 +34,7 @@ def job(tmp_path: Path) -> JobFile:
 
 @pytest.fixture(scope="module")
 def straight(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The losses of two ranks that nobody stops, byte for byte."""
+    """The losses of two uninterrupted ranks, byte for byte."""
     job = JobFile(tmp_path_factory.mktemp("straight")).set(job={"steps": STEPS})
     done = cluster.run([*TWO, "--mpi=pmi2", *RUN], job.directory)
     assert done.code == 0, done
@@ -64,10 +62,11 @@ def wait_for_steps(job: JobFile, steps: int) -> None:
 
 @pytest.fixture
 def submitted(cluster: Cluster, job: JobFile) -> Iterator[str]:
-    """slurm/hpctrain.sbatch, which trains `job` slowly; after the test no job is left."""
-    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    words = ["--ntasks-per-node=1", "--cpus-per-task=1", str(SCRIPT), "job.toml", "--set", SLOW]
-    yield cluster.submit(words, job.directory, path)
+    """The number of a job that trains `job` slowly on two nodes; after the test no job is left."""
+    words = ["--to", "slurm", "--nodes", "2", "--set", "launcher.slurm.cpus_per_rank=1", "--set", SLOW]
+    done = cluster.hpctrain(job.directory, "submit", "job.toml", *words)
+    assert done.code == 0, done
+    yield done.out.split(",")[0].split()[-1]
     cluster.empty()
 
 
@@ -77,10 +76,28 @@ def test_the_batch_script_goes_on_after_its_signal(
     wait_for_steps(job, 10)
     cluster.ask("scancel", "--signal=USR1", submitted)
     wait_until(lambda: cluster.job(submitted)["JobState"] in ENDED, 120, "the job's end")
-    said = (job.directory / f"hpctrain-{submitted}.out").read_text()
+    said = (job.output / f"slurm-{submitted}.out").read_text()
     end = cluster.job(submitted)
     assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("COMPLETED", "0:0", "1"), said
     assert said.count("stopped at step") == 1 and said.count("resuming") == 1, said
+    assert loss_texts(job) == straight
+
+
+@pytest.mark.timeout(400)
+def test_the_time_limit_comes_until_the_job_is_done(cluster: Cluster, job: JobFile, straight: list[str]) -> None:
+    """The limit is a minute, Slurm's shortest; it may send the signal up to a minute early."""
+    slower = job.directory / "slow.py"
+    slower.write_text(slower.read_text().replace("0.1", "1.0"))
+    words = ["--to", "slurm", "--nodes", "2", "--time", "60s", "--set", "launcher.slurm.save_seconds=30", "--set", SLOW]
+    done = cluster.hpctrain(job.directory, "submit", "job.toml", *words)
+    assert done.code == 0, done
+    number = done.out.split(",")[0].split()[-1]
+    try:
+        wait_until(lambda: cluster.job(number)["JobState"] in ENDED, 300, "the job's end")
+        end, said = cluster.job(number), (job.output / f"slurm-{number}.out").read_text()
+    finally:
+        cluster.empty()
+    assert end["JobState"] == "COMPLETED" and int(end["Restarts"]) >= said.count("stopped at step") > 0, said
     assert loss_texts(job) == straight
 
 
@@ -88,7 +105,7 @@ def test_scancel_saves_and_ends(cluster: Cluster, job: JobFile, submitted: str) 
     wait_for_steps(job, 10)
     cluster.ask("scancel", submitted)
     wait_until(lambda: not cluster.ask("squeue", "-h"), 60, "an empty queue")
-    said = (job.directory / f"hpctrain-{submitted}.out").read_text()
+    said = (job.output / f"slurm-{submitted}.out").read_text()
     end = cluster.job(submitted)
     assert (end["JobState"], end["Restarts"]) == ("CANCELLED", "0"), said
     assert "stopped at step" in said, said

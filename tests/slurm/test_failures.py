@@ -1,4 +1,4 @@
-"""What goes wrong on one node of two: one sentence or one traceback that names rank and node, and a prompt end."""
+"""Failures on one node of two: one sentence or one traceback that names rank and node, and a prompt end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_other_data_on_one_node(cluster: Cluster, job: JobFile, mpi: list[str]) 
     job.tables["dataset"] = {"name": "text", "files": [str(cluster.local / "text")]}
     job.write()
     done = cluster.run([*TWO, *mpi, *RUN], job.directory)
-    assert done.code == 3 and done.err.count("is not the same on all nodes: node1") == 1, done
+    assert done.code == 3 and done.err.count("is not the same on all ranks: rank 0 on node1") == 1, done
     assert "node2" in done.err and "Traceback" not in done.err, done
 
 
@@ -77,7 +77,7 @@ if os.environ['SLURM_PROCID'] == os.environ.get('LATE'):
 from hpctrain.cli import main
 main()
 """
-"""The command with a shorter patience than the five minutes of a real run, and a rank that does not come."""
+"""The command with a shorter timeout than the five minutes of a real run, and with a rank that does not come."""
 
 
 def test_a_rank_that_never_joins_is_named(cluster: Cluster, job: JobFile) -> None:

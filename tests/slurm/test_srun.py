@@ -19,7 +19,7 @@ NOTICE = "without an MPI that fits"
 
 
 def logs(job: JobFile) -> list[str]:
-    """What each rank wrote down about itself, in order of rank."""
+    """Each rank's log, in rank order."""
     return [path.read_text() for path in sorted((job.output / "log").iterdir())]
 
 
@@ -39,6 +39,16 @@ def test_four_tasks_are_one_world_on_two_nodes(
         assert done.err.count(NOTICE) == 1 and done.err.count("--mpi=pmi2") == 1, done
 
 
+@pytest.mark.timeout(400)
+def test_open_mpi_over_pmix(cluster: Cluster, job: JobFile, losses_alone: list[float], openmpi_python: str) -> None:
+    done = cluster.run([*FOUR, "--mpi=pmix", *hpctrain("run", "job.toml", python=openmpi_python)], job.directory)
+    assert done.code == 0, done
+    assert "4 (mpi)" in done.out and done.out.count("step 4/4") == 1, done
+    for rank, log in enumerate(logs(job)):
+        assert f"rank {rank} of 4 on node{1 + rank // 2} (mpi)" in log, log
+    assert job.losses() == pytest.approx(losses_alone, rel=2e-6)
+
+
 def test_without_mpi_library_too(cluster: Cluster, job: JobFile, losses_alone: list[float]) -> None:
     hidden = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
     done = cluster.run([*TWO, "--mpi=pmi2", *hpctrain("run", "job.toml")], job.directory, env=hidden)
@@ -54,7 +64,7 @@ def test_n_must_be_the_world(cluster: Cluster, job: JobFile, mpi: list[str]) -> 
 
 
 def test_mpiexec_in_an_allocation(cluster: Cluster, job: JobFile, losses_alone: list[float]) -> None:
-    """MPICH's mpiexec starts its proxies with srun: their SLURM variables say 2 tasks where there are 4 ranks."""
+    """MPICH's mpiexec starts its proxies with srun: their SLURM variables say 2 tasks, but there are 4 ranks."""
     mpiexec = str(Path(sys.executable).parent / "mpiexec")
     words = ["salloc", "-N2", "-n4", "--ntasks-per-node=2", mpiexec, "-n", "4", "-ppn", "2"]
     done = cluster.run([*words, *hpctrain("run", "job.toml")], job.directory)

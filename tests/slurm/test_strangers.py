@@ -1,4 +1,4 @@
-"""Another user of another node at work on a job that srun started without MPI."""
+"""Another user on another node attacks a job that srun started without MPI."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_a_job_over_two_nodes_trains_as_if_nobody_were_there(cluster: Cluster, c
         log = (job.output / "log" / "rank-00000.log").read_text()
         assert log.count("a connection from 10.77.0.2 port") == 1, log
         assert all(address.startswith("10.77.0.1:") for address in tried["addresses"])
-        # the file went once all ranks had come, and with MUNGE there was none
+        # the file is removed after all ranks have come; with MUNGE there is none
         assert [path.name for path in home.rglob("*")] == ([".hpctrain"] if carrier == "a file" else [])
 
 
 def test_nothing_listens_on_all_addresses(cluster: Cluster) -> None:
-    """What rank 0's node shows while the job trains: the store on its address, and nothing of the job's elsewhere."""
+    """While the job trains, rank 0's node listens with the store on its address, and nowhere else."""
     with open_job() as job:
         running = cluster.start(WORDS, job.directory)
         try:

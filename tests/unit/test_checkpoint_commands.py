@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hpctrain_plugins.checkpoint.common.sealed import seal
 from hpctrain_plugins.checkpoint.dcp import Dcp
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5, read
 from launching import Finished
@@ -25,6 +24,7 @@ from hpctrain.checkpoint import conversion, finding
 from hpctrain.checkpoint.conversion import alone
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.cli import execute
+from hpctrain.toolkit.checkpoint.sealed import seal
 
 Command = Callable[..., Finished]
 
@@ -101,7 +101,7 @@ def test_list_names_every_checkpoint_the_next_to_resume_from_first(command: Comm
         assert done.code == 0
         lines = done.out.splitlines()
         assert [next((s for s in "123" if f"step-0000000{s}" in line), "") for line in lines] == ["", "3", "2", "1"]
-        assert "of no known format" in lines[1]
+        assert "unknown format" in lines[1]
         assert "hdf5" in lines[2] and "1.0000" in lines[2] and "damaged" not in lines[2]
         assert "damaged" in lines[3] and "manifest.json" in lines[3]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hpctrain_plugins.checkpoint.common.rectangles import Rectangle, tiling_fault
 from hpctrain_plugins.checkpoint.hdf5.plan import describe, make_plan, pack
 
 from hpctrain.api import CheckpointError, Piece
+from hpctrain.toolkit.checkpoint.rectangles import Rectangle, tiling_fault
 
 
 def test_overlap_is_what_both_cover() -> None:
@@ -91,7 +91,7 @@ def test_pieces_without_elements_are_left_out_but_empty_tensors_are_kept() -> No
     [
         (Piece("w", (4,), (0,), torch.empty(2)), Piece("w", (4,), (3,), torch.empty(1)), "hole"),
         (Piece("w", (4,), (0,), torch.empty(3)), Piece("w", (4,), (2,), torch.empty(2)), "overlap"),
-        (Piece("w", (4,), (0,), torch.empty(4)), Piece("w", (5,), (0,), torch.empty(5)), "one whole shape"),
+        (Piece("w", (4,), (0,), torch.empty(4)), Piece("w", (5,), (0,), torch.empty(5)), "one full shape"),
         (Piece.whole("w", torch.empty(4)), Piece.whole("w", torch.empty(4).double()), "one dtype"),
         (Piece.whole("w", torch.empty(4)), Piece.whole("w/x", torch.empty(4)), "lies in the other"),
         (Piece.whole("w", torch.empty(4)), Piece.whole("a@0", torch.empty(4)), "'a@0'"),

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from hpctrain.api import CheckpointError, Piece, State, UsageError
 from hpctrain.checkpoint.directory import CheckpointDirectory
 from hpctrain.checkpoint.directory import step_of as step_in
-from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.retention import Best, Retention
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.weights import load_weights
 
@@ -196,11 +196,11 @@ def test_what_the_system_does_not_let_in_is_passed_over_or_told(
 
     monkeypatch.setattr(Hdf5, "recognizes", refuse)
     assert step_of(tmp_path, group) == 1
-    assert f"passed over: Permission denied: {tmp_path}/step-00000002/manifest.json" in caplog.text
+    assert f"skipped: Permission denied: {tmp_path}/step-00000002/manifest.json" in caplog.text
     with pytest.raises(CheckpointError, match="step-00000002 can't be used: Permission denied"):
         step_of(tmp_path, group, tmp_path / "step-00000002")
     long = Path("x" * 300)
-    with pytest.raises(CheckpointError, match="x can't be looked at: File name too long"):
+    with pytest.raises(CheckpointError, match="x can't be accessed: File name too long"):
         step_of(tmp_path, group, long)
     with pytest.raises(CheckpointError, match=r"the weights in x+ can't be read: File name too long"):
         load_weights(long, [Hdf5(None)], [], group)
@@ -310,7 +310,7 @@ def test_what_stays_is_what_the_page_promises(
 
         def begin() -> tuple[CheckpointDirectory, Retention]:
             return CheckpointDirectory(root), Retention(
-                keep, every, best, lambda path: {"evaluation_loss": there[step_in(path)]}
+                keep, every, best and Best(best), lambda path: {"evaluation_loss": there[step_in(path)]}
             )
 
         directory, retention = begin()
@@ -544,7 +544,7 @@ def test_weights_of_tied_parameters_come_under_any_of_their_names(weights_path: 
     torch.save({**weights(), "first": weights()["layer.weight"]}, both)
     load_weights(both, [Hdf5(None)], pieces, group, [["first", "layer.weight"]])
     torch.save({**weights(), "first": torch.ones(4, 3)}, both)
-    with pytest.raises(CheckpointError, match=r"first and layer.weight are not the same in the weights"):
+    with pytest.raises(CheckpointError, match=r"first and layer.weight differ in the weights"):
         load_weights(both, [Hdf5(None)], pieces, group, [["first", "layer.weight"]])
 
 
@@ -562,8 +562,8 @@ def test_weights_in_several_safetensors_files(tmp_path: Path, group: dist.Proces
         load_weights(path, [Hdf5(None)], pieces, group)
         assert torch.equal(part, weights()["layer.weight"][2:]) and scale.item() == 2
     for crafted, says in [
-        ({**files, "x": "../x.safetensors"}, "x is to lie in '../x.safetensors' beside it"),
-        ({**files, "x": files["layer.scale"]}, "x is to lie in 'model-00002"),
+        ({**files, "x": "../x.safetensors"}, "expected x in '../x.safetensors' beside it"),
+        ({**files, "x": files["layer.scale"]}, "expected x in 'model-00002"),
         ([1], "no weight_map"), ({"x": 1}, "no weight_map"),
     ]:  # fmt: skip
         index.write_text(json.dumps({"weight_map": crafted}))
@@ -587,13 +587,54 @@ def test_what_is_no_weights_is_refused_with_a_sentence(tmp_path: Path, group: di
         (tmp_path / name).write_bytes(b"these are no weights")
         with pytest.raises(CheckpointError, match=name):
             load_weights(tmp_path / name, [Hdf5(None)], [], group)
-    torch.save({"model": weights()}, tmp_path / "nested.pt")
+    torch.save({"model": 3}, tmp_path / "nested.pt")
     with pytest.raises(CheckpointError, match=r"nested\.pt holds \['model'\], expected a state dict"):
         load_weights(tmp_path / "nested.pt", [Hdf5(None)], [], group)
+    torch.save({"generator": weights(), "discriminator": weights()}, tmp_path / "two.pt")
+    with pytest.raises(
+        CheckpointError, match=r"holds several state dicts, 'generator', 'discriminator'; torch.save the one"
+    ):
+        load_weights(tmp_path / "two.pt", [Hdf5(None)], [], group)
     with pytest.raises(UsageError, match="no weights at"):
         load_weights(tmp_path / "nowhere", [Hdf5(None)], [], group)
     with pytest.raises(UsageError, match="known format"):
         load_weights(tmp_path, [Hdf5(None)], [], group)
+
+
+NESTED: list[tuple[Callable[[dict[str, Tensor]], Any], list[str]]] = [
+    (lambda state: {"epoch": 3, "state_dict": state, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}, ["at 'state_dict'"]),
+    (lambda state: {"model": state, "ema": state}, ["at 'model'"]),
+    (lambda state: {"trainer": {"net": state, "step": 4}}, ["at 'trainer.net'"]),
+    (lambda state: {f"module.{name}": value for name, value in state.items()}, ["'module.'"]),
+    (
+        lambda state: {"model": {f"_orig_mod.module.{name}": value for name, value in state.items()}},
+        ["'model'", "'_orig_mod.'", "'module.'"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(NESTED)))
+def test_state_dicts_of_training_programs(tmp_path: Path, group: dist.ProcessGroup, number: int) -> None:
+    nest, words = NESTED[number]
+    torch.save(nest(weights()), tmp_path / "w.pt")
+    pieces = [Piece.whole(name, torch.zeros_like(value)) for name, value in weights().items()]
+    remarks = load_weights(tmp_path / "w.pt", [Hdf5(None)], pieces, group)
+    assert len(remarks) == len(words) and all(word in said for word, said in zip(words, remarks, strict=True)), remarks
+    assert all(torch.equal(piece.tensor, weights()[piece.name]) for piece in pieces)
+
+
+def test_weights_that_fit_in_part(weights_path: Path, group: dist.ProcessGroup) -> None:
+    """What isn't in the file, or has another shape, keeps its values; what is left is named."""
+    scale, weight = Piece.whole("layer.scale", torch.zeros(())), Piece.whole("layer.weight", torch.zeros(4, 4))
+    head = Piece.whole("head", torch.full((2,), 7.0))
+    remarks = load_weights(weights_path, [Hdf5(None)], [scale, weight, head], group, strict=False)
+    assert scale.tensor.item() == 2 and not weight.tensor.any() and head.tensor.tolist() == [7, 7]
+    kept, unused = remarks
+    assert kept.endswith("they keep their first values: head, layer.weight") and unused.endswith(
+        "of no use to the model: layer.weight"
+    )
+    with pytest.raises(CheckpointError, match=r"have no tensor of the model: layer\."):
+        load_weights(weights_path, [Hdf5(None)], [head], group, strict=False)
 
 
 def test_a_flipped_bit_in_a_torch_file_is_found(tmp_path: Path, group: dist.ProcessGroup) -> None:
@@ -615,7 +656,9 @@ def test_a_torch_file_that_was_packed_anew_is_refused(tmp_path: Path, group: dis
     with zipfile.ZipFile(tmp_path / "w.pt") as saved, zipfile.ZipFile(tmp_path / "p.pt", "w") as packed:
         for record in saved.namelist():
             packed.writestr(record, saved.read(record), zipfile.ZIP_DEFLATED)
-    with pytest.raises(CheckpointError, match=r"p\.pt: its records are compressed \(.*\), expected them as torch.save"):
+    with pytest.raises(
+        CheckpointError, match=r"p\.pt: its records are compressed \(.*\), expected uncompressed ones, as torch.save"
+    ):
         load_weights(tmp_path / "p.pt", [Hdf5(None)], [Piece.whole("w", torch.zeros(1000))], group)
 
 

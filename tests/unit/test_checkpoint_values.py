@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hpctrain_plugins.checkpoint.common import values
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.api import CheckpointError
+from hpctrain.toolkit.checkpoint import values
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 KEYS = st.text() | st.integers() | st.tuples(st.integers(), st.text())

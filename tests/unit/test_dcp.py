@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hpctrain_plugins.checkpoint.common.sealed import seal, unseal
 from hpctrain_plugins.checkpoint.dcp import Dcp
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 from torch import Tensor
@@ -28,6 +27,7 @@ from hpctrain.api import CheckpointError, Piece, State
 from hpctrain.checkpoint.conversion import alone
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.weights import load_weights
+from hpctrain.toolkit.checkpoint.sealed import seal, unseal
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_a_crafted_metadata_runs_nothing(
     monkeypatch.chdir(tmp_path)
     (checkpoint / "hpctrain.json").unlink()
     (checkpoint / ".metadata").write_bytes(pickle.dumps(content))
-    with pytest.raises(CheckpointError, match=r"\.metadata: it names .*no place in it"):
+    with pytest.raises(CheckpointError, match=r"\.metadata: it names .*does not belong in it"):
         load(checkpoint)
     assert Dcp().verify(checkpoint)
     assert not (tmp_path / "exploded").exists()
@@ -276,8 +276,8 @@ def _places(table: Table) -> list[Any]:
 
 
 CRAFTED: dict[str, tuple[Callable[[Table], Any], str]] = {
-    "a path up": (lambda t: setattr(_places(t)[0], "relative_path", "../x"), "no name of a file"),
-    "an absolute path": (lambda t: setattr(_places(t)[0], "relative_path", "/etc/passwd"), "no name of a file"),
+    "a path up": (lambda t: setattr(_places(t)[0], "relative_path", "../x"), "not the name of a file"),
+    "an absolute path": (lambda t: setattr(_places(t)[0], "relative_path", "/etc/passwd"), "not the name of a file"),
     "a place beyond the file": (lambda t: setattr(_places(t)[0], "offset", 10**9), "cut off"),
     "a negative place": (lambda t: setattr(_places(t)[0], "offset", -5), "zero or more"),
     "a hole": (lambda t: t.state_dict_metadata["model/a.weight"].chunks.pop(), "hole"),
@@ -344,7 +344,7 @@ def test_a_full_disk_is_told_with_directory_and_rank(room: int, tmp_path: Path, 
     ("state", "error", "says"),
     [
         (State([Piece("w", (4,), (0,), torch.ones(3))]), CheckpointError, "w can't be saved: .*hole"),
-        (State([Piece.whole("w", torch.ones(2)), Piece.whole("w", torch.ones(3))]), CheckpointError, "one whole shape"),
+        (State([Piece.whole("w", torch.ones(2)), Piece.whole("w", torch.ones(3))]), CheckpointError, "one full shape"),
         (State([], {"x": torch.ones(1)}), TypeError, "values.x is a torch.Tensor"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hpctrain_plugins.communicator.backends import NCCL
-from hpctrain_plugins.precision.floating import BF16, Auto
+from hpctrain_plugins.precision.floating import BF16, AutoPrecision
 
 import hpctrain.api
 from hpctrain import devices
@@ -26,8 +26,8 @@ from hpctrain.loop.metrics import memory_bytes
 ROOT = Path(__file__).parent.parent.parent
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
 KINDS = re.compile(r"\b(cuda|xpu|mps|hpu|npu|mtia)\b|is_cuda")
-NVIDIA_OWN = {"hpctrain/devices.py": 3, "plugins/hpctrain_plugins/communicator/backends.py": 1}
-"""Lines that name a kind of device: the capability and tf32, and the one that NCCL serves."""
+NVIDIA_OWN = {"hpctrain/devices.py": 6, "plugins/hpctrain_plugins/communicator/backends.py": 1}
+"""Lines that name a kind of device: the capability, tf32, NCCL's groups and version, and the one that NCCL serves."""
 
 
 def test_kinds_of_devices_are_named_in_one_place() -> None:
@@ -47,7 +47,9 @@ def test_importing_it_takes_torch_only() -> None:
 
 
 def test_plugins_get_what_they_need() -> None:
-    inside = {"peak_memory", "use_device"}
+    inside = {
+        "accelerator_group", "give_memory_back", "memory_left", "nccl_version", "pci_address", "peak_memory", "use_device",
+    }  # fmt: skip
     public = {name for name, one in vars(devices).items() if getattr(one, "__module__", "") == devices.__name__}
     assert public - inside <= set(hpctrain.api.__all__) and not inside & set(hpctrain.api.__all__)
 
@@ -56,6 +58,8 @@ def test_a_cpu() -> None:
     assert not devices.is_accelerator(CPU) and not devices.is_accelerator(torch.device("meta"))
     assert devices.device_name(CPU) == "cpu" and devices.takes_bf16(CPU)
     devices.use_device(CPU)
+    devices.give_memory_back(CPU)
+    assert devices.memory_left(CPU) is None and devices.pci_address(CPU) is None
     begin = devices.mark(CPU)
     time.sleep(0.01)
     assert 0.01 <= devices.seconds_between(begin, devices.mark(CPU)) < 5
@@ -147,9 +151,9 @@ def test_an_accelerator_of_another_maker(machine: Machine) -> None:
 def test_precision_and_nccl_ask_it(machine: Machine) -> None:
     assert (
         BF16(Options()).missing(plan.Machine(Identity(), XPU)) is None
-        and Auto(Options()).describe(XPU) == "bf16 (auto)"
+        and AutoPrecision(Options()).describe(XPU) == "bf16 (auto)"
     )
     machine.bf16 = False
     assert BF16(Options()).missing(plan.Machine(Identity(), XPU)) == "Accelerator 1 has no bfloat16; use fp16 or fp32"
-    assert Auto(Options()).describe(XPU) == "fp32 (auto)"
+    assert AutoPrecision(Options()).describe(XPU) == "fp32 (auto)"
     assert NCCL(Options()).missing(plan.Machine(Identity())) == "there is no GPU that torch can use"

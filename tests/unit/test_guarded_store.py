@@ -202,6 +202,7 @@ PICKLE = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x8c\x06syst
         os.urandom(64), bytes(64), os.urandom(4096), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64), TCPSTORE_SET + bytes(64),
         PICKLE + bytes(64), b"\xff" * 2**16, MAGIC + bytes(64),
     ],
+    ids=["64 random bytes", "64 zeros", "4096 random bytes", "HTTP", "a TCPStore's set", "a pickle", "ones", "no secret"],
 )  # fmt: skip
 def test_whoever_lacks_the_secret_is_hung_up_on_and_told_of_once(
     server: StoreServer, store: GuardedStore, told: list[str], message: bytes

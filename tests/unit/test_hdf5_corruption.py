@@ -101,7 +101,7 @@ def fit(directory: Path) -> None:
     rewrite_table(directory, change)
 
 
-def table_of(directory: Path) -> table.Table:
+def table_of(directory: Path) -> table.ShardTable:
     return read.read_table(directory, read.read_manifest(directory), 0)
 
 
@@ -187,9 +187,9 @@ def test_cut_off_missing_and_replaced_files_are_named(checkpoint: Path) -> None:
 
 def test_a_table_of_another_save_is_told(checkpoint: Path) -> None:
     rewrite(checkpoint / TABLE, lambda content: content["chunks"]["model/a.bias"][0].update(xxh3=["0" * 16]))
-    with pytest.raises(CheckpointError, match=rf"{TABLE}: .*of another save"):
+    with pytest.raises(CheckpointError, match=rf"{TABLE}: .*belongs to another save"):
         load(checkpoint)
-    assert any(TABLE in fault and "of another save" in fault for fault in Hdf5().verify(checkpoint))
+    assert any(TABLE in fault and "belongs to another save" in fault for fault in Hdf5().verify(checkpoint))
     (checkpoint / TABLE).unlink()
     with pytest.raises(CheckpointError, match=rf"{TABLE}: the file is missing"):
         load(checkpoint)
@@ -229,8 +229,8 @@ def nested(depth: int) -> list[Any]:
 CRAFTED: dict[str, tuple[Callable[[Content], Any], str]] = {
     "a dropped part": (lambda c: layout_of(c, "model/a.weight")["parts"].clear(), "model/a.weight.*hole"),
     "a doubled part": (double_bias, "model/a.bias.*overlap"),
-    "a path up": (set_shard(name="../shard-00000.h5"), "no name of a shard"),
-    "an absolute path": (set_shard(name="/etc/passwd"), "no name of a shard"),
+    "a path up": (set_shard(name="../shard-00000.h5"), "not the name of a shard"),
+    "an absolute path": (set_shard(name="/etc/passwd"), "not the name of a shard"),
     "a shard twice": (lambda c: c["shards"].extend(c["shards"]), "a shard twice"),
     "an unknown shard": (set_bias_part(shard=7), "model/a.bias.*shard 7 of 1"),
     "an unknown layout": (set_bias(layout=7), "model/a.bias.*layout 7 of 3"),

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hpctrain_plugins.checkpoint.common.rectangles import Rectangle
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5, read, table
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.api import CheckpointError, Piece, State
+from hpctrain.toolkit.checkpoint.rectangles import Rectangle
 
 QUIET = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 

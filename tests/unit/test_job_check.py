@@ -19,6 +19,7 @@ import torch
 from conftest import TINY
 
 from hpctrain.checking.check import CheckedJob, check
+from hpctrain.checking.counts import why_not
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
 from hpctrain.checking.schema import job_schema
 from hpctrain.contracts.identity import Identity
@@ -75,17 +76,17 @@ def test_defaults_make_a_whole_job() -> None:
         (
             {"name": "top-k"},
             {"sharding": {"stage": 3}},
-            "sharding zero-3 does not tell which parameters lie in a bucket",
+            "sharding zero-3 does not say which parameters are in a bucket",
         ),
         (
             {"name": "powersgd"},
             {"sharding": {"stage": 3}},
-            "sharding zero-3 does not tell which matrices lie in a bucket",
+            "sharding zero-3 does not say which matrices are in a bucket",
         ),
         (
             {"name": "powersgd"},
             {"sharding": {"stage": 2}, "parallelism": {"replicate": 2}},
-            "hybrid sharding sums slices of the parameters over the replicas",
+            "hybrid sharding sums slices of parameters over the replicas",
         ),
         ({"name": "top-k", "ratio": 0.0}, {}, "greater than 0"),
         ({"name": "powersgd", "ratio": 0.1}, {}, "unknown key 'ratio' in [compression]; an option of name = top-k"),
@@ -102,7 +103,7 @@ def test_compression_is_refused(compression: dict[str, Any], changes: dict[str, 
 
 
 def test_options_of_the_communicator() -> None:
-    assert checked(communicator={"name": "mpi", "shared_memory": False}).parts.communicator.options.hierarchical
+    assert checked(communicator={"name": "mpi", "shared_memory": False}).parts.communicator.options.hierarchical is None
     found = problems(communicator={"name": "mpi", "shared_memory": False, "hierarchical": True})
     assert len(found) == 1 and "hierarchical = true needs shared_memory = true, found false" in found[0]
     found = problems(communicator={"shared_memory": False})
@@ -124,7 +125,7 @@ def test_gloo_encrypts_where_torch_was_built_for_it(tmp_path: Path, monkeypatch:
     tried = subprocess.run(command, env={**os.environ, **gloo.options.tls.variables()}, capture_output=True, timeout=60)
     assert b"unsupported gloo device" in tried.stderr  # gloo has read the variables
     monkeypatch.setattr("hpctrain.store.gloo._in_use", [""])
-    assert "an earlier job of this process used gloo without it" in str(gloo.missing(Machine(Identity())))
+    assert "an earlier job of this process used gloo without TLS" in str(gloo.missing(Machine(Identity())))
     [unknown] = problems(communicator={"name": "gloo", "tls": {**tls, "kei": "x"}})
     assert unknown == "unknown key 'kei' in [communicator] tls; did you mean 'key'?"
 
@@ -142,6 +143,7 @@ def test_every_compression_but_those_goes_with_every_stage() -> None:
         ("job", {"steps": "4"}, 'expected a valid integer, found "4"'),
         ("job", {"steps": 4.5}, "found 4.5"),
         ("job", {"seed": True}, "found true"),
+        ("compile", {"enabled": "True"}, 'expected true or false, found "True"'),
         ("job", {"name": "a/b"}, "without '/'"),
         ("job", {"output_dir": ""}, 'expected a directory, "." for the current one, found ""'),
         ("optimizer", {"betas": [0.9]}, "betas: expected at least 2 values, found [0.9]"),
@@ -235,8 +237,58 @@ def test_what_the_modules_show_is_refused_before_they_are_built(changes: dict[st
 def test_axes_that_share_the_heads_divide_them_together() -> None:
     axes = {"context": {"size": 2, "method": "ulysses"}, "tensor": 2}
     (message,) = problems(4, parallelism=axes)
-    assert message.startswith("[parallelism]: context 2 x tensor 2 share out the model's 2 attention heads, which 4")
+    assert message.startswith("[parallelism]: context 2 x tensor 2 divide the model's 2 attention heads, but 2 is not")
     checked(4, parallelism={**axes, "context": 2})
+
+
+ADAPTED = """
+import torch
+from torch import nn
+
+
+class Linear(nn.Module):  # as peft's
+    def __init__(self):
+        super().__init__()
+        self.base_layer, self.lora = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora(x)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.o_proj = Linear(), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.o_proj(self.q_proj(x) * self.k_proj(x))
+
+
+def build():
+    return nn.Sequential(Attention())
+"""
+
+
+def test_a_tensor_plan_for_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names and classes are not those of the model below the adapters."""
+    (tmp_path / "adapted.py").write_text(ADAPTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    base = tables()
+    base["model"] = {"name": "adapted:build", "loss": "torch.nn.functional:mse_loss"}
+    for entries, sentence in (
+        ({}, "no attention or MLP was found in it to make one from"),
+        (
+            {"q_proj": "colwise"},
+            "plan: no module matches 'q_proj'; the names are like 0, 0.q_proj, 0.q_proj.base_layer, ",
+        ),
+        (
+            {"*.q_proj": "colwise"},
+            "plan: 0.q_proj is a Linear that contains 0.q_proj.base_layer, 0.q_proj.lora, and colwise",
+        ),
+    ):
+        with pytest.raises(JobError) as error:
+            check(RawJob({**base, **plan(entries)}, {}, "j"), 2, tries=True)
+        assert sentence in str(error.value), str(error.value)
 
 
 @pytest.mark.parametrize("head", ["vocabulary", "colwise_rep"])
@@ -305,7 +357,7 @@ def test_what_cannot_be_computed_again() -> None:
     selective = {"activation_checkpointing": {"mode": "selective"}}
     pipeline = {"parallelism": {"pipeline": {"size": 2, **ZERO_BUBBLE}}}
     (message,) = problems(**pipeline, **selective)
-    assert message.startswith("[activation_checkpointing] mode = 'selective': the schedule of pipeline takes"), message
+    assert message.startswith("[activation_checkpointing] mode = 'selective': the schedule of pipeline splits"), message
     checked(**pipeline, activation_checkpointing={"mode": "full"})
     (message,) = problems(activation_checkpointing={"mode": "selective", "keep": ["mm", "matmuul"]})
     assert message.startswith("[activation_checkpointing] keep: torch has no operator matmuul;"), message
@@ -344,7 +396,7 @@ def test_callables_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     module = parts.model.build()
     optimizer = parts.optimizer.build([{"params": list(module.parameters())}])
     assert isinstance(optimizer, torch.optim.Adagrad) and optimizer.param_groups[0]["lr_decay"] == 0.5
-    with pytest.raises(TrainingError, match="one Tensor each, expected \\(input, target\\)"):
+    with pytest.raises(TrainingError, match="of the type Tensor, expected \\(input, target\\)"):
         parts.model.count(torch.zeros(2, 3))
     second_order = {"name": "torch.optim:LBFGS", "lr": 0.1}
     with pytest.raises(UsageError, match="several times a step"):
@@ -380,15 +432,30 @@ def test_a_module_of_ones_own_in_a_pipeline_is_told_what_it_lacks() -> None:
     }
     parts = check(RawJob({**tables(parallelism={"pipeline": 2}), "model": model}, {}, "j"), None).parts
     mesh: Any = SimpleNamespace(size=lambda: 2)
-    with pytest.raises(UsageError, match=r"the model 'torch.nn:Linear' does not say where it can be cut; that takes"):
+    with pytest.raises(UsageError, match=r"the model 'torch.nn:Linear' does not say where it can be cut; expected"):
         parts.parallelism["pipeline"].apply(parts.model.build(), parts.model, mesh)
 
 
-def test_the_resolved_job_is_the_same_job(tmp_path: Path) -> None:
-    first = checked(
-        optimizer={"groups": [{"pattern": "*.bias", "weight_decay": 0.0}]}, sharding={"reduce_bucket_size": "1MB"},
-        logger=[{"name": "tensorboard"}],
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"sharding": {"reduce_bucket_size": "1MB"}, "logger": [{"name": "tensorboard"}]},
+        *({"sharding": {"stage": stage}} for stage in range(4)), {"sharding": {"stage": 3, "wrap": "size"}},
+        {"communicator": {"name": "mpi", "shared_memory": False}}, {"hook": [{"name": "ema"}]},
+        {"activation_checkpointing": {"mode": "full"}}, {"activation_checkpointing": {"mode": "selective"}},
+        {"precision": {"mode": "fp16"}}, {"parallelism": {"tensor": 1, "pipeline": 1}},
+        *({"compression": {"name": name}} for name in ("powersgd", "top-k", "bf16")),
+        *({"schedule": {"name": name}} for name in ("cosine", "wsd", "one-cycle", "polynomial", "inverse-sqrt")),
+        {"batch": {"global_size": None, "micro_size": None, "tokens": 64, "micro_tokens": 32}},
+        {
+            "checkpoint": {"every_steps": 1, "keep_best": {"metric": "accuracy", "mode": "max"}},
+            "evaluation": {"every_steps": 1},
+        },
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_resolved_job_is_the_same_job(tables: dict[str, Any]) -> None:
+    first = checked(optimizer={"groups": [{"pattern": "*.bias", "weight_decay": 0.0}]}, **tables)
     text = tomli_w.dumps(resolved_tables(first))
     again = check(RawJob(tomli.loads(text), {}, "resolved"), 1)
     assert resolved_tables(again) == resolved_tables(first)
@@ -402,6 +469,8 @@ def test_another_job_is_told_from_the_same_with_more_steps(tmp_path: Path) -> No
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     for changes in ({"job": {"steps": 9}}, {"optimizer": {"lr": 1.0}}, {"dataset": {"workers": 2}}):
         refuse_other_job(path, resolved_tables(checked(**changes)))
+    with pytest.raises(UsageError, match=r"\(model\.tie_embeddings was false, is true\)"):
+        refuse_other_job(path, resolved_tables(checked(model={"tie_embeddings": True})))
     for changes in (
         {"job": {"seed": 1}},
         {"model": {"layers": 3}},
@@ -424,19 +493,72 @@ def test_the_schema_is_a_schema_and_takes_our_files() -> None:
     jsonschema.validate(json.loads(json.dumps(resolved_tables(checked()))), SCHEMA)
 
 
+def refusals(**changes: Any) -> list[str]:
+    """What the schema refuses, as `place: message`."""
+    found = jsonschema.Draft202012Validator(SCHEMA).iter_errors(tables(**changes))
+    return [f"{'.'.join(map(str, error.path))}: {error.message}" for error in found]
+
+
 @pytest.mark.parametrize(
-    ("table", "keys"),
+    ("table", "keys", "message"),
     [
-        ("model", {"hiden_size": 1}), ("model", {"layers": "two"}), ("model", {"name": "gtp"}), ("job", {"stepz": 1}),
-        ("optimizer", {"momentum": 0.9}), ("sharding", {"stage": 7}), ("checkpoint", {"keep": 0}),
-        ("schedule", {"name": "cosine", "warmup": 3}), ("unknown", {}),
+        ("model", {"hiden_size": 1}, "model: Additional properties are not allowed ('hiden_size' was unexpected)"),
+        ("model", {"layers": "two"}, "model.layers: 'two' is not of type 'integer'"),
+        ("model", {"name": "gtp"}, "model.name: 'gtp' is not one of ['gpt']"),
+        ("model", {"freeze": "head.*"}, "model.freeze: 'head.*' is not of type 'array'"),
+        ("job", {"stepz": 1}, "job: Additional properties are not allowed ('stepz' was unexpected)"),
+        ("job", {"epochs": 1}, "job.steps: 4 should not be valid under {'title': 'steps beside epochs; keep one of them'}"),
+        ("optimizer", {"momentum": 0.9}, "optimizer: Additional properties are not allowed ('momentum' was unexpected)"),
+        ("optimizer", {"lr_scaling": "sqrt"}, "optimizer: 'lr_reference_batch' is a required property"),
+        ("optimizer", {"groups": [{"lr": 1.0}]}, "optimizer.groups.0: 'pattern' is a required property"),
+        ("sharding", {"stage": 7}, "sharding.stage: 7 is not one of [0, 1, 2, 3]"),
+        ("sharding", {"wrap": "size"}, "sharding: Additional properties are not allowed ('wrap' was unexpected)"),
+        ("sharding", {"stage": 2, "name": "zero-2"}, "sharding.stage: 2 should not be valid under {'title': 'stage beside name"),
+        ("elastic", {"min_ranks": "2"}, "elastic.min_ranks: '2' is not of type 'integer'"),
+        ("elastic", {"ranks": 2, "min_ranks": 1}, "elastic: Additional properties are not allowed ('ranks' was unexpected)"),
+        ("elastic", {}, "elastic: 'min_ranks' is a required property"),
+        ("checkpoint", {"keep": 0}, "checkpoint.keep: 0 is less than the minimum of 1"),
+        ("checkpoint", {"keep_best": {"cout": 1}}, "checkpoint.keep_best: Additional properties are not allowed ('cout'"),
+        ("schedule", {"name": "cosine", "warmup": 3}, "schedule: Additional properties are not allowed ('warmup'"),
+        ("unknown", {}, ": Additional properties are not allowed ('unknown' was unexpected)"),
+        ("parallelism", {"tensro": 2}, "parallelism: Additional properties are not allowed ('tensro' was unexpected)"),
+        ("parallelism", {"tensor": "2"}, "parallelism.tensor: '2' is not of type 'integer'"),
+        ("parallelism", {"tensor": {"plan": {}}}, "parallelism.tensor: 'size' is a required property"),
+        ("batch", {"tokens": 9, "micro_tokens": 3}, "batch.global_size: 12 should not be valid under {'title': 'global_size"),
+        ("dataset", {"collate": "a:b"}, "dataset.collate: 'a:b' should not be valid under {'title': 'collate beside the name"),
+        ("hook", [{"name": "ema", "decai": 0.9}], "hook.0: Additional properties are not allowed ('decai' was unexpected)"),
     ],
 )  # fmt: skip
-def test_the_schema_refuses_what_the_check_refuses(table: str, keys: dict[str, Any]) -> None:
-    changed = tables(**{table: keys})
-    assert not jsonschema.Draft202012Validator(SCHEMA).is_valid(changed)
+def test_the_schema_names_the_key_that_the_check_refuses(table: str, keys: Any, message: str) -> None:
+    found = refusals(**{table: keys})
+    assert found and found[0].startswith(message), found
     with pytest.raises(JobError):
-        check(RawJob(changed, {}, "j"), None)
+        check(RawJob(tables(**{table: keys}), {}, "j"), None)
+
+
+def test_the_numbers_of_ranks_that_fit_a_job() -> None:
+    """12 samples, and axes that keep their sizes."""
+    plain, tensor = checked(), checked(parallelism={"tensor": 2})
+    assert [ranks for ranks in range(1, 13) if why_not(plain, ranks) is None] == [1, 2, 3, 4, 6, 12]
+    assert [ranks for ranks in range(1, 13) if why_not(tensor, ranks) is None] == [2, 4, 6, 8, 12]
+    assert "needs a multiple of 2 ranks, but there are 3" in str(why_not(tensor, 3))
+    assert "12 does not divide over 5" in str(why_not(plain, 5))
+
+
+def test_the_schema_takes_a_part_of_a_job_that_extends_another() -> None:
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    for part in (
+        {},
+        {"optimizer": {"lr": 1.0}},
+        {"schedule": {"cycles": 2}},
+        {"parallelism": {"tensor": {"plan": {}}}},
+    ):
+        assert validator.is_valid({"extends": "base.toml", **part})
+        assert not validator.is_valid(part)
+    (error,) = validator.iter_errors({"extends": "base.toml", "model": {"name": "gpt", "hiden_size": 3}})
+    assert "'hiden_size' was unexpected" in error.message
+    (error,) = validator.iter_errors({"extends": 3})
+    assert error.message == "3 is not of type 'string'"
 
 
 def test_a_schema_takes_callables_of_ones_own() -> None:
@@ -448,7 +570,7 @@ def test_a_schema_takes_callables_of_ones_own() -> None:
 
 def test_an_unknown_name_in_block_is_refused() -> None:
     [found] = problems(plugins={"block": ["model.gpt2"]})
-    assert found.startswith("[plugins] block: nothing that is installed or loaded has the name 'model.gpt2'; expected")
+    assert found.startswith("[plugins] block: no installed or loaded plugin has the name 'model.gpt2'; expected")
     checked(plugins={"block": ["logger.tensorboard"]})
 
 
@@ -469,10 +591,8 @@ def test_several_schedules_of_a_pipeline() -> None:
         'schedule = "zbv" has 2 stages per rank, found stages_per_rank = 3'
         in problems(2, parallelism={"pipeline": three})[0]
     )
-    (schema,) = (
-        one for one in SCHEMA["properties"]["parallelism"]["properties"]["pipeline"]["anyOf"] if "properties" in one
-    )
-    assert "zbv" in schema["properties"]["schedule"]["enum"]
+    (message,) = refusals(parallelism={"pipeline": {"size": 2, "schedule": "zb"}})
+    assert message.startswith("parallelism.pipeline.schedule: 'zb' is not one of ") and "'zbv'" in message
 
 
 def test_every_mistake_of_a_pipeline_is_told_at_once() -> None:
@@ -500,6 +620,40 @@ def test_a_plugin_without_its_package_is_told_by_name(monkeypatch: pytest.Monkey
         checked(logger=[{"name": "tensorboard"}])
     assert error.value.exit_code == 3
     checked()
+
+
+def test_averages_of_weights_that_differ_between_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "apart.py").write_text(
+        "from hpctrain.api import hookimpl\nfrom hpctrain_plugins.sharding.zero0 import Zero0\n\n\n"
+        "class Apart(Zero0):\n    'As local SGD.'\n\n    name = 'apart'\n    ranks_diverge = True\n\n\n"
+        "@hookimpl\ndef hpctrain_sharding():\n    return [Apart]\n"
+    )
+    changes: dict[str, Any] = {"sharding": {"name": "apart"}, "plugins": {"load": ["apart"]}}
+    checked(**changes)
+    (message,) = problems(hook=[{"name": "ema"}], **changes)
+    assert message.startswith("[hook] name = 'ema': with [sharding] apart each rank trains weights of its own"), message
+
+
+def test_a_plugin_s_model_that_raises_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "raises.py").write_text(
+        "from hpctrain.api import hookimpl\nfrom hpctrain_plugins.model.gpt import GPT\n\n\n"
+        "class Raises(GPT):\n    'Raises.'\n\n    name = 'raises'\n\n    def build(self):\n"
+        "        raise ValueError('too wide')\n\n\n"
+        "@hookimpl\ndef hpctrain_model():\n    return [Raises]\n"
+    )
+    changed = tables(
+        model={"name": "raises", "weights": "gone"}, plugins={"load": ["raises"]}, batch={"global_size": 5}
+    )
+    with pytest.raises(JobError) as error:
+        check(RawJob(changed, {}, "j"), 2, tries=True)
+    first, *others = error.value.problems
+    assert (
+        "raised ValueError: too wide in Raises.build" in first.message
+        or "raised ValueError: too wide in build" in first.message
+    )
+    assert [problem.key for problem in others] == [("batch", "global_size"), ("model", "weights")]
 
 
 def test_a_strategy_by_name_or_by_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,8 +695,7 @@ def test_a_buffer_that_nothing_gives_values(tmp_path: Path, monkeypatch: pytest.
     )
     found = problems(model={"name": "masked"}, plugins={"load": ["masked_gpt"]})
     assert (
-        len(found) == 1
-        and "[model] masked: its buffer mask would have no values: the model says meta = True" in found[0]
+        len(found) == 1 and "[model] masked: its buffer mask would have no values: a MetaModel initializes" in found[0]
     )
 
 

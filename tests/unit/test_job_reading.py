@@ -109,12 +109,36 @@ def test_one_override_sets_one_key(tmp_path: Path) -> None:
         read_job(tmp_path / "job.toml", ["a.x=2\na.y=3"])
 
 
+def test_an_override_of_a_row(tmp_path: Path) -> None:
+    """By its number or its name."""
+    (tmp_path / "job.toml").write_text(
+        '[[hook]]\nname = "ema"\ndecay = 0.9\n[[hook]]\nname = "mine"\n[[metric]]\nname = "top-k"\n[[metric]]\nname = "top-k"\n'
+        '[optimizer]\ngroups = [{ pattern = "*.bias" }]\n'
+    )
+    sets = ["hook.ema.decay=", "hook.1.x=1", "hook.mine.y=2", "metric.1.k=5", "optimizer.groups.0.lr=0.1"]
+    raw = read_job(tmp_path / "job.toml", sets)
+    assert raw.tables == {
+        "hook": [{"name": "ema"}, {"name": "mine", "x": 1, "y": 2}],
+        "metric": [{"name": "top-k"}, {"name": "top-k", "k": 5}],
+        "optimizer": {"groups": [{"pattern": "*.bias", "lr": 0.1}]},
+    }
+    assert raw.place(("hook", 1, "y")) == "--set hook.mine.y=2" and ("hook", 0, "decay") not in raw.places
+    for override, why in (
+        ("hook.2.x=1", r"\[\[hook\]\]: there is no row '2' \(rows: 0 to 1, or ema, mine\)"),
+        ("metric.top-k.k=1", r"\[\[metric\]\]: 2 rows have the name 'top-k'; say which by its number"),
+        ("hook.x=1", r"\[\[hook\]\] is an array of tables; choose a row by number or name: hook\.0\.KEY"),
+        ("optimizer.groups.x.lr=1", r"\[\[optimizer\.groups\]\]: there is no row 'x' \(rows: 0 to 0\)"),
+    ):
+        with pytest.raises(UsageError, match=rf"--set {override}: {why}"):
+            read_job(tmp_path / "job.toml", [override])
+
+
 def test_an_override_of_nothing_takes_a_key_away(tmp_path: Path) -> None:
     """A job that is trained in epochs for once, say, where its file has steps."""
     (tmp_path / "job.toml").write_text("[job]\nsteps = 1\n[sharding]\nstage = 1\n")
     raw = read_job(tmp_path / "job.toml", ["job.steps=", "job.epochs=2"])
     assert raw.tables == {"job": {"epochs": 2}, "sharding": {"stage": 1}} and ("job", "steps") not in raw.places
-    with pytest.raises(UsageError, match=r"--set job\.stepz=: there is no job\.stepz to take away"):
+    with pytest.raises(UsageError, match=r"--set job\.stepz=: there is no job\.stepz to remove"):
         read_job(tmp_path / "job.toml", ["job.stepz="])
 
 
@@ -134,6 +158,7 @@ def test_a_job_survives_the_way_to_another_rank(tmp_path: Path) -> None:
         ('[job]\nextends = "x"\n', None),
         ('extends = "gone.toml"\n', ":1: extends: there is no file"),
         ("a = 1\na = 2\n", ":2: not valid TOML"),
+        ("[compile]\nenabled = True\n", ":2: not valid TOML: Invalid value .column 11.; TOML writes true, found True"),
         (f"a = {'[' * 3000}{']' * 3000}\n", ": not a job file: .* nested"),
     ],
 )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import TINY
 
 import hpctrain
@@ -105,7 +107,8 @@ def losses(directory: str = "out") -> list[float]:
 def test_a_plugin_ends_a_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     name = write("patience_ends", PATIENCE)
     tables = {"evaluation": {"every_steps": 2}, "job": {"steps": 9}}
-    assert train(name, **tables) == {"step": 4, "loss": losses()[-1], "exit_code": 0}
+    result = train(name, **tables)
+    assert (result["step"], result["losses"], result["exit_code"]) == (4, losses(), 0)
     out = capsys.readouterr().out
     assert "ended        after step 4: 2 evaluations are enough" in out and "done         step 4" in out
     assert [path.name for path in Path("out/checkpoints").glob("step-*")] == ["step-00000004"]
@@ -228,13 +231,91 @@ def test_early_stopping_by_its_options(capsys: pytest.CaptureFixture[str]) -> No
     again = hpctrain.run({**job, "job": {**job["job"], "output_dir": "without"}})
     assert again["step"] == 9, "a job that does not name it is left alone"
     two = [{"name": "early-stopping", "patience": 2}, {"name": "early-stopping"}]
-    with pytest.raises(HpctrainError, match=r"\[\[hook\]\] name = 'early-stopping' is there twice; expected once"):
+    with pytest.raises(HpctrainError, match=r"\[\[hook\]\] name = 'early-stopping' is listed twice; expected once"):
         hpctrain.run({**job, "hook": two, "job": {**job["job"], "output_dir": "two"}})
 
 
+def test_early_stopping_by_a_metric_that_is_to_grow(capsys: pytest.CaptureFixture[str]) -> None:
+    job = {**TINY, **EARLY, "metric": [{"name": "accuracy"}], "job": {**TINY["job"], "steps": 9}}
+    by = {"name": "early-stopping", "patience": 2, "metric": "accuracy", "mode": "max"}
+    assert hpctrain.run({**job, "hook": [by]})["step"] == 3
+    assert "step 3: the evaluation accuracy has not risen above " in capsys.readouterr().out
+    with pytest.raises(HpctrainError, match=r"early-stopping: evaluations measure loss, accuracy, and not 'acuracy'"):
+        hpctrain.run({**job, "hook": [{**by, "metric": "acuracy"}], "job": {**job["job"], "output_dir": "misspelt"}})
+
+
 def test_early_stopping_without_evaluations_is_refused() -> None:
-    with pytest.raises(HpctrainError, match=r"\[hook\] name = 'early-stopping': it goes by the evaluation loss"):
+    with pytest.raises(HpctrainError, match=r"\[hook\] name = 'early-stopping': it needs the evaluation loss"):
         hpctrain.run({**TINY, "hook": [{"name": "early-stopping"}]})
+
+
+def test_learning_rate_finder(capsys: pytest.CaptureFixture[str]) -> None:
+    job = {
+        **TINY,
+        "job": {**TINY["job"], "steps": 60},
+        "guard": {"non_finite": "skip"},
+        "batch": {"global_size": 8, "micro_size": 8},
+    }
+    job["schedule"] = {"name": "cosine", "warmup_steps": 10}
+    job["optimizer"] = {"name": "sgd", "lr": 0.5, "groups": [{"pattern": "*.bias", "lr": 1.0}]}
+    hook = {"name": "lr-finder", "lowest": 1e-3, "highest": 1e5, "steps": 60}
+    result = hpctrain.run({**job, "hook": [hook]})
+    said = capsys.readouterr().out
+    assert result["exit_code"] == 0 and 5 < result["step"] < 60
+    found = re.search(r"lr-finder: the loss fell fastest at lr (\S+), and the loss diverged at lr (\S+)", said)
+    assert found is not None, said
+    fastest, diverged = map(float, found.groups())
+    assert 1e-3 < fastest < diverged < 1e5
+    rows = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert [row["lr"] for row in rows] == pytest.approx([1e-3 * 1e8 ** (step / 59) for step in range(len(rows))])
+    # a rate near the found one trains; the one at which the loss diverged doesn't
+    curves = [hpctrain.run(at_rate(job, rate))["losses"] for rate in (fastest, diverged * 10)]
+    means = [sum(curve[-5:]) for curve in curves]
+    assert means[0] < sum(curves[0][:5]) and not means[1] < means[0], (fastest, diverged, curves)
+    hpctrain.run({**job, "hook": [hook]})
+    assert "lr-finder needs a new run" in capsys.readouterr().out
+    short = {**job, "job": {"name": "short", "epochs": 0.1}}
+    assert hpctrain.run({**short, "hook": [hook]})["step"] == 6
+    assert "the job ended after 6 of the test's 60 steps" in capsys.readouterr().out
+
+
+def at_rate(job: dict[str, Any], rate: float) -> dict[str, Any]:
+    named = {**job["job"], "steps": 20, "output_dir": f"rate-{rate}"}
+    guard = {"non_finite": "skip", "limit": 20}
+    return {
+        **job, "job": named, "guard": guard, "schedule": {"name": "constant"}, "optimizer": {"name": "sgd", "lr": rate},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("hook", "says"),
+    [
+        ({}, r'expected \[guard\] non_finite = "skip", found "stop"'),
+        ({"steps": 10, "lowest": 2.0, "highest": 1.0}, "expected highest above lowest, found 1 and 2"),
+        ({"steps": 5}, "steps"),
+    ],
+)
+def test_what_the_finder_refuses(hook: dict[str, Any], says: str) -> None:
+    with pytest.raises(HpctrainError, match=says):
+        hpctrain.run({**TINY, "hook": [{"name": "lr-finder", **hook}]})
+
+
+def test_moving_average_begins_with_the_weights_of_the_job_and_is_left_out_of_skipped_steps() -> None:
+    """An average of a run without steps of its own is what [model] weights gave it."""
+    first = hpctrain.run(TINY)
+    job = {
+        **TINY,
+        "job": {**TINY["job"], "output_dir": "averaged", "steps": 1},
+        "hook": [{"name": "ema", "decay": 0.5}],
+    }
+    job["model"] = {**TINY["model"], "weights": str(first["checkpoint"].resolve())}
+    averaged = hpctrain.run(job)
+    before = hpctrain.load(first["checkpoint"]).state_dict()
+    after = hpctrain.load(averaged["checkpoint"]).state_dict()
+    mean = hpctrain.load(averaged["checkpoint"], weights_of="ema").state_dict()
+    for name, value in before.items():
+        torch.testing.assert_close(mean[name], (value + after[name]) / 2)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 STRATEGY = """
@@ -253,7 +334,7 @@ class Own(Zero0):
     name = "own"
 
     def shard(self, module, spec, mesh, sums):
-        return Model(module, mesh, sums, self.options)
+        return Model(module, sums, self.options)
 
 
 class Checked(Zero0):

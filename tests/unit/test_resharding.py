@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hpctrain_plugins.checkpoint.common.rectangles import Rectangle
 from hpctrain_plugins.checkpoint.dcp import Dcp
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 from hypothesis import given, settings
@@ -21,6 +20,7 @@ from threaded import on_ranks
 from torch import Tensor
 
 from hpctrain.api import CheckpointFormat, Piece, State
+from hpctrain.toolkit.checkpoint.rectangles import Rectangle
 
 RANKS = (1, 2, 3, 4, 8)
 FORMATS: list[type[CheckpointFormat]] = [Hdf5, Dcp]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.order import SampleOrder
+from hpctrain.data.order import SampleOrder, WeightedOrder
 from hpctrain.data.plan import BatchPlan
 
 
@@ -43,6 +45,18 @@ def test_positions_look_random() -> None:
     drawn = SampleOrder(10_000, 3, "f").at(0, 10_000)
     assert abs((drawn[:5000] < 5000).mean() - 0.5) < 0.03
     assert (abs(drawn[1:] - drawn[:-1]) < 10).mean() < 0.01
+
+
+def test_weighted_positions_are_independent_draws_in_proportion() -> None:
+    weights = np.array([0.0, 1.0, 0.0, 2.5, 6.5, 0.0])
+    order = WeightedOrder(weights, 5, "f")
+    drawn = order.at(0, 200_000)
+    assert np.bincount(drawn, minlength=6) / 200_000 == pytest.approx(weights / 10, abs=0.005)  # 4 standard deviations
+    follows = np.bincount(drawn[1:][drawn[:-1] == 3], minlength=6) / (drawn[:-1] == 3).sum()
+    assert follows == pytest.approx(weights / 10, abs=0.01), "whatever came before"
+    assert order.at(100, 7000).tolist() == drawn[100:7000].tolist()
+    assert WeightedOrder(weights, 6, "f").at(0, 99).tolist() != drawn[:99].tolist()
+    assert WeightedOrder(np.ones(3), 1, "f").at(2**40, 2**40 + 50).max() == 2
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 50))

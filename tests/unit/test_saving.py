@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from hpctrain_plugins.checkpoint.common.sealed import seal
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 
 import hpctrain
 from hpctrain.checkpoint.conversion import import_weights
-from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.retention import Best, Retention
 from hpctrain.cli import execute
 from hpctrain.errors import CheckpointError, EnvironmentUnfitError, HpctrainError, TrainingError, UsageError
 from hpctrain.job import output_lock
 from hpctrain.loop.metrics import MetricsFile
+from hpctrain.toolkit.checkpoint.sealed import seal
 
 BREAKS = """
 import time
@@ -160,7 +160,7 @@ def paths(*steps: int) -> list[Path]:
 def test_what_stays(newest: int | None, every: int | None, best: int | None, stay: list[int]) -> None:
     losses = {8: 3.0, 7: 2.0, 5: 1.0, 4: float("nan"), 9: 0.5}
     known = {path: {"evaluation_loss": losses[step]} for step, path in zip(losses, paths(*losses), strict=True)}
-    retention = Retention(newest, every, best, lambda path: known.get(path, {}))
+    retention = Retention(newest, every, best and Best(best), lambda path: known.get(path, {}))
     assert retention.staying(paths(8, 7, 6, 5, 4, 9), {"step-00000009"}) == set(paths(*stay))
 
 
@@ -210,7 +210,12 @@ def test_rows_wait_for_room_on_a_full_disk(caplog: pytest.LogCaptureFixture) -> 
     metrics._file = disk = FullDisk(metrics._file)  # type: ignore[assignment]
     for step in range(1, 6):
         metrics.write({"step": step, "text": "x" * 50, "list": [1.0, math.nan]})
-    assert caplog.text.count("metrics.jsonl can't be written, its rows wait until it can: No space left on device") == 1
+    assert (
+        caplog.text.count(
+            "metrics.jsonl can't be written; rows are kept in memory until it can: No space left on device"
+        )
+        == 1
+    )
     disk.room = 10**6
     metrics.write({"step": 6})
     written = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
@@ -218,7 +223,7 @@ def test_rows_wait_for_room_on_a_full_disk(caplog: pytest.LogCaptureFixture) -> 
     disk.room = 0
     metrics.write({"step": 7})
     metrics.close()
-    assert "metrics.jsonl could not be written, it lacks the last 1 rows: No space left on device" in caplog.text
+    assert "metrics.jsonl could not be written; its last 1 rows are missing: No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["full", "pipe", "closed"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from hpctrain_plugins.sharding.communication import Buffers
+from hpctrain_plugins.sharding.communication import HostBuffers
 from hpctrain_plugins.sharding.rectangles import rectangles
 from hpctrain_plugins.sharding.wrapping import refuse_mixed, units_of
 from hypothesis import given
@@ -77,7 +77,7 @@ def job(**changes: dict[str, Any]) -> dict[str, Any]:
         ({"stage": 1, "prefetch": 2}, "unknown key 'prefetch' in [sharding]; an option of stage = 3"),
         ({"stage": 3, "reduce_bucket_size": 9}, "unknown key 'reduce_bucket_size' in [sharding]; an option of stage = 0, 1, 2"),
         ({"stage": 3, "prefetsch": 2}, "unknown key 'prefetsch' in [sharding]; did you mean 'prefetch'?"),
-        ({"stage": 3, "min_parameters": 7}, 'min_parameters goes with wrap = "size"; with wrap = "block" it does nothing'),
+        ({"stage": 3, "min_parameters": 7}, 'min_parameters goes with wrap = "size"; with wrap = "block" it has no effect'),
         ({"stage": 3, "wrap": "module:Block"}, 'expected wrap = "block", "size" or "class:NAME"'),
         ({"stage": 2, "reduce_bucket_size": 0}, "greater than 0"),
         ({"stage": 2, "allgather_bucket_size": "5 parsecs"}, "expected a size in bytes"),
@@ -91,7 +91,7 @@ def test_refusals_of_the_check(sharding: dict[str, Any], sentence: str) -> None:
 
 def test_replicas_that_do_not_divide_the_ranks() -> None:
     tables = job(sharding={"stage": 2}, parallelism={"replicate": 3})
-    with pytest.raises(JobError, match="replicate 3 needs a multiple of 3 ranks, and there are 4"):
+    with pytest.raises(JobError, match="replicate 3 needs a multiple of 3 ranks, but there are 4"):
         check(RawJob(tables, {}, "job.toml"), 4)
 
 
@@ -128,9 +128,9 @@ def test_what_stage_3_cannot_train(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(UsageError, match=r"stage = 3: scale of the model .* is a scalar"):
         hpctrain.run(tables)
     tables |= {"job": {"name": "taking", "steps": 1}, "model": {"name": "scaled:Taking", "loss": "scaled:loss"}}
-    with pytest.raises(UsageError, match="backward met nothing of what the model gives; expected a tensor, or a tuple"):
+    with pytest.raises(UsageError, match="backward reached no output of the model; expected a tensor, or a tuple"):
         hpctrain.run(tables)
-    with pytest.raises(UsageError, match="a Giving gives a Given; expected a tensor"):
+    with pytest.raises(UsageError, match="a Giving returns a Given; expected a tensor"):
         hpctrain.run({**tables, "sharding": {"stage": 3, "wrap": "class:Giving"}})
 
 
@@ -144,7 +144,7 @@ def test_offload_on_a_cpu_says_that_it_saves_nothing(
     with caplog.at_level(logging.WARNING, "hpctrain"):
         hpctrain.run(job(job={"steps": 1}, sharding=sharding))
     assert [m for m in caplog.messages if "offload" in m] == [
-        "[sharding] offload: the ranks compute on CPUs, where it saves no memory"
+        "[sharding] offload: it saves no memory, because the ranks compute on CPUs"
     ]
 
 
@@ -171,7 +171,7 @@ def test_units_by_size_leave_tied_parameters_to_the_whole(caplog: pytest.LogCapt
 
 def test_a_buffer_that_is_given_back_while_torch_only_pretends() -> None:
     """Memory may be collected at any time, as while a DTensor finds out shapes."""
-    buffers = Buffers()
+    buffers = HostBuffers()
     first = buffers.take([3], torch.float32)
     with FakeTensorMode():
         buffers.give_back(first)

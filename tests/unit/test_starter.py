@@ -15,6 +15,7 @@ from hpctrain.loop.signals import StopRequest
 from hpctrain.starter.mpiexec import Mpiexec, UnderMpiexec
 from hpctrain.starter.pmi import PmiServer
 from hpctrain.starter.processes import Processes
+from hpctrain.starter.relay import Unruled
 
 
 def test_ranks_that_do_not_follow_a_failed_one_are_ended() -> None:
@@ -40,7 +41,7 @@ def test_one_signal_that_comes_twice_is_one_request_and_a_later_one_ends_the_pro
     with StopRequest() as stop:
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
-        assert stop.requested and not left
+        assert stop.level and not left
         monkeypatch.setattr(signals, "_SAME_SECONDS", 0.0)
         signal.raise_signal(signal.SIGUSR1)
         assert not left
@@ -68,6 +69,25 @@ def test_ranks_outlive_output_that_nobody_takes(
             os.dup2(kept, 1)
             os.close(kept)
     assert status == 0 and capfd.readouterr().err == "1\n2\n3\n"
+
+
+def test_what_open_mpi_adds_to_an_error_is_left_out() -> None:
+    rule = "-" * 74 + "\n"
+    aborted = f"{rule}MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 4\n{rule}"
+    ended = f'{rule}prterun has exited due to process rank 1 calling\n"abort". This may have\n{rule}'
+    killed = f"{rule}prterun noticed that process rank 1 exited on signal 9\n{rule}"
+    mine = f"a table\n{rule}\n"
+    for text, shown in (
+        (f"my error\n{aborted}{ended} \n", "my error\n \n"),
+        (f"{killed}{ended}the end", f"{killed}the end"),
+        (mine, mine),
+        (mine + "x" * 5000, mine + "x" * 5000),
+        ("no rule ---", "no rule ---"),
+    ):
+        for size in (1, 7, 10**5):
+            unruled, content = Unruled(), text.encode()
+            taken = b"".join(unruled.take(content[at : at + size]) for at in range(0, len(content), size))
+            assert (taken + unruled.rest()).decode() == shown, (text, size)
 
 
 class PmiRank:
@@ -124,3 +144,10 @@ def test_a_rank_that_leaves_a_barrier_holds_up_no_answer() -> None:
     assert "rc=0" in two.ask("cmd=finalize")
     two.leave()
     assert not server.join(5.0)
+
+
+def test_the_starter_imports_no_torch() -> None:
+    """It would take two seconds of a start, and 300 MB beside the ranks."""
+    code = "import sys, hpctrain.cli.run, hpctrain.cli.ranks, hpctrain.starter.start; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n", done

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ OWNERS: dict[str, Any] = {
     "_buffers": nn.Module(),
     "_clear_sharding_prop_cache": "torch.distributed.tensor.debug",
     "_dynamo": torch,
+    "_end_coalescing": dist.ProcessGroup,
     "_flatten": DeviceMesh,
     "_foreach_copy_": torch,
     "_foreach_mul_": torch,
@@ -41,22 +43,36 @@ OWNERS: dict[str, Any] = {
     "_get_DTensor_sharding_propagator_cache_stats": torch._C,
     "_get_backend": dist.ProcessGroup,
     "_get_layout": torch.serialization,
+    "_index_queues": lambda: iter(torch.utils.data.DataLoader([0], num_workers=1)),
     "_indices": torch.Tensor,
     "_is_view": torch.Tensor,
+    "_iterator": torch.utils.data.DataLoader([]),
     "_local_tensor": DTensor,
     "_modules": nn.Module(),
+    "_plugins": dist.Backend,
     "_reduce_scatter_base": dist.ProcessGroup,
+    "_register_backend": dist.ProcessGroup,
+    "_sample_dirichlet": torch,
     "_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten,
     "_scaled_dot_product_flash_attention_for_cpu_backward": torch.ops.aten,
     "_schema": torch.ops.aten.mm.default,
+    "_set_default_backend": dist.ProcessGroup,
+    "_set_group_desc": dist.ProcessGroup,
+    "_set_group_name": dist.ProcessGroup,
+    "_set_sequence_number_for_group": dist.ProcessGroupGloo,
+    "_shutdown_workers": torch.utils.data.dataloader._MultiProcessingDataLoaderIter,
     "_source_rank": dist.Work,
+    "_standard_gamma": torch,
+    "_start_coalescing": dist.ProcessGroup,
+    "_thread": torch.multiprocessing.get_context().Queue(),
     "_unpickler": "torch.distributed.distributed_c10d",
     "_values": torch.Tensor,
     "_version": torch.Tensor,
+    "_worker_info": "torch.utils.data._utils.worker",
 }
-"""Where torch has the private attributes that torch_private.py uses."""
+"""Where torch has the private attributes that torch_private.py uses: a module's name, an object, or a function that makes one."""
 
-OTHERS = ("os._exit", "threading._shutdown", "atexit._run_exitfuncs")
+OTHERS = ("os._exit", "threading._shutdown", "atexit._run_exitfuncs", "sys._current_frames")
 """Private names of Python's own."""
 NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 
@@ -113,7 +129,7 @@ def heirs_of_torch(tree: ast.AST, heirs: Mapping[str, set[str]]) -> Iterator[tup
         if isinstance(node, ast.ClassDef):
             names: set[str] = set()
             for base in node.bases:
-                first, *rest = ast.unparse(base).split(".")
+                first, *rest = ast.unparse(base).partition("[")[0].split(".")
                 if first in known:
                     kind = functools.reduce(getattr, rest, known[first])
                     names |= {name for name in dir(nn.Module() if kind is nn.Module else kind) if is_private(name)}
@@ -187,7 +203,11 @@ def test_torch_has_every_private_name() -> None:
     used |= {name.rpartition(".")[2] for name in imported}
     assert {name for name in used if is_private(name)} - {"_C"} == set(OWNERS)
     for name, owner in OWNERS.items():
-        assert hasattr(importlib.import_module(owner) if isinstance(owner, str) else owner, name), name
+        if isinstance(owner, str):
+            owner = importlib.import_module(owner)
+        elif isinstance(owner, FunctionType):
+            owner = owner()
+        assert hasattr(owner, name), name
 
 
 def test_plugins_get_them_from_the_api() -> None:
@@ -241,6 +261,30 @@ assert "convert_frame" in dir(torch._dynamo)
 """
 
 
-def test_the_compiler_is_imported_when_something_is_compiled() -> None:
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120)
+DISABLED = """
+import torch
+from hpctrain.torch_private import delay_compiler
+
+delay_compiler()
+
+
+@torch.compiler.disable
+def left_alone(x):
+    return torch.sin(x) if x.sum().item() > 0 else x
+
+
+@torch.compiler.disable(recursive=False)
+def outer(x):
+    return left_alone(x)
+
+
+assert outer(torch.ones(3))[0] == torch.sin(torch.ones(()))
+compiled = torch.compile(lambda x: left_alone(x * 2) + 1, backend="eager")
+assert torch.equal(compiled(torch.ones(3)), torch.sin(torch.full((3,), 2.0)) + 1)
+"""
+
+
+@pytest.mark.parametrize("program", [LATE, DISABLED], ids=["later", "disabled before"])
+def test_the_compiler_is_imported_when_something_is_compiled(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_st
 import hpctrain
 from hpctrain.checking.check import check
 from hpctrain.contracts.pieces import Piece
-from hpctrain.errors import TrainingError, UsageError
+from hpctrain.errors import EnvironmentUnfitError, TrainingError, UsageError
 from hpctrain.job.reading import RawJob
 from hpctrain.model.build import refuse_embeddings
 from hpctrain.model.updates import updates_parts_alike
@@ -103,7 +103,7 @@ def test_fp16_skips_an_overflow_and_the_row_says_so() -> None:
     assert [row["step"] for row in done] == list(range(1, 13))
     skipped = [row for row in done if row.get("skipped")]
     assert skipped and not done[-1].get("skipped")
-    assert done[0]["grad_norm"] is None and done[0]["loss"] is not None, "what is not finite is null"
+    assert done[0]["grad_norm"] is None and done[0]["loss"] is not None, "non-finite numbers are null"
 
 
 def test_the_scaler_and_the_dropout_come_back_after_a_resume() -> None:
@@ -249,6 +249,54 @@ def test_any_module_learns_and_resumes_with_buffers_and_dropout() -> None:
     )
 
 
+@pytest.mark.usefixtures("digits_module")
+def test_a_model_plugin_of_four_methods_is_that_callable(tmp_path: Path) -> None:
+    (tmp_path / "four.py").write_text(
+        """
+from digits_job import build
+from torch.nn.functional import cross_entropy
+from hpctrain.api import ModelSpec, Options, hookimpl
+
+
+class Width(Options):
+    width: int
+
+
+class Four(ModelSpec):
+    name, counts, Options = "four", "samples", Width
+
+    def build(self):
+        return build(self.options.width)
+
+    def forward(self, module, batch):
+        return module(batch[0])
+
+    def count(self, batch):
+        return len(batch[1])
+
+    def loss(self, outputs, batch):
+        return cross_entropy(outputs, batch[1], reduction="sum")
+
+
+@hookimpl
+def hpctrain_model():
+    return [Four]
+"""
+    )
+    hpctrain.run(digits())
+    model = {"name": "four", "width": digits()["model"]["width"]}
+    hpctrain.run({**digits(job={"output_dir": "as-plugin"}), "model": model, "plugins": {"load": ["four"]}})
+    losses, same = ([row["loss"] for row in rows(run) if "loss" in row] for run in ("out", "as-plugin"))
+    assert same == pytest.approx(losses, rel=1e-6) and len(losses) == 30
+    (tmp_path / "half.py").write_text(
+        "from four import Four\nfrom hpctrain.api import PipelineModel, hookimpl\n\n"
+        "class Half(Four, PipelineModel):\n    name = 'half'\n    def embed(self, module, batch): ...\n\n"
+        "@hookimpl\ndef hpctrain_model(): return [Half]\n"
+    )
+    with pytest.raises(EnvironmentUnfitError, match=r"Half \(half\) lacks ends, head"):
+        hpctrain.run({**digits(), "plugins": {"load": ["half"]}})
+
+
 def test_buffers_in_a_dtype_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Floating point ones only; a resume has them again."""
     (tmp_path / "buffered.py").write_text(
@@ -391,7 +439,8 @@ def test_unused_parameters_and_nonfinite_losses(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(TrainingError, match="step 3: loss nan"):
         hpctrain.run(tables)
     torch.manual_seed(0)
-    tables["job"].update(output_dir="on", on_nonfinite="continue")
+    tables["job"].update(output_dir="on")
+    tables["guard"] = {"non_finite": "skip"}
     assert hpctrain.run(tables)["step"] == 5
     done = rows("on")
     assert done[2]["loss"] is None and done[2]["skipped"] and done[3]["loss"] is not None

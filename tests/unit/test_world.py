@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hpctrain.contracts.identity import Identity
-from hpctrain.world.detection import detect, fallback_notice, launched
+from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.mpi.launcher import set_variables
+from hpctrain.starter.pmi import PmiServer
+from hpctrain.world.detection import detect, fallback_notice, launched, launcher_name, started_by_srun
 from hpctrain.world.launcher_channel import on_terminal
-from hpctrain.world.meeting import compare_ranks, threads_per_rank
+from hpctrain.world.meeting import compare_ranks
 from hpctrain.world.meeting_place import MeetingPlace
+from hpctrain.world.pmi import LauncherPmi
 from hpctrain.world.slurm import first_host
 
 SRUN = {
@@ -62,6 +68,64 @@ def test_torchrun() -> None:
     assert identity.source == "torchrun" and launched(variables)
 
 
+def test_torchrun_that_srun_or_pals_started_is_the_launcher() -> None:
+    """srun and mpiexec start one agent on each node: their ranks are the agents'."""
+    worker = {
+        "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "none",
+    }  # fmt: skip
+    for outer in (SRUN, {"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "2"}):
+        identity = detect({**outer, **worker})
+        assert (identity.rank, identity.size, identity.source) == (5, 8, "torchrun")
+        assert launcher_name({**outer, **worker}) == "torchrun" and not started_by_srun({**outer, **worker})
+
+
+FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "1"}
+
+
+def test_flux_starts_tasks_also_inside_slurm_and_an_mpiexec_in_a_task_is_the_launcher() -> None:
+    assert launched(FLUX) and launcher_name(FLUX) == "Flux"
+    within = {**SRUN, **FLUX, "PMI_RANK": "1", "PMI_SIZE": "2"}
+    assert launcher_name(within) == "Flux" and not started_by_srun(within)
+    assert launcher_name({**FLUX, "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}) is None
+    assert launcher_name({**FLUX, "OMPI_COMM_WORLD_SIZE": "4"}) is None
+    notice = fallback_notice(Identity(1, 2, 1, 2, "node1", "flux"))
+    assert notice is not None and "Flux started 2 tasks" in notice and "flux run -o pmi=pmix" in notice
+
+
+def test_ranks_exchange_texts_through_their_launcher() -> None:
+    """Round after round, with the server that MPI libraries use; a launcher that ends is an error, not a wait."""
+    server = PmiServer(2)
+    ends = [LauncherPmi(server.environment(rank)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as ranks:
+        for word in ("one", "two"):
+            texts = list(ranks.map(lambda end, word=word: end.exchange(f"{word}-{end.rank}"), ends))
+            assert texts == [[f"{word}-0", f"{word}-1"]] * 2
+            assert (
+                list(ranks.map(lambda end, word=word: end.text_of_first(None if end.rank else word), ends))
+                == [word] * 2
+            )
+    here, there = socket.socketpair()
+    there.close()
+    with pytest.raises(EnvironmentUnfitError, match="asked its launcher over PMI-1 for init"):
+        LauncherPmi({"PMI_FD": str(here.fileno()), "PMI_RANK": "0", "PMI_SIZE": "2"})
+    with pytest.raises(EnvironmentUnfitError, match="offers no PMI-1"):
+        LauncherPmi({})
+
+
+def test_scripts_over_mpi_find_the_variables_of_pals_and_flux() -> None:
+    pals = {"PALS_RANKID": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1"}
+    set_variables(pals)
+    assert (pals["RANK"], pals["WORLD_SIZE"], pals["LOCAL_RANK"]) == ("5", "8", "1")
+    flux = dict(FLUX)
+    set_variables(flux)
+    assert (flux["RANK"], flux["WORLD_SIZE"], flux["LOCAL_RANK"]) == ("1", "2", "1")
+
+
+def test_pals_starts_ranks() -> None:
+    assert launched({"PALS_RANKID": "0"}) and launcher_name({"PALS_RANKID": "0"}) == "PALS"
+
+
 @pytest.mark.parametrize(
     ("nodelist", "first"),
     [
@@ -81,22 +145,13 @@ def test_ports_are_everyones_and_differ_between_starts() -> None:
     assert len(set(ports("slurm.7.0"))) == 64 and all(1024 < port < 32768 for port in ports("slurm.7.0"))
 
 
-def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert threads_per_rank(Identity()) == 3
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    assert threads_per_rank(Identity(local_size=3)) == 5
-    assert threads_per_rank(Identity(local_size=64)) == 1
-
-
 def test_ranks_that_differ_are_named_with_their_nodes() -> None:
     """Two ranks in one process: the store is real."""
     import threading
 
     from torch.distributed import HashStore
 
-    from hpctrain.errors import EnvironmentUnfitError, UsageError
+    from hpctrain.errors import UsageError
     from hpctrain.world.launcher_channel import LauncherChannel
     from hpctrain.world.meeting import PeerError, World
 
@@ -107,7 +162,7 @@ def test_ranks_that_differ_are_named_with_their_nodes() -> None:
         def rank(number: int) -> None:
             world = World(Identity(number, len(plugins), node=f"n{number}"), store, channel)
             try:
-                compare_ranks(world, plugins[number], errors[number])
+                compare_ranks(world, plugins[number], errors[number], {})
             except Exception as error:
                 outcomes[number] = error
 

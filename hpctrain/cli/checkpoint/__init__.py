@@ -1,4 +1,4 @@
-"""hpctrain checkpoint: looking at checkpoints, proving that they are whole, and taking weights out and in."""
+"""hpctrain checkpoint: lists, shows, verifies and compares checkpoints, and exports and imports weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpctrain.cli.checkpoint.verify import verify
 def command(ctx: click.Context, load: tuple[str, ...]) -> None:
     """Look at checkpoints, verify and compare them, export and import weights. Works with every installed format."""
     ctx.obj = Formats(load)
-    # as Ctrl-C does: unfinished files are removed
+    # like Ctrl-C: removes unfinished files
     before = signal.signal(signal.SIGTERM, _leave)
     ctx.call_on_close(lambda: signal.signal(signal.SIGTERM, before))
 

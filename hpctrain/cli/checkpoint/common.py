@@ -57,7 +57,7 @@ class Formats:
 
         cls = self.registry.find("checkpoint", name).cls
         made = self.registry.make(cls, cls.Options())
-        assert isinstance(made, CheckpointFormat)  # what the registry let in
+        assert isinstance(made, CheckpointFormat)  # the registry has checked it
         return made
 
     def find(self, path: Path) -> Checkpoint:
@@ -69,7 +69,7 @@ class Formats:
 
 @contextmanager
 def files_of(path: Path) -> Iterator[None]:
-    """The operating system's error about `path` becomes a sentence and exit 5."""
+    """Turn the operating system's error about `path` into a sentence and exit 5."""
     try:
         yield
     except OSError as error:
@@ -87,7 +87,7 @@ def size_text(nbytes: int) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest entry; never cut, so that it can be searched."""
+    """A table with columns as wide as their widest entry; nothing is cut, so that the output can be searched."""
     cells = [header, *([escaped(cell).replace("\n", " ") for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)

@@ -11,7 +11,7 @@ from hpctrain.cli.progress import bytes_progress
 from hpctrain.errors import escaped
 
 EXIT_DIFFERENT = 1
-"""As diff and h5diff have it."""
+"""As for diff and h5diff."""
 
 
 @click.command("diff")
@@ -19,9 +19,9 @@ EXIT_DIFFERENT = 1
 @click.argument("b", metavar="B", type=CHECKPOINT)
 @click.pass_obj
 def diff(formats: Formats, a: Path, b: Path) -> int:
-    """Compare the checkpoints A and B by value; exit 0 when all tensors are equal and 1 when some differ.
+    """Compare the checkpoints A and B by value; exit 0 if all tensors are equal, 1 if some differ.
 
-    The formats and the layouts that wrote them may differ.
+    A and B may have different formats and layouts.
     """
     from hpctrain.checkpoint.comparison import compare, compare_values
 

@@ -1,4 +1,4 @@
-"""hpctrain checkpoint import: weights made elsewhere as a checkpoint that a job can start from."""
+"""hpctrain checkpoint import: makes a checkpoint that a job can start from out of other programs' weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from hpctrain.errors import UsageError
 @click.argument("path", metavar="FILE", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
 @click.option(
-    "--prefix", default="", help="Take only the tensors whose names begin with this, and leave it out of the names."
+    "--prefix", default="", help="Take only tensors whose names begin with this prefix, and remove it from their names."
 )
 @click.option("--format", "name", default="hdf5", show_default=True, help="The checkpoint format of OUT.")
 @click.pass_obj
 def import_weights(formats: Formats, path: Path, out: Path, prefix: str, name: str) -> None:
     """Write the weights in FILE to the new checkpoint OUT, to start from with [model] weights = "OUT".
 
-    FILE is a .safetensors file, the .safetensors.index.json of several, the directory of either, a file of torch.save that
-    holds a state dict (nothing in it is run), or a checkpoint's directory of any installed format.
+    FILE is a .safetensors file, the .safetensors.index.json of several, the directory of either, a torch.save file with a
+    state dict, also inside a training program's checkpoint (no code in it is run), or the directory of a checkpoint of any
+    installed format.
     """
     from hpctrain.checkpoint.conversion import import_weights
 
@@ -31,5 +32,7 @@ def import_weights(formats: Formats, path: Path, out: Path, prefix: str, name: s
     with files_of(path), bytes_progress("importing") as progress:
         if not path.exists():
             raise UsageError(f"there are no weights at {path}")
-        count = import_weights(path, formats.all, prefix, format, out, progress)
+        count, remarks = import_weights(path, formats.all, prefix, format, out, progress)
+    for remark in remarks:
+        click.echo(f"{path}: {remark}")
     click.echo(f'wrote {out}: {count} tensors; start from them with [model] weights = "{out}"')

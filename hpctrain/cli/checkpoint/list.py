@@ -16,9 +16,9 @@ from hpctrain.errors import CheckpointError, UsageError, reason
 @click.argument("run", metavar="RUN", type=PATH)
 @click.pass_obj
 def list_checkpoints(formats: Formats, run: Path) -> None:
-    """List the checkpoints of RUN (its output_dir), the one that a resume tries first at the top.
+    """List the checkpoints of RUN (its output_dir) in the order in which a resume tries them.
 
-    What they hold is not read: `verify` does that.
+    Their contents are not checked: use `verify`.
     """
     from hpctrain.checkpoint.finding import root_of
 
@@ -30,7 +30,7 @@ def list_checkpoints(formats: Formats, run: Path) -> None:
             raise UsageError(f"{run} has no checkpoints; expected a run's output_dir, such as runs/NAME")
         rows = []
         for path in directory.candidates():
-            with suppress(FileNotFoundError):  # the run is going on and deleted it just now
+            with suppress(FileNotFoundError):  # a running job has just deleted it
                 row = _row(formats, path)
                 path.stat()
                 rows.append(row)
@@ -46,7 +46,7 @@ def _row(formats: Formats, path: Path) -> tuple[str, ...]:
     try:
         format = recognize(path, formats.all)
         if format is None:
-            return str(path), name, size, count, saved, loss, "of no known format"
+            return str(path), name, size, count, saved, loss, "unknown format"
         name, files = format.name, Checkpoint(path, format).files()
         size, count = size_text(sum(files.values())), str(len(files))
         found = format.read_values(path).get("evaluation_loss")

@@ -1,4 +1,4 @@
-"""hpctrain checkpoint show: the content of a checkpoint."""
+"""hpctrain checkpoint show: prints the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _describe(formats: Formats, path: Path) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
-    """`value` as JSON has it: keys are text, a number that isn't finite is null, and what JSON lacks is its repr."""
+    """`value` for JSON: keys become text, numbers that aren't finite become null, and other objects become their repr."""
     if isinstance(value, dict):
         return {key if isinstance(key, str) else repr(key): _as_json(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""hpctrain checkpoint verify: whether every byte is the one that was written."""
+"""hpctrain checkpoint verify: checks that every byte is as written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.errors import CheckpointError
 @click.argument("checkpoint", metavar="CKPT", type=CHECKPOINT)
 @click.pass_obj
 def verify(formats: Formats, checkpoint: Path) -> None:
-    """Read all of CKPT and check it. Exit 5 when it is not whole, with the file, tensor and part of each fault."""
+    """Read and check all of CKPT. If it is damaged, exit 5 with the file, tensor and part of each fault."""
     with files_of(checkpoint):
         found = formats.find(checkpoint)
         with bytes_progress("verifying") as progress:

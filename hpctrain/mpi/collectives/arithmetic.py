@@ -1,7 +1,7 @@
-"""The arithmetic of reductions is torch's, element by element in the order of the ranks: 0, then 1, then 2, and so on.
+"""The arithmetic of reductions: torch adds element by element in rank order, 0, then 1, then 2, and so on.
 
-So a sum has the same bits on all ranks, whatever the size of the message, the bucket it was part of, or the MPI. bf16
-and fp16 travel as 16 bits, are added in float32 and rounded once.
+So a sum has the same bits on all ranks, whatever the message size, the bucket or the MPI library. bf16 and fp16 travel
+as 16 bits, are added in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ARITHMETIC: dict[ReduceOp.RedOpType, _Combine] = {
     ReduceOp.BOR: lambda a, b, out: torch.bitwise_or(a, b, out=out),
     ReduceOp.BXOR: lambda a, b, out: torch.bitwise_xor(a, b, out=out),
 }
-# A truth value saturates: one true is enough for a sum, one false for a product.
+# Booleans saturate: one true makes the sum true, one false makes the product false.
 _TRUTH = {ReduceOp.SUM: ReduceOp.BOR, ReduceOp.PRODUCT: ReduceOp.BAND}
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _FRACTIONAL = (ReduceOp.AVG, ReduceOp.PREMUL_SUM)
@@ -51,7 +51,7 @@ class Reduction:
     def of(op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype, size: int) -> Reduction:
         """The reduction that torch's `op` means for `dtype` in a group of `size` ranks.
 
-        Raises ValueError where the two do not go together.
+        Raises ValueError if `op` is not defined for `dtype`.
         """
         kind = kind_of(op)
         number = kind.value
@@ -94,15 +94,15 @@ class Reduction:
             output.div_(self.divisor)
 
 
-@cache  # by the number, since hashing torch's enum takes longer than the rest
+@cache  # keyed by the number: hashing torch's enum takes longer than the rest
 def _plain_reduction(number: int, dtype: torch.dtype, size: int) -> Reduction:
     kind = ReduceOp.RedOpType(number)
     return Reduction(_arithmetic(kind, dtype), None, size if kind == ReduceOp.AVG else None)
 
 
 def kind_of(op: ReduceOp | ReduceOp.RedOpType) -> ReduceOp.RedOpType:
-    """Which operation a ReduceOp is; it may carry a factor, too."""
-    named: Any = op  # torch's stubs differ in what it has
+    """The operation of a ReduceOp, without the factor that it may carry."""
+    named: Any = op  # the stubs of torch's versions differ
     kind: ReduceOp.RedOpType = getattr(named, "op", named)
     return kind
 

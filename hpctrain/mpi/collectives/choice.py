@@ -1,4 +1,4 @@
-"""Chooses one of the three routes for a group; all of its ranks choose alike."""
+"""Chooses one of the three routes for a group. All ranks of the group choose the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.mpi.transfer.watch import Watch
 
 
 def choose(channel: Channel, watch: Watch, settings: Settings) -> Collectives:
-    """Through the node's memory if all ranks share one; in two levels if the nodes are alike. Collective."""
+    """Choose the node's memory if all ranks share a node, two levels if every node has as many ranks, else MPI. Collective."""
     comm = channel.comm
     if comm.size == 1 or not settings.shared_memory:
         return OverNetwork(channel)
@@ -46,6 +46,7 @@ def _create_node(comm: MPI.Comm, local: MPI.Comm, watch: Watch) -> Node | None:
         return node
     if comm.rank == 0:
         warnings.warn(
-            "ranks of one node cannot map each other's memory here: MPI carries their data, slower", stacklevel=2
+            "ranks of one node cannot map each other's memory here; their data goes through MPI, which is slower",
+            stacklevel=2,
         )
     return None

@@ -1,4 +1,4 @@
-"""Collectives over MPI: what every group has, whatever else its ranks share."""
+"""Collectives over MPI, which every group can use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.mpi.transfer.channel import Channel
 from hpctrain.mpi.transfer.operation import Operation
 
 _STAGED = 64 * 1024
-"""Up to here, over all ranks, a list is gathered in one MPI call and then copied out. Bytes."""
+"""Bytes over all ranks up to which a list is gathered in one MPI call and then copied out."""
 
 
 class OverNetwork:
@@ -28,7 +28,7 @@ class OverNetwork:
         self._channel = channel
 
     def begin(self, operation: Operation) -> None:
-        # Sizes that differ between ranks make them disagree about whether to meet, and time out.
+        # If sizes differ between ranks, some ranks may meet here and others not; the operation then times out.
         if operation.meet_first or operation.nbytes * self.size > SMALL:
             self._channel.meet()
 
@@ -105,7 +105,7 @@ class OverNetwork:
         self._channel.comm.Free()
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """`inputs[r]` to rank r, whose own comes into `outputs[r]`."""
+        """Send `inputs[r]` to rank r and receive from rank r into `outputs[r]`."""
         others = self._channel.others
         own = partial(_copy, outputs[self.rank], inputs[self.rank])
         self._channel.exchange([(r, inputs[r]) for r in others], [(r, outputs[r]) for r in others], meanwhile=own)

@@ -1,7 +1,8 @@
 """Reductions over the network.
 
-A large tensor is cut into blocks: every rank gets its piece of a block from all others and adds, and the pieces are
-gathered again. Every rank gathers all of a small one. All tensors are plain (see transfer/buffers.py) and checked.
+A large tensor is cut into blocks. Of each block, every rank receives its piece from all others and adds them up; then all
+ranks gather the sums. A small tensor is gathered whole on every rank. All tensors are plain (see transfer/buffers.py) and
+checked.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hpctrain.mpi.collectives.arithmetic import Reduction
 from hpctrain.mpi.collectives.protocol import SMALL
 from hpctrain.mpi.transfer.channel import Channel
 
-# Scratch per reduction: it stays in the cache, and pieces must not become tiny where ranks are many.
+# Scratch per reduction. It should stay in the cache, but pieces must not become tiny with many ranks.
 _BLOCK = 8 * 2**20  # bytes
 _LEAST_PIECE = 64 * 1024  # bytes
 _ALIGNMENT = 64  # elements
@@ -37,7 +38,7 @@ def all_reduce(channel: Channel, tensor: Tensor, reduction: Reduction) -> None:
 
 
 def reduce(channel: Channel, tensor: Tensor, reduction: Reduction, root: int) -> None:
-    """Reduce a plain tensor in place on the root. The others' tensors stay as they are."""
+    """Reduce a plain tensor in place on the root. The tensors of other ranks do not change."""
     flat = tensor.view(-1)
     for block in _blocks(channel, flat):
         _, _, pieces = _shares(channel, block)
@@ -51,9 +52,9 @@ def reduce(channel: Channel, tensor: Tensor, reduction: Reduction, root: int) ->
 
 
 def reduce_scatter(channel: Channel, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> None:
-    """Reduce `inputs`, one plain tensor of the output's size for each rank; `output` gets the own one.
+    """Reduce `inputs`, one plain tensor of the output's size for each rank; `output` gets this rank's sum.
 
-    `output` may be the same memory as the own input, and must not overlap the others.
+    `output` may be the same memory as this rank's own input. It must not overlap the other inputs.
     """
     flat = [tensor.view(-1) for tensor in inputs]
     width = _block_elements(channel, output.dtype)
@@ -63,13 +64,13 @@ def reduce_scatter(channel: Channel, output: Tensor, inputs: Sequence[Tensor], r
 
 
 def _reduce_own_piece(channel: Channel, pieces: Sequence[Tensor], reduction: Reduction, output: Tensor) -> None:
-    """`pieces[r]` goes to rank r; the pieces that arrive here are reduced into `output`."""
+    """Send `pieces[r]` to rank r and reduce the pieces that arrive here into `output`."""
     own = pieces[channel.rank]
     scratch = channel.scratch(own.nbytes * channel.size).view(own.dtype)
     width = own.numel()
     arrived = [own if r == channel.rank else scratch[r * width : (r + 1) * width] for r in range(channel.size)]
     channel.exchange([(r, pieces[r]) for r in channel.others], [(r, arrived[r]) for r in channel.others])
-    # The own piece is still to be read, and the first two others are not read again.
+    # The spare memory must be a piece that is not read again: one of the first two, but not this rank's own.
     reduction(arrived, output, spare=arrived[1 if channel.rank == 0 and channel.size > 1 else 0])
 
 
@@ -84,7 +85,7 @@ def _blocks(channel: Channel, flat: Tensor) -> Iterator[Tensor]:
 
 
 def _shares(channel: Channel, block: Tensor) -> tuple[list[int], list[int], list[Tensor]]:
-    """How a block is shared: each rank's count and offset, in elements, and the piece itself. The last may be empty."""
+    """The ranks' shares of a block: counts and offsets in elements, and the pieces. The last pieces may be empty."""
     elements = block.numel()
     width = -(-elements // channel.size)
     width = -(-width // _ALIGNMENT) * _ALIGNMENT

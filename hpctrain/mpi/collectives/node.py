@@ -1,4 +1,4 @@
-"""Collectives of ranks that all share one node's memory."""
+"""Collectives of ranks that all share the memory of one node."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class WithNode(OverNetwork):
 
 
 class OverNode(WithNode):
-    """Through memory, except for uneven sizes and operations with one root, which go over MPI."""
+    """Collectives through the node's memory. Uneven sizes, and all operations with a root but broadcast, go over MPI."""
 
     def begin(self, operation: Operation) -> None:
-        # The first round of every operation tells who called what.
+        # The first round of every operation compares what the ranks called anyway.
         if operation.meet_first:
             self._node.sync()
 

@@ -1,6 +1,8 @@
-"""Collectives that only move data, through a node's memory. A small message is passed on in one round. For a large one the
-ranks meet first; then they read it where it lies, in memory that was allocated here or, where the system allows it, in the
-owner's memory. Otherwise it is copied through the outboxes, block by block.
+"""Collectives that only move data, through a node's memory.
+
+A small message is passed on in one round. For a large message the ranks meet first. Then they read it in place if it lies in
+memory allocated here, or if the system lets them read the owner's memory. Otherwise it is copied through the outboxes,
+block by block.
 
 All tensors are plain (see buffers) and checked.
 """
@@ -16,20 +18,20 @@ from hpctrain.mpi.collectives.protocol import SMALL
 from hpctrain.mpi.transfer.buffers import flattened, same_memory
 from hpctrain.mpi.transfer.node import OUTBOX, Node
 
-# Bytes of one rank from which on one copy by the system is faster than two through the outboxes.
+# From this many bytes per rank on, one copy by the system is faster than two through the outboxes.
 _WORTH_FETCHING = 256 * 1024
 _LINE = 64  # bytes: where the ranks' parts of an outbox begin
 
 
 def broadcast(node: Node, tensor: Tensor, root: int) -> None:
-    """The root's bytes to all."""
+    """Copy the root's bytes to all ranks."""
     if tensor.nbytes >= _WORTH_FETCHING:
         node.sync(node.place(tensor))
         place = node.places[root]
         if node.reaches([place]):
             if node.rank != root:
                 node.fetch(root, place, flattened(tensor))
-            node.sync()  # nobody may write into what others still read
+            node.sync()  # others may still be reading
             return
     for block in torch.split(_bytes(tensor), OUTBOX):
         if node.rank == root:
@@ -40,14 +42,14 @@ def broadcast(node: Node, tensor: Tensor, root: int) -> None:
 
 
 def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-    """All ranks' `tensor`, of one size, into one output for each; `tensor` may be this rank's output."""
+    """Gather every rank's `tensor`, all of one size, into `outputs[rank]`. `tensor` may be this rank's output."""
     if tensor.nbytes * node.size <= SMALL:
         _all_gather_in_blocks(node, outputs, tensor)
         return
     own = outputs[node.rank]
     place = node.place(own)
     if not node.is_allocated(place):
-        # Read the input: cache lines that were just written to the output are expensive to read from another core.
+        # Others read the input: cache lines just written to the output are expensive to read from another core.
         place = node.place(tensor)
     elif not same_memory(tensor, own):
         flattened(own).copy_(flattened(tensor))
@@ -62,7 +64,7 @@ def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
             node.fetch(rank, places[rank], flattened(output))
     if not same_memory(tensor, own):
         flattened(own).copy_(flattened(tensor))
-    node.sync()  # nobody may write into what others still read
+    node.sync()  # others may still be reading
 
 
 def _all_gather_in_blocks(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
@@ -76,7 +78,7 @@ def _all_gather_in_blocks(node: Node, outputs: Sequence[Tensor], tensor: Tensor)
 
 
 def all_gather_small(node: Node, output: Tensor, tensor: Tensor) -> None:
-    """All ranks' `tensor` one after the other into `output`, of at most SMALL bytes; they may share memory."""
+    """Gather every rank's `tensor` into `output`, in rank order, at most SMALL bytes. The two may share memory."""
     own = flattened(tensor)
     boxes = node.boxes(own.dtype, own.numel())
     boxes[node.rank].copy_(own)
@@ -85,7 +87,7 @@ def all_gather_small(node: Node, output: Tensor, tensor: Tensor) -> None:
 
 
 def all_to_all(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """`inputs[r]` to rank r, whose own comes into `outputs[r]`; all of one size; outputs and inputs share no memory."""
+    """Send `inputs[r]` to rank r, receive into `outputs[r]`. All are of one size; outputs and inputs share no memory."""
     if inputs[0].nbytes >= _WORTH_FETCHING and _all_to_all_where_it_lies(node, outputs, inputs):
         return
     sources, targets = [_bytes(tensor) for tensor in inputs], [_bytes(tensor) for tensor in outputs]
@@ -103,7 +105,7 @@ def all_to_all(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) 
 
 
 def _all_to_all_where_it_lies(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """Whether it is done: the inputs of all ranks can be read."""
+    """Do it if the inputs of all ranks can be read in place; return whether it was done."""
     boxes = node.boxes(torch.int64, node.size)
     boxes[node.rank].copy_(torch.tensor([node.place(tensor) for tensor in inputs]))
     node.sync()
@@ -115,7 +117,7 @@ def _all_to_all_where_it_lies(node: Node, outputs: Sequence[Tensor], inputs: Seq
             output.view(-1).copy_(inputs[rank].view(-1))
         else:
             node.fetch(rank, places[rank][node.rank], flattened(output))
-    node.sync()  # nobody may write into what others still read
+    node.sync()  # others may still be reading
     return True
 
 

@@ -1,5 +1,7 @@
-"""Reductions through a node's memory. A small message is passed on in one round. For a large one the ranks meet first; then
-they read it where it lies if all ranks allocated it there, or copy it through the outboxes, block by block.
+"""Reductions through a node's memory.
+
+A small message is passed on in one round. For a large message the ranks meet first. Then they read it in place if all ranks
+have it in shared memory; otherwise they copy it through the outboxes, block by block.
 
 All tensors are plain (see buffers) and checked. torch makes the sums in rank order (see arithmetic.py), so they have the
 same bits.
@@ -17,7 +19,7 @@ from hpctrain.mpi.transfer.buffers import flattened
 from hpctrain.mpi.transfer.node import OUTBOX, Node
 
 _ALIGNMENT = 64  # elements
-# An outbox holds the pieces of a block that others are to reduce, and behind them the piece that this rank has reduced.
+# An outbox holds the pieces of a block that other ranks will reduce, and behind them the piece that this rank reduced.
 _RAW = OUTBOX // 2
 _CHUNK = 2**20  # bytes
 
@@ -49,7 +51,7 @@ def all_reduce(node: Node, tensor: Tensor, reduction: Reduction, finish: _Finish
 def _all_reduce_where_it_lies(
     node: Node, versions: Sequence[Tensor], reduction: Reduction, finish: _Finish | None
 ) -> None:
-    """versions: the ranks' tensors. Each rank reads its piece of all of them, and then the others' sums."""
+    """versions: the ranks' tensors. Each rank reads its piece from all of them, and then the sums of the others."""
     pieces = [_pieces(version, 0, _width(version.numel(), node.size), node.size) for version in versions]
     own = pieces[node.rank][node.rank]
     if own.numel():
@@ -60,11 +62,11 @@ def _all_reduce_where_it_lies(
     for rank, reduced in enumerate(pieces):
         if rank != node.rank:
             pieces[node.rank][rank].copy_(reduced[rank])
-    node.sync()  # nobody may write into what others still read
+    node.sync()  # others may still be reading
 
 
 def _all_reduce_in_blocks(node: Node, flat: Tensor, reduction: Reduction, finish: _Finish | None) -> None:
-    """While a block's sums are collected, the next block is already in flight."""
+    """Pipelined: while the sums of a block are collected, the next block is already in flight."""
     before: list[Tensor] = []
     for pieces in _blocks(flat, node.size):
         width = pieces[0].numel()
@@ -86,9 +88,9 @@ def _all_reduce_in_blocks(node: Node, flat: Tensor, reduction: Reduction, finish
 
 
 def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> None:
-    """Reduce `inputs`, one tensor of the output's size for each rank; `output` gets the own one.
+    """Reduce `inputs`, one tensor of the output's size for each rank; `output` gets this rank's sum.
 
-    `output` may be the same memory as the own input, and must not overlap the others.
+    `output` may be the same memory as this rank's own input. It must not overlap the other inputs.
     """
     flat, sources = flattened(output), [flattened(tensor) for tensor in inputs]
     if flat.nbytes * node.size > SMALL:
@@ -98,7 +100,7 @@ def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reducti
             first = node.rank * flat.nbytes
             versions = [node.at(rank, place + first, flat) for rank, place in enumerate(places)]
             _reduce(node, versions, flat, reduction)
-            node.sync()  # nobody may write into what others still read
+            node.sync()  # others may still be reading
             return
     widest = _RAW // node.size // _ALIGNMENT * _ALIGNMENT // flat.element_size()
     for start in range(0, max(flat.numel(), 1), widest):
@@ -113,7 +115,7 @@ def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reducti
 
 
 def reduce_scatter_small(node: Node, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
-    """Reduce `tensor`, of at most SMALL bytes, of which `output` gets this rank's piece; they may share memory."""
+    """Reduce `tensor`, at most SMALL bytes; `output` gets this rank's piece. The two may share memory."""
     whole, own = flattened(tensor), flattened(output)
     outbox = node.boxes(whole.dtype, whole.numel())[node.rank]
     pieces = node.boxes(whole.dtype, own.numel(), node.rank * own.numel())
@@ -124,7 +126,7 @@ def reduce_scatter_small(node: Node, output: Tensor, tensor: Tensor, reduction: 
 
 
 def _place(node: Node, tensors: Sequence[Tensor]) -> int:
-    """Where tensors that lie one after the other begin in the allocated memory; 0 where they do not."""
+    """The place in the allocated memory where consecutive tensors begin; 0 if they are not consecutive."""
     first, size = tensors[0], tensors[0].nbytes
     if any(tensor.data_ptr() != first.data_ptr() + rank * size for rank, tensor in enumerate(tensors)):
         return 0
@@ -133,7 +135,7 @@ def _place(node: Node, tensors: Sequence[Tensor]) -> int:
 
 
 def _reduce(node: Node, versions: Sequence[Tensor], output: Tensor, reduction: Reduction) -> None:
-    """Reduce what lies in the ranks' memories, in chunks that stay in cache, without writing to it."""
+    """Reduce the ranks' tensors in chunks that stay in cache, without writing to them."""
     width = _CHUNK // output.element_size()
     for start in range(0, output.numel(), width):
         chunk = output[start : start + width]
@@ -142,7 +144,7 @@ def _reduce(node: Node, versions: Sequence[Tensor], output: Tensor, reduction: R
 
 
 def _blocks(flat: Tensor, size: int) -> Iterator[list[Tensor]]:
-    """Blocks of about one size that each fit an outbox, as pieces, one for each rank; the last ones may be empty."""
+    """Blocks of about equal size that fit an outbox, each as one piece per rank. The last pieces may be empty."""
     most = _RAW // flat.element_size() // _ALIGNMENT // size * _ALIGNMENT * size
     count = -(-flat.numel() // most)
     width = _width(-(-flat.numel() // max(count, 1)), size)
@@ -151,7 +153,7 @@ def _blocks(flat: Tensor, size: int) -> Iterator[list[Tensor]]:
 
 
 def _width(elements: int, size: int) -> int:
-    """The elements of a piece where `size` ranks share `elements`."""
+    """The elements per piece if `size` ranks share `elements`."""
     return -(-elements // size // _ALIGNMENT) * _ALIGNMENT if elements else 0
 
 
@@ -159,7 +161,7 @@ def _pieces(flat: Tensor, start: int, width: int, size: int) -> list[Tensor]:
     return [flat[start + rank * width : start + (rank + 1) * width] for rank in range(size)]
 
 
-# Views of the outboxes are taken before the sync after which they are read: so node.boxes can keep them.
+# Views of the outboxes are taken before the sync and read after it, so that node.boxes can cache them.
 
 
 def _put(node: Node, pieces: Sequence[Tensor], width: int) -> None:
@@ -177,17 +179,17 @@ def _versions(node: Node, pieces: Sequence[Tensor], width: int) -> list[Tensor]:
 
 
 def _sum(node: Node, piece: Tensor, rank: int) -> Tensor:
-    """Where that rank puts its sum of its piece, for the others to collect after the next sync."""
+    """The place for that rank's sum of its piece; the others collect it after the next sync."""
     return node.boxes(piece.dtype, piece.numel(), _RAW // piece.element_size())[rank]
 
 
 def _sums(node: Node, pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Where each rank puts its sum of its piece, after the next sync."""
+    """Each rank's sum of its piece, after the next sync."""
     return [_sum(node, piece, rank) for rank, piece in enumerate(pieces)]
 
 
 def _collect(node: Node, sums: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
-    """Copy what the others have reduced."""
+    """Copy the sums that the others have made."""
     for rank, (reduced, piece) in enumerate(zip(sums, pieces, strict=True)):
         if rank != node.rank and piece.numel():
             piece.copy_(reduced)

@@ -3,8 +3,8 @@
 The ranks with the same place on their nodes form a rail. A node's ranks share the work on its data, and each moves its
 slice along its own rail, so that every byte crosses the network once per node instead of once per rank.
 
-Sums are made within the nodes first, in rank order, then over the nodes in their order: the same bits on all ranks and
-for every bucket, but not those of another number of nodes. 16-bit floats are rounded after each of the two.
+Sums are made within the nodes first, in rank order, then over the nodes in their order. The result has the same bits on all
+ranks and for every bucket, but another number of nodes gives other bits. 16-bit floats are rounded after each level.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hpctrain.mpi.transfer.node import Node
 
 
 class OverNodes(WithNode):
-    """In two levels, except for small messages, uneven sizes and operations with one root, which go over MPI alone."""
+    """Collectives in two levels. Small messages, uneven sizes and operations with a root go over MPI alone."""
 
     def __init__(self, channel: Channel, node: Node, rail: Channel, members: list[list[int]]) -> None:
-        """This rank's node and rail. members: the group ranks of each node, (nodes, ranks per node)."""
+        """node, rail: those of this rank. members: the group ranks of each node, (nodes, ranks per node)."""
         super().__init__(channel, node)
         self._rail, self._members = OverNetwork(rail), members
 
@@ -45,7 +45,7 @@ class OverNodes(WithNode):
             super().reduce_scatter(output, inputs, reduction)
             return
         in_node, over_nodes = _split(reduction)
-        # For each rank of this rank's rail, its part of the inputs, summed over this node.
+        # The part of the inputs of each rank on this rail, summed over this node.
         partial = output.new_empty(len(self._members), output.numel())
         for members, part in zip(self._members, partial, strict=True):
             node_reductions.reduce_scatter(self._node, part, [inputs[rank] for rank in members], in_node)
@@ -72,5 +72,5 @@ class OverNodes(WithNode):
 
 
 def _split(whole: Reduction) -> tuple[Reduction, Reduction]:
-    """The reductions inside a node and over the nodes: factors belong to the summands, the divisor to the sum."""
+    """The reductions inside a node and over the nodes: the first gets the factor, the second the divisor."""
     return replace(whole, divisor=None), replace(whole, factor=None)

@@ -1,4 +1,4 @@
-"""The building blocks of a group's operations. All tensors are plain (see transfer/buffers.py) and checked."""
+"""The interface of a group's collectives. All tensors are plain (see transfer/buffers.py) and checked."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ class Collectives(Protocol):
     size: int
 
     def begin(self, operation: Operation) -> None:
-        """Before its data moves, let the ranks tell each other what they called, if `operation` asks for it or it is
-        cheap against the data. OperationMismatchError where they differ."""
+        """Before data moves, compare the operations that the ranks called, if `operation` asks for it or if it is cheap
+        compared with the data. Raises OperationMismatchError if they differ."""
 
     def barrier(self) -> None:
         """Return when every rank is here."""
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """The root's bytes to all."""
+        """Copy the root's bytes to all ranks."""
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Reduce in place on all ranks."""
 
     def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> None:
-        """Reduce in place on the root. The others' tensors stay as they are."""
+        """Reduce in place on the root. The tensors of other ranks do not change."""
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> None:
-        """Reduce `inputs`, one tensor of the output's size for each rank; `output` gets the own one.
+        """Reduce `inputs`, one tensor of the output's size for each rank; `output` gets this rank's sum.
 
-        `output` may be the same memory as the own input, and must not overlap the others.
+        `output` may be the same memory as this rank's own input. It must not overlap the other inputs.
         """
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
-        """Reduce `tensor`, the ranks' pieces one after the other; `output` gets the own one. They may share memory."""
+        """Reduce `tensor`, the ranks' pieces in rank order; `output` gets this rank's. The two may share memory."""
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
-        """All ranks' `tensor` into one output for each; it may be this rank's output. even: all are of one size."""
+        """Gather every rank's `tensor` into `outputs[rank]`. `tensor` may be this rank's output. even: all are of one size."""
 
     def all_gather_single(self, output: Tensor, tensor: Tensor) -> None:
-        """All ranks' `tensor` one after the other into `output`; they may share memory."""
+        """Gather every rank's `tensor` into `output`, in rank order. The two may share memory."""
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, even: bool) -> None:
-        """`inputs[r]` to rank r, whose own comes into `outputs[r]`. Outputs and inputs share no memory."""
+        """Send `inputs[r]` to rank r, receive from it into `outputs[r]`. Outputs and inputs share no memory."""
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
-        """All ranks' `tensor` into the root's outputs; others pass none."""
+        """Gather every rank's `tensor` into the root's outputs; other ranks pass no outputs."""
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
-        """The root's `inputs[r]` to rank r; others pass none."""
+        """Send the root's `inputs[r]` to rank r; other ranks pass no inputs."""
 
     def sparse_all_reduce(self, tensor: Tensor, op: ReduceOp | ReduceOp.RedOpType) -> None:
-        """Replace a sparse COO tensor by the coalesced sum of all ranks', added in rank order."""
+        """Replace a sparse COO tensor by the coalesced sum of all ranks' tensors, added in rank order."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Zeros, (nbytes,) uint8, in memory that the ranks of a node share where there is any."""
+        """Zeros, (nbytes,) uint8, in memory shared by the ranks of a node if possible."""
 
     def free(self) -> None:
-        """Give the communicators back."""
+        """Free the communicators."""

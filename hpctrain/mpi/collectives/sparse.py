@@ -11,7 +11,7 @@ from hpctrain.mpi.transfer.channel import Channel
 
 
 def check(tensor: Tensor, op: ReduceOp | ReduceOp.RedOpType) -> None:
-    """Raises ValueError where a sparse reduction is not defined."""
+    """Raises ValueError if no sparse reduction is defined for `tensor` and `op`."""
     if tensor.layout != torch.sparse_coo:
         raise ValueError(f"found a tensor of layout {tensor.layout}, expected a dense or a sparse COO tensor")
     if kind_of(op) not in (ReduceOp.SUM, ReduceOp.AVG):
@@ -20,7 +20,7 @@ def check(tensor: Tensor, op: ReduceOp | ReduceOp.RedOpType) -> None:
 
 def all_reduce(channel: Channel, tensor: Tensor, op: ReduceOp | ReduceOp.RedOpType) -> None:
     """Replace `tensor` by the coalesced sum of all ranks' tensors, added in rank order."""
-    with torch.inference_mode(tensor.is_inference()):  # its new indices and values are to be of its own kind
+    with torch.inference_mode(tensor.is_inference()):  # the new indices and values must be of the same kind
         _all_reduce(channel, tensor, op)
 
 

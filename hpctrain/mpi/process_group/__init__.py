@@ -1,1 +1,1 @@
-"""torch's process group: checks what callers pass, queues operations, runs them, and hands out their handles."""
+"""torch's process group: checks the arguments, queues operations, runs them, and returns their handles."""

@@ -1,4 +1,4 @@
-"""The common part of a group's operations: submission to the engine, and buffers to receive into."""
+"""The common part of a group's operations: submission to the engine, and receive buffers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class GroupBase(PythonGroup):
         agreed: int | None = None,
         meet_first: bool = False,
     ) -> MPIWork:
-        """tensors: this rank's input. agreed: the size that all ranks must have, None for that of `tensors`."""
+        """tensors: this rank's input. agreed: the size that must be equal on all ranks; None: the size of `tensors`."""
         if nbytes is None:
             nbytes = tensors[0].nbytes if len(tensors) == 1 else sum(tensor.nbytes for tensor in tensors)
         if agreed is None:
@@ -73,7 +73,7 @@ class GroupBase(PythonGroup):
 
 
 def apart(tensor: Tensor, buffer: Tensor) -> Tensor:
-    """The tensor, or a copy of it if it shares memory with the buffer that is received into."""
+    """The tensor, or a copy of it if it shares memory with the receive buffer."""
     return tensor.clone() if overlap(tensor, buffer) else tensor
 
 

@@ -10,7 +10,7 @@ from hpctrain.mpi.transfer.buffers import ready
 
 
 def views_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, ready to be sent; at least one, all of one dtype."""
+    """The tensors, ready to be sent. Requires at least one tensor, all of one dtype."""
     if len(tensors) == 1:
         return [ready(tensors[0])]
     views = [ready(tensor) for tensor in tensors]
@@ -22,28 +22,28 @@ def views_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def outputs_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As views_of, for tensors that are written to: each element has memory of its own."""
+    """As views_of, for tensors that are written to: each element must have its own memory."""
     views = views_of(tensors)
     for view in views:
         if not view.is_contiguous() and any(
             n > 1 and not step for n, step in zip(view.shape, view.stride(), strict=True)
         ):
             raise ValueError(
-                f"found a tensor {tuple(view.shape)} to write to whose elements share memory, as expand() makes them; "
-                "expected one with memory for each: clone() it first"
+                f"found an output tensor {tuple(view.shape)} whose elements share memory, as after expand(); "
+                "expected memory for each element: clone() it first"
             )
     return views
 
 
 def check_root(rank: int, size: int) -> int:
-    """A rank of a group of `size`."""
+    """The rank, if a group of `size` has it."""
     if not 0 <= rank < size:
         raise ValueError(f"found root {rank}, expected a rank of the group, 0 to {size - 1}")
     return rank
 
 
 def check_size(name: str, large: Tensor, other: str, small: Tensor, factor: int) -> None:
-    """`large` has `factor` times as many elements as `small`."""
+    """Require that `large` has `factor` times as many elements as `small`."""
     check_dtype(large, small)
     if large.numel() != small.numel() * factor:
         raise ValueError(
@@ -53,12 +53,12 @@ def check_size(name: str, large: Tensor, other: str, small: Tensor, factor: int)
 
 
 def check_own_part(output: Tensor, part: Tensor) -> None:
-    """A rank's input to itself has the size of its output."""
+    """Require that a rank's input for itself has the size of its output."""
     check_size("output for this rank", output, "the input", part, 1)
 
 
 def check_list(name: str, tensors: Sequence[Tensor], like: Tensor, size: int, *, any_size: bool = False) -> None:
-    """One tensor for each of `size` ranks, like `like`."""
+    """Require one tensor for each of `size` ranks, like `like`."""
     if len(tensors) != size:
         raise ValueError(f"found {len(tensors)} {name}, expected {size}: one for each rank")
     check_dtype(tensors[0], like)
@@ -68,7 +68,7 @@ def check_list(name: str, tensors: Sequence[Tensor], like: Tensor, size: int, *,
 
 
 def split_sizes(name: str, tensor: Tensor, sizes: Sequence[int] | None, ranks: int) -> list[int]:
-    """How many rows of the tensor are each rank's: as given, else equally many."""
+    """The number of rows for each rank: as given, else equal."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if not sizes:
         if tensor.dim() == 0 or rows % ranks:
@@ -86,6 +86,6 @@ def split_sizes(name: str, tensor: Tensor, sizes: Sequence[int] | None, ranks: i
 
 
 def check_dtype(one: Tensor, other: Tensor) -> None:
-    """Input and output have one dtype."""
+    """Require one dtype for input and output."""
     if one.dtype != other.dtype:
         raise ValueError(f"found {one.dtype} and {other.dtype}, expected input and output of one dtype")

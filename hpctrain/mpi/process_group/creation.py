@@ -1,4 +1,4 @@
-"""Makes the process group of a set of ranks. Collective over those ranks only."""
+"""Creates the process group of a set of ranks. Collective over those ranks only."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from hpctrain.mpi.transfer.watch import Watch
 def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
     """The group that torch's `_DistributedBackendOptions` describe.
 
-    Raises EnvironmentUnfitError when torch and MPI count the ranks differently, CommunicationTimeoutError when a
-    member does not come.
+    Raises EnvironmentUnfitError if torch and MPI number the ranks differently, CommunicationTimeoutError if a
+    member does not call this in time.
     """
     world = MPI.COMM_WORLD
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -36,15 +36,15 @@ def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
             f"rank {world.rank} of {world.size}: start all ranks with one mpiexec or srun, and use "
             'init_method="mpi://"'
         )
-    # torch gives a group that is made again after its destruction the same name and store, with what the first left there
+    # A group that is made again after its destruction gets the same name and the same store, old keys included.
     made = f"made/{options.group_rank}"
     store = PrefixStore(str(options.store.add(made, 1)), options.store)
     try:
         _meet(store, options.group_rank, ranks, options.group_id, options.timeout)
     except CommunicationTimeoutError:
-        options.store.add(made, -1)  # as if it had not tried: so all can try again
+        options.store.add(made, -1)  # undo the attempt, so that all ranks can try again
         raise
-    # A tag keeps apart groups of the same ranks that are made at the same time.
+    # The tag separates groups of the same ranks that are made at the same time.
     tag = zlib.crc32(options.group_id.encode()) % 2**15
     comm = world.Create_group(world.group.Incl(ranks), tag)
     presence = Presence(store, options.group_rank, ranks, options.group_id)
@@ -56,7 +56,7 @@ def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
 
 
 def _meet(store: Store, group_rank: int, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
-    """MPI would wait for ever for a member that never asks for the group, so wait for all of them in the store."""
+    """Wait for all members in the store: MPI would wait for ever for a rank that never creates the group."""
     keys = [f"created/{member}" for member in range(len(ranks))]
     store.set(keys[group_rank], "")
     try:

@@ -1,7 +1,7 @@
 """Runs a group's collective operations one after the other, in the order in which they were submitted.
 
-An operation runs in the thread that waits for it when nothing is queued before it, which saves two thread switches;
-otherwise in the group's worker thread, so that communication overlaps with the backward pass.
+If nothing is queued before it, an operation runs in the thread that waits for it, which saves two thread switches.
+Otherwise it runs in the group's worker thread, so that communication overlaps with the backward pass.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -26,8 +27,15 @@ from hpctrain.mpi.transfer.operation import Operation
 from hpctrain.mpi.transfer.watch import Watch
 from hpctrain.torch_private import DisableTorchDispatch
 
-# An operation watches its own deadline and needs this long to find out who is missing; then the waiter steps in.
+# After its deadline an operation needs this long to find the missing ranks; then the waiter gives up.
 _GRACE = 5.0  # seconds
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def in_flight() -> list[str]:
+    """The operations of all groups that are running or queued here, for messages."""
+    return [told for engine in list(_engines) for told in engine.in_flight()]
 
 
 class Engine:
@@ -44,12 +52,18 @@ class Engine:
         self._stopped = False
         self._submitted = 0
         self._completions: SimpleQueue[tuple[MPIWork, Future[Any]] | None] | None = None
-        # Why the group can no longer be used; and whether somebody stopped waiting for an operation that still runs.
+        # broken: why the group can no longer be used. abandoned: a caller gave up on an operation that still runs.
         self.broken: BaseException | None = None
         self.abandoned = False
+        _engines.add(self)
+
+    def in_flight(self) -> list[str]:
+        """The operations that are running or queued."""
+        works = [work for work in (self._running, *self._queue) if work is not None]
+        return [f"{work.operation.told} (number {work.number} of {self._watch.presence.group})" for work in works]
 
     def submit(self, operation: Operation, run: Run, result: Any, *, asynchronous: bool) -> MPIWork:
-        """Queue an operation, or run it at once if the caller is going to wait and nothing is before it."""
+        """Queue an operation, or run it at once if the caller will wait and no operation is before it."""
         if self.broken is not None:
             raise CommunicationError(f"{self._name} cannot be used after an earlier failure: {self.broken}")
         with self._changed:
@@ -82,7 +96,7 @@ class Engine:
                 raise self._watch.overdue(work.operation, work.number, limit or 0.0)
             running = self._running
             if running is not None and now > self._watch.deadline + _GRACE:
-                # MPI holds the operation and cannot cancel it: the group is finished.
+                # MPI holds the operation and cannot cancel it: the group is unusable.
                 operation = running.operation
                 self.broken = self.broken or self._watch.overdue(operation, running.number, operation.timeout)
                 raise self.broken
@@ -90,8 +104,8 @@ class Engine:
     def complete(self, work: MPIWork, future: Future[Any]) -> None:
         """Give `future` the outcome of `work`.
 
-        The callbacks of a future may wait for further operations, so they run neither in the worker, which has to run
-        those, nor, for futures asked for by a callback, behind that same callback.
+        The callbacks of a future may wait for further operations. So they do not run in the worker, which must run those
+        operations. And if a callback asks for a future, that future's callbacks do not queue behind it.
         """
         if self._completions is None:
             self._completions = SimpleQueue()
@@ -102,7 +116,7 @@ class Engine:
             self._completions.put((work, future))
 
     def drain(self) -> None:
-        """Wait until every submitted operation has finished or failed."""
+        """Wait until all submitted operations have finished or failed."""
         while True:
             with self._changed:
                 work = self._running or (self._queue[-1] if self._queue else None)
@@ -114,13 +128,13 @@ class Engine:
                 continue
 
     def stop(self) -> None:
-        """End the threads; operations can no longer be submitted."""
+        """End the threads. No operation can be submitted afterwards."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         if self._completions is not None:
             self._completions.put(None)
-        # Python kills threads that outlive it, which C++ takes for a crash: see them end.
+        # Python kills threads that outlive it, which C++ takes for a crash: wait for their end.
         for thread in self._threads:
             thread.join()
 
@@ -160,12 +174,12 @@ class Engine:
         try:
             if self.broken is not None:
                 raise CommunicationError(f"{operation.name} was not started: {self.broken}")
-            # what the caller's modes record or replay, such as selective checkpointing, is not how an operation is made up
+            # The caller's dispatch modes (selective checkpointing, say) must not see the internals of an operation.
             with DisableTorchDispatch():
                 self._watch.start(operation, work.number, in_worker=in_worker)
                 self._collectives.begin(operation)
-                # In the caller's mode, buffers that are kept from one operation to the next would take that of the
-                # first, and a worker could not write to a tensor of inference mode. In this one both can be written to.
+                # In the caller's mode, cached buffers would keep the mode of their first operation, and a worker could not
+                # write to inference tensors. Inference mode can write to both kinds.
                 with torch.inference_mode():
                     work.run(self._collectives)
         except OperationMismatchError as mismatch:

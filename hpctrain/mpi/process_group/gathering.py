@@ -49,7 +49,7 @@ class Gathering(GroupBase):
         for targets, source in zip(lists, sources, strict=True):
             check_list("outputs", targets, source, self._size, any_size=True)
             check_own_part(targets[self._rank], source)
-        # Every rank passes all outputs, so all ranks see alike whether the sizes differ.
+        # Every rank passes all outputs, so all ranks agree on whether the sizes differ.
         even = all(target.nbytes == targets[0].nbytes for targets in lists for target in targets)
 
         def run(collectives: Collectives) -> None:

@@ -1,4 +1,4 @@
-"""torch.distributed's process group over MPI: checks what the caller passed, then hands an operation to the engine.
+"""torch.distributed's process group over MPI: checks the arguments, then hands an operation to the engine.
 
 The method names are torch's, those of C++'s c10d::ProcessGroup and of torch.distributed's Python functions.
 """
@@ -26,7 +26,7 @@ from hpctrain.mpi.transfer.buffers import overlap, plain
 class MPIProcessGroup(Reductions, Gathering):
     """A group of ranks that communicates over one MPI communicator."""
 
-    # What torch asks a group.
+    # Properties that torch reads.
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
@@ -45,7 +45,7 @@ class MPIProcessGroup(Reductions, Gathering):
         self._messages.timeout = self._timeout
 
     def shutdown(self) -> None:
-        """Finish what is under way, end the threads and free the communicator. Collective."""
+        """Finish pending operations, end the threads and free the communicator. Collective."""
         self.finish()
         self._engine.stop()
         self._messages.stop()
@@ -53,7 +53,7 @@ class MPIProcessGroup(Reductions, Gathering):
             self._collectives.free()
 
     def finish(self) -> None:
-        """Wait for everything that was submitted, each operation within its own time limit."""
+        """Wait for all submitted operations, each within its own time limit."""
         self._engine.drain()
         self._messages.drain()
 
@@ -128,7 +128,7 @@ class MPIProcessGroup(Reductions, Gathering):
         return self._submit("barrier", lambda collectives: collectives.barrier(), [], [], opts or BarrierOptions())
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier; like every operation here, it names all ranks that are missing when the time is up."""
+        """A barrier. Like every operation here, it names all missing ranks when it times out."""
         opts = BarrierOptions()
         opts.asyncOp = False
         if timeout is not None:
@@ -136,7 +136,7 @@ class MPIProcessGroup(Reductions, Gathering):
         self.barrier(opts).wait()
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Zeros, (nbytes,) uint8, that this group's collectives need not copy to reach the other ranks. Collective."""
+        """Zeros, (nbytes,) uint8, in memory that the group's collectives read without a copy if possible. Collective."""
         allocated: list[Tensor] = []
         opts = BarrierOptions()
         opts.asyncOp = False

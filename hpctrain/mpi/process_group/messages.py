@@ -1,8 +1,8 @@
-"""Sends and receives of a group, apart from its collectives so that a pipeline cannot block on them.
+"""Sends and receives of a group, separate from its collectives so that a pipeline cannot block on them.
 
-Every message is given to MPI at once, in the calling thread: MPI matches by (source, tag) in that order, and nothing
-waits for anything else. Whoever waits drives MPI; a thread of the group does so for messages nobody waits for, since
-MPI moves a large message only while both sides call it.
+Every message is posted to MPI at once, in the calling thread: MPI matches by (source, tag) in that order, and no message
+waits for another. MPI moves a large message only while both sides call it. So a waiting thread drives MPI, and a thread
+of the group drives messages that no caller waits for.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class Messages:
             self._driver.join()
 
     def finished(self, work: MessageWork) -> None:
-        """A work reports that it need not be driven any more."""
+        """A work reports that it no longer needs to be driven."""
         with self._changed:
             self._outstanding.remove(work)
 
     def timed_out(self, work: MessageWork, seconds: float) -> CommunicationTimeoutError:
-        """The error for a message that never came; MPI holds its buffer, so the group is finished."""
+        """The error for a message that never came. MPI still holds its buffer, so the group is unusable."""
         if work.peer == ANY_SOURCE:
             missing = "no rank has sent a matching message"
         elif work.name == "recv":
@@ -105,7 +105,7 @@ class Messages:
         if not 0 <= peer < self._comm.size:
             raise ValueError(f"found rank {peer}, expected a rank of the group, 0 to {self._comm.size - 1}")
         if not 0 <= tag <= self._highest_tag:
-            raise ValueError(f"found tag {tag}, expected 0 to {self._highest_tag}: this MPI has no more")
+            raise ValueError(f"found tag {tag}, expected 0 to {self._highest_tag}, the range of this MPI")
 
     def _post(
         self, name: str, buffers: Sequence[Tensor], tensors: Sequence[Tensor], peer: int, tag: int
@@ -169,7 +169,7 @@ class MessageWork(PythonMessageWork):
         self._future: Future[Any] | None = None
 
     def test(self) -> bool:
-        """Drive MPI once; whether the message has been delivered, or has failed."""
+        """Drive MPI once; return whether the message has been delivered or has failed."""
         if self._done or not self._testing.acquire(blocking=False):
             return self._done
         try:
@@ -199,7 +199,7 @@ class MessageWork(PythonMessageWork):
                     f"{self._messages.describe(self)} got {arrived} bytes, expected {nbytes}: pass a tensor of the "
                     "sender's size and dtype"
                 )
-            with torch.inference_mode():  # where tensors of both kinds can be written to, whatever thread this is
+            with torch.inference_mode():  # it can write to inference tensors and others, in any thread
                 for buffer, tensor in zip(self._buffers, self._tensors, strict=True):
                     if buffer is not tensor:
                         tensor.copy_(buffer)
@@ -213,7 +213,7 @@ class MessageWork(PythonMessageWork):
     # The names below are torch's.
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the buffer may be used again; raise what went wrong. A timeout of zero is the group's."""
+        """Block until the buffer may be used again, or raise the error. A timeout of zero means the group's."""
         if not self._done:
             start = time.perf_counter()
             limit = timeout.total_seconds() or self._messages.timeout
@@ -241,7 +241,7 @@ class MessageWork(PythonMessageWork):
         self.wait()
 
     def source_rank(self) -> int:
-        """The rank in the group that the message came from."""
+        """The group rank of the sender."""
         return self._statuses[0].Get_source()
 
     def get_future(self) -> Future[Any]:

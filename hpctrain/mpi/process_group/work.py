@@ -1,4 +1,4 @@
-"""An operation that was submitted, and its handle: what torch.distributed waits for."""
+"""The handle of a submitted operation, which torch.distributed waits for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.mpi.collectives.protocol import Collectives
 from hpctrain.mpi.transfer.operation import Operation
 
 Run = Callable[[Collectives], None]
-"""Does an operation's work; the calling thread or the group's worker calls it once."""
+"""Performs an operation; the calling thread or the group's worker calls it once."""
 
 
 class Driver(Protocol):
@@ -33,13 +33,13 @@ class MPIWork(Work):
     """The handle of the group's `number`-th collective operation. Thread-safe."""
 
     def __init__(self, driver: Driver, operation: Operation, run: Run, result: Any, number: int) -> None:
-        """result: what `result()` and the future give."""
+        """result: the value of `result()` and of the future."""
         super().__init__()
         self.operation, self.run, self.number = operation, run, number
         self._driver, self._result = driver, result
         self._done = False
         self._error: BaseException | None = None
-        # A lock that is held until the operation has finished: a cheaper Event.
+        # A lock, held until the operation has finished, is cheaper than an Event.
         self._running = threading.Lock()
         self._running.acquire()
         self._future: Future[Any] | None = None
@@ -53,9 +53,9 @@ class MPIWork(Work):
     # The names below are torch's.
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the operation has finished; raise its error.
+        """Block until the operation has finished, or raise its error.
 
-        timeout: zero means that the group's timeout holds.
+        timeout: zero means the group's timeout.
         """
         if not self._done:
             start = time.perf_counter()
@@ -67,7 +67,7 @@ class MPIWork(Work):
         return True
 
     def join(self, seconds: float) -> bool:
-        """Wait at most `seconds`; whether the operation has finished."""
+        """Wait at most `seconds`; return whether the operation has finished."""
         if self._running.acquire(timeout=max(seconds, 0.0)):
             self._running.release()
         return self._done
@@ -96,7 +96,7 @@ class MPIWork(Work):
 
 
 def settle(future: Future[Any], wait: Callable[[], bool], result: Callable[[], Any]) -> None:
-    """Give a future the outcome of a wait."""
+    """Set a future to the result or the error of a wait."""
     try:
         wait()
     except BaseException as error:

@@ -1,1 +1,1 @@
-"""The movement of bytes: a communicator's messages, a node's memory, and the wait for both under a time limit."""
+"""Moves bytes through a communicator's messages and a node's memory, and waits for both under a time limit."""

@@ -1,4 +1,4 @@
-"""Tensors as MPI sees them: ready, on the CPU, bytes at an address. MPI moves bytes, torch does arithmetic."""
+"""Tensors as MPI sees them: ready, on the CPU, bytes at an address. MPI moves the bytes, torch does the arithmetic."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _UNIT = 2**30  # bytes
 
 
 def ready(tensor: Tensor) -> Tensor:
-    """The plain CPU tensor behind `tensor`; waits for it if it is still the output of an asynchronous collective."""
+    """The plain CPU tensor behind `tensor`; waits if it is the output of a running asynchronous collective."""
     if isinstance(tensor, AsyncCollectiveTensor):
-        # Its own data pointer is null: the values are in what wait() returns.
+        # Its own data pointer is null; wait() returns the tensor with the values.
         tensor = tensor.wait()
     if not tensor.is_cpu:
         raise ValueError(
             f"found a tensor on {tensor.device}, expected one on the CPU: the mpi4py backend moves CPU memory; "
             "use a group with the nccl backend for GPU tensors, or tensor.cpu()"
         )
-    # Communication is no part of the graph, and arithmetic into a tensor that is would be refused.
+    # Communication is not part of the autograd graph, and torch refuses in-place arithmetic on a tensor of the graph.
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -46,7 +46,7 @@ def plain_like(tensor: Tensor) -> Tensor:
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """A plain tensor with one dim; the tensor itself if it has one already, since a view would slow a small message down."""
+    """A plain tensor with one dim; the tensor itself if it has one dim, since a view would slow down a small message."""
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
@@ -57,7 +57,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two plain tensors are the very same bytes."""
+    """Whether two plain tensors are the same bytes in memory."""
     return one.data_ptr() == other.data_ptr() and one.nbytes == other.nbytes
 
 
@@ -72,7 +72,7 @@ def message(tensor: Tensor) -> Any:
 
 @lru_cache(maxsize=64)
 def _large_type(nbytes: int) -> MPI.Datatype:
-    """One element that spans `nbytes`: whole units, then what is left."""
+    """One element that spans `nbytes`: whole units, then the rest."""
     units, rest = divmod(nbytes, _UNIT)
     unit = MPI.BYTE.Create_contiguous(_UNIT)
     whole = unit.Create_contiguous(units)

@@ -1,6 +1,6 @@
-"""A communicator, and the few movements of bytes over it from which collectives are built.
+"""A communicator and the basic transfers over it from which collectives are built.
 
-Every MPI call here is nonblocking and then waited for under the watch, so that a timeout can be kept.
+Every MPI call here is nonblocking. The wait for it runs under the watch, which enforces the time limit.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Channel:
         self.size = comm.size
         self._watch = watch
         self.others = [rank for rank in range(comm.size) if rank != comm.rank]
-        # The highest tag is ours; point-to-point messages of the user have the others.
+        # The highest tag is reserved for collectives; users' point-to-point messages have the others.
         self._tag = highest_tag()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def scratch(self, nbytes: int) -> Tensor:
-        """Memory of this channel, (nbytes,) uint8, valid until the next call; kept, since fresh pages are slow."""
+        """Memory of this channel, (nbytes,) uint8, valid until the next call. Cached, since fresh pages are slow."""
         if self._scratch.numel() < nbytes:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8)
         return self._scratch[:nbytes]
@@ -40,17 +40,17 @@ class Channel:
         self._wait([self.comm.Ibarrier()])
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """The root's bytes to all."""
+        """Copy the root's bytes to all ranks."""
         self._wait([self.comm.Ibcast(message(tensor), root)])
 
     def all_gather(self, output: Tensor, tensor: Tensor | None) -> None:
-        """Equal pieces of all ranks into `output`, (size * piece,), below 2 GiB; None: mine already lies there."""
+        """Gather equal pieces into `output`, (size * piece,), below 2 GiB. tensor: None if this rank's is in place."""
         memory = MPI.buffer.fromaddress(output.data_ptr(), output.nbytes)
         source = MPI.IN_PLACE if tensor is None else message(tensor)
         self._wait([self.comm.Iallgather(source, [memory, output.nbytes // self.size, MPI.BYTE])])
 
     def all_gather_pieces(self, output: Tensor, counts: Sequence[int], offsets: Sequence[int]) -> None:
-        """Unequal pieces, in bytes, that each lie at their place in every rank's `output` (below 2 GiB)."""
+        """Gather unequal pieces (in bytes); each rank's own is already in place in its `output` (below 2 GiB)."""
         memory = MPI.buffer.fromaddress(output.data_ptr(), output.nbytes)
         self._wait([self.comm.Iallgatherv(MPI.IN_PLACE, [memory, (counts, offsets), MPI.BYTE])])
 
@@ -60,9 +60,9 @@ class Channel:
         receives: Sequence[tuple[int, Tensor]],
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Plain tensors to and from single ranks; at most one each way per rank. Any size.
+        """Exchange plain tensors of any size with single ranks, at most one in each direction per rank.
 
-        meanwhile: what to do while they travel.
+        meanwhile: called during the transfer.
         """
         requests = [self.comm.Irecv(message(t), rank, self._tag) for rank, t in receives if t.nbytes]
         requests += [self.comm.Isend(message(t), rank, self._tag) for rank, t in sends if t.nbytes]
@@ -80,7 +80,7 @@ class Channel:
 
     def _wait(self, requests: list[MPI.Request]) -> None:
         if self._watch.all_here and self._watch.in_worker:
-            # MPI's own wait needs no Python, so it never takes the interpreter from the computing thread.
+            # MPI's own wait needs no Python, so it never takes the GIL from the computing thread.
             MPI.Request.Waitall(requests)
         else:
             self._watch.wait(requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests))

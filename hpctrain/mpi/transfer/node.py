@@ -1,9 +1,9 @@
-"""The ranks of a group that share a node's memory, and how they pass data through it.
+"""Passes data between the ranks of a group through the shared memory of their node.
 
-Work goes in rounds: every rank writes into its outbox, all `sync`, every rank reads the others' outboxes. Each rank has
-two outboxes, used in turn: while a slow rank still reads those of one round, the others already write the next, and
-nobody can be two rounds ahead. Tensors that were allocated here need no outbox: the others read them where they lie.
-Large tensors elsewhere are copied from their owner's memory, where the system allows it.
+Work goes in rounds: every rank writes into its outbox, all `sync`, every rank reads the others' outboxes. Each rank uses
+two outboxes in turn: while a slow rank still reads the outboxes of one round, the others already write the next. No rank
+can be two rounds ahead. Tensors allocated here need no outbox: the others read them in place. Other large tensors are
+copied from their owner's memory, if the system allows it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from hpctrain.mpi.transfer.peers import Peers
 from hpctrain.mpi.transfer.watch import Watch
 
 OUTBOX = 16 * 2**20
-"""Bytes that a rank can pass on in one round. Large, because on a busy machine every round costs a time slice and cores
-that share no cache pass fresh lines more slowly than memory does. Pages that nobody writes to are never allocated."""
+"""Bytes that a rank can pass on in one round. Large, because every round costs a time slice on a busy machine, and because
+cores without a common cache pass fresh lines more slowly than memory does. Pages never written are never allocated."""
 
-_LINE = 128  # bytes: what one rank writes and others poll stands in a cache line of its own, and its neighbour
-# Words of a line: the last round that the rank came to; by the round's parity, what it called and where its tensor lies.
+_LINE = 128  # bytes: the words that one rank writes and others poll have their own pair of cache lines
+# Words of a line: the last round that the rank reached; then, by the round's parity, its operation and its tensor's place.
 _ROUND, _DESCRIPTION, _PLACE = 0, 1, 3
-# Above these bits of a place stands which allocation it lies in, the first is 1; 0: these bits are its address.
+# The bits above these give the allocation, from 1; if they are 0, the place is an address.
 _OFFSET_BITS = 48
 _MOST_VIEWS = 64
-"""Cached views of the outboxes: a view takes a microsecond to make, which would slow a small message down."""
+"""Cached views of the outboxes: making a view takes a microsecond, which would slow down a small message."""
 
 
 class Node:
-    """Some ranks' shared memory; used by one thread at a time."""
+    """The shared memory of some ranks. Used by one thread at a time."""
 
     def __init__(self, comm: MPI.Comm, parts: list[Tensor], peers: Peers | None, watch: Watch) -> None:
-        """parts: each rank's memory, for its line and its outboxes. peers: where they can read each other's."""
+        """parts: each rank's memory, for its line and its outboxes. peers: None if ranks cannot read each other's memory."""
         self.rank, self.size, self.comm = comm.rank, comm.size, comm
         self._peers, self._watch = peers, watch
         self._round = 0
@@ -49,12 +49,12 @@ class Node:
 
     @staticmethod
     def create(comm: MPI.Comm, watch: Watch) -> Node | None:
-        """The node of ranks that MPI says can share memory; None where they cannot after all. Collective."""
+        """The node of ranks that can share memory according to MPI; None if they cannot after all. Collective."""
         parts = segment.create(comm, _LINE + 2 * OUTBOX)
         return None if parts is None else Node(comm, parts, Peers.create(comm), watch)
 
     def allocate(self, nbytes: int) -> Tensor | None:
-        """Zeros that the others can read where they lie, (nbytes,) uint8, as many on each rank. Collective."""
+        """Zeros that the others can read in place, (nbytes,) uint8, the same size on each rank. Collective."""
         parts = segment.create(self.comm, nbytes)
         if parts is None:
             return None
@@ -62,7 +62,7 @@ class Node:
         return parts[self.rank]
 
     def place(self, tensor: Tensor) -> int:
-        """Where a plain tensor lies, for `sync`: in the allocated memory, or at its address."""
+        """The place of a plain tensor, for `sync`: in the allocated memory, or else its address."""
         address = tensor.data_ptr()
         for index, parts in enumerate(self._allocated, 1):
             own = parts[self.rank]
@@ -73,7 +73,7 @@ class Node:
 
     @staticmethod
     def is_allocated(*places: int) -> bool:
-        """Whether those are places in the allocated memory."""
+        """Whether these are places in the allocated memory."""
         return all(place >> _OFFSET_BITS for place in places)
 
     @property
@@ -83,7 +83,7 @@ class Node:
         return [line[_PLACE + parity] for line in self._lines]
 
     def reaches(self, places: Sequence[int]) -> bool:
-        """Whether `fetch` can copy from there."""
+        """Whether `fetch` can copy from these places."""
         return all(self.is_allocated(place) or (place != 0 and self._peers is not None) for place in places)
 
     def at(self, rank: int, place: int, like: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Node:
         return self._allocated[(place >> _OFFSET_BITS) - 1][rank][offset : offset + like.nbytes].view(like.dtype)
 
     def fetch(self, rank: int, place: int, into: Tensor) -> None:
-        """Fill a plain tensor, flat, with what lies at that rank's place."""
+        """Fill a plain, flat tensor with the bytes at that rank's place."""
         if self.is_allocated(place):
             into.copy_(self.at(rank, place, into))
         elif self._peers is not None:
@@ -108,8 +108,8 @@ class Node:
         return self._outboxes[rank][self._round % 2]
 
     def boxes(self, dtype: torch.dtype, elements: int, first: int = 0) -> list[Tensor]:
-        """The outboxes of all ranks at the next `sync`, as `elements` of that dtype from the `first` on, flat; this
-        rank's is its own outbox."""
+        """The outboxes of all ranks at the next `sync`, this rank's own included: `elements` of that dtype from `first`
+        on, flat."""
         side = (self._round + 1) % 2
         views = self._views.get((dtype, elements, first, side))
         if views is None:
@@ -120,9 +120,9 @@ class Node:
         return views
 
     def sync(self, place: int = 0) -> None:
-        """Return when every rank is here. place: where the tensor lies that the others are to read from this rank.
+        """Return when every rank is here. place: of the tensor that the others will read from this rank.
 
-        The first time in an operation, check that it is the same on all.
+        The first call in an operation checks that the operation is the same on all ranks.
         """
         self._round += 1
         number, parity, mine = self._round, self._round % 2, self._lines[self.rank]
@@ -144,9 +144,9 @@ class Node:
             self._watch.check([line[_DESCRIPTION + parity] for line in self._lines])
 
     def _order_memory(self) -> None:
-        """A fence: others see earlier writes before later ones, and the same holds for reads.
+        """A fence: other ranks see earlier writes before later ones; likewise for reads.
 
-        x86 orders by itself. On ARM and POWER, giving a lock up and taking it is a fence in both directions.
+        x86 needs no fence. On ARM and POWER, releasing and acquiring a lock is a fence in both directions.
         """
         self._fence.release()
         self._fence.acquire()

@@ -1,4 +1,4 @@
-"""A rank's announcement of a collective operation, by which the ranks check that all called the same."""
+"""A rank's announcement of a collective operation. The ranks compare them to check that all called the same."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 class Operation:
     """One collective operation of a group.
 
-    nbytes: bytes this rank puts in. agreed_bytes: a size that must be equal on all ranks; 0 where it may differ.
-    meet_first: all ranks exchange a description before any data moves, whatever the size. It tells a mistake from a
-    slow rank and lets a rank sleep until the others are there.
+    nbytes: this rank's input. agreed_bytes: a size that must be equal on all ranks; 0 if it may differ.
+    meet_first: all ranks exchange a description before any data moves, whatever the size. This distinguishes a mistake
+    from a slow rank and lets a rank sleep until the others are there.
     """
 
     name: str
@@ -51,14 +51,19 @@ class Operation:
         kind = _NAME_NUMBERS[self.name] << 8 | _DTYPE_NUMBERS[self.dtype]
         return kind << _SIZE_BITS | self.agreed_bytes
 
+    @property
+    def told(self) -> str:
+        """For messages."""
+        return f"{self.name} of {self.nbytes} bytes, {str(self.dtype).removeprefix('torch.')}"
+
 
 def describe(description: int) -> str:
-    """The content of Operation.description, as words."""
+    """Operation.description in words."""
     kind, nbytes = description >> _SIZE_BITS, description & (1 << _SIZE_BITS) - 1
     dtype = str(_DTYPES[kind & 255]).removeprefix("torch.")
     return f"{NAMES[kind >> 8]}({dtype}{f', {nbytes} bytes' if nbytes else ''})"
 
 
 def disagreement(descriptions: Sequence[int], ranks: Sequence[int]) -> str:
-    """Who called what, where the descriptions differ."""
+    """The differing calls, by rank."""
     return ", ".join(f"rank {rank} {describe(d)}" for rank, d in zip(ranks, descriptions, strict=True))

@@ -1,7 +1,7 @@
-"""Reads the memory of a node's other processes where it lies: one copy, without any action of its owner.
+"""Reads the memory of other processes on the node directly: one copy, and the owner need not act.
 
-Linux does it (process_vm_readv(2)) for processes of one user, unless a security module (Yama's ptrace_scope), a
-container's filter or different process numbers forbid; so it is tried once before it is relied on.
+Linux allows it (process_vm_readv(2)) between processes of one user, unless a security module (Yama's ptrace_scope), a
+container's filter or different process numbers prevent it. So it is tried once before use.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Peers:
         readable = _readv is not None and all(
             peers._finds(rank, address, wanted) for rank, (_, address, wanted) in enumerate(there)
         )
-        # All tokens stay until all ranks have looked.
+        # All tokens stay alive until all ranks have read them.
         return peers if values.on_all(comm, readable) else None
 
     def read(self, rank: int, address: int, into: Tensor) -> None:
-        """Fill a plain tensor with what lies at an address of that rank's process. Any size.
+        """Fill a plain tensor of any size with the bytes at an address of that rank's process.
 
-        Raises CommunicationError when the process is gone, or has freed that memory.
+        Raises CommunicationError if the process is gone or has freed that memory.
         """
         start, rest = into.data_ptr(), into.nbytes
         while rest:

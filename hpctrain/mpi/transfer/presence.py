@@ -1,4 +1,4 @@
-"""Positions of the ranks: a rank whose operation times out names the ranks that have not entered it.
+"""The positions of the ranks, so that an operation that times out can name the ranks that have not entered it.
 
 Nothing is exchanged on the fast path. A rank that has waited for PUBLISH_AFTER seconds writes its position (operation
 number and name) into the group's store. A rank whose time is up reads all positions.
@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import Store
 from hpctrain.mpi.errors import name_ranks
 
 PUBLISH_AFTER = 1.0  # seconds of waiting
-# A rank that entered just before our time was up publishes this much later; so we listen a little longer.
+# A rank that enters just before our timeout publishes PUBLISH_AFTER later, so we listen a little longer.
 LISTEN = PUBLISH_AFTER + 0.5  # seconds
 
 
@@ -33,28 +33,28 @@ class Presence:
 
     @property
     def here(self) -> str:
-        """This rank, for a message."""
+        """This rank, for messages."""
         return f"rank {self._ranks[self._group_rank]} ({socket.gethostname()})"
 
     @property
     def group(self) -> str:
-        """This group, for a message."""
+        """This group, for messages."""
         return f"group {self._group_name!r} ({name_ranks(self._ranks)})"
 
     def global_rank(self, group_rank: int) -> int:
-        """The rank in the world of a rank of this group."""
+        """The global rank of a rank of this group."""
         return self._ranks[group_rank]
 
     def publish(self, number: int, name: str) -> None:
-        """Say that this rank waits in operation `number`, called `name`."""
+        """Publish that this rank waits in operation `number`, called `name`."""
         try:
             self._store.set(f"position/{self._group_rank}", f"{number} {name}")
         except RuntimeError:
-            # The store's host has left. Whoever reports the timeout will say so; waiting goes on until then.
+            # The store's host has left. The timeout report will say so; waiting goes on until then.
             return
 
     def roll_call(self, number: int, name: str) -> str:
-        """Say who has not entered operation `number`: waits up to LISTEN seconds for late publications."""
+        """A description of the ranks that have not entered operation `number`. Waits up to LISTEN seconds for late ones."""
         self.publish(number, name)
         give_up = time.monotonic() + LISTEN
         try:

@@ -1,7 +1,7 @@
-"""Memory that all ranks of a node see: an anonymous file, mapped by each of them.
+"""Memory that all ranks of a node share: an anonymous file, mapped by each rank.
 
-Anonymous (memfd_create), not an MPI window or a file in /dev/shm: it is not bounded by the 64 MB that many containers
-give to /dev/shm (where one page too many is a SIGBUS), needs nothing of the MPI library, and is gone with the last rank.
+The file is anonymous (memfd_create), not an MPI window or a file in /dev/shm, for three reasons. Many containers limit
+/dev/shm to 64 MB, and one page too many is a SIGBUS. The MPI library need not support it. And it is gone with the last rank.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hpctrain.mpi.library import MPI
 
 
 def create(comm: MPI.Comm, nbytes: int) -> list[Tensor] | None:
-    """Zeros that all ranks of `comm` share, (nbytes,) uint8 for each of them; None where that is not possible.
+    """Zeros that all ranks of `comm` share, (nbytes,) uint8 for each of them; None if that is not possible.
 
-    Collective; `nbytes` is the same on all. The memory lives as long as one of the tensors on some rank.
+    Collective; `nbytes` is equal on all ranks. The memory lives as long as one of the tensors on any rank.
     """
     whole = nbytes * comm.size
     descriptor, found = None, None
@@ -36,12 +36,12 @@ def create(comm: MPI.Comm, nbytes: int) -> list[Tensor] | None:
         os.close(descriptor)
     if memory is None or not everybody:
         return None
-    # a storage for each: a rank's own memory does not count that of others
+    # one storage per rank: memory accounting of a rank must not count the others' parts
     return [torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=r * nbytes) for r in range(comm.size)]
 
 
 def _anonymous_file(size: int, token: bytes) -> int | None:
-    """A descriptor of a file of `size` bytes that ends with `token`."""
+    """The descriptor of a file of `size` bytes that ends with `token`."""
     if not hasattr(os, "memfd_create"):
         return None  # not Linux
     try:
@@ -53,7 +53,7 @@ def _anonymous_file(size: int, token: bytes) -> int | None:
 
 
 def _open(process: int, descriptor: int | None, token: bytes, nbytes: int) -> mmap.mmap | None:
-    """The file, mapped; None where it is out of reach: a container of its own process numbers finds another, or none."""
+    """The mapped file; None if it is out of reach: a container with its own process numbers finds another file or none."""
     with suppress(OSError, ValueError), open(f"/proc/{process}/fd/{descriptor}", "r+b", buffering=0) as file:
         memory = mmap.mmap(file.fileno(), nbytes + len(token))
         return memory if memory[nbytes:] == token else None

@@ -1,4 +1,4 @@
-"""Waiting without occupying a core that another process could use."""
+"""Waits without occupying a core that another process could use."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _SPIN = 100e-6  # seconds of testing without sleep: longer than a small message 
 _LONGEST_SLEEP = 1e-3  # seconds
 _SHORT_SLEEP = 50e-6  # seconds
 _TESTS_PER_LOOK = 8  # tests between two looks at the clock
-# Before the first yield: on a busy machine the core that is given away comes back milliseconds later.
+# Tests before the first yield: on a busy machine a yielded core comes back milliseconds later.
 _EAGER_TESTS = 50  # some 20 microseconds
 
 
 class Patience(enum.Enum):
     """How to spend the time between two tests.
 
-    NONE: yield only. SHORT: sleep, but shortly. LONG: after a moment of yielding, sleep for longer and longer: a tenth
-    of the time waited so far, so that latency suffers by at most as much.
+    NONE: only yield. SHORT: sleep briefly. LONG: yield for a moment, then sleep a tenth of the time waited so far, so
+    that latency grows by at most a tenth.
     """
 
     NONE = enum.auto()
@@ -35,7 +35,7 @@ def wait_until(
     notice_after: float,
     notice: Callable[[], None],
 ) -> bool:
-    """Call `test` until it is true; False if that took beyond `deadline` (on time.perf_counter()).
+    """Call `test` until it is true; return False if `deadline` (on time.perf_counter()) passes first.
 
     notice: called once after `notice_after` seconds.
     """
@@ -46,7 +46,7 @@ def wait_until(
     noticed = False
     while True:
         for _ in range(1 if patience is Patience.SHORT else _TESTS_PER_LOOK):
-            # Where ranks outnumber cores, the rank that we wait for needs this one.
+            # If ranks outnumber cores, the rank that we wait for needs this core.
             os.sched_yield()
             if test():
                 return True

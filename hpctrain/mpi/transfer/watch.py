@@ -1,10 +1,10 @@
-"""Watches over the operation that a group is running: its time limit, and who is missing when the time is up.
+"""Watches the running operation of a group: its time limit, and the missing ranks when it times out.
 
-Waiting follows one of three policies, because the policy decides how much processor time is taken from computation:
+Waiting follows one of three policies. They differ in the processor time that they take from computation:
 
-- not everybody is known to be here: test, yield, and sleep for longer and longer;
-- everybody is here, the caller itself drives: test and yield, since any sleep would hold up the transfer;
-- everybody is here, the worker thread drives: short sleeps, since backward wants the core more than the transfer does.
+- some ranks may be missing: test, yield, and sleep for longer and longer;
+- all ranks are here and the caller drives: test and yield, since any sleep would delay the transfer;
+- all ranks are here and the worker thread drives: sleep briefly, since backward needs the core more than the transfer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Watch:
             raise self.overdue(self.operation, self._number, self.operation.timeout)
 
     def check(self, descriptions: list[int]) -> None:
-        """Everybody is here. Raises OperationMismatchError unless all ranks called the same; in rank order."""
+        """All ranks are here. Raises OperationMismatchError unless all called the same. descriptions: in rank order."""
         self.all_here = True
         mine = self.operation.description
         if any(description != mine for description in descriptions):
@@ -56,7 +56,7 @@ class Watch:
             )
 
     def overdue(self, operation: Operation, number: int, seconds: float) -> CommunicationTimeoutError:
-        """The error that says which operation timed out and who is missing; takes a second or two to find out."""
+        """The error that names the operation and the missing ranks. Finding them takes a second or two."""
         missing = self.presence.roll_call(number, operation.name)
         return CommunicationTimeoutError(
             f"{operation.name} (number {number} of {self.presence.group}) did not finish within "

@@ -1,4 +1,4 @@
-"""What is computed again: the model's blocks, and what that must not do twice."""
+"""Finds the blocks to recompute, and keeps a second forward from changing buffers twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.api import ModelSpec, UsageError, buffers_of, version_of
 
 
 def blocks_of(module: nn.Module, spec: ModelSpec, mode: str) -> list[nn.Module]:
-    """Raises UsageError for a model that has none."""
+    """The blocks of the model. Raises UsageError if it has none."""
     blocks = spec.blocks(module)
     if not blocks:
         raise UsageError(
@@ -23,17 +23,19 @@ def blocks_of(module: nn.Module, spec: ModelSpec, mode: str) -> list[nn.Module]:
     return blocks
 
 
-class Buffers:
-    """The buffers of a block, such as the running statistics of BatchNorm or the vectors of a spectral norm: a forward in
-    backward begins with what the first one began with, and leaves them alone."""
+class BlockBuffers:
+    """The buffers of a block, such as the running statistics of BatchNorm or the vectors of a spectral norm.
+
+    The recomputation starts with the values that the first forward started with, and leaves the buffers unchanged.
+    """
 
     def __init__(self, block: nn.Module):
         self._owners = [module for module in block.modules() if buffers_of(module)]
         self._changing: set[tuple[nn.Module, str]] | None = None
-        """Those that a forward is known to change; None before the first one."""
+        """The buffers that a forward changes; None before the first forward."""
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """One for a forward, one for the same forward in backward: torch.utils.checkpoint's `context_fn`."""
+        """The `context_fn` of torch.utils.checkpoint: contexts for a forward, and for its recomputation."""
         again = _Again()
         return self._noting(again), again
 
@@ -41,7 +43,7 @@ class Buffers:
     def _noting(self, again: _Again) -> Iterator[None]:
         known = self._changing
         before = [
-            # what is only read, a mask say, is copied once, before anything is known
+            # the first forward copies every buffer; later ones skip those that are only read, such as masks
             (
                 owner,
                 name,
@@ -55,7 +57,7 @@ class Buffers:
         ]
         yield
         for owner, name, buffer, version, value in before:
-            # batch and instance norms write their statistics unnoticed by the version counter
+            # batch and instance norms write their statistics without the version counter
             unnoticed = owner.training and getattr(owner, "track_running_stats", False)
             if unnoticed or buffers_of(owner)[name] is not buffer or version_of(buffer) != version:
                 again.began_with.append((owner, name, value))
@@ -63,9 +65,9 @@ class Buffers:
 
 
 class _Again(AbstractContextManager[None]):
-    """What the forward has changed is changed in copies now.
+    """Redirects changes of buffers to copies.
 
-    Entered once for each backward, of which some pipeline schedules have two.
+    Entered once per backward; some pipeline schedules run two.
     """
 
     def __init__(self) -> None:
@@ -77,7 +79,7 @@ class _Again(AbstractContextManager[None]):
         for owner, name, value in self.began_with:
             buffers_of(owner)[name] = _copy(value)
 
-    def __exit__(self, *exception: object) -> None:  # torch leaves by one as soon as it has all that it needs
+    def __exit__(self, *exception: object) -> None:  # torch leaves by an exception as soon as it has all it needs
         for owner, name, buffer in self._kept:
             buffers_of(owner)[name] = buffer
 

@@ -1,4 +1,4 @@
-"""`none` keeps every activation; `full` keeps a block's input only and computes the block again in backward
+"""`none` keeps every activation; `full` keeps only a block's input and computes the block again in backward
 (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016)."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, Plan, Problem, accelerator, hookimpl
-from hpctrain_plugins.activation_checkpointing.blocks import Buffers, blocks_of
+from hpctrain_plugins.activation_checkpointing.blocks import BlockBuffers, blocks_of
 from hpctrain_plugins.activation_checkpointing.partition import Partition
 
 LOG = logging.getLogger("hpctrain")
@@ -54,18 +54,18 @@ class Full(ActivationCheckpointing):
     def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
         blocks, keeping = blocks_of(module, spec, self.name), self._keeping(replicas)
         for block in blocks[:: self.options.every]:
-            # the bound method is replaced, not the module wrapped: parameter names stay as they are
-            block.forward = partial(_recomputed, keeping, Buffers(block).contexts, block.forward)
+            # replaces the bound method instead of wrapping the module, so parameter names do not change
+            block.forward = partial(_recomputed, keeping, BlockBuffers(block).contexts, block.forward)
 
     def _keeping(self, replicas: DeviceMesh | None) -> Callable[[], AbstractContextManager[object]]:
-        """What is entered where a block's inputs are saved."""
+        """The context in which a block's inputs are saved."""
         if self.options.partition_activations and replicas is not None:
             partition = Partition(replicas.get_group(), self.options.offload)
             return partial(saved_tensors_hooks, partition.pack, partition.unpack)
         if self.options.partition_activations:
             LOG.warning(
-                "[activation_checkpointing] partition_activations: no ranks hold the same inputs of blocks, so it saves "
-                "nothing; those of [parallelism] tensor without sequence_parallel do"
+                "[activation_checkpointing] partition_activations has no effect: no ranks hold the same inputs of blocks, as "
+                "ranks of [parallelism] tensor without sequence_parallel do"
             )
         return partial(save_on_cpu, pin_memory=accelerator() is not None) if self.options.offload else nullcontext
 
@@ -77,7 +77,7 @@ def _recomputed(
     *inputs: Any,
     **options: Any,
 ) -> Any:
-    # what checkpoint saves are the inputs; what it computes again is not saved by hooks from outside
+    # checkpoint saves only the inputs; hooks from outside do not see recomputed tensors
     with keeping():
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
 

@@ -1,4 +1,4 @@
-"""Of an activation that several ranks hold alike each keeps a part until backward, where they gather it again
+"""Partitions an activation that several ranks hold: each keeps a part until backward, where they gather it again
 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 6.1)."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hpctrain.api import is_accelerator
 
 
 @dataclass(frozen=True)
-class Part:
-    """A rank's equal share of a flattened tensor; the last ones' may end with zeros."""
+class Share:
+    """A rank's equal share of a flattened tensor. The last shares may be padded with zeros."""
 
     values: Tensor
     shape: torch.Size
@@ -24,7 +24,7 @@ class Part:
 
 
 class Partition:
-    """What `torch.autograd.graph.saved_tensors_hooks` takes, for tensors that are the same on all ranks of `group`."""
+    """Hooks for `torch.autograd.graph.saved_tensors_hooks`, for tensors that are equal on all ranks of `group`."""
 
     def __init__(self, group: dist.ProcessGroup, offload: bool) -> None:
         """offload: keep the parts in host memory."""
@@ -32,7 +32,7 @@ class Partition:
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Any:
-        """This rank's part; whatever is no activation (a mask, positions) as it is."""
+        """This rank's part of an activation; other tensors (a mask, positions) unchanged."""
         if not tensor.requires_grad or isinstance(tensor, DTensor):
             return tensor
         share = -(-tensor.numel() // self._group.size())
@@ -42,12 +42,12 @@ class Partition:
             share, dtype=tensor.dtype, device="cpu" if self._offload else tensor.device, pin_memory=pinned
         )
         values[: len(mine)] = mine
-        return Part(values, tensor.shape, tensor.device)
+        return Share(values, tensor.shape, tensor.device)
 
     @torch.no_grad()
     def unpack(self, packed: Any) -> Tensor:
-        """The whole tensor; collective over the group."""
-        if not isinstance(packed, Part):
+        """The full tensor. Collective over the group."""
+        if not isinstance(packed, Share):
             return packed  # type: ignore[no-any-return]
         mine = packed.values.to(packed.device)
         whole = mine.new_empty(len(mine) * self._group.size())

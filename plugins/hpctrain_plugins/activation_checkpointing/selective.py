@@ -25,7 +25,7 @@ from hpctrain.api import (
     hookimpl,
     is_mutable,
 )
-from hpctrain_plugins.activation_checkpointing.blocks import Buffers, blocks_of
+from hpctrain_plugins.activation_checkpointing.blocks import BlockBuffers, blocks_of
 
 _EXPENSIVE = [
     "mm",
@@ -44,17 +44,17 @@ class SelectiveOptions(Options):
 
 
 class Selective(ActivationCheckpointing):
-    """Recompute blocks in backward, but for some operators."""
+    """Recompute blocks in backward, except for some operators."""
 
     name = "selective"
-    is_compiled = True  # compiled code has no operators that could be told apart from outside
+    is_compiled = True  # in compiled code, operators are not visible from outside
     Options = SelectiveOptions
     options: SelectiveOptions
 
     def problems(self, plan: Plan) -> list[Problem]:
         split = [name for name, plugin in plan.parallelism.items() if plugin.traits.splits_backward]
-        if split:  # torch's selective checkpoint gives what it kept to one backward only
-            why = f"the schedule of {split[0]} takes the backward of a block apart, and what is kept can be used once"
+        if split:  # torch's selective checkpoint gives kept outputs to one backward only
+            why = f"the schedule of {split[0]} splits the backward of a block, and kept outputs can be used only once"
             return [Problem(f'{why}; use mode = "full", or another schedule')]
         unknown = [name for name in self.options.keep if not hasattr(torch.ops.aten, name)]
         if unknown:
@@ -71,14 +71,14 @@ class Selective(ActivationCheckpointing):
         blocks = blocks_of(module, spec, self.name)
         kept = {getattr(torch.ops.aten, name) for name in self.options.keep}
         for block in blocks:
-            # the bound method is replaced, not the module wrapped: parameter names stay as they are
-            block.forward = partial(_recomputed, kept, Buffers(block).contexts, block.forward)
+            # replaces the bound method instead of wrapping the module, so parameter names do not change
+            block.forward = partial(_recomputed, kept, BlockBuffers(block).contexts, block.forward)
 
 
 def _recomputed(
     kept: set[Any], sparing: Callable[[], Any], forward: Callable[..., Any], *inputs: Any, **options: Any
 ) -> Any:
-    # a frame of our own: Dynamo compiles none of torch.utils.checkpoint's, and nothing that is called from there
+    # a frame of our own: Dynamo skips the frames of torch.utils.checkpoint and everything called from them
     contexts: Callable[[], Any] = partial(_both, sparing, partial(_selecting, kept))
     if torch.compiler.is_compiling():
         contexts = partial(_strictly_selecting, kept)
@@ -86,7 +86,7 @@ def _recomputed(
 
 
 def _strictly_selecting(kept: set[Any]) -> tuple[Any, Any]:
-    """`context_fn` of torch's own, which fails where backward runs an operator that forward did not run."""
+    """torch's own `context_fn`, which fails if backward runs an operator that forward did not run."""
 
     def policy(_: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if _is_kept(operator, kept) else CheckpointPolicy.PREFER_RECOMPUTE
@@ -95,7 +95,7 @@ def _strictly_selecting(kept: set[Any]) -> tuple[Any, Any]:
 
 
 def _is_kept(operator: Any, kept: set[Any]) -> bool:
-    """Not where it writes into memory of the caller's, as compiled code has it (`mm(out=)`), which may change afterwards."""
+    """Whether to keep the outputs. Not if they lie in the caller's memory (`mm(out=)` in compiled code), which may change."""
     return getattr(operator, "overloadpacket", None) in kept and not is_mutable(operator)
 
 
@@ -105,10 +105,10 @@ def _selecting(kept: set[Any]) -> tuple[Any, Any]:
 
 
 class _Again(TorchDispatchMode):
-    """Takes from `giving` what was kept, and computes the rest, whatever that is.
+    """Takes kept outputs from `giving`, and computes everything else.
 
-    It need not be what forward computed: a unit of stage 3 inside a block is gathered here where forward found it
-    gathered ahead, or the other way round.
+    The rest may differ from what forward computed: a unit of stage 3 inside a block may be gathered here although it was
+    already gathered in forward, or the other way round.
     """
 
     def __init__(self, kept: set[Any], giving: Any) -> None:
@@ -128,7 +128,7 @@ class _Again(TorchDispatchMode):
 def _both(
     outer: Callable[[], Any], inner: Callable[[], Any]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """`context_fn` of two. Compiled code needs the inner one only: it changes buffers when all is done, once."""
+    """Combines two `context_fn`s. Compiled code needs only the inner one: it writes buffers once, at its end."""
     (outer_forward, outer_again), (inner_forward, inner_again) = outer(), inner()
     return _nested(outer_forward, inner_forward), _nested(outer_again, inner_again)
 

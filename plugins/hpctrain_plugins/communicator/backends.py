@@ -1,4 +1,4 @@
-"""The communicators mpi, nccl, and auto, which takes the best that is available."""
+"""The communicators mpi, nccl, and auto, which chooses the best available one."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from hpctrain.api import (
 )
 
 _GPU = "cuda"
-"""What torch calls the accelerators that NCCL serves. It is NVIDIA's own library and knows no others."""
+"""torch's name for the accelerators that NCCL, NVIDIA's own library, supports."""
 
 
 class MPIOptions(Options):
     shared_memory: bool = Field(
-        default=True, description="ranks of a node pass data through memory that they share, not through MPI"
+        default=True, description="ranks of a node pass data through shared memory, not through MPI"
     )
-    hierarchical: bool = Field(
-        default=True,
-        description="large collectives over several nodes go through each node's memory first, and each rank takes a "
-        "slice over the network; needs shared_memory, and as many ranks on each node",
+    hierarchical: bool | None = Field(
+        default=None,
+        description="large collectives over several nodes go through each node's memory first, and each rank moves a "
+        "slice over the network; needs shared_memory, and equally many ranks on each node (default: as shared_memory)",
     )
 
     @model_validator(mode="after")
     def _nodes_need_their_memory(self) -> MPIOptions:
-        if "hierarchical" in self.model_fields_set and self.hierarchical and not self.shared_memory:
+        if self.hierarchical and not self.shared_memory:
             raise ValueError("hierarchical = true needs shared_memory = true, found false")
         return self
 
@@ -65,7 +65,7 @@ class MPI(Communicator):
         return f"cpu:{mpi_backend()}"
 
     def backend_options(self) -> MPISettings:
-        return MPISettings(self.options.shared_memory, self.options.hierarchical)
+        return MPISettings(self.options.shared_memory, self.options.hierarchical is not False)
 
     def device(self, identity: Identity) -> torch.device:
         return torch.device("cpu")
@@ -84,7 +84,7 @@ class NCCL(Communicator):
         if not dist.is_nccl_available():
             return "this torch was built without NCCL"
         visible, identity = accelerator_count(), machine.identity
-        # one visible GPU per task is what srun --gpus-per-task gives
+        # srun --gpus-per-task makes one GPU visible per task
         if visible < identity.local_size and visible != 1:
             return f"node {identity.node} has {identity.local_size} ranks and {visible} GPUs"
         return None
@@ -96,7 +96,7 @@ class NCCL(Communicator):
         return device_of_rank(identity.local_rank)
 
 
-class Auto(Communicator):
+class AutoCommunicator(Communicator):
     """The available communicator with the highest preference."""
 
     name = "auto"
@@ -111,7 +111,7 @@ class Auto(Communicator):
         raise EnvironmentUnfitError(f"no communicator is available ({reasons})")
 
     def backend(self) -> str:
-        raise EnvironmentUnfitError("auto is no backend itself: it chooses one")
+        raise EnvironmentUnfitError("auto has no backend itself: it chooses a communicator")
 
     def device(self, identity: Identity) -> torch.device:
         raise EnvironmentUnfitError("auto has no device itself: it chooses a communicator")
@@ -119,4 +119,4 @@ class Auto(Communicator):
 
 @hookimpl
 def hpctrain_communicator() -> list[type[Communicator]]:
-    return [MPI, NCCL, Auto]
+    return [MPI, NCCL, AutoCommunicator]

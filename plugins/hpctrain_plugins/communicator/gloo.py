@@ -1,4 +1,4 @@
-"""The communicator gloo: torch's own, over TCP, encrypted where torch was built for that."""
+"""The communicator gloo: torch's own, over TCP, with encryption if torch was built with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TLS(Options):
     authority: Path = Field(description="the certificate of the authority that signed all ranks' certificates")
 
     def variables(self) -> dict[str, str]:
-        """Gloo's own settings; it reads them once in a process."""
+        """Gloo's environment variables; it reads them once per process."""
         return {
             "GLOO_DEVICE_TRANSPORT": "TCP_TLS",
             "GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT": str(self.certificate),
@@ -63,14 +63,14 @@ class Gloo(Communicator):
 
 
 def _without_tls(tls: TLS) -> str | None:
-    """Why gloo can't encrypt here. Another process tries: in this one gloo would remember what it was told."""
+    """The reason why gloo can't encrypt here. Tried in another process: in this one, gloo would keep the settings."""
     for file in (tls.certificate, tls.key, tls.authority):
         if not os.access(file, os.R_OK):
             return f"[communicator] tls: {file} can't be read"
     if gloo_transport() not in (None, "TCP_TLS"):
         return (
-            "[communicator] tls: an earlier job of this process used gloo without it, and gloo reads its settings once; start this "
-            "job in a process of its own"
+            "[communicator] tls: an earlier job of this process used gloo without TLS, and gloo reads its settings once; start "
+            "this job in a new process"
         )
     environment = {**os.environ, **tls.variables()}
     try:
@@ -78,7 +78,7 @@ def _without_tls(tls: TLS) -> str | None:
             [sys.executable, "-c", _PROBE], env=environment, capture_output=True, text=True, timeout=_PROBE_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return f"[communicator] tls: gloo did not come up within {_PROBE_SECONDS} s"
+        return f"[communicator] tls: gloo did not start within {_PROBE_SECONDS} s"
     if tried.returncode == 0:
         return None
     if "unsupported gloo device" in tried.stderr:

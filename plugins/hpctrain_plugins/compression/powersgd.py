@@ -1,8 +1,8 @@
-"""`powersgd`: each matrix travels as two narrow ones.
+"""`powersgd`: sends each matrix as two narrow factors.
 
-Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019. With
-M a rank's gradient plus what it kept, (rows, columns), and Q from the step before, (columns, rank):
-P = orthonormal(sum of M Q), Q = sum of M^T P; the sum of M becomes P Q^T, and the rank keeps M - P P^T M.
+Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019. Let
+M be a rank's gradient plus its residual, (rows, columns), and Q the factor of the previous step, (columns, rank). Then
+P = orthonormal(sum of M Q) and Q = sum of M^T P. The sum of M becomes P Q^T, and the rank's residual is M - P P^T M.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hpctrain.api import (
 
 
 class PowerSGDOptions(CompressionOptions):
-    rank: int = Field(default=16, ge=1, description="columns of the narrow matrices: more is nearer to the gradient")
+    rank: int = Field(default=16, ge=1, description="columns of the narrow factors: more are closer to the gradient")
 
 
 class PowerSGD(LossyCompression):
-    """Send each matrix as a product of two narrow ones (one power iteration per step); error feedback."""
+    """Send each matrix as a product of two narrow factors (one power iteration per step); error feedback."""
 
     name = "powersgd"
     Options = PowerSGDOptions
@@ -44,11 +44,11 @@ class PowerSGD(LossyCompression):
 
     def problems(self, plan: Plan) -> list[Problem]:
         if not plan.sharding.tells_spans:
-            why = f"sharding {plan.sharding.name} does not tell which matrices lie in a bucket"
+            why = f"sharding {plan.sharding.name} does not say which matrices are in a bucket"
             return [Problem(f'{why}; use stage = 2 or less, or name = "bf16"')]
         axes = plan.model_axes or {}
         if sum(axes.get(axis, 1) > 1 for axis in plan.data_axes) > 1:
-            why = "hybrid sharding sums slices of the parameters over the replicas, and these are no matrices"
+            why = "hybrid sharding sums slices of parameters over the replicas, and slices are not matrices"
             return [Problem(f'{why}; use stage = 0, replicate = 1 or name = "top-k"')]
         return []
 
@@ -58,7 +58,7 @@ class PowerSGD(LossyCompression):
 
 @dataclass
 class Matrix:
-    """A gradient of two dims or more as a matrix, (rows, columns): the first dim, and the others."""
+    """A gradient of two or more dims as a matrix, (rows, columns): the first dim, and all others."""
 
     span: Span
     rows: int
@@ -68,7 +68,7 @@ class Matrix:
 
     @staticmethod
     def of(span: Span, rank: int, like: Tensor) -> Matrix | None:
-        """None where the two factors are no smaller than the gradient."""
+        """The matrix of a gradient; None if the two factors would not be smaller."""
         shape = span.piece.tensor.shape
         rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, span.numel)
         if (rows + columns) * rank >= rows * columns:
@@ -80,21 +80,21 @@ class Matrix:
         return self.span.view(flat).view(self.rows, self.columns)
 
     def follow(self, factor: Tensor) -> None:
-        """Begin the next step with these columns, of length 1; one that vanished would stay so, and is drawn anew."""
+        """Start the next step with these columns, normalized. A zero column would stay zero, so it is drawn again."""
         lengths = factor.norm(dim=0)
         fresh = _drawn(self.span.piece.name, *factor.shape).to(factor)
         self.factor.copy_(torch.where(lengths == 0, fresh, factor / lengths))
 
     @property
     def name(self) -> str:
-        """Of the factor in a checkpoint. A rectangle has one of its own: where nothing is cut, the name says nothing."""
+        """The factor's name in a checkpoint. It includes the place of a rectangle, and only the tensor's name if uncut."""
         piece = self.span.piece
         place = "" if piece.tensor.shape == piece.shape else "-".join(map(str, piece.offsets)) + "/"
         return f"factor/{place}{piece.name}"
 
 
 class PowerSGDCompressor(Compressor):
-    """Sends P of all matrices and what is no matrix in one all-reduce, then Q of all matrices."""
+    """Sends all P and the gradients that are not matrices in one all-reduce, then all Q."""
 
     def __init__(self, bucket: GradientBucket, group: dist.ProcessGroup, rank: int) -> None:
         super().__init__(bucket, group)
@@ -119,7 +119,8 @@ class PowerSGDCompressor(Compressor):
             matrix.follow(factor)
 
     def _keep(self, gradients: Tensor, bases: list[Tensor], mine: list[Tensor], scale: float) -> None:
-        """What of the own matrices the bases do not reach; of the rest, nothing (a checkpoint may have had some)."""
+        """Keep the part of this rank's matrices outside of the bases. Clear the residual of other gradients, which a
+        checkpoint may have set."""
         for span in self._whole:
             span.view(self._residual.flat).zero_()
         for matrix, basis, factor in zip(self._matrices, bases, mine, strict=True):
@@ -127,7 +128,7 @@ class PowerSGDCompressor(Compressor):
         self._residual.unscale(scale)
 
     def _sum(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The sum of each over the ranks."""
+        """The sum of each tensor over the ranks."""
         if not tensors:
             return []
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -146,13 +147,13 @@ class PowerSGDCompressor(Compressor):
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """Columns of the same span, orthonormal."""
+    """Orthonormal columns with the same span."""
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis
 
 
 def _drawn(name: str, rows: int, columns: int) -> Tensor:
-    """The same numbers on all ranks."""
+    """Random columns, equal on all ranks."""
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(crc32(name.encode())))
 
 

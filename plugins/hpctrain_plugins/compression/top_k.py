@@ -1,7 +1,7 @@
 """`top-k`: each rank sends the largest elements of its gradients, and keeps the rest for later.
 
 Stich et al., "Sparsified SGD with Memory", 2018; Lin et al., "Deep Gradient Compression", 2018. The elements are chosen
-per parameter: ranks that hold the same parameter beside different others (tensor parallelism) must choose the same.
+per parameter: with tensor parallelism, ranks hold the same parameter in different buckets and must choose the same elements.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from hpctrain.api import (
 
 class TopKOptions(CompressionOptions):
     ratio: float = Field(
-        default=0.01, gt=0, le=1, description="part of each parameter's elements that is sent, at least one"
+        default=0.01, gt=0, le=1, description="fraction of each parameter's elements to send, at least one element"
     )
 
 
 class TopK(LossyCompression):
-    """Send the largest elements of each parameter's gradient, with their places; error feedback."""
+    """Send the largest elements of each parameter's gradient, with their indices; error feedback."""
 
     name = "top-k"
     Options = TopKOptions
@@ -44,7 +44,7 @@ class TopK(LossyCompression):
         if plan.sharding.tells_spans:
             return []
         why = (
-            f"sharding {plan.sharding.name} does not tell which parameters lie in a bucket, and what is not sent is kept by "
+            f"sharding {plan.sharding.name} does not say which parameters are in a bucket, and the residual is kept by "
             'parameter; use stage = 2 or less, or name = "bf16"'
         )
         return [Problem(why)]
@@ -54,7 +54,7 @@ class TopK(LossyCompression):
 
 
 class TopKCompressor(Compressor):
-    """Sends (values, places), (count,) each, in one all-gather of bytes; each rank adds them up in rank order."""
+    """Sends values and indices, (count,) each, in one all-gather of bytes. Each rank adds them in rank order."""
 
     def __init__(self, bucket: GradientBucket, group: dist.ProcessGroup, ratio: float) -> None:
         super().__init__(bucket, group)
@@ -71,12 +71,12 @@ class TopKCompressor(Compressor):
         self._residual.unscale(scale)
         gradients.zero_()
         for one_values, one_places in self._exchange(values, places):
-            # no place comes twice within a rank's, so the order of the additions is that of the ranks
+            # a rank sends no index twice, so additions happen in rank order
             gradients.index_add_(0, one_places, one_values)
 
     def _largest(self, gradients: Tensor) -> Tensor:
-        """Where they lie in the bucket: (count,) int64. NaN and infinity are larger than all, so they are sent."""
-        # so that there is something to join where a rank's slice of a bucket is padding only
+        """Their indices in the bucket: (count,) int64. NaN and infinity count as the largest, so they are sent."""
+        # cat needs a tensor even if a rank's slice of a bucket is only padding
         found = [torch.empty(0, dtype=torch.int64, device=gradients.device)]
         for span, count in zip(self.bucket.spans, self._counts, strict=True):
             magnitudes = gradients[span.begin : span.begin + span.numel].abs()
@@ -84,13 +84,13 @@ class TopKCompressor(Compressor):
         return torch.cat(found)
 
     def _exchange(self, values: Tensor, places: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """All ranks' values and places, in rank order."""
+        """All ranks' values and indices, in rank order."""
         sent = torch.cat([values.view(torch.uint8), places.to(self._place).view(torch.uint8)])
         ranks = self.group.size()
         received = sent.new_empty(ranks, len(sent))
         dist.all_gather_single(received.view(-1), sent, group=self.group)
         cut = values.nbytes
-        # clones begin where their dtype may begin
+        # clones are aligned for their dtype
         return [(one[:cut].clone().view(values.dtype), one[cut:].clone().view(self._place)) for one in received]
 
     def state(self) -> list[Tensor]:

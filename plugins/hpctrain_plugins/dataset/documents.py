@@ -1,4 +1,4 @@
-"""Samples of different lengths: one for each document of a row of tokens."""
+"""Samples of different lengths: one for each document in a row of tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 
 from hpctrain.api import DatasetContext, Lengths, Samples, Split, UsageError
 
+_CHUNK = 1 << 22
+
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Documents(Samples):
-    """Sample i is tokens begins[i] to begins[i] + lengths[i], its labels the tokens one further."""
+    """Sample i is tokens begins[i] to begins[i] + lengths[i], its labels the same shifted by one."""
 
-    def __init__(self, tokens: _Ints, begins: _Ints, lengths: Lengths, vocab_size: int, source: str) -> None:
-        """tokens: all documents in a row, any integers."""
+    def __init__(self, tokens: Any, begins: _Ints, lengths: Lengths, vocab_size: int, source: str) -> None:
+        """tokens: all documents in a row, sliceable integers."""
         self._tokens, self._begins, self._lengths, self._source = tokens, begins, lengths, source
         self.vocab_size = vocab_size
 
@@ -33,15 +35,16 @@ class Documents(Samples):
         return self._lengths
 
     def fingerprint(self) -> str:
-        """A hash of everything: it is in memory."""
+        """A hash of everything; an estimate has no ids to hash."""
         digest = hashlib.blake2b(self._source.encode(), digest_size=16)
-        for array in (self._begins, self._lengths, self._tokens):
-            digest.update(np.ascontiguousarray(array).astype("<i8").tobytes())
+        for array in (self._begins, self._lengths, *([] if self.is_estimate else [self._tokens])):
+            for i in range(0, len(array), _CHUNK):
+                digest.update(np.asarray(array[i : i + _CHUNK]).astype("<i8").tobytes())
         return digest.hexdigest()
 
 
 def open_documents(
-    tokens: np.ndarray[Any, Any],
+    tokens: Any,
     sizes: _Ints,
     split: Split,
     validation_fraction: float,
@@ -51,13 +54,13 @@ def open_documents(
 ) -> Documents | None:
     """The first documents are for training, the last `validation_fraction` of them for validation.
 
-    sizes: tokens of each document. A document of n tokens has n - 1 to predict: where that is more than the sequence length, it
-    is cut into samples of that length and a rest, so that each token is predicted once; a document of one token is left out.
-    Raises UsageError without a sequence length, or where a split holds no sample.
+    sizes: tokens of each document. A document of n tokens has n - 1 tokens to predict. A document longer than the sequence
+    length is cut into samples of that length and a rest, so that each token is predicted once. A document of one token is
+    left out. Raises UsageError without a sequence length, or if a split has no sample.
     """
     if context.seq_length is None:
         raise UsageError(f"{source} needs [dataset] seq_length: this model names no max_seq_length")
-    if split == "validation" and validation_fraction == 0:
+    if split == "test" or (split == "validation" and validation_fraction == 0):
         return None
     cut = len(sizes) - round(len(sizes) * validation_fraction)
     mine = slice(0, cut) if split == "train" else slice(cut, None)
@@ -71,9 +74,9 @@ def open_documents(
 
 
 def _samples(begins: _Ints, sizes: _Ints, longest: int) -> tuple[_Ints, Lengths]:
-    """Where each sample begins and how long it is, for documents that begin at `begins`."""
+    """The begin and length of each sample, for documents that begin at `begins`."""
     predicted = np.maximum(sizes - 1, 0)
     parts = -(-predicted // longest)
-    number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # of the part in its document
+    number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # number of the part in its document
     offsets = number * longest
     return np.repeat(begins, parts) + offsets, np.minimum(np.repeat(predicted, parts) - offsets, longest)

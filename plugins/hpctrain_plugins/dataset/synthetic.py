@@ -1,4 +1,4 @@
-"""`synthetic`: random tokens in any number, for benchmarks and tests of the machine."""
+"""`synthetic`: any number of random tokens, for benchmarks and tests of the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class SyntheticOptions(Options):
     samples: int = Field(default=10_000, ge=1, le=10**8, description="samples per epoch")
     validation_samples: int = Field(default=64, ge=0, le=10**8, description="samples of the validation split")
     min_length: int | None = Field(
-        default=None, ge=1, description="tokens of the shortest samples; lengths are drawn from there to seq_length"
+        default=None, ge=1, description="shortest sample, in tokens; lengths are drawn from min_length to seq_length"
     )
 
 
@@ -60,7 +60,7 @@ class Synthetic(Dataset):
             raise UsageError(
                 f"[dataset] min_length: found {shortest}, expected at most seq_length, which is {context.seq_length}"
             )
-        count = self.options.samples if split == "train" else self.options.validation_samples
+        count = {"train": self.options.samples, "validation": self.options.validation_samples}.get(split, 0)
         if count == 0:
             return None
         seed = (context.seed, int(split == "validation"))

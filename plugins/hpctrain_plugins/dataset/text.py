@@ -1,10 +1,9 @@
-"""`stdlib-text`, real text that every machine with Python has, and `text`, files of the user."""
+"""`stdlib-text`, real text on every machine with Python, and `text`, the user's files."""
 
 from __future__ import annotations
 
-import glob
-import os
 import sysconfig
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -14,26 +13,45 @@ import numpy as np
 from hpctrain.api import (
     Dataset,
     DatasetContext,
-    EnvironmentUnfitError,
     Field,
     Options,
+    Plan,
+    Problem,
     Samples,
     Split,
+    TextDataset,
     UsageError,
     hookimpl,
 )
+from hpctrain.toolkit.cache import refuse_unwritable
+from hpctrain_plugins.dataset.corpus import Corpus
 from hpctrain_plugins.dataset.documents import open_documents
-from hpctrain_plugins.dataset.windows import largest, open_split
+from hpctrain_plugins.dataset.encoding import CACHE, Encoded, Encoder, encoded, estimated, in_memory
+from hpctrain_plugins.dataset.windows import open_split
 
 _BYTES = 256
 
 
 class StdlibTextOptions(Options):
-    max_bytes: int = Field(default=8_000_000, ge=1, description="how much of the library's sources to read")
+    max_bytes: int = Field(default=8_000_000, ge=1, description="bytes of the library's sources to read")
     validation_fraction: float = Field(default=0.05, ge=0, lt=1, description="share of the text kept for validation")
 
 
-class StdlibText(Dataset):
+class _Bytes(TextDataset):
+    """Text whose tokens are bytes of UTF-8."""
+
+    @property
+    def vocabulary(self) -> int:
+        return _BYTES
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+
+class StdlibText(_Bytes):
     """The bytes of the Python standard library's sources."""
 
     name = "stdlib-text"
@@ -61,76 +79,88 @@ class StdlibText(Dataset):
 class TextOptions(Options):
     files: list[str] = Field(min_length=1, description="files or glob patterns (** too), read in sorted order")
     tokenizer: Path | None = Field(default=None, description="a tokenizers file (tokenizer.json); without it, bytes")
+    end_of_text: str | None = Field(
+        default=None,
+        description='a token of the tokenizer, such as "<|endoftext|>", that is put behind each file (or line, with '
+        'documents = "line"); without it, files follow each other directly',
+    )
     documents: Literal["joined", "file", "line"] = Field(
         default="joined",
-        description="joined: all files are one text, cut into samples of seq_length; file, line: each is a sample of its own "
-        "length, for [batch] tokens (longer ones than seq_length are cut, blank lines left out)",
+        description="joined: all files are one text, cut into samples of seq_length; file, line: each file or line is a "
+        "sample of its own length, for [batch] tokens (cut if longer than seq_length; blank lines are left out)",
     )
     validation_fraction: float = Field(
         default=0.05, ge=0, lt=1, description="share of the tokens (or documents) kept for validation"
     )
 
 
-class Text(Dataset):
-    """Text files, as bytes or through a tokenizer, as one text or as documents; the tokens are held in memory."""
+class Text(_Bytes):
+    """Text files, as bytes or through a tokenizer, as one text or as documents."""
 
     name = "text"
     Options = TextOptions
     options: TextOptions
 
+    def problems(self, plan: Plan) -> list[Problem]:
+        if self.options.end_of_text is None or self.options.tokenizer is not None:
+            return []
+        return [
+            Problem("it is a token of a tokenizer, and there is none; give [dataset] tokenizer", "dataset.end_of_text")
+        ]
+
     def open(self, split: Split, context: DatasetContext) -> Samples | None:
-        tokens, sizes, vocab_size = self._tokens
+        if self.options.tokenizer is None:
+            return self._samples(self._bytes, split, context)
+        if not context.may_estimate:
+            return self._samples(encoded(self._corpus, lambda: self._encoder, context), split, context)
+        refuse_unwritable(context.cache / CACHE)
+        try:
+            return self._samples(self._estimate, split, context)
+        except UsageError:
+            if context.seq_length is None or not self._estimate.is_estimate:
+                raise
+            # too little text, as it seems: only the text itself can say so
+            return self._samples(in_memory(self._corpus, self._encoder), split, context)
+
+    @property
+    def vocabulary(self) -> int:
+        return super().vocabulary if self.options.tokenizer is None else self._encoder.vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode(text) if self.options.tokenizer is None else self._encoder.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return super().decode(ids) if self.options.tokenizer is None else self._encoder.decode(ids)
+
+    def _samples(self, text: Encoded, split: Split, context: DatasetContext) -> Samples | None:
         fraction = self.options.validation_fraction
+        samples: Samples | None
         if self.options.documents == "joined":
-            return open_split(tokens, split, fraction, context, vocab_size, "text")
-        return open_documents(tokens, sizes, split, fraction, context, vocab_size, "text")
+            samples = open_split(text.tokens, split, fraction, context, text.vocab_size, "text")
+        else:
+            samples = open_documents(text.tokens, text.sizes, split, fraction, context, text.vocab_size, "text")
+        if samples is not None:
+            samples.is_estimate = text.is_estimate
+        return samples
 
     @cached_property
-    def _tokens(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
-        """All ids in a row, how many each text has, and the vocabulary's size."""
-        texts = [_content(path) for path in self._paths()]
-        if self.options.documents == "line":  # with its end, by which a model learns to stop
-            texts = [line for text in texts for line in text.splitlines(keepends=True) if line.strip()]
-        if self.options.tokenizer is None:
-            joint = b"\n" if self.options.documents == "joined" else b""
-            return np.frombuffer(joint.join(texts), dtype=np.uint8), np.array([*map(len, texts)], np.int64), _BYTES
-        tokenizer = _tokenizer(self.options.tokenizer)
-        encoded = tokenizer.encode_batch([text.decode("utf-8", "replace") for text in texts])
-        rows = [np.asarray(e.ids, dtype=np.int64) for e in encoded]
-        ids = np.concatenate([np.zeros(0, np.int64), *rows])
-        return ids, np.array([*map(len, rows)], np.int64), max(int(tokenizer.get_vocab_size()), largest(ids) + 1)
+    def _corpus(self) -> Corpus:
+        return Corpus(self.options.files, self.options.documents == "line")
 
-    def _paths(self) -> list[Path]:
-        """Every file once, in a fixed order; a pattern that matches nothing is an error."""
-        paths: dict[Path, None] = {}
-        for pattern in self.options.files:
-            found = sorted(p for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
-            if not found:
-                raise UsageError(f"[dataset] files: nothing matches {pattern!r} (relative to {Path.cwd()})")
-            paths.update(dict.fromkeys(map(Path, found)))
-        return list(paths)
+    @cached_property
+    def _encoder(self) -> Encoder:
+        assert self.options.tokenizer is not None
+        return Encoder(self.options.tokenizer, self.options.end_of_text)
 
+    @cached_property
+    def _estimate(self) -> Encoded:
+        return estimated(self._corpus, self._encoder)
 
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"[dataset] files: {path} cannot be read: {error.strerror}") from None
-
-
-def _tokenizer(path: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer  # optional: only jobs with a tokenizer file need it
-    except ImportError:
-        raise EnvironmentUnfitError(
-            "[dataset] tokenizer needs the package tokenizers, which is not installed: pip install 'hpctrain[tokenizers]'"
-        ) from None
-    if not os.path.isfile(path):  # unlike Path's, it takes names that are too long
-        raise UsageError(f"[dataset] tokenizer: there is no file {path}")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise UsageError(f"[dataset] tokenizer: {path} is no tokenizers file: {error}") from None
+    @cached_property
+    def _bytes(self) -> Encoded:
+        texts = [text for content in self._corpus.contents() for text in self._corpus.texts(content)]
+        joint = b"\n" if self.options.documents == "joined" else b""
+        return Encoded(np.frombuffer(joint.join(texts), dtype=np.uint8), np.array([*map(len, texts)], np.int64), _BYTES)
 
 
 @hookimpl

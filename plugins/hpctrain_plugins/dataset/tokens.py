@@ -1,4 +1,4 @@
-"""`tokens`: ids that were prepared once, read from a memory-mapped .npy or .bin file or from HDF5."""
+"""`tokens`: prepared ids in a memory-mapped .npy or .bin file, or in HDF5."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hpctrain_plugins.dataset.windows import largest, open_split
 class TokensOptions(Options):
     path: Path = Field(description="a .npy file, an .h5/.hdf5 file, or a raw .bin file")
     dtype: Literal["uint8", "uint16", "int32", "uint32", "int64"] = Field(
-        default="uint16", description="of a .bin file"
+        default="uint16", description="dtype of a .bin file"
     )
     key: str = Field(default="tokens", description="name of the dataset in an HDF5 file")
-    validation_path: Path | None = Field(default=None, description="a file of its own for validation")
+    validation_path: Path | None = Field(default=None, description="a separate file for validation")
     validation_fraction: float = Field(default=0.0, ge=0, lt=1, description="share of `path` kept for validation")
 
 
@@ -37,12 +37,12 @@ class Tokens(Dataset):
             return open_split(tokens, split, self.options.validation_fraction, context, vocab, str(self.options.path))
         path = self.options.path if split == "train" else own
         tokens = self._map(path)
-        # the whole of either file belongs to its split
+        # with two files, each file is one split
         return open_split(tokens, "train", 0.0, context, largest(tokens) + 1, str(path))
 
     @cached_property
     def _training(self) -> tuple[Any, int]:
-        """All ids are read once: an id without a row in the model must not end a job after hours."""
+        """The training tokens and the vocabulary size. Reads all ids once, so that an id too large for the model fails now."""
         tokens = self._map(self.options.path)
         return tokens, largest(tokens) + 1
 
@@ -68,7 +68,7 @@ class Tokens(Dataset):
 
 
 class _Hdf5Row:
-    """A part of an HDF5 dataset; h5py itself would read the whole part at the first slice."""
+    """A part of an HDF5 dataset that is read slice by slice; h5py would read the whole part at the first slice."""
 
     def __init__(self, dataset: Any, begin: int = 0, end: int | None = None) -> None:
         self._dataset, self._begin = dataset, begin
@@ -80,7 +80,7 @@ class _Hdf5Row:
 
     def __getitem__(self, part: slice) -> Any:
         begin, end, _ = part.indices(len(self))
-        if part.stop is None or part.start is None:  # a split: still nothing is read
+        if part.stop is None or part.start is None:  # a split: nothing is read yet
             return _Hdf5Row(self._dataset, self._begin + begin, self._begin + end)
         return self._dataset[self._begin + begin : self._begin + end]
 

@@ -1,44 +1,48 @@
-"""Ends a run whose evaluation loss no longer falls (Prechelt, "Early Stopping - But When?", 1998)."""
+"""Ends a run whose evaluation no longer improves (Prechelt, "Early Stopping - But When?", 1998)."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
-from hpctrain.api import Control, Field, Hook, Options, Plan, PluginState, Problem, hookimpl
+from hpctrain.api import Control, Field, Hook, Options, Plan, PluginState, Problem, UsageError, hookimpl
 
 
 class EarlyStoppingOptions(Options):
     patience: int = Field(
-        default=3, ge=1, description="evaluations in a row without a lower loss after which the run ends"
+        default=3, ge=1, description="the run ends after this many evaluations in a row without a better value"
     )
     minimum_change: float = Field(
-        default=0.0, ge=0, description="a loss is lower if it is below the lowest so far by more than this"
+        default=0.0, ge=0, description="a value counts as better if it differs from the best so far by more than this"
     )
+    metric: str = Field(default="loss", description='"loss", or what a [[metric]] measures, such as "accuracy"')
+    mode: Literal["min", "max"] = Field(default="min", description="whether the metric is to fall or to rise")
 
 
 class EarlyStopping(Hook):
-    """Ends the run, saved and with exit code 0, when the evaluation loss has stopped falling."""
+    """Ends the run, saved and with exit code 0, when the evaluation loss or a metric has stopped improving."""
 
     name = "early-stopping"
     Options = EarlyStoppingOptions
     options: EarlyStoppingOptions
 
     def problems(self, plan: Plan) -> list[Problem]:
-        if plan.tables["evaluation"]["every_steps"]:
+        table = plan.tables["evaluation"]
+        if table["every_steps"] or table["every_epochs"]:
             return []
-        return [Problem("it goes by the evaluation loss; expected [evaluation] every_steps, found none")]
+        why = f"it needs the evaluation {self.options.metric}; expected [evaluation] every_steps or every_epochs, found none"
+        return [Problem(why)]
 
     def start(self) -> _Watch:
         return _Watch(self.options)
 
 
 class _Watch:
-    """The best loss so far, and the evaluations since then; checkpoints have both, so patience outlasts a resume."""
+    """The best value so far, and the evaluations since then. Checkpoints have both, so a resume keeps the count."""
 
     def __init__(self, options: EarlyStoppingOptions) -> None:
         self._options = options
-        self._best, self._since = math.inf, 0
+        self._best, self._since = math.inf if options.mode == "min" else -math.inf, 0
 
     @hookimpl
     def hpctrain_state(self) -> PluginState:
@@ -51,20 +55,32 @@ class _Watch:
 
     @hookimpl
     def hpctrain_job_start(self, control: Control) -> None:
-        self._stop_if_due(control)  # a run that had ended is not to go on
+        self._stop_if_due(control)  # an ended run must not continue after a resume
 
     @hookimpl
     def hpctrain_evaluation(self, metrics: dict[str, Any], control: Control) -> None:
-        if metrics["evaluation_loss"] < self._best - self._options.minimum_change:
-            self._best, self._since = metrics["evaluation_loss"], 0
-        else:  # also where it is not a number
+        options, value = self._options, metrics.get(f"evaluation_{self._options.metric}")
+        if value is None:
+            measured = [name.removeprefix("evaluation_") for name in metrics if name.startswith("evaluation_")]
+            known = ", ".join(name for name in measured if name not in ("tokens", "samples"))
+            raise UsageError(
+                f"[[hook]] early-stopping: evaluations measure {known}, and not {options.metric!r}", everywhere=True
+            )
+        gain = self._best - value if options.mode == "min" else value - self._best
+        if gain > options.minimum_change:
+            self._best, self._since = value, 0
+        else:  # also for NaN
             self._since += 1
         self._stop_if_due(control)
 
     def _stop_if_due(self, control: Control) -> None:
         if self._since >= self._options.patience:
-            by = f" by more than {self._options.minimum_change:g}" if self._options.minimum_change else ""
-            control.stop(f"the evaluation loss has not fallen{by} below {self._best:.4f} for {self._since} evaluations")
+            options = self._options
+            by = f" by more than {options.minimum_change:g}" if options.minimum_change else ""
+            moved = f"fallen{by} below" if options.mode == "min" else f"risen{by} above"
+            control.stop(
+                f"the evaluation {options.metric} has not {moved} {self._best:.4f} for {self._since} evaluations"
+            )
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""Writes every number of a metrics row to TensorBoard event files below output_dir/events."""
+"""Writes the numbers and histograms of a metrics row to TensorBoard event files below output_dir/events."""
 
 from __future__ import annotations
 
@@ -27,19 +27,29 @@ class TensorBoard(Logger):
 
 
 class EventFiles(LogWriter):
-    """A row's numbers as scalars."""
+    """A row's numbers as scalars, and what the hook `histograms` adds to it."""
 
     def __init__(self, directory: Path, resumed_step: int) -> None:
         # imported here: it is an extra, and slow to import
         from torch.utils.tensorboard import SummaryWriter
 
-        # rows of an earlier try that lie after the checkpoint would stand twice: purge_step hides them
+        # purge_step hides rows that an earlier attempt wrote after the checkpoint; they would appear twice
         self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1)
 
     def log(self, row: Mapping[str, Any]) -> None:
         for key, value in row.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and key != "step":
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and key not in ("step", "time"):
                 self._writer.add_scalar(key, value, row["step"])
+        for kind, found in row.get("histograms", {}).items():
+            for name, histogram in found.items():
+                self._add_histogram(f"{kind}/{name}", histogram, row["step"])
+
+    def _add_histogram(self, tag: str, histogram: Mapping[str, Any], step: int) -> None:
+        counts, low, mean = histogram["counts"], histogram["low"], histogram["mean"]
+        width, count = (histogram["high"] - low) / len(counts), sum(counts)
+        squares = count * (histogram["std"] ** 2 + mean**2)
+        limits = [low + width * (number + 1) for number in range(len(counts))]
+        self._writer.add_histogram_raw(tag, low, histogram["high"], count, count * mean, squares, limits, counts, step)
 
     def close(self) -> None:
         self._writer.close()

@@ -13,7 +13,20 @@ import torch.nn.functional as F  # noqa: N812  (the field's name for it)
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from hpctrain.api import Batch, Field, ModelSpec, Options, fill_normal, hookimpl
+from hpctrain.api import (
+    Batch,
+    ContextParallelModel,
+    Field,
+    MetaModel,
+    ModelSpec,
+    Options,
+    PaddedModel,
+    PipelineModel,
+    TensorParallelModel,
+    TokenModel,
+    fill_normal,
+    hookimpl,
+)
 
 _STD = 0.02
 _IGNORED = -100
@@ -26,7 +39,7 @@ class GPTOptions(Options):
     attention_heads: int = Field(default=4, ge=1, description="heads per block; must divide hidden_size")
     vocab_size: int = Field(default=256, ge=1, description="number of token ids")
     max_seq_length: int = Field(default=128, ge=1, description="longest sequence, in tokens")
-    tie_embeddings: bool = Field(default=False, description="the head's matrix is that of the token embedding")
+    tie_embeddings: bool = Field(default=False, description="the head shares the matrix of the token embedding")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> GPTOptions:
@@ -41,7 +54,7 @@ class Attention(nn.Module):
     def __init__(self, hidden_size: int, heads: int) -> None:
         super().__init__()
         self.head_size = hidden_size // heads
-        # apart, not fused: a tensor-parallel plan can then cut each by columns
+        # separate, not fused: a tensor-parallel plan can cut each by columns
         self.query = nn.Linear(hidden_size, hidden_size)
         self.key = nn.Linear(hidden_size, hidden_size)
         self.value = nn.Linear(hidden_size, hidden_size)
@@ -118,7 +131,7 @@ class GPTModule(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-class GPT(ModelSpec):
+class GPT(MetaModel, TokenModel, PaddedModel, TensorParallelModel, ContextParallelModel, PipelineModel):
     """A decoder-only transformer language model."""
 
     name = "gpt"
@@ -170,7 +183,7 @@ class GPT(ModelSpec):
             fill_normal(tensor, _STD, seed, name, rows)
 
     def padding(self) -> dict[str, float]:
-        return {"input_ids": 0, "labels": _IGNORED}  # attention is causal: no token sees what is behind the end
+        return {"input_ids": 0, "labels": _IGNORED}  # attention is causal: no token sees the padding
 
     def sequence_dims(self) -> dict[str, int]:
         return {"input_ids": 1, "labels": 1}
@@ -200,12 +213,12 @@ class GPT(ModelSpec):
         return int((batch["labels"] != _IGNORED).sum())
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        # in float32 at least: a sum over thousands of tokens does not fit 16 bits
+        # at least float32: a sum over thousands of tokens does not fit 16 bits
         logits = outputs if outputs.dtype == torch.float64 else outputs.float()
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=_IGNORED, reduction="sum")
 
     def flops(self, batch: Batch) -> int:
-        """6 per parameter of the matrices and token, plus attention's 12 x layers x hidden x seq per token
+        """6 per matrix parameter and token, plus attention's 12 x layers x hidden x seq per token
         (Chowdhery et al., "PaLM", 2022, appendix B; causal masking not discounted)."""
         size, (rows, seq) = self.options, batch["input_ids"].shape
         matrices = 12 * size.layers * size.hidden_size**2 + size.hidden_size * size.vocab_size

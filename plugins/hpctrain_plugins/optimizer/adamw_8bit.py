@@ -1,6 +1,6 @@
-"""`adamw-8bit`: AdamW whose two moments take a byte each (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022).
+"""`adamw-8bit`: AdamW with one-byte moments (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022).
 
-torchao does the arithmetic. A tensor of at least 4096 elements that blocks of 256 divide is quantized, others stay float32.
+torchao does the arithmetic. It quantizes tensors of at least 4096 elements, if 256 divides their number; others stay float32.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class AdamW8bit(Optimizer):
         return [Problem("torchao is not installed; pip install 'hpctrain[adamw-8bit]'", exit_code=EXIT_ENVIRONMENT)]
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        # it tells of each kernel for GPUs that it could not load
+        # torchao warns of each GPU kernel that it can't load
         logging.getLogger("torchao").setLevel(logging.ERROR)
         from torchao.optim import AdamW8bit as Quantized
 
         class WithPlainRates(Quantized):  # type: ignore[misc]
-            """Takes learning rates as numbers, as every other optimizer; its own are tensors."""
+            """Takes learning rates as numbers, as every other optimizer does; torchao's are tensors."""
 
             @torch.no_grad()
             def step(self, closure: Any = None) -> Any:
@@ -60,7 +60,8 @@ class AdamW8bit(Optimizer):
 
 
 def _execution(groups: list[dict[str, Any]]) -> AbstractContextManager[Any]:
-    """Compiled, as torchao does it, on GPUs. On a CPU each shape would keep every rank's C++ compiler busy for seconds."""
+    """The context of a step: compiled on GPUs, as in torchao. On a CPU, each shape would cost every rank seconds of C++
+    compilation."""
     on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
     return torch.compiler.set_stance("force_eager") if on_cpu else nullcontext()
 

@@ -1,4 +1,4 @@
-"""What options of several optimizers have in common."""
+"""Common types of optimizer options."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from typing import Annotated
 from hpctrain.api import Field
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
-"""How much of a running mean is kept in a step."""
+"""The fraction of a running mean that is kept per step."""

@@ -1,4 +1,4 @@
-"""AdamW, Adam and SGD: torch's own, in its fused form where that exists for the device and dtype."""
+"""torch's AdamW, Adam and SGD, fused if torch has a fused form for the device and dtype."""
 
 from __future__ import annotations
 

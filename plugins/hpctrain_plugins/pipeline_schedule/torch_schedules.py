@@ -19,7 +19,7 @@ class GPipe(PipelineSchedule):
 
 
 class OneForwardOneBackward(PipelineSchedule):
-    """Forwards and backwards in turns, which keeps fewer activations (Narayanan et al., "PipeDream", 2019)."""
+    """Forwards and backwards in turn, which keeps fewer activations (Narayanan et al., "PipeDream", 2019)."""
 
     name = "1f1b"
 
@@ -46,7 +46,7 @@ class Interleaved(PipelineSchedule):
         return ScheduleInterleaved1F1B
 
     def cannot_run(self, micro_batches: int, ranks: int, stages: int) -> str | None:
-        rounds = max(1, micro_batches // ranks)  # as torch's interleaved schedules cut a step
+        rounds = max(1, micro_batches // ranks)  # as in torch's interleaved schedules
         if micro_batches % rounds == 0:
             return None
         return (
@@ -69,7 +69,7 @@ class ZeroBubble(Interleaved):
 
 
 class VShaped(PipelineSchedule):
-    """Two stages on each rank, there and back: the first rank has the first stage and the last one."""
+    """Two stages on each rank, in a V: the first rank has the first stage and the last."""
 
     stages_per_rank = (2, 2)
     splits_backward = True

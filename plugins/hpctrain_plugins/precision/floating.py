@@ -33,7 +33,7 @@ class FP32(Precision):
         return torch.float32
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        allow_tf32(device, False)  # torch's default is fewer bits in convolutions, and tf32 may have run before
+        allow_tf32(device, False)  # by default torch uses tf32 in convolutions, and a tf32 job may have run before
         return nullcontext()
 
 
@@ -52,8 +52,8 @@ class BF16(FP32):
         return torch.autocast(device.type, torch.bfloat16)
 
 
-class Auto(FP32):
-    """bf16 on a GPU that has it, fp32 elsewhere."""
+class AutoPrecision(FP32):
+    """bf16 on GPUs that support it, fp32 elsewhere."""
 
     name = "auto"
 
@@ -70,4 +70,4 @@ def _takes_bf16(device: torch.device) -> bool:
 
 @hookimpl
 def hpctrain_precision() -> list[type[Precision]]:
-    return [FP64, FP32, BF16, Auto]
+    return [FP64, FP32, BF16, AutoPrecision]

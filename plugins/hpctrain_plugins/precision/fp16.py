@@ -15,8 +15,8 @@ class FP16Options(Options):
     static_scale: float | None = Field(default=None, gt=0, description="a fixed loss scale instead of the dynamic one")
     initial_scale: float = Field(default=65536.0, gt=0, description="the dynamic scale at the first step")
     window: int = Field(default=1000, ge=1, description="steps without overflow after which the scale doubles")
-    hysteresis: int = Field(default=2, ge=1, description="overflows that are borne before the scale halves")
-    minimum_scale: float = Field(default=1.0, gt=0, description="the scale never goes below")
+    hysteresis: int = Field(default=2, ge=1, description="number of overflows after which the scale halves")
+    minimum_scale: float = Field(default=1.0, gt=0, description="lower bound of the scale")
 
     @model_validator(mode="after")
     def _in_order(self) -> FP16Options:
@@ -55,7 +55,7 @@ class StaticScaler(LossScaler):
 
 
 class DynamicScaler(LossScaler):
-    """Doubles the scale after `window` good steps, and halves it after `hysteresis` bad ones."""
+    """Doubles the scale after `window` good steps, and halves it after `hysteresis` bad steps."""
 
     def __init__(self, options: FP16Options) -> None:
         self._options = options
@@ -65,7 +65,7 @@ class DynamicScaler(LossScaler):
 
     @property
     def skips_nonfinite(self) -> bool:
-        """While the scale can still fall: an overflow at the smallest one comes from elsewhere."""
+        """True while the scale can still fall: an overflow at the smallest scale has another cause."""
         return self.scale > self._options.minimum_scale
 
     def update(self, finite: bool) -> None:
@@ -79,13 +79,13 @@ class DynamicScaler(LossScaler):
         self._patience -= 1
         if self._patience <= 0:
             self.scale = max(self.scale / 2.0, self._options.minimum_scale)
-            # patience comes back with the next window only: a scale far too high falls step by step
+            # the hysteresis is reset only by the next good window, so that a scale far too high falls with every step
 
     def state(self) -> dict[str, Any]:
         return {"scale": self.scale, "good_steps": self._good_steps, "patience": self._patience}
 
     def restore(self, state: dict[str, Any]) -> None:
-        if "scale" not in state:  # that of another mode
+        if "scale" not in state:  # saved by another mode
             return
         try:
             self.scale = float(state["scale"])

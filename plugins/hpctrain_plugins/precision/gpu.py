@@ -43,7 +43,7 @@ class TF32(Precision):
 
 
 class FP8(Precision):
-    """Linear layers in float8 (torchao), everything else as bf16 does."""
+    """Linear layers in float8 (torchao), everything else as in bf16."""
 
     name = "fp8"
 

@@ -1,7 +1,7 @@
-"""How stage 3 gathers parameters and sums gradients: as fully_shard does, but not waiting on CPU ranks either.
+"""Gathers parameters and sums gradients for stage 3, as fully_shard does, but asynchronously on CPU ranks, too.
 
-A GPU's collectives run on a stream of their own. Those of CPU tensors hold their caller unless they are started
-asynchronously, which fully_shard does not do by itself.
+A GPU's collectives run on their own stream. Collectives on CPU tensors block the caller unless they are started
+asynchronously, which fully_shard does not do.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch import Tensor
 from hpctrain.api import BucketSum, GradientBucket, GradientSums
 
 _IN_FLIGHT = 2
-"""Units whose gradients may be on their way while backward goes on."""
+"""The most units whose gradients may be in flight while backward goes on."""
 
 Pending = deque[Callable[[], None]]
-"""What waits for sums that are under way, of all units."""
+"""Functions that wait for pending sums, for all units."""
 
 
-class Buffers:
-    """Host memory that units use in turns: memory that is new to the process costs more time than what is done to it.
+class HostBuffers:
+    """Host memory that units reuse: touching fresh memory costs more time than the work on it.
 
-    There are as many buffers as were ever in use at a time, none larger than was asked for.
+    There are as many buffers as were ever in use at once, none larger than the largest request.
     """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, size: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """A flat buffer of unknown content, nobody else's until it is given back."""
+        """A flat buffer with undefined content, exclusive until it is given back."""
         nbytes = prod(size) * dtype.itemsize
         fitting = [number for number, one in enumerate(self._free) if one.untyped_storage().nbytes() >= nbytes]
         if fitting:
@@ -47,19 +47,20 @@ class Buffers:
         return whole[:nbytes].view(dtype)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Nobody uses what `take` gave any more. May be called wherever memory is collected, in any mode of torch's: no
-        operator here."""
+        """Return a buffer of `take`. May run during garbage collection, in any mode of torch, so it must not call an
+        operator."""
         self._free.append(buffer)
 
 
 class AsynchronousAllGather:
-    """On CPU ranks. fully_shard waits for what is returned when it needs the parameters, and drops it with the buffer."""
+    """The all-gather on CPU ranks. fully_shard waits for the returned work when it needs the parameters, and drops it with
+    the buffer."""
 
-    def __init__(self, buffers: Buffers) -> None:
+    def __init__(self, buffers: HostBuffers) -> None:
         self._buffers = buffers
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What a unit is gathered into."""
+        """The buffer that a unit is gathered into."""
         return self._buffers.take(size, dtype)
 
     def __call__(
@@ -71,19 +72,19 @@ class AsynchronousAllGather:
 
 
 class SummingReduceScatter:
-    """One unit's. Sums through the job's compression, whatever operation fully_shard asks for: the loss is divided.
+    """The reduce-scatter of one unit. Always sums, through the job's compression: the loss is already divided.
 
-    fully_shard makes views of the output, and reads them only to add to them: when the unit is reached a second time
-    in one backward, or in the next one unless `finish` was called and the gradients were taken away before.
+    fully_shard makes views of the output and reads them only to add to them. That happens if a unit is reached twice in
+    one backward, or again in the next backward unless `finish` was called and the gradients were taken away before.
     """
 
-    def __init__(self, sums: GradientSums, pending: Pending, buffers: Buffers) -> None:
+    def __init__(self, sums: GradientSums, pending: Pending, buffers: HostBuffers) -> None:
         self._sums, self._pending, self._buffers = sums, pending, buffers
         self._sum: BucketSum | None = None
         self._used = self._has_input = False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """First the input, which is a buffer, then the output, which stays as the gradient."""
+        """The first call is for the input, a reused buffer; the second is for the output, which stays as the gradient."""
         self._has_input = not self._has_input
         if self._has_input and device.type == "cpu":
             return self._buffers.take(size, dtype)
@@ -97,7 +98,7 @@ class SummingReduceScatter:
             self._sum = self._sums.bucket(content, "dp_shard")
         finish = self._sum.reduce_scatter(output_tensor, input_tensor)
         if output_tensor.device.type != "cpu":
-            finish()  # holds this stream, not the program
+            finish()  # blocks this stream, not the program
             return
 
         def finish_and_give_back() -> None:
@@ -110,7 +111,7 @@ class SummingReduceScatter:
         self._used = True
 
     def finish(self) -> None:
-        """Backward is over: wait until every sum is there."""
+        """Backward is over: wait until every sum is done."""
         self._used = False
         while self._pending:
             self._pending.popleft()()

@@ -1,4 +1,4 @@
-"""What the optimizer needs, kept in host memory while a GPU computes."""
+"""Keeps the optimizer's tensors in host memory while a GPU computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOG = logging.getLogger("hpctrain")
 
 
 def host_copy(tensor: Tensor, pin_memory: bool) -> Tensor:
-    """The values of `tensor` in host memory; `pin_memory`: copied faster, and never swapped out."""
+    """A copy of `tensor` in host memory. pin_memory: copies are faster, and the memory is never swapped out."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin_memory)
     return copy.copy_(tensor)
 
@@ -22,6 +22,6 @@ def is_needed(asked: bool, device: torch.device) -> bool:
 
 
 def warn_if_useless(asked: bool, device: torch.device) -> None:
-    """Tell a job that asks for offload on CPU ranks."""
+    """Warn a job that asks for offload on CPU ranks."""
     if asked and device.type == "cpu":
-        LOG.warning("[sharding] offload: the ranks compute on CPUs, where it saves no memory")
+        LOG.warning("[sharding] offload: it saves no memory, because the ranks compute on CPUs")

@@ -1,4 +1,4 @@
-"""A slice of a flattened tensor is no rectangle of it, but a few rectangles one after the other."""
+"""Cuts a slice of a flattened tensor into rectangles: a slice is a few rectangles one after the other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 def rectangles(shape: tuple[int, ...], begin: int, end: int) -> list[Rectangle]:
     """Cut the elements `begin` to `end` of a row-major tensor of `shape` into rectangles, in the order of the elements.
 
-    The rest of a first row, whole rows, the beginning of a last row; the partial rows are cut in the same way. So there
-    are at most 2 x dims - 1.
+    They are the rest of a first row, whole rows, and the beginning of a last row. Partial rows are cut in the same way. So
+    there are at most 2 x dims - 1 rectangles.
     """
     if begin >= end:
         return []

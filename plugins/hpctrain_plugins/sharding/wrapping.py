@@ -1,4 +1,4 @@
-"""Which modules stage 3 gathers and frees as a whole."""
+"""Finds the units of stage 3: the modules that it gathers and frees as a whole."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hpctrain.api import ModelSpec, UsageError
 LOG = logging.getLogger("hpctrain")
 
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Containers: nothing would gather them."""
+"""Containers have no forward that could gather them."""
 _INDIVISIBLE = nn.MultiheadAttention
-"""Its forward takes the parameters of a module in it without calling that."""
+"""Their forward uses the parameters of a child without calling the child."""
 
 
 def units_of(module: nn.Module, spec: ModelSpec, wrap: str, min_parameters: int) -> list[nn.Module]:
-    """The units below `module`, in the order of forward; what is in none of them belongs to `module` itself.
+    """The units below `module`, in the order of forward. All other parameters belong to `module` itself.
 
-    A module that shares a parameter with one outside of it can't be a unit: the parameter would be cut twice.
+    A module that shares a parameter with a module outside of it can't be a unit: the parameter would be cut twice.
     """
     if wrap == "block":
         found = spec.blocks(module)
@@ -42,7 +42,7 @@ def units_of(module: nn.Module, spec: ModelSpec, wrap: str, min_parameters: int)
 
 
 def _by_class(module: nn.Module, name: str) -> list[nn.Module]:
-    # a precision may have exchanged modules for ones of a subclass
+    # a precision may have replaced modules by modules of a subclass
     found = [one for one in module.modules() if any(cls.__name__ == name for cls in type(one).__mro__)]
     if not found:
         classes = sorted({type(one).__name__ for one in module.modules()})
@@ -51,14 +51,14 @@ def _by_class(module: nn.Module, name: str) -> list[nn.Module]:
         )
     if isinstance(found[0], _WITHOUT_FORWARD):
         raise UsageError(
-            f"[sharding] wrap: a {name} has no forward before which it could be gathered; name the class of what is in it",
+            f"[sharding] wrap: a {name} has no forward before which it could be gathered; name the class of its children",
             everywhere=True,
         )
     return found
 
 
 def refuse_mixed(module: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Raises UsageError where what is gathered at once has trained parameters of several dtypes."""
+    """Raises UsageError if a unit has trained parameters of several dtypes."""
     for unit in (module, *units):
         inner = {one for one in units if one is not unit}
         held = [p for _, m in unit.named_modules(memo=inner) for p in m.parameters(recurse=False)]
@@ -72,24 +72,24 @@ def refuse_mixed(module: nn.Module, units: Sequence[nn.Module]) -> None:
 
 
 def refuse_unseen(kind: str, unit: nn.Module, inputs: Any, output: Any) -> None:
-    """A forward hook of a unit of class `kind`: raises UsageError where torch sees no tensor in what it gives, and would not
-    gather it in backward."""
+    """A forward hook for a unit of class `kind`. Raises UsageError if torch finds no tensor in its output: it would not gather
+    the unit in backward."""
     seen = isinstance(output, (Tensor, tuple, list, dict)) or is_dataclass(output)
     if torch.is_grad_enabled() and not seen and any(p.requires_grad for p in unit.parameters()):
-        raise unseen(f"a {kind} gives a {type(output).__name__}")
+        raise unseen(f"a {kind} returns a {type(output).__name__}")
 
 
 def unseen(found: str) -> UsageError:
-    """What to say where backward would pass a unit by."""
+    """The error for a unit that backward would miss."""
     return UsageError(
-        f"[sharding] stage = 3: {found}; expected a tensor, or a tuple, list, dict or dataclass with tensors, whose backward tells "
-        "when to gather and sum; give one of these, or use stage = 2",
+        f"[sharding] stage = 3: {found}; expected a tensor, or a tuple, list, dict or dataclass with tensors, whose backward "
+        "triggers gathering and summing; return one of these, or use stage = 2",
         everywhere=True,
     )
 
 
 def _by_size(module: nn.Module, minimum: int) -> Iterator[nn.Module]:
-    """The smallest modules that have at least `minimum` parameters outside of smaller units."""
+    """The smallest modules with at least `minimum` parameters outside of smaller units."""
 
     def rest_of(one: nn.Module) -> int:
         if isinstance(one, _INDIVISIBLE):

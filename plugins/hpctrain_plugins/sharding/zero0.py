@@ -8,15 +8,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.api import ByteSize, Field, GradientSums, ModelSpec, Options, Piece, Sharding, hookimpl
-from hpctrain_plugins.sharding.bucketed import BucketedModel
-from hpctrain_plugins.sharding.buckets import Bucket, Entry
+from hpctrain.toolkit.bucketed import BucketedModel
+from hpctrain.toolkit.buckets import Bucket, BucketEntry
 
 
 class Zero0Options(Options):
     reduce_bucket_size: ByteSize = Field(
         default=25_000_000, gt=0, description="gradients are summed in buckets of this size, while backward goes on"
     )
-    overlap_communication: bool = Field(default=True, description="sum a bucket as soon as its gradients are there")
+    overlap_communication: bool = Field(default=True, description="sum a bucket as soon as its gradients are ready")
 
 
 class Zero0(Sharding):
@@ -26,12 +26,14 @@ class Zero0(Sharding):
     Options = Zero0Options
     options: Zero0Options
     tells_spans = True
+    sums_by_piece = True
+    may_sit_out = True
 
     def axes(self, ranks: int, replicate: int) -> dict[str, int]:
         return {"dp_replicate": ranks, "dp_shard": 1}
 
     def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> Zero0Model:
-        return Zero0Model(module, mesh, sums, self.options)
+        return Zero0Model(module, sums, self.options)
 
 
 class Zero0Model(BucketedModel):
@@ -39,42 +41,42 @@ class Zero0Model(BucketedModel):
 
     axis = "dp_replicate"
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, sums: GradientSums, options: Zero0Options) -> None:
-        super().__init__(module, mesh, sums, options.reduce_bucket_size)
+    def __init__(self, module: nn.Module, sums: GradientSums, options: Zero0Options) -> None:
+        super().__init__(module, sums, options.reduce_bucket_size)
         self._overlaps = options.overlap_communication
 
     def materialized(self) -> None:
         super().materialized()
         self._pieces: dict[str, list[Piece]] = {}
-        for bucket in self._buckets:
-            bucket.gradients = bucket.buffer(self._replicate)
+        for bucket in self.buckets:
+            bucket.gradients = bucket.buffer()
             for entry in bucket.entries:
                 whole = entry.local is entry.parameter
                 self._pieces[entry.name] = [
                     piece if whole else replace(piece, tensor=nn.Parameter(piece.tensor)) for piece in entry.pieces
                 ]
 
-    def _gradient_made(self, bucket: Bucket, entry: Entry) -> None:
+    def gradient_made(self, bucket: Bucket, entry: BucketEntry) -> None:
         bucket.fill(entry)
-        if self._last and self._overlaps:
-            self._launch_ready()
+        if self.is_last and self._overlaps:
+            self.reduce_full()
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def reduce(self, bucket: Bucket) -> None:
         gradients = bucket.fill_all()
-        if self._replicate.size() > 1:
+        if bucket.group.size() > 1:
             assert bucket.sum is not None
             bucket.finish = bucket.sum.all_reduce(gradients)
 
     def synchronize(self) -> None:
-        self._finish_sums()
-        for bucket in self._buckets:
+        self.finish_reducing()
+        for bucket in self.buckets:
             assert bucket.gradients is not None
             for entry in bucket.entries:
                 for piece, gradient in zip(
                     self._pieces[entry.name], entry.cut(entry.view(bucket.gradients)), strict=True
                 ):
                     piece.tensor.grad = gradient
-        self._fresh = True
+        self.begins_step = True
 
     def pieces(self) -> list[Piece]:
         return [piece for pieces in reversed(self._pieces.values()) for piece in pieces]

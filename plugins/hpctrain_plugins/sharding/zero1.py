@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.api import Field, GradientSums, ModelSpec, Sharding, hookimpl
-from hpctrain_plugins.sharding.buckets import Bucket, Entry
+from hpctrain.toolkit.buckets import Bucket, BucketEntry
 from hpctrain_plugins.sharding.partitioned import Partitioned, PartitionedModel, PartitionedOptions
 
 
@@ -17,7 +17,7 @@ class Zero1Options(PartitionedOptions):
 
 
 class Zero1(Partitioned):
-    """ZeRO stage 1: the optimizer's state is sharded. Communicates after backward, or behind the last one."""
+    """ZeRO stage 1: the optimizer's state is sharded. Communicates after backward, or overlapped with the last backward."""
 
     name = "zero-1"
     Options = Zero1Options
@@ -28,29 +28,28 @@ class Zero1(Partitioned):
 
 
 class Zero1Model(PartitionedModel):
-    """Whole gradients stay in their buckets until the step's end."""
+    """Full gradients stay in their buckets until the end of the step."""
 
     options: Zero1Options
 
-    def _gradients_of(self, bucket: Bucket, rank: int) -> Tensor:
-        bucket.gradients = bucket.buffer(self._shard)
-        return bucket.slice_of(bucket.gradients, rank)
+    def _gradients_of(self, bucket: Bucket) -> Tensor:
+        bucket.gradients = bucket.buffer()
+        return bucket.own_slice(bucket.gradients)
 
-    def _gradient_made(self, bucket: Bucket, entry: Entry) -> None:
+    def gradient_made(self, bucket: Bucket, entry: BucketEntry) -> None:
         if self.options.contiguous_gradients:
             bucket.fill(entry)
-        if self._last and self.options.overlap_communication:
-            self._launch_ready()
+        if self.is_last and self.options.overlap_communication:
+            self.reduce_full()
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def reduce(self, bucket: Bucket) -> None:
         gradients = bucket.fill_all()
-        if self._shard.size() > 1:
-            mine = bucket.slice_of(gradients, self._shard.rank())
+        if bucket.slices > 1:
             assert bucket.sum is not None
-            bucket.finish = bucket.sum.reduce_scatter(mine, gradients)
+            bucket.finish = bucket.sum.reduce_scatter(bucket.own_slice(gradients), gradients)
 
     def synchronize(self) -> None:
-        self._finish_sums()
+        self.finish_reducing()
         self._sum_over_replicas()
         self._hand_over()
 

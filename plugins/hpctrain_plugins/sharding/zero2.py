@@ -1,19 +1,22 @@
-"""ZeRO stage 2: every rank has all parameters, and the gradients and optimizer state of its slice of them."""
+"""ZeRO stage 2: every rank has all parameters, but gradients and optimizer state only for its slice of them."""
 
 from __future__ import annotations
 
 from collections import deque
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.api import ByteSize, Field, GradientSums, ModelSpec, Sharding, hookimpl
-from hpctrain_plugins.sharding.buckets import Bucket, Entry, flat_zeros
-from hpctrain_plugins.sharding.partitioned import Part, Partitioned, PartitionedModel, PartitionedOptions
+from hpctrain.toolkit.buckets import Bucket, BucketEntry
+from hpctrain_plugins.sharding.partitioned import BucketSlice, Partitioned, PartitionedModel, PartitionedOptions
 
 _IN_FLIGHT = 2
-"""Buckets that may be on their way while the next one is filled."""
+"""The most buckets that may be in flight while the next one is filled."""
+_Kind = tuple[torch.dtype, dist.ProcessGroup]
+"""Buckets of one kind take turns with a buffer."""
 
 
 class Zero2Options(PartitionedOptions):
@@ -22,13 +25,11 @@ class Zero2Options(PartitionedOptions):
         gt=0,
         description="gradients are summed in buckets of this size; up to three exist at a time",
     )
-    overlap_communication: bool = Field(
-        default=True, description="go on with backward while a bucket is summed, instead of waiting for it"
-    )
+    overlap_communication: bool = Field(default=True, description="continue backward while a bucket is summed")
 
 
 class Zero2(Partitioned):
-    """ZeRO stage 2: gradients are sharded, too. Every backward sums them, bucket by bucket."""
+    """ZeRO stage 2: gradients are sharded, too. Every backward sums them bucket by bucket."""
 
     name = "zero-2"
     Options = Zero2Options
@@ -39,50 +40,58 @@ class Zero2(Partitioned):
 
 
 class Zero2Model(PartitionedModel):
-    """Buckets of gradients exist while they are filled and summed."""
+    """Gradient buckets exist only while they are filled and summed."""
 
     options: Zero2Options
 
     def materialized(self) -> None:
         super().materialized()
-        self._in_flight: deque[tuple[Bucket, Part]] = deque()
-        self._free: dict[torch.dtype, list[Tensor]] = {bucket.dtype: [] for bucket in self._buckets}
+        self._in_flight: deque[tuple[Bucket, BucketSlice]] = deque()
         self._taken: dict[int, Tensor] = {}
+        self._free: dict[_Kind, list[Tensor]] = {}
+        for kind in dict.fromkeys(_kind(bucket) for bucket in self.buckets):
+            self._free[kind] = self._buffers_for([bucket for bucket in self.buckets if _kind(bucket) == kind])
 
-    def _gradients_of(self, bucket: Bucket, rank: int) -> Tensor:
+    def _buffers_for(self, buckets: list[Bucket]) -> list[Tensor]:
+        """What buckets of one kind take turns with. To make a buffer is collective, and ranks that use other parameters
+        make gradients in another order, so none is made during a backward."""
+        largest = max(buckets, key=lambda bucket: bucket.numel)
+        return [largest.buffer() for _ in range(min(len(buckets), self._most_in_flight() + 1))]
+
+    def _most_in_flight(self) -> int:
+        return _IN_FLIGHT if self.options.overlap_communication else 0
+
+    def _gradients_of(self, bucket: Bucket) -> Tensor:
         return bucket.entries[0].local.new_zeros(bucket.share)
 
     def begin(self, last: bool, interleaved: bool = False) -> None:
-        if not self._fresh:
+        if not self.begins_step:
             self._end_backward()
-        self._first, self._fresh = self._fresh, False
-        # a bucket is never complete while backwards interleave: gradients then pile up, and are summed at the end
-        self._waits = interleaved
-        self._await_gradients()
+        self._first, self.begins_step = self.begins_step, False
+        self.await_gradients(interleaved)
 
-    def _gradient_made(self, bucket: Bucket, entry: Entry) -> None:
-        if self._waits:
-            return
-        if self.options.contiguous_gradients:
+    def gradient_made(self, bucket: Bucket, entry: BucketEntry) -> None:
+        if self.interleaved:
+            return  # buckets are never complete while backwards interleave: gradients accumulate and are summed at the end
+        if self.options.contiguous_gradients and bucket is self.buckets[self.reduced]:
             self._fill(bucket, entry)
-        self._launch_ready()
+        self.reduce_full()
 
-    def _fill(self, bucket: Bucket, entry: Entry) -> None:
+    def _fill(self, bucket: Bucket, entry: BucketEntry) -> None:
         if bucket.gradients is None:
             bucket.gradients = self._take_buffer(bucket)
         bucket.fill(entry)
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def reduce(self, bucket: Bucket) -> None:
         for entry in bucket.entries:
             self._fill(bucket, entry)
-        bucket.forget()  # what the next backward makes is apart from what is on its way
+        bucket.forget()  # the next backward must not add to gradients in flight
         assert bucket.gradients is not None
-        if self._shard.size() > 1:
-            mine = bucket.slice_of(bucket.gradients, self._shard.rank())
+        if bucket.slices > 1:
             assert bucket.sum is not None
-            bucket.finish = bucket.sum.reduce_scatter(mine, bucket.gradients)
-        self._in_flight.append((bucket, self._parts[self._launched - 1]))
-        if not self.options.overlap_communication:
+            bucket.finish = bucket.sum.reduce_scatter(bucket.own_slice(bucket.gradients), bucket.gradients)
+        self._in_flight.append((bucket, self._parts[self.reduced - 1]))
+        while len(self._in_flight) > self._most_in_flight():
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
@@ -90,27 +99,24 @@ class Zero2Model(PartitionedModel):
         if bucket.finish is not None:
             bucket.finish()
         assert bucket.gradients is not None
-        mine = bucket.slice_of(bucket.gradients, self._shard.rank())
+        mine = bucket.own_slice(bucket.gradients)
         if self._first:
             part.gradients.copy_(mine)
         else:
             part.gradients.add_(mine)
-        self._free[bucket.dtype].append(self._taken.pop(id(bucket)))
+        self._free[_kind(bucket)].append(self._taken.pop(id(bucket)))
         bucket.finish = bucket.gradients = None
 
     def _take_buffer(self, bucket: Bucket) -> Tensor:
-        """A buffer that is free again, or a new one as long as few are on their way. They are kept from step to step:
-        memory that is new to the process costs as much time as a sum over it."""
-        free = self._free[bucket.dtype]
-        while not free and len(self._in_flight) >= _IN_FLIGHT:
+        """A free buffer. Only the next bucket to be reduced has one, and those in flight give theirs back."""
+        free = self._free[_kind(bucket)]
+        while not free:
             self._finish_oldest()
-        largest = max(one.numel for one in self._buckets if one.dtype == bucket.dtype)
-        whole = free.pop() if free else flat_zeros(largest, bucket.entries[0].local, self._shard)
-        self._taken[id(bucket)] = whole
+        self._taken[id(bucket)] = whole = free.pop()
         return bucket.zero_padding(whole[: bucket.numel])
 
     def _end_backward(self) -> None:
-        self._launch_rest()
+        self.reduce_rest()
         while self._in_flight:
             self._finish_oldest()
 
@@ -118,6 +124,10 @@ class Zero2Model(PartitionedModel):
         self._end_backward()
         self._sum_over_replicas()
         self._hand_over()
+
+
+def _kind(bucket: Bucket) -> _Kind:
+    return bucket.dtype, bucket.group
 
 
 @hookimpl

@@ -1,7 +1,7 @@
 """ZeRO stage 3: parameters are sharded, too, and gathered unit by unit in forward and backward.
 
-torch's own fully_shard does it. Its divisions, its sum over replicas and its accumulation over micro batches are not
-used: the loop divides the loss, and the rest must not wait for communication.
+It uses torch's fully_shard, but not its divisions, its sum over replicas and its accumulation over micro batches: the loop
+divides the loss, and the other two would wait for communication.
 """
 
 from __future__ import annotations
@@ -35,24 +35,30 @@ from hpctrain.api import (
     hookimpl,
     pieces_of,
 )
-from hpctrain_plugins.sharding.buckets import trained
-from hpctrain_plugins.sharding.communication import AsynchronousAllGather, Buffers, Pending, SummingReduceScatter
+from hpctrain.toolkit.buckets import trained
+from hpctrain_plugins.sharding.communication import AsynchronousAllGather, HostBuffers, Pending, SummingReduceScatter
 from hpctrain_plugins.sharding.offload import host_copy, is_needed, warn_if_useless
 from hpctrain_plugins.sharding.wrapping import refuse_mixed, refuse_unseen, units_of, unseen
+
+_MIN_PARAMETERS = 100_000_000
 
 
 class Zero3Options(Options):
     wrap: str = Field(
         default="block",
-        description='what is gathered at once: "block", "size" (see min_parameters) or "class:NAME" of a module',
+        description='the unit that is gathered at once: "block", "size" (see min_parameters) or "class:NAME" of a module',
     )
-    min_parameters: int = Field(default=100_000_000, ge=1, description='parameters of a unit with wrap = "size"')
+    min_parameters: int | None = Field(
+        default=None, ge=1, description='the fewest parameters of a unit with wrap = "size" (default: 100,000,000)'
+    )
     reshard_after_forward: bool = Field(
         default=True, description="free a unit's parameters after forward and gather them again in backward"
     )
-    prefetch: int = Field(default=1, ge=0, description="units that are gathered ahead of the one that computes")
+    prefetch: int = Field(default=1, ge=0, description="units that are gathered ahead of the running unit")
     offload_optimizer: bool = Field(default=False, description="keep optimizer state and its parameters in host memory")
-    offload_parameters: bool = Field(default=False, description="keep parameters, gradients and optimizer state there")
+    offload_parameters: bool = Field(
+        default=False, description="keep parameters, gradients and optimizer state in host memory"
+    )
     pin_memory: bool = Field(default=True, description="pin that host memory, for faster copies")
 
     @field_validator("wrap")
@@ -64,25 +70,25 @@ class Zero3Options(Options):
 
     @model_validator(mode="after")
     def _only_size_has_a_minimum(self) -> Zero3Options:
-        if "min_parameters" in self.model_fields_set and self.wrap != "size":
-            raise ValueError(f'min_parameters goes with wrap = "size"; with wrap = "{self.wrap}" it does nothing')
+        if self.min_parameters is not None and self.wrap != "size":
+            raise ValueError(f'min_parameters goes with wrap = "size"; with wrap = "{self.wrap}" it has no effect')
         return self
 
 
 @dataclass
 class Held:
-    """Rows of a parameter's shard on this rank."""
+    """Rows of a parameter in this rank's shard."""
 
     parameter: DTensor
     begin: int
-    """The first of them in the shard."""
+    """The first row in the shard."""
     local: Tensor
-    """Their values there."""
+    """The values in the shard."""
     piece: Piece
-    """With them, or with a copy in host memory."""
+    """The piece with these values, or with a copy in host memory."""
 
     def gradient(self) -> Tensor:
-        """Of the last backward; zeros where it made none."""
+        """The gradient of the last backward; zeros if there was none."""
         whole = self.parameter.grad
         if not isinstance(whole, DTensor):
             return torch.zeros_like(self.piece.tensor)
@@ -110,7 +116,7 @@ class Zero3(Sharding):
         if plan.outline is not None:
             _refuse_scalars(plan.outline, plan.model)
             if self.options.wrap.startswith("class:"):
-                units_of(plan.outline, plan.model, self.options.wrap, self.options.min_parameters)
+                units_of(plan.outline, plan.model, self.options.wrap, self.options.min_parameters or _MIN_PARAMETERS)
         return []
 
     def home(self, device: torch.device) -> torch.device:
@@ -136,7 +142,7 @@ class Zero3Model(ShardedModel):
         self._offloads = is_needed(options.offload_optimizer, device) and not offloads_parameters
         warn_if_useless(options.offload_parameters or options.offload_optimizer, device)
         policy = CPUOffloadPolicy(options.pin_memory) if offloads_parameters else OffloadPolicy()
-        units = units_of(module, spec, options.wrap, options.min_parameters)
+        units = units_of(module, spec, options.wrap, options.min_parameters or _MIN_PARAMETERS)
         refuse_mixed(module, units)
         for unit in reversed(units):  # inner ones first
             unit.register_forward_hook(partial(refuse_unseen, type(unit).__name__))
@@ -146,14 +152,14 @@ class Zero3Model(ShardedModel):
                 reshard_after_forward=options.reshard_after_forward,
                 offload_policy=policy,
             )
-        # what belongs to no unit is needed again when backward begins
+        # parameters outside of all units are needed again when backward begins
         fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=False, offload_policy=policy)
         self._set_up([cast(FSDPModule, one) for one in (module, *units)], mesh.device_type)
 
     def _set_up(self, units: list[FSDPModule], device_type: str) -> None:
-        """Sums instead of means, communication that does not wait, and what is gathered ahead of what."""
+        """Set sums instead of means, asynchronous communication, and prefetching."""
         pending: Pending = deque()
-        buffers = Buffers()
+        buffers = HostBuffers()
         self._reduce_scatters = [SummingReduceScatter(self._sums, pending, buffers) for _ in units]
         ahead = self.options.prefetch
         for number, unit in enumerate(units):
@@ -167,7 +173,7 @@ class Zero3Model(ShardedModel):
             if following:
                 unit.set_modules_to_forward_prefetch(following)
             before = units[max(1, number - ahead) : number]
-            if before and ahead > 1:  # one is gathered ahead anyway
+            if before and ahead > 1:  # fully_shard gathers one unit ahead anyway
                 unit.set_modules_to_backward_prefetch(before[::-1])
 
     def materialized(self) -> None:
@@ -196,11 +202,11 @@ class Zero3Model(ShardedModel):
 
     @torch.no_grad()
     def _collect(self) -> None:
-        """Take over what the last backward made: fully_shard is to find no gradient that it would add to."""
+        """Take over the gradients of the last backward, so that fully_shard finds none to add to."""
         for one in self._reduce_scatters:
             one.finish()
-        if all(made.grad is None for made in self._parameters):  # not even zeros of what was not used
-            raise unseen("backward met nothing of what the model gives")
+        if all(made.grad is None for made in self._parameters):  # not even zeros for unused parameters
+            raise unseen("backward reached no output of the model")
         for held in self._held:
             if held.piece.tensor.grad is None:
                 held.piece.tensor.grad = held.gradient()
@@ -245,7 +251,7 @@ def _refuse_scalars(module: nn.Module, spec: ModelSpec) -> None:
     scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise UsageError(
-            f"[sharding] stage = 3: {', '.join(scalars)} of the model {spec.name!r} is a scalar, and has no rows to share; "
+            f"[sharding] stage = 3: {', '.join(scalars)} of the model {spec.name!r} is a scalar and has no rows to shard; "
             "give it the shape (1,), or use stage = 2",
             everywhere=True,
         )

@@ -1,4 +1,4 @@
-"""Neither waits for its last operations nor destroys the groups: still ends with status 0, and what it sent arrives."""
+"""Neither waits for its last operations nor destroys the groups. Still ends with status 0, and its messages arrive."""
 
 import torch
 import torch.distributed as dist

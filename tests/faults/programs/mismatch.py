@@ -1,6 +1,7 @@
 """The ranks call different operations. Usage: mismatch.py ELEMENTS memory|mpi
 
-In a node's memory they are told at once; over MPI large operations are, small ones time out saying where everybody is.
+In a node's memory, and over MPI for large operations, the error comes at once. Small operations over MPI time out, and the error
+says where each rank is.
 """
 
 import sys
@@ -22,7 +23,7 @@ try:
         dist.barrier()
 except hpctrain.mpi.OperationMismatchError as error:
     print(f"mismatch on rank {dist.get_rank()}: {error}", flush=True)
-    dist.all_reduce(tensor)  # nothing was moved, so the group still works
+    dist.all_reduce(tensor)  # no data was moved, so the group still works
     print(f"afterwards {tensor[0].item()}", flush=True)
 except hpctrain.mpi.CommunicationTimeoutError as error:
     print(f"timeout on rank {dist.get_rank()}: {error}", flush=True)

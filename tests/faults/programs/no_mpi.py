@@ -1,4 +1,4 @@
-"""Importing the package must not start MPI; asking for a group without an MPI library gives one clear error."""
+"""Importing the package must not start MPI. Creating a group without an MPI library gives one clear error."""
 
 import sys
 
@@ -8,7 +8,7 @@ import hpctrain.mpi
 from hpctrain.errors import EnvironmentUnfitError
 
 assert "mpi4py.MPI" not in sys.modules
-sys.modules["mpi4py.MPI"] = None  # what an import that cannot find libmpi amounts to
+sys.modules["mpi4py.MPI"] = None  # as if the import could not find libmpi
 try:
     dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://")
 except EnvironmentUnfitError as error:

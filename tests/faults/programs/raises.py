@@ -1,4 +1,4 @@
-"""One rank raises; the others wait in a collective. All must end, at once."""
+"""One rank raises while the others wait in a collective. All must end at once."""
 
 import sys
 

@@ -1,11 +1,10 @@
-"""Another user of the machine who wants to get at a job. Needs the standard library only: the job's Python isn't theirs.
+"""Attacks a job as another user of the machine. Needs only the standard library: that user can't use the job's Python.
 
     python3 stranger.py OWNER_UID DIRECTORY [HOST:FIRST-LAST ...]
 
-Becomes `nobody`, then tries everything below on each port that a process of the owner listens on (found in /proc, or in the
-ranges of ports given), on each of the owner's processes, and on every file below DIRECTORY, again and again until a file
-DIRECTORY/stop appears or five minutes are over. Prints one JSON object: by attempt, how often it was made, and what it got,
-if anything.
+Becomes `nobody`. Then tries everything below on each port that the owner's processes listen on (found in /proc or in the given
+ranges), on each of the owner's processes, and on every file below DIRECTORY. Repeats until a file DIRECTORY/stop appears or five
+minutes are over. Prints one JSON object: for each attempt the number of tries, and the result if there was any.
 """
 # ruff: noqa: SIM115  (it holds what it opened, and is soon over)
 
@@ -38,7 +37,7 @@ got: dict = {}
 
 
 def tcpstore(query, *parts):
-    """A request as torch's TCPStore takes them, behind the magic number of its own handshake."""
+    """A request to torch's TCPStore, after the magic number of its handshake."""
     return struct.pack("<BIB", 0, 0x3C85F7CE, query) + b"".join(struct.pack("<Q", len(part)) + part for part in parts)
 
 
@@ -99,7 +98,7 @@ def read(one, count):
 
 
 def knock(address, held):
-    """One message on a connection each; some are kept open."""
+    """Send each message on its own connection; keep some connections open."""
     for name, message in MESSAGES.items():
         try:
             one = connect(address)
@@ -119,7 +118,7 @@ def greeted(address):
 
 
 def take_a_place(address, held):
-    """Speaks the store's own protocol with secrets that one could guess, and gloo's with the numbers of ranks."""
+    """Speak the store's protocol with guessable secrets, and gloo's with rank numbers."""
     for name, secret in {"no secret": b"", "a secret of zeros": bytes(32), "the greeting as the secret": None}.items():
         try:
             one, nonce, introduction = greeted(address)
@@ -168,8 +167,8 @@ def flood(address, count):
 
 
 def listening(uid):
-    """The addresses that processes of `uid` listen on; not all of them at once, as torchrun's store does, which believes
-    everybody. STRANGER_KNOCKS_EVERYWHERE=1 has these, too.
+    """The addresses that processes of `uid` listen on. Skips ports on all addresses, such as torchrun's store, which trusts
+    everyone, unless STRANGER_KNOCKS_EVERYWHERE=1.
     """
     everywhere, found = "STRANGER_KNOCKS_EVERYWHERE" in os.environ, []
     for table in ("tcp", "tcp6") if everywhere else ("tcp",):
@@ -207,7 +206,7 @@ def attempt(name, action):
 
 
 def snoop(process):
-    """What the system lets one user do to another's process."""
+    """Try actions on another user's process."""
     libc = ctypes.CDLL(None, use_errno=True)
     attempt("reads a rank's environment", lambda: open(f"/proc/{process}/environ", "rb").read())
     attempt("reads a rank's memory", lambda: open(f"/proc/{process}/mem", "rb"))
@@ -223,7 +222,7 @@ def snoop(process):
 
 
 def rummage(directory, home):
-    """The run's files, the starter's directory, the secret, shared memory."""
+    """Try the run's files, the starter's directory, the secret and shared memory."""
     out = os.path.join(directory, "out")
     for name in ("metrics.jsonl", "job.resolved.toml", "lock", "log/rank-00000.log", "checkpoints/latest"):
         path = os.path.join(out, name)
@@ -259,7 +258,7 @@ def main():
     owner, directory, ranges = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     home = os.environ.get("STRANGER_HOME", "/root")
     resource.setrlimit(resource.RLIMIT_NOFILE, (CONNECTIONS + 2000,) * 2)
-    os.nice(19)  # it is to get in, not to take the processors
+    os.nice(19)  # it should attack, not take the processors
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)

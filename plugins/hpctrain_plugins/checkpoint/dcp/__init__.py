@@ -1,6 +1,6 @@
-"""The checkpoint format `dcp`: what torch.distributed.checkpoint writes and reads, for exchange with other programs.
+"""The checkpoint format `dcp`: the files of torch.distributed.checkpoint, for exchange with other programs.
 
-torch.distributed.checkpoint takes most of a second to import, so that is done where it is used.
+Importing torch.distributed.checkpoint takes most of a second, so it is imported only where it is used.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from hpctrain.api import (
     StoredTensor,
     hookimpl,
 )
+from hpctrain.toolkit.checkpoint import values
+from hpctrain.toolkit.checkpoint.files import read_file
+from hpctrain.toolkit.checkpoint.sealed import malformed, unseal
+from hpctrain.toolkit.checkpoint.snapshot import Snapshots
 
-from ..common import values
-from ..common.files import read_file
-from ..common.sealed import malformed, unseal
-from ..common.snapshot import Snapshots
 from .names import METADATA_FILE, VALUES_FILE
 
 if TYPE_CHECKING:
-    from .metadata import Contents
+    from .metadata import SavedContents
 
 __all__ = ["Dcp", "hpctrain_checkpoint"]
 
@@ -48,11 +48,11 @@ class _Sealed(TypedDict):
 
 _SEALED = TypeAdapter(_Sealed)
 MOST_KEPT = 32 * 2**20
-"""The largest table of contents that is remembered, in bytes: training needs the memory."""
+"""The largest table of contents that is cached, in bytes: training needs the memory."""
 
 
 class DcpWriter(CheckpointWriter):
-    """Keeps the memory of its copy."""
+    """Reuses the memory of its copy."""
 
     def __init__(self) -> None:
         self._snapshots = Snapshots()
@@ -69,26 +69,26 @@ class DcpWriter(CheckpointWriter):
 
 
 class Dcp(CheckpointFormat):
-    """Files that torch.distributed.checkpoint.load reads; those it wrote itself are read, too, without unpickling."""
+    """Files that torch.distributed.checkpoint.load reads. Reads the files of its save, too, without unpickling them."""
 
     name = "dcp"
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._known: dict[tuple[object, ...], Contents] = {}
-        """The last table of contents, unless it is large, by what it was read from."""
+        self._known: dict[tuple[object, ...], SavedContents] = {}
+        """The last table of contents, unless it is large, with the identity of its file."""
 
     def writer(self) -> DcpWriter:
-        """One for a run."""
+        """The writer of a run."""
         return DcpWriter()
 
     def read_values(self, directory: Path) -> dict[str, Any]:
-        """The small values; none in a checkpoint that another program wrote."""
+        """The small values; empty for a checkpoint of another program."""
         sealed = self._sealed(directory)
         return {} if sealed is None else values.decode_all(sealed["values"])
 
     def tensors(self, directory: Path) -> dict[str, StoredTensor]:
-        """Every tensor with its dtype, its whole shape and where its parts lie."""
+        """Every tensor with its dtype, its full shape and the places of its parts."""
         return {
             name: StoredTensor(
                 tensor.dtype, tensor.shape, tuple(StoredChunk(item.file, *item.part) for item in tensor.items)
@@ -97,7 +97,7 @@ class Dcp(CheckpointFormat):
         }
 
     def load(self, directory: Path, pieces: list[Piece]) -> None:
-        """Fill the pieces, reading the items that hold some of them."""
+        """Fill the pieces, reading only the items that they need."""
         from . import read
 
         read.load(directory, self._contents(directory), pieces)
@@ -116,11 +116,11 @@ class Dcp(CheckpointFormat):
         return faults + [f"{path}: {METADATA_FILE} doesn't know this file" for path in unknown]
 
     def recognizes(self, directory: Path) -> bool:
-        """Whether there is a `.metadata`."""
+        """Whether the directory has a `.metadata`."""
         return os.path.lexists(directory / METADATA_FILE)
 
-    def _contents(self, directory: Path) -> Contents:
-        """The table of contents, against its checksum where there is one; that of the last directory is remembered."""
+    def _contents(self, directory: Path) -> SavedContents:
+        """The table of contents, checked against its checksum if there is one. The last directory's table is cached."""
         from . import metadata
 
         sealed, raw = self._sealed(directory), metadata.read_bytes(directory)
@@ -152,5 +152,5 @@ class Dcp(CheckpointFormat):
 
 @hookimpl
 def hpctrain_checkpoint() -> list[type[CheckpointFormat]]:
-    """The formats that this module brings."""
+    """The formats of this module."""
     return [Dcp]

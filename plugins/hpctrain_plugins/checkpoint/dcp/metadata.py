@@ -1,4 +1,4 @@
-"""`.metadata`: DCP's table of contents. It is a pickle, so it is read by an unpickler that can make nothing but a table."""
+"""`.metadata`: DCP's table of contents. It is a pickle, so the unpickler here can create nothing but a table."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from hpctrain.api import CheckpointError, check_pickle, shown, storage_record
+from hpctrain.toolkit.checkpoint.collector import collector_waits
+from hpctrain.toolkit.checkpoint.files import read_file
+from hpctrain.toolkit.checkpoint.names import check_printable
+from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, Work, tiling_fault
 
-from ..common.collector import collector_waits
-from ..common.files import read_file
-from ..common.names import check_printable
-from ..common.rectangles import Dims, Rectangle, Work, tiling_fault
 from .names import METADATA_FILE
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MOST_BYTES = 2**30
-"""The largest file, in bytes; that of the largest checkpoints, with millions of parts, has some hundreds of megabytes."""
+"""The size limit, in bytes. The largest checkpoints, with millions of parts, have some hundreds of megabytes."""
 _MOST_DIMS = 64
-"""As torch has it."""
+"""torch's own limit."""
 
 _RECORDS = (
     dcp.Metadata, dcp.TensorStorageMetadata, dcp.ChunkStorageMetadata, dcp.BytesStorageMetadata,
@@ -36,12 +36,12 @@ _UNUSED = (
     ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("builtins", "getattr"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
 )  # fmt: skip
-"""Names that a table may have for values that nothing here reads, such as the checkpoint's place when it was written, or
-the memory format. For the latter, Python 3.11.0 to 3.11.3 name getattr: they pickle an enum as a call of it."""
+"""Names in a table for values that hpctrain never reads, such as the checkpoint's original path or the memory format.
+For the memory format, Python 3.11.0 to 3.11.3 name getattr, because they pickle an enum as a call of getattr."""
 
 
 class _Properties:
-    """The fields of TensorProperties that count."""
+    """The fields of TensorProperties that are used."""
 
     dtype: object = None
 
@@ -50,20 +50,20 @@ class _Properties:
 
 
 class _Index(dcp.MetadataIndex):
-    """A key, so its hash is asked for before anything is checked."""
+    """A dict key, so its hash is taken before the content is checked."""
 
     def __hash__(self) -> int:
         if type(self.fqn) is not str or not isinstance(self.offset, (torch.Size, type(None))):
             raise CheckpointError(
-                f"a place is of {shown(self.fqn)} at {shown(self.offset)}, expected a name and numbers"
+                f"found a place of {shown(self.fqn)} at {shown(self.offset)}, expected a name and numbers"
             )
-        return hash((self.fqn, str(self.offset)))  # of text: nobody can choose it
+        return hash((self.fqn, str(self.offset)))  # hashes text: a crafted file can't choose the hash
 
 
 def _stand_ins() -> dict[tuple[str, str], Any]:
-    """All that a metadata file may name: DCP's records and plain containers. None of them does anything when it is made.
+    """All classes that a metadata file may name: DCP's records and plain containers, whose creation has no side effects.
 
-    New ones for each file: a pickle can set attributes of what it names, and those of the real classes are everybody's.
+    They are new for each file: a pickle can set attributes of the classes it names, and the real classes are shared.
     """
     properties = dcp.TensorProperties
     return {
@@ -98,8 +98,8 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Contents:
-    """`tensors` by name; `others` are the places of what isn't a tensor: pickles, which stay unread."""
+class SavedContents:
+    """`tensors` by name; `others` are the places of other values: pickles, which are never unpickled."""
 
     tensors: dict[str, Tensor]
     others: dict[str, Item]
@@ -112,7 +112,7 @@ class Contents:
 
 
 class _TableUnpickler(pickle.Unpickler):
-    """Refuses to look up anything but DCP's own records, so that no other code can be called."""
+    """Looks up nothing but DCP's own records, so that no other code can be called."""
 
     def __init__(self, raw: bytes) -> None:
         super().__init__(io.BytesIO(raw))
@@ -124,7 +124,7 @@ class _TableUnpickler(pickle.Unpickler):
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
-        raise CheckpointError(f"it names {module}.{name}, which has no place in it: the file is damaged or crafted")
+        raise CheckpointError(f"it names {module}.{name}, which does not belong in it: the file is damaged or crafted")
 
 
 def read_bytes(directory: Path) -> bytes:
@@ -136,27 +136,27 @@ def read_bytes(directory: Path) -> bytes:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def read_contents(directory: Path, raw: bytes) -> Contents:
-    """The checked table of contents, whose bytes are `raw`; CheckpointError says what is wrong with it."""
+def read_contents(directory: Path, raw: bytes) -> SavedContents:
+    """The checked table of contents of the bytes `raw`. Raises CheckpointError for any fault."""
     try:
         return parse(raw)
     except CheckpointError as error:
         raise CheckpointError(f"{directory / METADATA_FILE}: {error}") from error
 
 
-def parse(raw: bytes) -> Contents:
-    """Check everything that the bytes of a metadata file claim."""
+def parse(raw: bytes) -> SavedContents:
+    """Check all claims of a metadata file."""
     try:
         check_pickle(raw)
         with collector_waits():
             return _contents(_TableUnpickler(raw).load(), Work(len(raw)))
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle raises nearly anything
+    except Exception as error:  # a damaged pickle can raise almost any error
         raise CheckpointError(f"malformed content: {type(error).__name__}: {error}") from error
 
 
-def _contents(table: Any, work: Work) -> Contents:
+def _contents(table: Any, work: Work) -> SavedContents:
     places = {(index.fqn, _dims(index.offset)): place for index, place in table.storage_data.items()}
     tensors, others = {}, {}
     for name, entry in table.state_dict_metadata.items():
@@ -165,13 +165,13 @@ def _contents(table: Any, work: Work) -> Contents:
             tensors[name] = _tensor(name, entry, places, work)
         elif (name, ()) in places:
             others[name] = _item(Rectangle((), ()), places[name, ()])
-    contents = Contents(tensors, others)
+    contents = SavedContents(tensors, others)
     _check_apart(contents)
     return contents
 
 
-def _check_apart(contents: Contents) -> None:
-    """No two items share bytes, or few bytes could be values of any number of tensors."""
+def _check_apart(contents: SavedContents) -> None:
+    """Refuse items that share bytes: a small file could claim any number of tensors."""
     every = [*(item for tensor in contents.tensors.values() for item in tensor.items), *contents.others.values()]
     ends: dict[str, int] = {}
     for item in sorted(every, key=lambda one: one.at):
@@ -183,8 +183,8 @@ def _check_apart(contents: Contents) -> None:
 def _tensor(name: str, entry: dcp.TensorStorageMetadata, places: dict[tuple[str, Dims], Any], work: Work) -> Tensor:
     shape, dtype = _dims(entry.size), entry.properties.dtype
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"tensor {name}: {shown(dtype)} is no dtype")
-    work.spend(len(entry.chunks))  # a list may be that of many tensors
+        raise CheckpointError(f"tensor {name}: {shown(dtype)} is not a dtype")
+    work.spend(len(entry.chunks))  # many tensors may share one list
     parts = [Rectangle(_dims(chunk.offsets), _dims(chunk.sizes)) for chunk in entry.chunks]
     if math.prod(shape):  # DCP lists empty parts, too
         parts = [part for part in parts if part.volume]
@@ -203,7 +203,7 @@ def _tensor(name: str, entry: dcp.TensorStorageMetadata, places: dict[tuple[str,
 
 def _item(part: Rectangle, place: Any) -> Item:
     if not isinstance(place.relative_path, str) or not _FILE.fullmatch(place.relative_path):
-        raise CheckpointError(f"{shown(place.relative_path)} is no name of a file beside it")
+        raise CheckpointError(f"{shown(place.relative_path)} is not the name of a file beside it")
     if getattr(place, "transform_descriptors", None):
         raise CheckpointError(
             f"{place.relative_path} went through {shown(place.transform_descriptors)}; this reader knows none"

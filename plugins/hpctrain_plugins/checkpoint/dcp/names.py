@@ -1,4 +1,4 @@
-"""Files beside the shards."""
+"""The names of the files beside the shards."""
 
 METADATA_FILE = ".metadata"
 """torch's own table of contents."""

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 
 from hpctrain.api import CheckpointError, Piece, check_records
+from hpctrain.toolkit.checkpoint.files import opened, read_at
+from hpctrain.toolkit.checkpoint.fitting import check_fits
+from hpctrain.toolkit.checkpoint.rectangles import Rectangle
 
-from ..common.files import opened, read_at
-from ..common.fitting import check_fits
-from ..common.rectangles import Rectangle
-from .metadata import Contents, Item, Tensor
+from .metadata import Item, SavedContents, Tensor
 
 
-def load(directory: Path, contents: Contents, pieces: list[Piece]) -> None:
-    """Fill the pieces, reading each item once; CheckpointError names the file and the tensor of what is wrong."""
+def load(directory: Path, contents: SavedContents, pieces: list[Piece]) -> None:
+    """Fill the pieces, reading each item once. Raises CheckpointError with the file and the tensor of a fault."""
     wanted: dict[str, list[Piece]] = defaultdict(list)
     for piece in pieces:
         tensor = contents.tensors.get(piece.name)
@@ -53,7 +53,7 @@ def read_item(directory: Path, name: str, tensor: Tensor, item: Item) -> torch.T
         values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{directory / item.file}: tensor {name}: {error}") from error
-    except Exception as error:  # torch raises nearly anything here
+    except Exception as error:  # torch can raise almost any error here
         raise CheckpointError(
             f"{directory / item.file}: tensor {name} is corrupt: its part at {list(item.part.offsets)} (bytes {item.at} to "
             f"{item.at + item.length}) isn't what torch.save writes"
@@ -82,9 +82,9 @@ def _checked_bytes(directory: Path, item: Item) -> bytes:
             damaged = records.testzip()
     except CheckpointError as error:
         raise CheckpointError(f"bytes {item.at} to {item.at + item.length}: {error}") from error
-    except Exception as error:  # zipfile raises several things for a damaged structure
+    except Exception as error:  # zipfile raises several errors for a damaged structure
         raise CheckpointError(
-            f"it is corrupt: bytes {item.at} to {item.at + item.length} are no zip: {error}"
+            f"it is corrupt: bytes {item.at} to {item.at + item.length} are not a zip file: {error}"
         ) from error
     if damaged is not None:
         raise CheckpointError(
@@ -93,8 +93,8 @@ def _checked_bytes(directory: Path, item: Item) -> bytes:
     return content
 
 
-def verify(directory: Path, contents: Contents, progress: Callable[[int, int], None] | None) -> list[str]:
-    """Read everything; one sentence per fault. What isn't a tensor is checked by its CRCs and never unpickled."""
+def verify(directory: Path, contents: SavedContents, progress: Callable[[int, int], None] | None) -> list[str]:
+    """Read everything; return one sentence per fault. Other values than tensors are checked by CRC, never unpickled."""
     faults = []
     items = [(name, tensor, item) for name, tensor in contents.tensors.items() for item in tensor.items]
     done, total = 0, sum(item.length for _, _, item in items)

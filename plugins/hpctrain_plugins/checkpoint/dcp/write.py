@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hpctrain.api import CheckpointError, Piece, State, agree, attempt, sync_directory
+from hpctrain.toolkit.checkpoint import values
+from hpctrain.toolkit.checkpoint.files import naming, write_file
+from hpctrain.toolkit.checkpoint.names import check_printable
+from hpctrain.toolkit.checkpoint.rectangles import Rectangle, tiling_fault
+from hpctrain.toolkit.checkpoint.sealed import seal
 
-from ..common import values
-from ..common.files import naming, write_file
-from ..common.names import check_printable
-from ..common.rectangles import Rectangle, tiling_fault
-from ..common.sealed import seal
 from .metadata import read_bytes
 from .names import VALUES_FILE
 
@@ -38,7 +38,7 @@ def write(state: State, directory: Path, group: dist.ProcessGroup) -> None:
     planner = PiecePlanner(state)
     try:
         save({}, storage_writer=writer, planner=planner, process_group=group)
-    except CheckpointException as error:  # no Exception: torch derives it from BaseException
+    except CheckpointException as error:  # not an Exception: torch derives it from BaseException
         raise _reason(error) from error
     agree(attempt(lambda: _write_values(state, directory)) if group.rank() == 0 else None, group)
 
@@ -61,18 +61,18 @@ def _reason(error: CheckpointException) -> Exception:
 
 
 class _Writer(FileSystemWriter):
-    """DCP's own writer; its errors name the file, the rank and the node."""
+    """DCP's own writer, with errors that name the file, the rank and the node."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         super().__init__(directory, sync_files=True)
         self._directory, self._rank = directory, rank
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """This rank's file; in this thread, so that errors are raised here."""
+        """Write this rank's file, in this thread, so that errors are raised here."""
         with naming(self._directory, self._rank):
             try:
                 return super().write_data(plan, planner)
-            except RuntimeError as error:  # of the end of torch.save's zip, which hides what the system said before
+            except RuntimeError as error:  # raised at the end of torch.save's zip; it hides the system's error
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
@@ -96,7 +96,7 @@ class PiecePlanner(SavePlanner):
         """Nothing to do: the pieces are known."""
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's pieces; the values are checked here, so that all ranks hear of one that can't be saved."""
+        """This rank's pieces. Values are checked here, so that all ranks learn of a value that can't be saved."""
         values.encode(self._state.values)
         items = []
         for piece in self._state.pieces:
@@ -109,18 +109,18 @@ class PiecePlanner(SavePlanner):
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
-        """CheckpointError for holes, overlaps and contradictions."""
+        """Raises CheckpointError for holes, overlaps and contradictions."""
         tensors: dict[str, dcp.TensorStorageMetadata] = {}
         holders: dict[tuple[str, Rectangle], list[tuple[int, WriteItem]]] = defaultdict(list)
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
                 name, data = item.index.fqn, item.tensor_data
-                assert data is not None  # create_local_plan makes no others
+                assert data is not None  # create_local_plan makes only such items
                 known = tensors.setdefault(name, dcp.TensorStorageMetadata(data.properties, data.size, []))
                 if (known.size, known.properties.dtype) != (data.size, data.properties.dtype):
                     raise CheckpointError(
                         f"{name} is {data.properties.dtype} {list(data.size)} on rank {rank} and {known.properties.dtype} "
-                        f"{list(known.size)} on a rank below it; a tensor has one dtype and one whole shape"
+                        f"{list(known.size)} on a lower rank; a tensor has one dtype and one full shape"
                     )
                 holders[name, Rectangle(tuple(data.chunk.offsets), tuple(data.chunk.sizes))].append((rank, item))
         for name, part in holders:
@@ -160,7 +160,7 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _describe(piece: Piece) -> TensorWriteData:
-    """Where a piece lies in its tensor; any part of an empty tensor is all of it."""
+    """The place of a piece in its tensor. Any part of an empty tensor counts as the full tensor."""
     empty = math.prod(piece.shape) == 0
     offsets = torch.Size((0,) * len(piece.shape) if empty else piece.offsets)
     sizes = torch.Size(piece.shape) if empty else piece.tensor.shape

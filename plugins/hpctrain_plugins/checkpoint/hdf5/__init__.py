@@ -9,16 +9,16 @@ from typing import Any
 import torch.distributed as dist
 
 from hpctrain.api import CheckpointFormat, CheckpointWriter, Piece, State, StoredChunk, StoredTensor, hookimpl
+from hpctrain.toolkit.checkpoint import values
+from hpctrain.toolkit.checkpoint.snapshot import Snapshots
 
-from ..common import values
-from ..common.snapshot import Snapshots
 from . import manifest, read, verify, write
 
 __all__ = ["Hdf5", "hpctrain_checkpoint"]
 
 
 class Hdf5Writer(CheckpointWriter):
-    """Keeps what it worked out for the save before, and the memory of its copy."""
+    """Reuses the plan of the previous save, and the memory of its copy."""
 
     def __init__(self) -> None:
         self._writer = write.Writer()
@@ -29,7 +29,7 @@ class Hdf5Writer(CheckpointWriter):
         return self._snapshots.take(state)
 
     def write(self, snapshot: State, directory: Path, group: dist.ProcessGroup) -> None:
-        """Collective over `group`; makes at most a shard and its table per rank, and rank 0's manifest.json last."""
+        """Write at most a shard and its table per rank, and then rank 0's manifest.json. Collective over `group`."""
         self._writer.write(snapshot, directory, group)
 
 
@@ -43,7 +43,7 @@ class Hdf5(CheckpointFormat):
         self._reader = read.Reader()
 
     def writer(self) -> Hdf5Writer:
-        """One for a run."""
+        """The writer of a run."""
         return Hdf5Writer()
 
     def read_values(self, directory: Path) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Hdf5(CheckpointFormat):
         return values.decode_all(self._reader.manifest(directory).values)
 
     def tensors(self, directory: Path) -> dict[str, StoredTensor]:
-        """Every tensor with its dtype, its whole shape and where its chunks lie."""
+        """Every tensor with its dtype, its full shape and the places of its chunks."""
         content = self._reader.manifest(directory)
         chunks: dict[int, tuple[StoredChunk, ...]] = {}  # most tensors share their layout with others
         found = {}
@@ -62,23 +62,23 @@ class Hdf5(CheckpointFormat):
         return found
 
     def names(self, directory: Path) -> dict[str, tuple[int, ...]]:
-        """Every tensor with its whole shape."""
+        """Every tensor with its full shape."""
         return {name: entry.layout.shape for name, entry in self._reader.manifest(directory).tensors.items()}
 
     def load(self, directory: Path, pieces: list[Piece]) -> None:
-        """Fill the pieces, reading and checking only the blocks that hold some of them."""
+        """Fill the pieces, reading and checking only the blocks that they need."""
         self._reader.load(directory, pieces)
 
     def verify(self, directory: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
-        """Read everything; one sentence per fault."""
+        """Read everything; return one sentence per fault."""
         return verify.verify(directory, progress)
 
     def recognizes(self, directory: Path) -> bool:
-        """Whether a manifest or a shard is there; either alone is ours, though damaged."""
+        """Whether there is a manifest or a shard. With only one of them, the checkpoint is in this format but damaged."""
         return (directory / manifest.FILE_NAME).is_file() or any(directory.glob("shard-*.h5"))
 
 
 @hookimpl
 def hpctrain_checkpoint() -> list[type[CheckpointFormat]]:
-    """The formats that this module brings."""
+    """The formats of this module."""
     return [Hdf5]

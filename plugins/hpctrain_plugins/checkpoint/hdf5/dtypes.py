@@ -1,4 +1,4 @@
-"""How each torch dtype lies in an HDF5 file, so that other HDF5 tools print the right numbers."""
+"""The HDF5 type of each torch dtype, so that other HDF5 tools print the right numbers."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _NUMPY = {
     torch.complex128: "<c16",
 }
 
-# Sign bit, exponent's first bit and width, mantissa's first bit and width, exponent bias: IEEE 754 in shape, so HDF5
-# can describe them as floats of its own.
+# Sign bit, exponent's first bit and width, mantissa's first bit and width, exponent bias. They have the form of IEEE 754,
+# so HDF5 can describe them as floats.
 _SMALL_FLOATS = {
     torch.bfloat16: (15, 7, 8, 0, 7, 127),
     torch.float8_e5m2: (7, 2, 5, 0, 2, 15),
 }
 
-# No infinities or another zero: not IEEE 754 in shape, so no HDF5 float converts right. Their bits as uint8.
+# No infinities, or another zero: not in the form of IEEE 754, so no HDF5 float would convert right. Stored as uint8 bits.
 _BITS_ONLY = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in (*_NUMPY, *_SMALL_FLOATS, *_BITS_ONLY)}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The manifest's name of `dtype`, such as "bfloat16"; CheckpointError when the format has none."""
+    """The manifest's name of `dtype`, such as "bfloat16". Raises CheckpointError for an unsupported dtype."""
     name = str(dtype).removeprefix("torch.")
     if name not in _BY_NAME:
         raise CheckpointError(f"dtype {name} can't be saved; the hdf5 format holds {', '.join(_BY_NAME)}")
@@ -47,7 +47,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def by_name(name: str) -> torch.dtype:
-    """The dtype that a manifest calls `name`."""
+    """The dtype with the name `name` in a manifest."""
     if name not in _BY_NAME:
         raise CheckpointError(f"unknown dtype {shown(name)}; expected one of {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
@@ -66,5 +66,5 @@ def hdf5_type(dtype: torch.dtype) -> h5py.h5t.TypeID:
 
 
 def is_bits_only(dtype: torch.dtype) -> bool:
-    """Whether the dataset holds plain bits and an attribute `dtype` must say what they mean."""
+    """Whether the dataset holds plain bits, which need the attribute `dtype` to be understood."""
     return dtype in _BITS_ONLY

@@ -1,8 +1,8 @@
-"""Reads HDF5's own object headers of each dataset in a shard, without HDF5. They reveal a dtype that somebody changed in the
-manifest with matching checksums.
+"""Reads the object headers of each dataset in a shard, without HDF5. They reveal a dtype that was changed in the manifest
+with matching checksums.
 
-The layout is that of the HDF5 File Format Specification, IV.A.1.b (version 2 object headers): a signature, then messages of a
-type, a length and flags. A header of a dataset has its dataspace, its datatype and where its values lie.
+The layout is given by the HDF5 File Format Specification, IV.A.1.b (version 2 object headers): a signature, then messages with
+a type, a length and flags. A dataset's header has its dataspace, its datatype and the place of its values.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from . import dtypes
 from .table import Chunk
 
 LONGEST = 1024
-"""Bytes of a header; more dims than HDF5 has would not make it longer."""
+"""The longest header, in bytes, with the most dims that HDF5 allows."""
 _SIGNATURE = b"OHDR\x02"
 _DATASPACE, _DATATYPE, _LAYOUT, _ATTRIBUTE = 1, 3, 8, 12
 _CONTIGUOUS = b"\x03\x01"
 _PLAIN = (0, 1)
-"""Classes of datatypes whose messages are equal where the types are: integers and floats."""
+"""Datatype classes with equal messages for equal types: integers and floats."""
 
 
-class Form(NamedTuple):
-    """Messages of a dataset."""
+class DatasetForm(NamedTuple):
+    """The messages of a dataset's header."""
 
     space: bytes
     kind: bytes
@@ -36,15 +36,15 @@ class Form(NamedTuple):
 
 
 class Forms:
-    """Collects the datasets of a shard by the byte where their values begin, from its bytes as they are read."""
+    """Collects the datasets of a shard from its bytes as they are read, keyed by the first byte of their values."""
 
     def __init__(self) -> None:
-        self._found: dict[int, Form] = {}
+        self._found: dict[int, DatasetForm] = {}
         self._types: dict[torch.dtype, bytes] = {}
         self._rest = b""
 
     def add(self, piece: bytes, is_last: bool) -> None:
-        """The next bytes of a stretch outside of all chunks, or its last ones."""
+        """Add the next bytes of a stretch outside of all chunks. is_last: they are its last bytes."""
         raw = self._rest + piece
         end = len(raw) if is_last else max(0, len(raw) - LONGEST)
         at = raw.find(_SIGNATURE, 0, end)
@@ -54,13 +54,13 @@ class Forms:
         self._rest = b"" if is_last else raw[end:]
 
     def check(self, chunks: Iterable[Chunk]) -> None:
-        """CheckpointError names the tensor that the file has in another dtype or shape, or not there."""
+        """Raises CheckpointError for a tensor with another dtype, shape or place in the file."""
         for chunk in chunks:
             form = self._found.get(chunk.at)
             if chunk.part.volume and (form is None or not self._is_of(form, chunk)):
                 raise CheckpointError(
                     f"tensor {chunk.name}: the file has no dataset of {chunk.dtype} {list(chunk.part.shape)} at byte {chunk.at}, "
-                    "as the manifest says: one of them was changed"
+                    "but the manifest says so: one of them was changed"
                 )
 
     def _read(self, raw: bytes, at: int) -> None:
@@ -79,10 +79,10 @@ class Forms:
                 found[kind] = raw[begin:at]
         layout = found.get(_LAYOUT, b"")
         if layout[:2] == _CONTIGUOUS:
-            form = Form(found.get(_DATASPACE, b""), found.get(_DATATYPE, b""), found.get(_ATTRIBUTE, b""))
+            form = DatasetForm(found.get(_DATASPACE, b""), found.get(_DATATYPE, b""), found.get(_ATTRIBUTE, b""))
             self._found[int.from_bytes(layout[2:10], "little")] = form
 
-    def _is_of(self, form: Form, chunk: Chunk) -> bool:
+    def _is_of(self, form: DatasetForm, chunk: Chunk) -> bool:
         shape = chunk.part.shape
         if form.space[1:2] != bytes([len(shape)]) or form.space[4 : 4 + 8 * len(shape)] != struct.pack(
             f"<{len(shape)}Q", *shape

@@ -1,8 +1,8 @@
-"""manifest.json: the tensors, how they are cut, and the tables' checksums. The only file that a reader trusts by itself,
-and only after its own checksum.
+"""manifest.json: the tensors, their layouts, and the checksums of the tables. A reader trusts this file first, after
+checking its own checksum.
 
-It is the same size however many ranks cut a tensor alike: tensors that are cut alike share a layout, and where each chunk
-lies, with its checksums, stands in the table of its shard (see table.py), which is read where something of it is needed.
+Its size does not grow with the ranks that cut a tensor alike, because tensors that are cut alike share a layout. The place
+and the checksums of each chunk are in the table of its shard (see table.py), which is read only if needed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from hpctrain.api import CheckpointError, shown
+from hpctrain.toolkit.checkpoint import values
+from hpctrain.toolkit.checkpoint.collector import collector_waits
+from hpctrain.toolkit.checkpoint.names import check_printable
+from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, Work, tiling_fault
+from hpctrain.toolkit.checkpoint.sealed import malformed, seal, unseal
 
-from ..common import values
-from ..common.collector import collector_waits
-from ..common.names import check_printable
-from ..common.rectangles import Dims, Rectangle, Work, tiling_fault
-from ..common.sealed import malformed, seal, unseal
 from . import dtypes
 
 FILE_NAME = "manifest.json"
@@ -39,7 +39,7 @@ Lengths = Annotated[list[Natural], Field(max_length=_MOST_DIMS, fail_fast=True)]
 
 
 class RawShard(TypedDict):
-    """As the file has it, and so the others."""
+    """The JSON form in the file, as are the other Raw classes."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     name: str
@@ -84,19 +84,19 @@ class Shard(NamedTuple):
     table: str
 
 
-class Part(NamedTuple):
-    """A rectangle of a tensor, and the number of the shard that has it."""
+class ShardPart(NamedTuple):
+    """A rectangle of a tensor, and the number of its shard."""
 
     file: int
     rectangle: Rectangle
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How tensors of one shape are cut, and which shard has which part."""
+class ShardMap:
+    """The layout of tensors of one shape: their parts, and the shard of each part."""
 
     shape: Dims
-    parts: tuple[Part, ...]
+    parts: tuple[ShardPart, ...]
 
     @cached_property
     def by_file(self) -> dict[int, list[Rectangle]]:
@@ -107,11 +107,11 @@ class Layout:
         return found
 
 
-class Entry(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor."""
 
     dtype: torch.dtype
-    layout: Layout
+    layout: ShardMap
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,11 @@ class Manifest:
     """The parsed and validated content; `values` is still in its JSON form."""
 
     shards: list[Shard]
-    tensors: dict[str, Entry]
+    tensors: dict[str, SavedTensor]
     values: Any
 
     def parts_in(self, file: int) -> Iterator[tuple[str, torch.dtype, list[Rectangle]]]:
-        """The tensors of which that shard has something, with what it has."""
+        """The tensors with parts in that shard, and these parts."""
         for name, (dtype, layout) in self.tensors.items():
             rectangles = layout.by_file.get(file)
             if rectangles is not None:
@@ -158,7 +158,7 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def parse(raw: bytes) -> Manifest:
-    """Check the bytes of manifest.json and everything that they claim; CheckpointError says what is wrong."""
+    """Check the bytes of manifest.json and all their claims. Raises CheckpointError for any fault."""
     with collector_waits():
         return _parse(unseal(raw), Work(len(raw)))
 
@@ -177,7 +177,7 @@ def _parse(content: Any, work: Work) -> Manifest:
     shards = [Shard(_shard_name(one["name"]), one["table"]) for one in raw["shards"]]
     if len({shard.name for shard in shards}) < len(shards):
         raise CheckpointError("it lists a shard twice")
-    layouts: dict[int, Layout] = {}
+    layouts: dict[int, ShardMap] = {}
     tensors = {}
     for name, one in entries.items():
         check_printable(name)
@@ -192,31 +192,33 @@ def _parse(content: Any, work: Work) -> Manifest:
             raise CheckpointError(f"tensor {name}: {error}") from error
     if len(layouts) < len(raw["layouts"]):
         raise CheckpointError(f"it has {len(raw['layouts'])} layouts, and tensors of {len(layouts)} of them")
-    values.decode_all(raw["values"])  # so that every reader of a manifest finds their faults
+    values.decode_all(raw["values"])  # so that every reader of a manifest finds faults in the values
     return Manifest(shards, tensors, raw["values"])
 
 
-def _layout(raw: RawLayout, shards: int, work: Work) -> Layout:
+def _layout(raw: RawLayout, shards: int, work: Work) -> ShardMap:
     shape = tuple(raw["shape"])
-    parts = tuple(Part(one["shard"], Rectangle(tuple(one["offsets"]), tuple(one["shape"]))) for one in raw["parts"])
+    parts = tuple(
+        ShardPart(one["shard"], Rectangle(tuple(one["offsets"]), tuple(one["shape"]))) for one in raw["parts"]
+    )
     unknown = next((part.file for part in parts if part.file >= shards), None)
     if unknown is not None:
         raise CheckpointError(f"a part is in shard {unknown} of {shards}")
     fault = tiling_fault(shape, [part.rectangle for part in parts], work.spend)
     if fault is not None:
         raise CheckpointError(fault)
-    return Layout(shape, parts)
+    return ShardMap(shape, parts)
 
 
-def _entry(name: str, layout: Layout) -> Entry:
+def _entry(name: str, layout: ShardMap) -> SavedTensor:
     dtype = dtypes.by_name(name)
     if math.prod(layout.shape) * dtype.itemsize >= 2**63:
         raise CheckpointError(f"{list(layout.shape)} values of {name} are more than a file can hold")
-    return Entry(dtype, layout)
+    return SavedTensor(dtype, layout)
 
 
 def _shard_name(name: str) -> str:
-    """Only a plain file name of ours: no path that leads out of the checkpoint's directory."""
+    """Accept only shard names of this format, so that no path leads out of the checkpoint's directory."""
     if not _SHARD.fullmatch(name):
-        raise CheckpointError(f"{shown(name)} is no name of a shard; expected shard-00000.h5 or alike")
+        raise CheckpointError(f"{shown(name)} is not the name of a shard; expected a name like shard-00000.h5")
     return name

@@ -1,7 +1,7 @@
 """Assigns each rectangle to one of its holders, the least loaded one, so that together they tile every tensor.
 
-Replicas are found by comparing rectangles, never by asking a mesh: with FSDP + TP a parameter outside the TP plan is
-replicated on a submesh that its DTensor doesn't name, and would be written twice.
+Replicas are found by comparing rectangles, never from a mesh: with FSDP + TP, a parameter outside the TP plan is replicated on
+a submesh that its DTensor doesn't name. It would be written twice.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.api import CheckpointError, Piece
+from hpctrain.toolkit.checkpoint.collector import collector_waits
+from hpctrain.toolkit.checkpoint.names import check_printable
+from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, tiling_fault
 
-from ..common.collector import collector_waits
-from ..common.names import check_printable
-from ..common.rectangles import Dims, Rectangle, tiling_fault
 from . import dtypes
 
 MAX_DIMS = 32  # HDF5's H5S_MAX_RANK
 
 
-class Form(NamedTuple):
+class OfferForm(NamedTuple):
     """The common part of the offers of many tensors."""
 
     dtype: str
@@ -32,7 +32,7 @@ class Form(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether it has elements, or its tensor has none."""
+        """Whether it has elements, or belongs to an empty tensor."""
         return self.part.volume > 0 or math.prod(self.shape) == 0
 
     @property
@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A piece as the other ranks need to know it."""
+    """The description of a piece for the other ranks."""
 
     name: str
     dtype: str
@@ -50,7 +50,7 @@ class Offer(NamedTuple):
 
     @property
     def dataset(self) -> str:
-        """Its path in the HDF5 file: the tensor's name, and where it begins if it isn't the whole tensor."""
+        """Its path in the HDF5 file: the tensor's name, and the offsets if it is only a part of the tensor."""
         if self.part.shape == self.shape:
             return self.name
         return f"{self.name}@{','.join(map(str, self.part.offsets))}"
@@ -61,9 +61,9 @@ class Offer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All ranks' work: `tensors` maps a name to its dtype and whole shape, `offers[rank]` is what the rank writes and
-    `indices[rank]` where those lie in the rank's list of pieces."""
+class SavePlan:
+    """The work of all ranks. `tensors` maps a name to its dtype and full shape. `offers[rank]` are the offers that the rank
+    writes, and `indices[rank]` their indices in the rank's list of pieces."""
 
     tensors: dict[str, tuple[str, Dims]]
     offers: list[list[Offer]]
@@ -71,7 +71,7 @@ class Plan:
 
 
 def describe(pieces: Sequence[Piece]) -> list[Offer]:
-    """This rank's offers, one per piece and in the same order."""
+    """This rank's offers, one per piece, in the same order."""
     offers = []
     for piece in pieces:
         try:
@@ -79,30 +79,30 @@ def describe(pieces: Sequence[Piece]) -> list[Offer]:
         except CheckpointError as error:
             raise CheckpointError(f"{piece.name}: {error}") from None
         part = Rectangle(tuple(piece.offsets), tuple(piece.tensor.shape))
-        if math.prod(piece.shape) == 0:  # any part of an empty tensor is all of it: one dataset, not one per cut
+        if math.prod(piece.shape) == 0:  # any part of an empty tensor is the full tensor: one dataset, not one per part
             part = Rectangle((0,) * len(piece.shape), tuple(piece.shape))
         offers.append(Offer(piece.name, dtype, tuple(piece.shape), part))
     return offers
 
 
 def pack(offers: list[Offer]) -> bytes:
-    """Offers as they travel: most tensors of a model share their form with others, so each form is sent once."""
-    forms: dict[Form, int] = {}
-    which = [forms.setdefault(Form(offer.dtype, offer.shape, offer.part), len(forms)) for offer in offers]
+    """Offers in compact form. Most tensors of a model share their form with others, so each form is sent once."""
+    forms: dict[OfferForm, int] = {}
+    which = [forms.setdefault(OfferForm(offer.dtype, offer.shape, offer.part), len(forms)) for offer in offers]
     return zlib.compress(json.dumps([list(forms), which, [offer.name for offer in offers]]).encode(), level=1)
 
 
 def unpack(packed: bytes) -> list[Offer]:
-    """The offers that `pack` was given."""
+    """The inverse of `pack`."""
     forms, which, names = _unpack(packed)
     return [Offer(name, *forms[number]) for name, number in zip(names, which, strict=True)]
 
 
-def _unpack(packed: bytes) -> tuple[list[Form], list[int], list[str]]:
+def _unpack(packed: bytes) -> tuple[list[OfferForm], list[int], list[str]]:
     forms, which, names = json.loads(zlib.decompress(packed))
     return (
         [
-            Form(dtype, tuple(shape), Rectangle(tuple(offsets), tuple(extent)))
+            OfferForm(dtype, tuple(shape), Rectangle(tuple(offsets), tuple(extent)))
             for dtype, shape, (offsets, extent) in forms
         ],
         which,
@@ -110,10 +110,10 @@ def _unpack(packed: bytes) -> tuple[list[Form], list[int], list[str]]:
     )
 
 
-def make_plan(packed: list[bytes]) -> Plan:
-    """The plan for all ranks' packed offers; CheckpointError for holes, overlaps and contradictions."""
+def make_plan(packed: list[bytes]) -> SavePlan:
+    """The plan for all ranks' packed offers. Raises CheckpointError for holes, overlaps and contradictions."""
     with collector_waits():
-        forms: dict[Form, int] = {}
+        forms: dict[OfferForm, int] = {}
         held: dict[str, list[tuple[int, int, int]]] = {}
         for rank, one in enumerate(packed):
             own_forms, which, names = _unpack(one)
@@ -126,8 +126,8 @@ def make_plan(packed: list[bytes]) -> Plan:
         return _assign(tensors, held, known, len(packed))
 
 
-def _tensors(held: dict[str, list[tuple[int, int, int]]], forms: list[Form]) -> dict[str, tuple[str, Dims]]:
-    """Each tensor's dtype and whole shape. What is cut alike by all ranks is checked once."""
+def _tensors(held: dict[str, list[tuple[int, int, int]]], forms: list[OfferForm]) -> dict[str, tuple[str, Dims]]:
+    """Each tensor's dtype and full shape. Tensors with equal cuts are checked once."""
     good: set[tuple[int, ...]] = set()
     for name, holders in held.items():
         numbers = tuple(number for number, _, _ in holders)
@@ -139,7 +139,7 @@ def _tensors(held: dict[str, list[tuple[int, int, int]]], forms: list[Form]) -> 
             if form[:2] != first[:2]:
                 raise CheckpointError(
                     f"{name} is {form.dtype} {list(form.shape)} on rank {rank} and {first.dtype} {list(first.shape)} on a "
-                    "rank below it; a tensor has one dtype and one whole shape"
+                    "lower rank; a tensor has one dtype and one full shape"
                 )
         fault = tiling_fault(
             first.shape, [forms[number].part for number in dict.fromkeys(numbers) if forms[number].counts]
@@ -151,9 +151,12 @@ def _tensors(held: dict[str, list[tuple[int, int, int]]], forms: list[Form]) -> 
 
 
 def _assign(
-    tensors: dict[str, tuple[str, Dims]], held: dict[str, list[tuple[int, int, int]]], forms: list[Form], ranks: int
-) -> Plan:
-    """Give out the rectangles with the fewest holders first, then the largest: what can go anywhere fills the gaps."""
+    tensors: dict[str, tuple[str, Dims]],
+    held: dict[str, list[tuple[int, int, int]]],
+    forms: list[OfferForm],
+    ranks: int,
+) -> SavePlan:
+    """Assign the rectangles with the fewest holders first, then by size: replicated ones can fill the gaps at the end."""
     loads = [0] * ranks
     work: list[list[tuple[int, Offer]]] = [[] for _ in range(ranks)]
     sizes = [form.nbytes for form in forms]
@@ -176,13 +179,13 @@ def _assign(
         work[rank].append((index, Offer(name, *forms[number])))
     for mine in work:
         mine.sort(key=lambda one: one[0])
-    return Plan(
+    return SavePlan(
         tensors, [[offer for _, offer in mine] for mine in work], [[index for index, _ in mine] for mine in work]
     )
 
 
 def _check_names(tensors: dict[str, tuple[str, Dims]]) -> None:
-    """Refuse names that are no path in an HDF5 file, or that need a group where another has its dataset."""
+    """Refuse names that are not a path in an HDF5 file, or that need a group where another name has its dataset."""
     for name, (_, shape) in tensors.items():
         parts = name.split("/")
         check_printable(name)

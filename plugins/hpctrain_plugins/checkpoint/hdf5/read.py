@@ -1,7 +1,7 @@
-"""Reading: any rectangles from a checkpoint, by plain reads at the tables' positions, each block checked.
+"""Reads any rectangles from a checkpoint, by plain reads at the positions in the tables. Each block is checked.
 
-HDF5 itself takes no part in it: what a crafted file makes HDF5 do (follow links to other files, load filters, unpack
-bombs) can't happen, and a damaged structure can't hang it.
+HDF5 itself is not used. So a crafted file can't make it follow links to other files, load filters or unpack bombs, and a
+damaged structure can't hang it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import xxhash
 from torch import Tensor
 
 from hpctrain.api import CheckpointError, Piece
+from hpctrain.toolkit.checkpoint.files import empty, opened, read_file, read_into
+from hpctrain.toolkit.checkpoint.fitting import check_fits
+from hpctrain.toolkit.checkpoint.rectangles import Rectangle
 
-from ..common.files import empty, opened, read_file, read_into
-from ..common.fitting import check_fits
-from ..common.rectangles import Rectangle
 from . import manifest, table
 from .headers import Forms
-from .manifest import Entry, Manifest
-from .table import Block, Chunk, Table, table_name
+from .manifest import Manifest, SavedTensor
+from .table import Chunk, RowBlock, ShardTable, table_name
 
 STEP_BYTES = 256 * 1024
-"""Bytes read at a time: few enough to be in a core's cache still when they are checked."""
+"""Bytes read at a time: few enough to be still in the core's cache when they are checked."""
 MOST_KNOWN = 2
-"""Checkpoints that are remembered: `diff` reads two in turns."""
+"""Cached checkpoints: `diff` reads two in turn."""
 MOST_CHUNKS_KEPT = 2**20
-"""The most chunks of each; they take about 300 MB."""
+"""The most cached chunks per checkpoint; they take about 300 MB."""
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -41,7 +41,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def read_table(directory: Path, content: Manifest, file: int) -> Table:
+def read_table(directory: Path, content: Manifest, file: int) -> ShardTable:
     """The checked table of a shard."""
     path = directory / table_name(content.shards[file].name)
     try:
@@ -52,19 +52,19 @@ def read_table(directory: Path, content: Manifest, file: int) -> Table:
 
 @dataclass
 class _Known:
-    """A checkpoint's manifest while the file stays the same, and tables whose shard's frame was found whole."""
+    """The manifest of a checkpoint as long as the file does not change, and the tables of shards whose frame was checked."""
 
     identity: tuple[int, int, int] | None
     manifest: Manifest
     loads: int = 0
-    tables: dict[int, Table] = field(default_factory=dict)
+    tables: dict[int, ShardTable] = field(default_factory=dict)
 
 
 class Reader:
     """Reads checkpoints, and caches the reusable parts of the last two.
 
-    These are the manifest, which a restore needs several times, and the tables from the second load on. Commands load a
-    checkpoint part by part, and each part may lie in all shards; but a training loads once and needs the memory.
+    Cached are the manifest, which a restore needs several times, and from the second load on the tables. Commands load a
+    checkpoint part by part, and each part may be in all shards. A training loads once and needs the memory.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Reader:
         return self._look_up(directory).manifest
 
     def load(self, directory: Path, pieces: list[Piece]) -> None:
-        """Fill the pieces; CheckpointError names the file and the tensor of whatever is wrong."""
+        """Fill the pieces. Raises CheckpointError with the file and the tensor of a fault."""
         known, scratch = self._look_up(directory), Scratch()
         known.loads += 1
         for file, wanted in sorted(_needs(directory, known.manifest, pieces).items()):
@@ -97,7 +97,7 @@ class Reader:
             found = os.lstat(directory / manifest.FILE_NAME)
             identity = (found.st_ino, found.st_size, found.st_mtime_ns)
         except OSError:
-            identity = None  # read_manifest says it in a sentence
+            identity = None  # read_manifest reports the error
         known = self._known.pop(directory, None)
         if known is None or identity is None or known.identity != identity:
             known = _Known(identity, read_manifest(directory))
@@ -106,29 +106,29 @@ class Reader:
             del self._known[next(iter(self._known))]
         return known
 
-    def _keep(self, known: _Known, file: int, found: Table) -> None:
+    def _keep(self, known: _Known, file: int, found: ShardTable) -> None:
         held = sum(len(one.chunks) for one in known.tables.values())
         if known.loads > 1 and held + len(found.chunks) <= MOST_CHUNKS_KEPT:
             known.tables[file] = found
 
 
 class Scratch:
-    """Memory for blocks that aren't read to where they belong: fresh pages for each would cost as much as the reading."""
+    """Reused memory for blocks that can't be read into place: fresh pages for each would cost as much as the reading."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> Tensor:
-        """`nbytes` bytes that the next call takes back."""
+        """`nbytes` bytes, valid until the next call."""
         if self._memory.numel() < nbytes:
             self._memory = empty(nbytes)
         return self._memory[:nbytes]
 
 
 def _needs(directory: Path, content: Manifest, pieces: list[Piece]) -> dict[int, dict[str, list[Piece]]]:
-    """The pieces that have something in each shard, by their tensors, after checking that the shards have all of them."""
+    """For each shard, the pieces with elements in it, by tensor. Checks that the shards have all elements."""
     needs: dict[int, dict[str, list[Piece]]] = {}
-    known: dict[tuple[int, Rectangle], set[int]] = {}  # most tensors are cut alike, and so are the pieces
+    known: dict[tuple[int, Rectangle], set[int]] = {}  # most tensors and pieces are cut alike
     for piece in pieces:
         entry, target = _entry_of(directory, content, piece), _target(piece)
         files = known.get((id(entry.layout), target))
@@ -139,8 +139,8 @@ def _needs(directory: Path, content: Manifest, pieces: list[Piece]) -> dict[int,
     return needs
 
 
-def _entry_of(directory: Path, content: Manifest, piece: Piece) -> Entry:
-    """The tensor that a piece is of, after checking that it fits."""
+def _entry_of(directory: Path, content: Manifest, piece: Piece) -> SavedTensor:
+    """The tensor of a piece, after checking that the piece fits."""
     where, entry = directory / manifest.FILE_NAME, content.tensors.get(piece.name)
     if entry is None:
         raise CheckpointError(f"{where}: there is no tensor {piece.name}")
@@ -148,8 +148,8 @@ def _entry_of(directory: Path, content: Manifest, piece: Piece) -> Entry:
     return entry
 
 
-def _shards_with(directory: Path, name: str, entry: Entry, target: Rectangle) -> set[int]:
-    """The shards that have something of `target`, after checking that together they have all of it."""
+def _shards_with(directory: Path, name: str, entry: SavedTensor, target: Rectangle) -> set[int]:
+    """The shards with elements of `target`. Checks that together they have all of them."""
     parts = [(file, rectangle.overlap(target)) for file, rectangle in entry.layout.parts]
     found = sum(part.volume for _, part in parts if part)
     if found != target.volume:
@@ -163,7 +163,7 @@ def _target(piece: Piece) -> Rectangle:
 
 
 def _fill(fd: int, chunk: Chunk, piece: Piece, scratch: Scratch) -> None:
-    """Copy the chunk's share of the piece, reading only the blocks that hold some of it."""
+    """Copy the chunk's share of the piece, reading only the blocks with elements of it."""
     target = _target(piece)
     if not chunk.part.overlap(target):
         return
@@ -174,7 +174,7 @@ def _fill(fd: int, chunk: Chunk, piece: Piece, scratch: Scratch) -> None:
         reading = BlockReading(fd, block, checksum, chunk.name)
         wanted = piece.tensor.detach()[target.slices(part)]
         direct = part == block.part and wanted.dtype == chunk.dtype and wanted.is_cpu and wanted.is_contiguous()
-        # A byte other than 0 and 1 is no bool: then the copy converts it.
+        # A byte other than 0 and 1 is not a valid bool; the copy converts it.
         if direct and chunk.dtype != torch.bool:
             reading.read(wanted.reshape(-1).view(torch.uint8))
         else:
@@ -186,14 +186,14 @@ def _fill(fd: int, chunk: Chunk, piece: Piece, scratch: Scratch) -> None:
 
 
 class BlockReading:
-    """Reads a block's bytes part by part. The bytes can be trusted only after `check`."""
+    """Reads a block in parts. Its bytes can be trusted only after `check`."""
 
-    def __init__(self, fd: int, block: Block, checksum: str, name: str) -> None:
+    def __init__(self, fd: int, block: RowBlock, checksum: str, name: str) -> None:
         self._fd, self._block, self._checksum, self._name = fd, block, checksum, name
         self._at, self._digest = block.at, xxhash.xxh3_64()
 
     def read(self, into: Tensor) -> None:
-        """The next bytes to a uint8 tensor."""
+        """Read the next bytes into a uint8 tensor."""
         whole = into.numpy().data
         for begin in range(0, len(whole), STEP_BYTES):
             view = whole[begin : begin + STEP_BYTES]
@@ -202,7 +202,7 @@ class BlockReading:
             self._at += len(view)
 
     def check(self) -> None:
-        """Raises CheckpointError where the bytes aren't those that were written."""
+        """Raises CheckpointError if the bytes differ from the written ones."""
         if self._digest.hexdigest() != self._checksum:
             block = self._block
             raise CheckpointError(
@@ -211,8 +211,8 @@ class BlockReading:
             )
 
 
-def check_frame(fd: int, found: Table) -> None:
-    """Check the bytes of a shard that belong to no tensor, and that they tell of the tensors as the manifest does."""
+def check_frame(fd: int, found: ShardTable) -> None:
+    """Check the bytes of a shard outside of all tensors, and that they describe the tensors as the manifest does."""
     digest, scratch, forms = xxhash.xxh3_64(), Scratch(), Forms()
     for begin, end in found.holes:
         for at in range(begin, end, STEP_BYTES):

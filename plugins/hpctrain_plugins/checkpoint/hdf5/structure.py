@@ -1,7 +1,7 @@
-"""Lists the HDF5 objects of a shard that have no place in one.
+"""Lists the HDF5 objects that do not belong into a shard.
 
-Runs as a script of its own, so it imports nothing of hpctrain: a crafted or damaged file can crash HDF5 or keep it
-busy for ever, and then only the child process is lost. Prints a JSON list with one sentence per fault.
+Runs as a separate script and imports nothing of hpctrain: a crafted or damaged file can crash HDF5 or keep it busy for
+ever, and then only the child process is lost. Prints a JSON list with one sentence per fault.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from h5py import h5a, h5d, h5g, h5l, h5t
 _LINKS = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "an external link"}
 
 Place = tuple[int, int, str, list[int]]
-"""First byte, number of bytes, the HDF5 datatype as it is encoded, in hexadecimal, and the shape."""
+"""First byte, number of bytes, the encoded HDF5 datatype in hexadecimal, and the shape."""
 Expected = dict[str, Place]
 """The table's datasets by their paths."""
 
 
 def faults(path: str, expected: Expected) -> list[str]:
-    """One sentence per object that isn't a plain dataset of the table, and per dataset that isn't there."""
+    """One sentence per object that isn't a plain dataset of the table, and per missing dataset."""
     found: set[str] = set()
     sentences: list[str] = []
     with h5py.File(path, "r", locking=False) as file:
@@ -37,7 +37,7 @@ def faults(path: str, expected: Expected) -> list[str]:
 def _walk(
     group: h5g.GroupID, prefix: str, expected: Expected, visited: set[tuple[int, int]]
 ) -> Iterator[tuple[str, str | None]]:
-    """Each object's path with its fault, following hard links to groups only, and each group once."""
+    """Each object's path with its fault. Follows only hard links to groups, each group once."""
     for raw in group:
         name = prefix + raw.decode(errors="backslashreplace")
         kind = group.links.get_info(raw).type
@@ -60,7 +60,7 @@ def _walk(
 
 
 def _dataset_fault(dataset: h5d.DatasetID, place: Place | None) -> str | None:
-    """Why a dataset isn't a contiguous, internal, unfiltered one of the type and at the place that the manifest says."""
+    """The fault of a dataset that isn't contiguous, internal and unfiltered, with the manifest's type and place."""
     creation = dataset.get_create_plist()
     layout = creation.get_layout()
     if layout == h5d.VIRTUAL:
@@ -84,7 +84,7 @@ def _dataset_fault(dataset: h5d.DatasetID, place: Place | None) -> str | None:
 
 
 def _attribute_fault(item: h5d.DatasetID | h5g.GroupID) -> str | None:
-    """The fault of an attribute other than `dtype`, a text of fixed length; None without one. Others can refer to anything."""
+    """The fault of any attribute but `dtype`, a text of fixed length: others can refer to anything. None without a fault."""
     for number in range(h5a.get_num_attrs(item)):
         attribute = h5a.open(item, index=number)
         kind = attribute.get_type()

@@ -1,7 +1,7 @@
-"""shard-00000.json: where the chunks of a shard lie, with a checksum for each of their blocks and one for all the rest.
+"""shard-00000.json: the places of a shard's chunks, a checksum for each of their blocks, and one for all other bytes.
 
-Each rank writes the table of its own shard. The manifest has the checksum of the table, so that a table of another save
-is never taken for it.
+Each rank writes the table of its own shard. The manifest has the checksum of the table, so that a table of another save is
+never mistaken for it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from hpctrain.api import CheckpointError
+from hpctrain.toolkit.checkpoint.collector import collector_waits
+from hpctrain.toolkit.checkpoint.rectangles import Rectangle
+from hpctrain.toolkit.checkpoint.sealed import malformed, seal, unseal
 
-from ..common.collector import collector_waits
-from ..common.rectangles import Rectangle
-from ..common.sealed import malformed, seal, unseal
 from .manifest import STRICT, Manifest, Natural
 
 BLOCK_BYTES = 2**20
-"""A checksum covers whole rows (of dim 0) of at most so many bytes, at least one row: a partial read has to read and check
-whole blocks, and at its two ends half a block too much on average."""
+"""A checksum covers at least one whole row (of dim 0), and as many as fit this many bytes. A partial read has to read and
+check whole blocks: at each of its two ends half a block too much on average."""
 
 FRAME_BYTES = 16 * 2**20
-"""The most that HDF5's own structures can reasonably take in a shard, and again for each chunk."""
+"""The most bytes that HDF5's own structures can reasonably take in a shard, and again for each chunk."""
 
 
 class RawTable(TypedDict):
-    """As the file has it."""
+    """The JSON form in the file."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     checksum: str
@@ -42,7 +42,7 @@ class RawTable(TypedDict):
 
 
 class RawChunk(TypedDict):
-    """A chunk as the file has it."""
+    """The JSON form of a chunk in the file."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     at: Natural
@@ -53,8 +53,8 @@ _TABLE = TypeAdapter(RawTable)
 _CHUNKS = TypeAdapter(Annotated[list[RawChunk], Field(fail_fast=True)])
 
 
-class Block(NamedTuple):
-    """Consecutive rows of a chunk that share a checksum; `at` and `nbytes` say where they lie in the file."""
+class RowBlock(NamedTuple):
+    """Consecutive rows of a chunk that share a checksum. `at` and `nbytes` give their place in the file."""
 
     part: Rectangle
     at: int
@@ -72,18 +72,18 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte behind it."""
+        """The first byte after it."""
         return self.at + self.part.volume * self.dtype.itemsize
 
-    def blocks(self) -> Iterator[tuple[Block, str]]:
+    def blocks(self) -> Iterator[tuple[RowBlock, str]]:
         """Its blocks, each with its checksum."""
         return zip(blocks(self.part, self.at, self.dtype.itemsize), self.checksums, strict=True)
 
 
 @dataclass(frozen=True)
-class Table:
-    """`size`: of the shard, in bytes. `checksum`: over its bytes outside of all chunks, HDF5's own structures and the
-    padding, which are its `holes` as (begin, end). `chunks`: in the order of the file."""
+class ShardTable:
+    """size: of the shard, in bytes. holes: its bytes outside of all chunks (HDF5's own structures and padding), as
+    (begin, end). checksum: over the holes. chunks: in the order of the file."""
 
     size: int
     checksum: str
@@ -92,23 +92,23 @@ class Table:
 
 
 def table_name(shard: str) -> str:
-    """The file with a shard's table."""
+    """The name of the file with a shard's table."""
     return str(Path(shard).with_suffix(".json"))
 
 
-def blocks(part: Rectangle, at: int, itemsize: int) -> Iterator[Block]:
-    """Cut a rectangle that lies from byte `at` on into the blocks that have a checksum each."""
+def blocks(part: Rectangle, at: int, itemsize: int) -> Iterator[RowBlock]:
+    """Cut a rectangle that begins at byte `at` into the blocks that each have a checksum."""
     rows, row_bytes, step = _rows(part, itemsize)
     for first in range(0, rows, step):
         count = min(step, rows - first)
         inner = part
         if part.shape:
             inner = Rectangle((part.offsets[0] + first, *part.offsets[1:]), (count, *part.shape[1:]))
-        yield Block(inner, at + first * row_bytes, count * row_bytes)
+        yield RowBlock(inner, at + first * row_bytes, count * row_bytes)
 
 
 def _rows(part: Rectangle, itemsize: int) -> tuple[int, int, int]:
-    """Rows of a chunk (none if it is empty), the bytes of one, and how many make a block."""
+    """The rows of a chunk (0 if it is empty), the bytes of a row, and the rows of a block."""
     if part.volume == 0:
         return 0, 0, 1
     rows = part.shape[0] if part.shape else 1
@@ -130,13 +130,13 @@ def dump(size: int, checksum: str, chunks: Iterable[tuple[str, int, tuple[str, .
     return seal({"size": size, "xxh3": checksum, "chunks": content})
 
 
-def parse(raw: bytes, content: Manifest, file: int) -> Table:
-    """Check the bytes of a shard's table and everything that they claim; CheckpointError says what is wrong."""
+def parse(raw: bytes, content: Manifest, file: int) -> ShardTable:
+    """Check the bytes of a shard's table and all their claims. Raises CheckpointError for any fault."""
     with collector_waits():
         try:
             found = _TABLE.validate_python(unseal(raw))
             if found["checksum"] != content.shards[file].table:
-                raise CheckpointError("it isn't the one that the manifest knows: it is of another save")
+                raise CheckpointError("it isn't the table in the manifest: it belongs to another save")
             chunks = list(_chunks(found["chunks"], content, file))
             return _checked(found["size"], found["xxh3"], chunks)
         except ValidationError as error:
@@ -160,8 +160,8 @@ def _chunks(found: dict[str, Any], content: Manifest, file: int) -> Iterator[Chu
         raise CheckpointError(f"it has {len(found)} tensors, {expected} in the manifest")
 
 
-def _checked(size: int, checksum: str, chunks: list[Chunk]) -> Table:
-    """The table, unless chunks lie outside of the file or in one another."""
+def _checked(size: int, checksum: str, chunks: list[Chunk]) -> ShardTable:
+    """The table. Raises CheckpointError if chunks lie outside of the file or overlap."""
     beyond = next((chunk for chunk in chunks if chunk.end > size), None)
     if beyond is not None:
         raise CheckpointError(f"tensor {beyond.name}: a chunk of {beyond.end - beyond.at} bytes ends beyond its file")
@@ -171,4 +171,4 @@ def _checked(size: int, checksum: str, chunks: list[Chunk]) -> Table:
     stretches = holes(spans, size)
     if sum(end - begin for begin, end in stretches) > FRAME_BYTES * (1 + len(spans)):
         raise CheckpointError(f"it declares far more bytes ({size}) than its chunks need")
-    return Table(size, checksum, sorted(chunks, key=lambda one: one.at), stretches)
+    return ShardTable(size, checksum, sorted(chunks, key=lambda one: one.at), stretches)

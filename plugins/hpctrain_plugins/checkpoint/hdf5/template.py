@@ -1,8 +1,7 @@
-"""The HDF5 side of a shard: everything in the file except the tensors' bytes.
+"""The HDF5 part of a shard: everything in the file except the tensors' bytes.
 
-HDF5 lays the file out once, in memory; what it wrote is kept and every save of the same plan repeats it with plain
-writes. So HDF5 (and h5py's global lock) stays out of all saves but the first, and errors of the disk come from the
-operating system with their number.
+HDF5 lays the file out once, in memory. Every save of the same plan repeats its bytes with plain writes. So only the first
+save uses HDF5 (and h5py's global lock), and disk errors come from the operating system with their number.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import xxhash
 from h5py import h5a, h5d, h5p, h5s, h5t
 
 from hpctrain.api import CheckpointError
+from hpctrain.toolkit.checkpoint.files import memory_file
 
-from ..common.files import memory_file
 from . import dtypes
 from .plan import Offer
 from .table import holes
@@ -27,8 +26,8 @@ from .table import holes
 
 @dataclass(frozen=True)
 class Template:
-    """`positions[i]` is the byte where chunk i begins (0 if it is empty), `sequence` the whole file in order: the number
-    of a chunk, or the bytes of what is not tensors' data, whose checksum is `checksum`."""
+    """positions[i]: the byte where chunk i begins (0 if it is empty). sequence: the file in order; each entry is the number
+    of a chunk, or bytes that are not tensors' data. checksum: over these bytes."""
 
     size: int
     positions: list[int]
@@ -53,7 +52,9 @@ def make_template(offers: Sequence[Offer]) -> Template:
         size = os.fstat(memory.fileno()).st_size
         spans = sorted((at, at + one.nbytes) for at, one in zip(positions, offers, strict=True) if one.nbytes)
         if spans and spans[-1][1] > size:
-            raise CheckpointError("HDF5 laid out a file that is smaller than its data; this version of it isn't fit")
+            raise CheckpointError(
+                "HDF5 laid out a file that is smaller than its data; this version of HDF5 can't be used"
+            )
         frame = [(begin, os.pread(memory.fileno(), end - begin, begin)) for begin, end in holes(spans, size)]
     places: list[tuple[int, int | bytes]] = [*frame]
     places += [(at, number) for number, (at, one) in enumerate(zip(positions, offers, strict=True)) if one.nbytes]
@@ -63,7 +64,7 @@ def make_template(offers: Sequence[Offer]) -> Template:
 
 
 def _create(file: h5py.h5f.FileID, offer: Offer) -> int:
-    """Create a contiguous dataset whose space is allocated but not filled; the byte where it begins."""
+    """Create a contiguous dataset with allocated but unfilled space; return its first byte."""
     creation = h5p.create(h5p.DATASET_CREATE)
     creation.set_layout(h5d.CONTIGUOUS)
     creation.set_alloc_time(h5d.ALLOC_TIME_EARLY)
@@ -77,10 +78,10 @@ def _create(file: h5py.h5f.FileID, offer: Offer) -> int:
 def create_dataset(
     file: h5py.h5f.FileID, path: str, dtype: torch.dtype, space: h5s.SpaceID, creation: h5p.PropDCID
 ) -> h5d.DatasetID:
-    """A dataset of `dtype` with its groups, and the note that says what plain bits mean."""
+    """Create a dataset of `dtype` and its groups, with the attribute that explains plain bits."""
     dataset = h5d.create(file, path.encode(), dtypes.hdf5_type(dtype), space, dcpl=creation, lcpl=create_links())
     if dtypes.is_bits_only(dtype):
-        # Fixed length: a variable-length string lies in HDF5's global heap, where one flipped bit can hang it.
+        # Fixed length: variable-length strings are in HDF5's global heap, where one flipped bit can hang HDF5.
         text = np.array(dtypes.name_of(dtype).encode())
         kind = h5t.py_create(text.dtype)
         h5a.create(dataset, b"dtype", kind, h5s.create(h5s.SCALAR)).write(text)
@@ -88,7 +89,7 @@ def create_dataset(
 
 
 def create_links() -> h5p.PropLCID:
-    """How links are made: UTF-8, creating the groups on the path."""
+    """Properties for new links: UTF-8, and groups on the path are created."""
     links = h5p.create(h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
     links.set_char_encoding(h5t.CSET_UTF8)

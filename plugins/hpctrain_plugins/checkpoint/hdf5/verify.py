@@ -10,22 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.api import CheckpointError
+from hpctrain.toolkit.checkpoint.files import opened
 
-from ..common.files import opened
 from . import dtypes, index, manifest, structure
 from .manifest import Manifest
 from .plan import Offer
 from .read import STEP_BYTES, BlockReading, Scratch, check_frame, read_manifest, read_table
-from .table import Chunk, Table, table_name
+from .table import Chunk, ShardTable, table_name
 
 STRUCTURE_SECONDS = 300
-"""How long HDF5 may take over one shard's structure; 10,000 datasets take about a second."""
+"""The time limit for HDF5 to walk one shard's structure; 10,000 datasets take about a second."""
 
 Progress = Callable[[int, int], None]
 
 
 def verify(directory: Path, progress: Progress | None = None) -> list[str]:
-    """The faults of a checkpoint; an empty list means that it is whole. `progress` gets bytes done and in total."""
+    """The faults of a checkpoint, empty if it is intact. progress: called with the bytes done and in total."""
     try:
         content = read_manifest(directory)
     except (CheckpointError, OSError) as error:
@@ -51,7 +51,7 @@ def verify(directory: Path, progress: Progress | None = None) -> list[str]:
 
 
 def _unknown_files(directory: Path, content: Manifest) -> list[str]:
-    """index.h5 is known, whatever it holds: loading never opens it."""
+    """Faults for unknown files. Any index.h5 is accepted: loading never opens it."""
     known = {manifest.FILE_NAME, index.FILE_NAME}
     known.update(name for shard in content.shards for name in (shard.name, table_name(shard.name)))
     return [
@@ -59,7 +59,7 @@ def _unknown_files(directory: Path, content: Manifest) -> list[str]:
     ]
 
 
-def _file_faults(path: Path, content: Manifest, table: Table, advance: Callable[[int], None]) -> list[str]:
+def _file_faults(path: Path, content: Manifest, table: ShardTable, advance: Callable[[int], None]) -> list[str]:
     found = []
     try:
         with opened(path, table.size) as fd:
@@ -95,9 +95,9 @@ def _chunk_faults(fd: int, chunk: Chunk, advance: Callable[[int], None]) -> list
 
 
 def _structure_faults(path: Path, expected: structure.Expected) -> list[str]:
-    """The faults that HDF5 itself finds in the shard; it runs in a child process with a time limit, see structure.py."""
+    """The faults that HDF5 itself finds in the shard. It runs in a child process with a time limit; see structure.py."""
     if path.is_symlink() or not path.is_file():
-        return []  # said already
+        return []  # reported already
     try:
         child = subprocess.run(
             [sys.executable, structure.__file__, str(path)],
@@ -108,9 +108,11 @@ def _structure_faults(path: Path, expected: structure.Expected) -> list[str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return [f"HDF5 wasn't through with its structure after {STRUCTURE_SECONDS} s: the file is damaged or crafted"]
+        return [
+            f"HDF5 did not finish reading its structure within {STRUCTURE_SECONDS} s: the file is damaged or crafted"
+        ]
     if child.returncode != 0:
         why = (child.stderr.strip().splitlines() or ["no message"])[-1]
-        return [f"looking at its HDF5 structure ended with status {child.returncode}: {why}"]
+        return [f"reading its HDF5 structure ended with status {child.returncode}: {why}"]
     sentences: list[str] = json.loads(child.stdout)
     return sentences

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: agree on a plan, write the shards and their tables side by side, then rank 0 the manifest."""
+"""Writes a checkpoint: the ranks agree on a plan and write their shards and tables, then rank 0 writes the manifest."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import xxhash
 from torch import Tensor
 
 from hpctrain.api import Outcome, Piece, State, agree, attempt, gather_outcomes, scatter_outcomes, sync_directory
+from hpctrain.toolkit.checkpoint import values
+from hpctrain.toolkit.checkpoint.collector import collector_waits
+from hpctrain.toolkit.checkpoint.files import Output, created, write_file
+from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle
+from hpctrain.toolkit.checkpoint.sealed import checksum_of
 
-from ..common import values
-from ..common.collector import collector_waits
-from ..common.files import Output, created, write_file
-from ..common.rectangles import Dims, Rectangle
-from ..common.sealed import checksum_of
 from . import dtypes, index, manifest, table
-from .manifest import Entry, Layout, Manifest, Part, Shard
-from .plan import Offer, Plan, describe, make_plan, pack
+from .manifest import Manifest, SavedTensor, Shard, ShardMap, ShardPart
+from .plan import Offer, SavePlan, describe, make_plan, pack
 from .template import Template, make_template
 
 LOG = logging.getLogger("hpctrain")
@@ -30,28 +30,27 @@ LOG = logging.getLogger("hpctrain")
 
 @dataclass(frozen=True)
 class Summary:
-    """The parts that every save of a plan repeats: the tensors in the manifest, and the bytes of index.h5, if there is
-    one."""
+    """The constant parts of all saves of a plan: the tensors in the manifest, and the bytes of index.h5, if there is one."""
 
-    tensors: dict[str, Entry]
+    tensors: dict[str, SavedTensor]
     index: bytes | None
 
 
 @dataclass
 class Agreement:
-    """A plan as one rank knows it, kept while no rank's pieces change their shape. Only rank 0 has `plan`, and only until
-    it is summarized."""
+    """One rank's view of a plan, kept until the shape of any rank's pieces changes. Only rank 0 has `plan`, until it is
+    summarized."""
 
     group: dist.ProcessGroup
     offers: list[Offer]
     mine: list[int]
-    plan: Plan | None
+    plan: SavePlan | None
     template: Template | None = None
     views: Views = field(default_factory=lambda: Views())
 
     @cached_property
     def summary(self) -> Summary:
-        """On rank 0. The plan goes: on many ranks it takes gigabytes."""
+        """The summary, on rank 0. Frees the plan: with many ranks it takes gigabytes."""
         assert self.plan is not None
         with collector_waits():
             shards = [shard_name(rank) for rank in range(self.group.size())]
@@ -61,14 +60,14 @@ class Agreement:
 
 
 class Views:
-    """The bytes of pieces. A snapshot's pieces come again with other values, so their memory is looked up once."""
+    """The bytes of pieces. A snapshot reuses the memory of its pieces, so that memory is looked up once."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
         self._known: dict[int, memoryview] = {}
 
     def of(self, pieces: list[Piece], index: int) -> memoryview:
-        """The bytes of one of `pieces`, now."""
+        """The current bytes of one of `pieces`."""
         if pieces is not self._pieces:
             self._pieces, self._known = pieces, {}
         known = self._known.get(index)
@@ -82,7 +81,7 @@ class Views:
 
 
 class Writer:
-    """Writes checkpoints, and remembers the plan and the layout of this rank's file from one to the next."""
+    """Writes checkpoints. Keeps the plan and the layout of this rank's file between them."""
 
     def __init__(self) -> None:
         self._agreement: Agreement | None = None
@@ -100,7 +99,7 @@ class Writer:
             agree(attempt(lambda: _finish(agreement.summary, tables, state, directory)), group)
 
     def _agree(self, state: State, group: dist.ProcessGroup) -> Agreement:
-        """The plan of the last time, or a new one if on any rank something other than the values changed."""
+        """The previous plan, or a new plan if anything but values changed on any rank."""
         kept = self._agreement
         offers = attempt(lambda: self._describe(state.pieces))
         changed = torch.tensor(int(kept is None or kept.group is not group or kept.offers != offers))
@@ -108,29 +107,29 @@ class Writer:
         if kept is not None and not changed.item():
             return kept
         packed = gather_outcomes(attempt(lambda: pack(self._describe(state.pieces))), group)
-        plan: Outcome[Plan] | None = None
+        plan: Outcome[SavePlan] | None = None
         if group.rank() == 0:
             plan = packed if isinstance(packed, Exception) else attempt(lambda: make_plan(packed))
-        indices = [array("Q", one).tobytes() for one in plan.indices] if isinstance(plan, Plan) else plan or []
+        indices = [array("Q", one).tobytes() for one in plan.indices] if isinstance(plan, SavePlan) else plan or []
         mine = array("Q", scatter_outcomes(indices, group)).tolist()
-        agreed = Agreement(group, self._describe(state.pieces), mine, plan if isinstance(plan, Plan) else None)
+        agreed = Agreement(group, self._describe(state.pieces), mine, plan if isinstance(plan, SavePlan) else None)
         self._agreement = agreed
         return agreed
 
     def _describe(self, pieces: list[Piece]) -> list[Offer]:
-        """The offers of `pieces`; of a snapshot's, which come again, as they were."""
+        """The offers of `pieces`. Those of a snapshot are reused."""
         if pieces is not self._described[0]:
             self._described = (pieces, describe(pieces))
         return self._described[1]
 
 
 def shard_name(rank: int) -> str:
-    """The file that `rank` writes."""
+    """The name of the file that `rank` writes."""
     return f"shard-{rank:05d}.h5"
 
 
 def _write_shard(agreement: Agreement, pieces: list[Piece], directory: Path) -> str | None:
-    """Write and fsync this rank's shard and its table; the table's checksum. A rank with nothing to write makes none."""
+    """Write and fsync this rank's shard and table; return the table's checksum, or None without anything to write."""
     if not agreement.mine:
         return None
     offers = [agreement.offers[index] for index in agreement.mine]
@@ -156,7 +155,7 @@ def _write_shard(agreement: Agreement, pieces: list[Piece], directory: Path) -> 
 
 
 def _write_chunk(output: Output, content: memoryview, offer: Offer) -> tuple[str, ...]:
-    """Write a tensor's bytes block by block; returns the blocks' checksums."""
+    """Write a tensor's bytes block by block; return the blocks' checksums."""
     if len(content) <= table.BLOCK_BYTES:
         output.add(content)
         return (xxhash.xxh3_64_hexdigest(content),)
@@ -169,12 +168,12 @@ def _write_chunk(output: Output, content: memoryview, offer: Offer) -> tuple[str
 
 
 def host_tensor(tensor: Tensor) -> Tensor:
-    """The values in C order in host memory; without a copy when they lie there like that already."""
+    """The values in C order in host memory, without a copy if possible."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _finish(summary: Summary, tables: list[str | None], state: State, directory: Path) -> None:
-    """The manifest, with the checksums of the ranks' tables, and the index; rank 0 only."""
+    """Write the manifest, with the checksums of the ranks' tables, and the index. Rank 0 only."""
     shards = [Shard(shard_name(rank), checksum) for rank, checksum in enumerate(tables) if checksum is not None]
     with collector_waits():
         content = manifest.dump(Manifest(shards, summary.tensors, values.encode(state.values)))
@@ -184,30 +183,30 @@ def _finish(summary: Summary, tables: list[str | None], state: State, directory:
     sync_directory(directory)
 
 
-def entries(plan: Plan) -> dict[str, Entry]:
-    """The plan as the manifest has it: shards are numbered as ranks, without those that write nothing."""
+def entries(plan: SavePlan) -> dict[str, SavedTensor]:
+    """The plan in the manifest's form. Shards are numbered in rank order, without ranks that write nothing."""
     cuts: dict[str, list[int]] = {name: [] for name in plan.tensors}
     rectangles: dict[int, Rectangle] = {}
-    # By identity, since a plan has one object for what many tensors share, and comparing millions takes long.
+    # By identity: many tensors of a plan share one object, and comparing millions of them takes long.
     for file, offers in enumerate(offers for offers in plan.offers if offers):
         for offer in offers:
             cuts[offer.name] += (file, id(offer.part))
             rectangles[id(offer.part)] = offer.part
-    layouts: dict[tuple[Dims, tuple[int, ...]], Layout] = {}
+    layouts: dict[tuple[Dims, tuple[int, ...]], ShardMap] = {}
     found = {}
     for name, (dtype, shape) in plan.tensors.items():
         key = (shape, tuple(cuts.pop(name)))
         if key not in layouts:
             files, parts = key[1][::2], (rectangles[known] for known in key[1][1::2])
-            layouts[key] = Layout(shape, tuple(map(Part, files, parts)))
-        found[name] = Entry(dtypes.by_name(dtype), layouts[key])
+            layouts[key] = ShardMap(shape, tuple(map(ShardPart, files, parts)))
+        found[name] = SavedTensor(dtypes.by_name(dtype), layouts[key])
     return found
 
 
 def _write_index(path: Path, content: bytes) -> None:
-    """The checkpoint is complete without it: a disk that is just full costs only the view."""
+    """Write index.h5. The checkpoint is complete without it, so a full disk here is only a warning."""
     try:
         write_file(path, content, rank=0)
     except OSError as error:
-        LOG.warning("the checkpoint has no index.h5, which nothing needs: %s", error)
+        LOG.warning("index.h5 could not be written; the checkpoint is complete without it: %s", error)
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Attention of some queries on some keys, with what is needed to put the parts of a row together.
+"""Attention of some queries on some keys, and the merge of such parts.
 
 Shapes: query `(batch, heads, queries, head_size)`, key and value `(batch, heads, keys, head_size)`, log-sum-exp
 `(batch, heads, queries)` in float32 or wider.
@@ -18,7 +18,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Te
     """softmax(query key^T / sqrt(head_size)) value, and the log-sum-exp of each row."""
     if query.device.type == "cpu" and query.dtype in _CPU_FLASH:
         return cpu_flash_attention(query, key, value, causal)
-    # autocast, which is on in a forward and off in its backward, would make 16 bits of the scores
+    # autocast would compute the scores in 16 bits, and only in forward: it is off in backward
     with torch.autocast(query.device.type, enabled=False):
         scores = _scores(query, key, causal)
         rows = torch.logsumexp(scores, -1)
@@ -29,9 +29,9 @@ def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Te
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The part of these keys in the gradients of query, key and value.
+    """The contribution of these keys to the gradients of query, key and value.
 
-    output, rows: those of the whole rows, over all keys (Dao et al., "FlashAttention", 2022, algorithm 4).
+    output, rows: over all keys, not only these (Dao et al., "FlashAttention", 2022, algorithm 4).
     """
     if query.device.type == "cpu" and query.dtype in _CPU_FLASH:
         return cpu_flash_attention_backward(gradient, query, key, value, output, rows, causal)
@@ -57,7 +57,7 @@ def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
 
 
 def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps over two sets of keys -> those over both (the online softmax)."""
+    """Merge outputs and log-sum-exps over two sets of keys into those over both (online softmax)."""
     (output, rows), (more, more_rows) = one, other
     both = torch.logaddexp(rows, more_rows)
     output = output * (rows - both).exp().unsqueeze(-1) + more * (more_rows - both).exp().unsqueeze(-1)

@@ -14,6 +14,7 @@ from hpctrain.api import (
     AppliedAxis,
     AxisTraits,
     Batch,
+    ContextParallelModel,
     Field,
     ModelSpec,
     Options,
@@ -29,7 +30,8 @@ from hpctrain_plugins.parallelism.context import ring, ulysses
 class ContextOptions(Options):
     method: Literal["ring", "ulysses"] = Field(
         default="ring",
-        description="ring passes keys and values round; ulysses exchanges tokens for heads, which must divide",
+        description="ring passes keys and values from rank to rank; ulysses exchanges tokens for heads, whose number the ranks "
+        "must divide",
     )
 
 
@@ -50,10 +52,10 @@ class ContextParallel(Parallelism):
     def problems(self, plan: Plan) -> list[Problem]:
         spec, size, method = plan.model, plan.sizes[self.name], self.options.method
         problems = []
-        if not spec.sequence_dims():
-            why = f"the model {spec.name!r} does not say which of its inputs are sequences (sequence_dims)"
+        if not isinstance(spec, ContextParallelModel):
+            why = f"the model {spec.name!r} does not say which of its inputs are sequences (ContextParallelModel)"
             problems.append(Problem(why))
-        elif method == "ulysses" and spec.attention_heads is not None and spec.attention_heads % size:
+        elif method == "ulysses" and spec.attention_heads % size:
             heads = f"the model has {spec.attention_heads} attention heads, which {size} ranks do not divide"
             problems.append(Problem(f'{heads}; use method = "ring"'))
         if plan.compiles and plan.activation_checkpointing.is_compiled and method == "ring":
@@ -65,12 +67,13 @@ class ContextParallel(Parallelism):
         return problems
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> AppliedContextParallel:
-        # what sends and receives is no graph: the compiler takes what is before and after it
+        assert isinstance(spec, ContextParallelModel)  # see problems
+        # communication can't be compiled; the compiler takes the code before and after it
         passing_round = torch.compiler.disable(ring.ring_attention)
         attend = passing_round if self.options.method == "ring" else ulysses.ulysses_attention
         attentions: list[Any] = spec.attentions(module)
         if not attentions:
-            raise UsageError(f"[parallelism] context: the model {spec.name!r} names no attentions")
+            raise UsageError(f"[parallelism] context: the model {spec.name!r} names no attention modules")
         for attention in attentions:
             attention.attend = partial(attend, group=mesh.get_group())
         multiple = self.sequence_multiple(mesh.size())
@@ -78,18 +81,18 @@ class ContextParallel(Parallelism):
 
 
 class AppliedContextParallel(AppliedAxis):
-    """Gives this rank its tokens."""
+    """Cuts this rank's tokens from each batch."""
 
     def __init__(
         self, module: nn.Module, method: str, dims: Mapping[str, int], mesh: DeviceMesh, multiple: int
     ) -> None:
-        """dims: those of the batch's entries that are cut. multiple: what a sequence's length must be a multiple of."""
+        """dims: the dim to cut, for each entry of the batch that is cut. multiple: sequence lengths must be multiples of it."""
         super().__init__(module)
         self._method, self._dims, self._multiple = method, dims, multiple
         self._rank, self._size = mesh.get_local_rank(), mesh.size()
 
     def split_batch(self, batch: Batch) -> Batch:
-        """This rank's tokens, and `positions`: where each stood in its sequence, (seq,)."""
+        """This rank's tokens, and `positions`: their places in the full sequence, (seq,)."""
         assert isinstance(batch, Mapping)  # a model with sequence_dims names its inputs
         name, dim = next(iter(self._dims.items()))
         seq = batch[name].shape[dim]

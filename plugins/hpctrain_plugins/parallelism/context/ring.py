@@ -1,7 +1,7 @@
-"""Ring attention: keys and values travel round the ranks while each rank attends to those it has.
+"""Ring attention: keys and values travel around the ranks, and each rank attends to those it currently has.
 
-Causal attention would leave the ranks with the first tokens idle, so the sequence is cut in 2 n chunks and rank r holds
-chunk r and chunk 2n - 1 - r: every rank then has the same work with every other rank's keys.
+Causal attention would leave the ranks with the first tokens idle. So the sequence is cut into 2n chunks, and rank r holds
+chunks r and 2n - 1 - r: every rank then has the same work with every other rank's keys.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from hpctrain_plugins.parallelism.context.attention import backward, forward, me
 
 
 def positions(seq: int, size: int, rank: int) -> Tensor:
-    """Which tokens of a sequence of `seq` lie on `rank`; `seq` is a multiple of 2 x size."""
+    """The tokens of a sequence of length `seq` on `rank`. `seq` must be a multiple of 2 x size."""
     chunks = torch.arange(seq).chunk(2 * size)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention over the whole sequence; the tensors hold this rank's tokens, (batch, heads, seq, head_size)."""
+    """Causal attention over the full sequence. The tensors hold this rank's tokens, (batch, heads, seq, head_size)."""
     apply: Callable[..., Tensor] = _Ring.apply
     return apply(query, key, value, group)
 
 
 class _Pass:
-    """A tensor on its way to the next rank, while another comes from the one before."""
+    """Sends a tensor to the next rank and receives one from the previous rank."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         rank, size = group.rank(), group.size()
@@ -40,14 +40,14 @@ class _Pass:
         )
 
     def wait(self) -> Tensor:
-        """What has come."""
+        """The received tensor."""
         for work in self._works:
             work.wait()
         return self._arriving
 
 
 def _visible(rank: int, owner: int, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor, slice, slice, bool]:
-    """The part of `query` and of `both` (keys and values of `owner`) that meet, where each lies, and whether causally."""
+    """The parts of `query` and of `both` (keys and values of `owner`) that meet, their slices, and whether causally."""
     half, everything = query.shape[2] // 2, slice(None)
     if owner == rank:
         queries, keys = everything, everything
@@ -71,7 +71,7 @@ class _Ring(torch.autograd.Function):
             mine, theirs, queries, _, causal = _visible(rank, (rank - step) % size, query, both)
             part, part_rows = forward(mine, theirs[0], theirs[1], causal)
             if step == 0:
-                # copies: selective checkpointing may have kept the operator's outputs, and these are changed
+                # copies, since they are changed below: selective checkpointing may have kept the operator's outputs
                 output, rows = part.to(wide, copy=True), part_rows.clone()
             else:
                 before = output[:, :, queries], rows[:, :, queries]
@@ -89,7 +89,7 @@ class _Ring(torch.autograd.Function):
         group: dist.ProcessGroup = ctx.group
         rank, size = group.rank(), group.size()
         of_query = torch.zeros_like(query)
-        of_both = torch.zeros_like(both)  # travels with the keys and values that it is of
+        of_both = torch.zeros_like(both)  # the gradient of `both`, which travels with it
         arriving: _Pass | None = None
         for step in range(size):
             passing = _Pass(both, group) if step + 1 < size else None
@@ -107,7 +107,7 @@ class _Ring(torch.autograd.Function):
             if arriving is not None:
                 of_both = arriving.wait()
             of_both[:, :, :, keys] += torch.stack([made[1], made[2]])
-            arriving = _Pass(of_both, group)  # the last pass brings it home
+            arriving = _Pass(of_both, group)  # the last pass returns it to its owner
             if passing is not None:
                 both = passing.wait()
         assert arriving is not None

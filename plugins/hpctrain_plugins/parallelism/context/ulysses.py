@@ -1,4 +1,4 @@
-"""Ulysses: between two all-to-alls each rank has all tokens of some heads, and attends as if alone."""
+"""Ulysses: between two all-to-alls, each rank has all tokens of some heads and runs ordinary attention on them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hpctrain.api import UsageError
 
 
 def positions(seq: int, size: int, rank: int) -> Tensor:
-    """Which tokens of a sequence of `seq` lie on `rank`; `seq` is a multiple of size."""
+    """The tokens of a sequence of length `seq` on `rank`. `seq` must be a multiple of size."""
     return torch.arange(seq).chunk(size)[rank]
 
 
 def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention over the whole sequence; the tensors hold this rank's tokens, (batch, heads, seq, head_size)."""
+    """Causal attention over the full sequence. The tensors hold this rank's tokens, (batch, heads, seq, head_size)."""
     size, heads = group.size(), query.shape[1]
     if heads % size or key.shape[1] % size:
         raise UsageError(
@@ -38,7 +38,7 @@ def _exchange(tensor: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> 
 
 
 class _Exchange(torch.autograd.Function):
-    """Cut dim `cut` over the ranks and put dim `join` together, of (batch, heads, seq, head_size)."""
+    """Cut dim `cut` over the ranks and join dim `join`, for tensors (batch, heads, seq, head_size)."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
 """Pipeline parallelism (Huang et al., "GPipe", 2019): each rank of the axis pp holds some of the blocks.
 
-The schedules are torch.distributed.pipelining's; what is here cuts the model and hands them the micro batches.
+The schedules are those of torch.distributed.pipelining. This package cuts the model and gives the micro batches to them.
 """

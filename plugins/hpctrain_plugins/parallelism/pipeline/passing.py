@@ -1,4 +1,4 @@
-"""Passes a tensor of unknown shape to another pipeline stage: what evaluation needs, whose last batch may be smaller."""
+"""Passes a tensor of unknown shape to another pipeline stage. Evaluation needs it, since its last batch may be smaller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_DIMS = 6
 
 
 def send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
-    """To a rank of the group; a floating point tensor of at most MOST_DIMS dims."""
+    """Send a floating-point tensor of at most MOST_DIMS dims to a rank of the group."""
     head = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     padded = torch.tensor(head + [0] * (MOST_DIMS + 2 - len(head)), device=tensor.device)
     dist.send(padded, group_dst=rank, group=group)
@@ -19,7 +19,7 @@ def send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
 
 
 def receive(rank: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """From a rank of the group."""
+    """Receive a tensor from a rank of the group."""
     head = torch.zeros(MOST_DIMS + 2, dtype=torch.int64, device=device)
     dist.recv(head, group_src=rank, group=group)
     dtype, dims, *shape = head.tolist()

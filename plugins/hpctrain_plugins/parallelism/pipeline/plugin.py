@@ -16,6 +16,7 @@ from hpctrain.api import (
     ModelSpec,
     Options,
     Parallelism,
+    PipelineModel,
     PipelineSchedule,
     Plan,
     Problem,
@@ -29,11 +30,9 @@ from hpctrain_plugins.parallelism.pipeline.stages import drop, split
 
 
 class PipelineOptions(Options):
-    schedule: str = Field(
-        default="1f1b", description="in which order forwards and backwards of the micro batches take turns"
-    )
+    schedule: str = Field(default="1f1b", description="the order of the forwards and backwards of the micro batches")
     stages_per_rank: int | None = Field(
-        default=None, ge=1, description="pipeline stages on each rank; default: as few as the schedule takes"
+        default=None, ge=1, description="pipeline stages on each rank; default: the fewest that the schedule allows"
     )
     split: list[int] = Field(default=[], description="blocks of each pipeline stage, such as [3, 5]; default: evenly")
 
@@ -59,7 +58,7 @@ class PipelineParallel(Parallelism):
             "other parameters",
             interleaves=True,
             splits_backward=self._schedule.splits_backward,
-            one_shape="always",  # torch's schedules allocate what they receive once
+            one_shape="always",  # torch's schedules allocate receive buffers once
         )
 
     def problems(self, plan: Plan) -> list[Problem]:
@@ -74,7 +73,7 @@ class PipelineParallel(Parallelism):
                 f"{named} has {most} stage{'s' * (most > 1)} per rank, found stages_per_rank = {self._stages_per_rank}"
             )
             problems.append(Problem(f'{why}; leave it out, or use "interleaved-1f1b"'))
-        elif plan.outline is not None:  # else apply() tells
+        elif plan.outline is not None:  # else apply() reports it
             try:
                 self._split(plan.outline, plan.model, size)
             except UsageError as error:
@@ -85,22 +84,23 @@ class PipelineParallel(Parallelism):
             made = f"{plan.tables['batch']['micro_size']} makes {count} micro batch{'es' * (count != 1)} per step"
             problems.append(Problem(f"{made}; pipeline: {named} {why_not}", "batch.micro_size"))
         if plan.compiles and self._schedule.splits_backward:
-            why = f"pipeline: {named} takes backward apart, and compiled code has it in one; use another schedule"
+            why = f"pipeline: {named} splits backward in two, but compiled code has only one backward; use another schedule"
             problems.append(Problem(why, "compile.enabled"))
         return problems
 
     def _split(self, module: nn.Module, spec: ModelSpec, size: int) -> list[range]:
-        """The blocks of each pipeline stage, by number; raises UsageError where the model can't be cut so."""
+        """The block numbers of each pipeline stage. Raises UsageError if the model can't be cut like this."""
         blocks = spec.blocks(module)
-        if not blocks or not any(spec.ends(module)):
+        if not blocks or not isinstance(spec, PipelineModel) or not any(spec.ends(module)):
             raise UsageError(
-                f"[parallelism] pipeline: the model {spec.name!r} does not say where it can be cut; that takes an "
-                "nn.Sequential with several blocks of one class in a row, or a model plugin with blocks, ends, embed and head",
+                f"[parallelism] pipeline: the model {spec.name!r} does not say where it can be cut; expected an "
+                "nn.Sequential with several blocks of one class in a row, or a model plugin that is a PipelineModel",
                 everywhere=True,
             )
         return split(len(blocks), size * self._stages_per_rank, self.options.split)
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> AppliedPipeline:
+        assert isinstance(spec, PipelineModel)  # _split raises otherwise
         blocks, (before, after) = spec.blocks(module), spec.ends(module)
         parts, size = self._split(module, spec, mesh.size()), mesh.size()
         ranks = [self._schedule.rank_of(stage, size) for stage in range(len(parts))]
@@ -120,7 +120,7 @@ class PipelineParallel(Parallelism):
 
 
 class AppliedPipeline(AppliedAxis):
-    """This rank's pipeline stages; the other ranks' modules are gone."""
+    """This rank's pipeline stages, without the modules of other ranks."""
 
     def __init__(
         self,
@@ -130,13 +130,13 @@ class AppliedPipeline(AppliedAxis):
         shared: list[Shared],
         group: dist.ProcessGroup,
     ) -> None:
-        """stages: the blocks of each of this rank's pipeline stages, by number."""
+        """stages: the block numbers of each pipeline stage of this rank."""
         super().__init__(module)
         self._schedule, self._stages, self._group = schedule, stages, group
         self._shared = SharedParameters(module, shared, group)
 
     def runner(self, parts: RunnerParts) -> Runner:
-        # here, because every command loads every plugin, and torch's schedules bring half of the compiler with them
+        # imported here: every command loads every plugin, and torch's schedules import half of the compiler
         from hpctrain_plugins.parallelism.pipeline.runner import PipelineRunner
 
         return PipelineRunner(parts, self._group, self._schedule, self._stages, self._shared)

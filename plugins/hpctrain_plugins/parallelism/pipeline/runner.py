@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from hpctrain.api import MicroBatch, PipelineSchedule, Runner, RunnerParts
+from hpctrain.api import MicroBatch, PipelineModel, PipelineSchedule, Runner, RunnerParts, See
 from hpctrain_plugins.parallelism.pipeline.passing import receive, send
 from hpctrain_plugins.parallelism.pipeline.shared import SharedParameters
 from hpctrain_plugins.parallelism.pipeline.stages import Stage
@@ -19,7 +20,7 @@ from hpctrain_plugins.parallelism.pipeline.stopwatch import Stopwatch, TimedStag
 
 
 class PipelineRunner(Runner):
-    """This rank's pipeline stages. Losses exist on the rank of the last one only."""
+    """Runs this rank's pipeline stages. Only the rank of the last stage has losses."""
 
     def __init__(
         self,
@@ -29,11 +30,13 @@ class PipelineRunner(Runner):
         stages: dict[int, list[nn.Module]],
         shared: SharedParameters,
     ) -> None:
-        """stages: the blocks of each of this rank's pipeline stages, by number. shared: what other ranks need, too."""
+        """stages: the block numbers of each pipeline stage of this rank. shared: parameters that other ranks need, too."""
         self._parts, self._group, self._record, self._shared = parts, group, schedule, shared
         self._count = len(stages) * group.size()
+        spec = parts.spec
+        assert isinstance(spec, PipelineModel)  # the axis is applied only to such models
         self._stages = {
-            number: Stage(parts.module, parts.spec, parts.precision, blocks, number == 0, number == self._count - 1)
+            number: Stage(parts.module, spec, parts.precision, blocks, number == 0, number == self._count - 1)
             for number, blocks in stages.items()
         }
         shared.place(parts.device)
@@ -50,7 +53,7 @@ class PipelineRunner(Runner):
     def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
         parts = self._parts
         parts.module.train()
-        self._divisor, self._step = divisor, step
+        self._divisor, self._step, self._has_forwarded = divisor, step, False
         self._give(micro_batches)
         self._is_set_up = self._micro_batches == len(micro_batches)
         if not self._is_set_up:
@@ -79,29 +82,36 @@ class PipelineRunner(Runner):
             for number, stage in self._stages.items()
         ]
         for stage in stages:
-            stage.watch = self._watch
+            stage.watch, stage.forwarded = self._watch, self._forwarded
         schedule = self._record.torch_class()
         of = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages
         return schedule(of, micro_batches, loss_fn=self._loss, scale_grads=False)
 
+    def _forwarded(self, number: int, outputs: Any) -> None:
+        self._has_forwarded = True
+        self._parts.forwarded(self._step, outputs, self._given[number].batch)
+
     def _loss(self, outputs: Any, index: Tensor) -> Tensor:
         parts = self._parts
+        micro = self._given[int(index)]
+        if not self._has_forwarded:  # torch runs one forward for shapes
+            micro = replace(micro, counts=False)
         with self._watch.computing(), parts.precision.forward(parts.device):
-            loss = parts.loss(outputs, self._given[int(index)])
+            loss = parts.loss(outputs, micro)
         return parts.backward_from(loss, self._divisor)
 
     def figures(self) -> tuple[float, float]:
-        """Seconds in which this rank computed, and seconds that the step took."""
-        # the first step of a schedule finds out the shapes that travel: its time tells nothing
+        """This rank's seconds of computation, and the seconds of the step."""
+        # a schedule's first step also exchanges shapes, so its time says nothing
         return self._watch.seconds() if self._is_set_up else (math.nan, math.nan)
 
     def metrics(self, figures: Tensor) -> tuple[dict[str, float], str]:
         busy, taken = figures.T
-        bubble = 1 - (busy.mean() / taken.max()).item()  # who is ready first waits for the last one
+        bubble = 1 - (busy.mean() / taken.max()).item()  # faster ranks wait for the slowest one
         return ({"pipeline_bubble": bubble}, f"bubble {bubble:.0%}") if math.isfinite(bubble) else ({}, "")
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, int]:
+    def evaluate(self, micro_batches: Iterable[MicroBatch], see: See) -> tuple[Tensor, int]:
         parts = self._parts
         parts.module.eval()
         total, count = torch.zeros_like(self._total), 0
@@ -114,12 +124,13 @@ class PipelineRunner(Runner):
                 if self._count - 1 in self._stages and micro.counts:
                     with parts.precision.forward(parts.device):
                         total += parts.loss(outputs, micro)
+                        see(outputs, micro.batch)
                     count += parts.spec.count(micro.batch)
         self._give([])
         return total, count
 
     def _forward(self) -> Any:
-        """One micro batch through all stages; the model's outputs on the rank of the last one."""
+        """Run one micro batch through all stages; return the model's outputs on the rank of the last stage."""
         index = torch.zeros(1, dtype=torch.int64, device=self._parts.device)
         value: Any = index
         for number, stage in self._stages.items():
@@ -139,7 +150,7 @@ class PipelineRunner(Runner):
             stage.micro_batches = micro_batches
 
     def describe(self, micro_batches: int) -> str:
-        """The bubble: of the time that a rank has, the part in which it waits for the first and after the last micro
+        """A line with the bubble: the share of a step in which a rank waits before its first and after its last micro
         batch (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2)."""
         ranks, per_rank = self._group.size(), len(self._stages)
         bubble = (ranks - 1) / (per_rank * micro_batches + ranks - 1)

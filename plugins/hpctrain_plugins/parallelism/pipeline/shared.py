@@ -1,8 +1,8 @@
 """Parameters that several ranks of a pipeline need, such as an embedding that is also the head.
 
-One of them, the owner, has it in its module, and so it is sharded, updated and saved there and nowhere else. The others
-hold a copy that is no parameter of their module: it gets the owner's values before each step, so that both ends are equal
-to the bit, and gives the owner its gradient after it.
+One rank, the owner, has the parameter in its module. Only there it is sharded, updated and saved. The other ranks hold a copy
+that is not a parameter of their module. The copy gets the owner's values before each step, so that both are equal to the bit,
+and its gradient is added to the owner's after the step.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch.distributed.tensor import DTensor
 
 @dataclass
 class Shared:
-    """One such parameter. `name` is the one that it has in the single-process model."""
+    """One such parameter. `name` is its name in the single-process model."""
 
     name: str
     trained: bool
     owner: int
     others: list[int]
     copy: nn.Parameter
-    """On the ranks that do not own it; on the meta device until it is put in its places."""
+    """The copy, on ranks that do not own the parameter; on the meta device until `place`."""
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    """Modules of this rank and their attributes that are the copy."""
+    """The places of the copy on this rank: modules and their attributes."""
 
 
 def find_shared(module: nn.Module, dropped: Sequence[Sequence[nn.Module]]) -> list[Shared]:
-    """What of the whole `module` lies on several ranks; `dropped[rank]` is what a rank will not have."""
+    """The parameters of the full `module` that several ranks need. dropped[rank]: modules that the rank will not have."""
     kept = [[inner for _, inner in module.named_modules(memo=set(gone))] for gone in dropped]
     held = [{id(p) for inner in modules for p in inner.parameters(recurse=False)} for modules in kept]
     shared = []
@@ -40,7 +40,7 @@ def find_shared(module: nn.Module, dropped: Sequence[Sequence[nn.Module]]) -> li
         if len(ranks) < 2:
             continue
         home = module.get_submodule(name.rpartition(".")[0])
-        # who has the place that it is named after: names stay those of the whole model
+        # the owner has the place that gives the parameter its name, so names stay those of the full model
         owner = next(rank for rank in ranks if any(home is inner for inner in kept[rank]))
         others = [rank for rank in ranks if rank != owner]
         shared.append(Shared(name, parameter.requires_grad, owner, others, parameter))
@@ -48,10 +48,10 @@ def find_shared(module: nn.Module, dropped: Sequence[Sequence[nn.Module]]) -> li
 
 
 class SharedParameters:
-    """Those of this rank."""
+    """The shared parameters of this rank."""
 
     def __init__(self, module: nn.Module, shared: list[Shared], group: dist.ProcessGroup) -> None:
-        """`module` has lost what lies elsewhere. Its copies are taken out of it until `place`."""
+        """module: this rank's, with foreign modules dropped. Copies are removed from it until `place`."""
         self._module, self._shared, self._group, self._fresh = module, shared, group, True
         for one in shared:
             if group.rank() not in one.others:
@@ -65,7 +65,7 @@ class SharedParameters:
                     one.places.append((inner, name))
 
     def place(self, device: torch.device) -> None:
-        """Put the copies where they are used, without values."""
+        """Put the copies in their places, without values."""
         for one in self._shared:
             if one.places:
                 (one.copy,) = nn.ParameterList([one.copy]).to_empty(device=device)
@@ -79,7 +79,7 @@ class SharedParameters:
 
     @torch.no_grad()
     def spread(self) -> list[dist.Work]:
-        """Give the copies their values. What is returned must be waited for before the owner changes its own."""
+        """Send the owner's values to the copies. The owner must wait for the returned works before it changes its values."""
         works: list[dist.Work | None] = []
         for one in self._shared:
             if not (one.trained or self._fresh):
@@ -114,7 +114,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of it, live; zeros where it was not used."""
+    """This rank's part of the gradient, not a copy; zeros if the parameter was not used."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = gradient.redistribute(placements=parameter.placements)

@@ -1,4 +1,4 @@
-"""Cuts a model into pipeline stages without renaming what is left of it."""
+"""Cuts a model into pipeline stages without renaming its modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hpctrain.api import (
     MicroBatch,
-    ModelSpec,
+    PipelineModel,
     Precision,
     UsageError,
     buffers_of,
@@ -23,9 +23,9 @@ from hpctrain_plugins.parallelism.pipeline.passing import MOST_DIMS
 
 
 def split(blocks: int, stages: int, given: Sequence[int]) -> list[range]:
-    """Which blocks each pipeline stage has: as given, else evenly, the first ones with one more.
+    """The blocks of each pipeline stage: as given, else evenly, with one more in the first stages if needed.
 
-    Raises UsageError where that is not possible.
+    Raises UsageError if that is not possible.
     """
     if given and (len(given) != stages or sum(given) != blocks or min(given) < 1):
         raise UsageError(
@@ -35,7 +35,7 @@ def split(blocks: int, stages: int, given: Sequence[int]) -> list[range]:
         )
     if blocks < stages:
         raise UsageError(
-            f"[parallelism] pipeline: the model has {blocks} blocks, fewer than {stages} pipeline stages; use fewer",
+            f"[parallelism] pipeline: the model has {blocks} blocks, fewer than {stages} pipeline stages; use fewer stages",
             everywhere=True,
         )
     counts = given or [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
@@ -44,18 +44,18 @@ def split(blocks: int, stages: int, given: Sequence[int]) -> list[range]:
 
 
 def drop(module: nn.Module, unwanted: Sequence[nn.Module]) -> None:
-    """Take modules out; their places keep their names and hold nothing."""
+    """Remove modules. Their places keep their names and are empty."""
     for parent in list(module.modules()):
         for name, child in list(
             children_of(parent).items()
-        ):  # named_children has one that stands in several places once
+        ):  # named_children lists a module in several places only once
             if any(child is one for one in unwanted):
                 setattr(parent, name, None)
 
 
 @contextmanager
 def without_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """What a forward does to buffers and to random numbers is as if it had not been."""
+    """Undo the changes of a forward to buffers and random state."""
     kept = [(buffers, dict(buffers)) for buffers in map(buffers_of, module.modules()) if buffers]
     for buffers, before in kept:
         buffers.update({name: None if one is None else one.clone() for name, one in before.items()})
@@ -69,15 +69,15 @@ def without_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class Stage(nn.Module):
-    """What one pipeline stage computes of a micro batch; the micro batches themselves are given by number.
+    """The computation of one pipeline stage for a micro batch, which is passed as a number.
 
-    The first stage begins with the batch, the others with (batch, seq, hidden); the last ends with the model's outputs.
+    The first stage starts from the batch, the others from (batch, seq, hidden). The last returns the model's outputs.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        spec: ModelSpec,
+        spec: PipelineModel,
         precision: Precision,
         blocks: Sequence[nn.Module],
         first: bool,
@@ -85,21 +85,21 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self._whole = [module]  # in a list: its parameters are not all this stage's
+        self._whole = [module]  # in a list, so that its parameters do not all become this stage's
         before, after = spec.ends(module)
         self.before = nn.ModuleList(before if first else [])
         self.after = nn.ModuleList(after if last else [])
-        self.copies = nn.ParameterList()  # of other stages' parameters, so that schedules find them among this one's
+        self.copies = nn.ParameterList()  # copies of other stages' parameters, so that schedules find them here
         self._spec, self._precision, self._first, self._last = spec, precision, first, last
         self._works_in_place = any(getattr(one, "inplace", False) for one in self.blocks.modules())
         self.micro_batches: list[MicroBatch] = []
         self.in_step = False
-        """Whether what runs is a micro batch: to see shapes, torch forwards once before, beyond the first stage noise."""
+        """Whether a micro batch runs. Before that, torch runs one forward for shapes; after the first stage it is noise."""
         self.input_is_trained = False
-        """Whether the latest `value` asked for a gradient."""
+        """Whether the latest `value` required a gradient."""
 
     def forward(self, value: Tensor, index: Tensor) -> Tensor:
-        """value: from the stage before; of the first stage `index` again. index: (1,), number of the micro batch."""
+        """value: from the previous stage; in the first stage, `index` again. index: (1,), the number of the micro batch."""
         whole, self.input_is_trained = self._whole[0], value.requires_grad
         looks = torch.is_grad_enabled() and not self.in_step
         with without_trace(whole, index.device) if looks else nullcontext(), self._precision.forward(index.device):
@@ -111,16 +111,16 @@ class Stage(nn.Module):
             return self._spec.head(whole, hidden) if self._last else self._passed_on(hidden)
 
     def _received(self, value: Tensor) -> Tensor:
-        """For the blocks: a leaf of this stage's backward, which must not be changed in place."""
+        """The input of the blocks. `value` is a leaf of this stage's backward and must not be changed in place."""
         return value.clone() if self._works_in_place else value
 
     def _passed_on(self, hidden: Any) -> Tensor:
-        """What the next stage gets. Raises UsageError for what can't travel."""
+        """The output for the next stage. Raises UsageError if it can't be sent."""
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.dim() > MOST_DIMS:
             found = f"{hidden.dtype} of {hidden.dim()} dims" if isinstance(hidden, Tensor) else type(hidden).__name__
             raise UsageError(
-                f"[parallelism] pipeline: what a block of {self._spec.name} gives to the next stage is {found}, expected a "
-                f"floating point tensor of at most {MOST_DIMS} dims"
+                f"[parallelism] pipeline: the output of a block of {self._spec.name} for the next stage is {found}, expected a "
+                f"floating-point tensor of at most {MOST_DIMS} dims"
             )
-        # zero-bubble detaches it in place, which a view can't be
+        # zero-bubble detaches it in place, which fails for views
         return hidden.clone() if is_view(hidden) else hidden

@@ -1,4 +1,4 @@
-"""How long a rank computes while a pipeline's schedule runs; the rest of the time it waits for its neighbours."""
+"""Measures the time that a rank computes while a pipeline's schedule runs. The rest is waiting for its neighbours."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hpctrain.api import mark, seconds_between
 
 
 class Stopwatch:
-    """Adds up spans of computation. On an accelerator it is the stream's time, and nothing waits until `seconds` is asked for."""
+    """Adds up spans of computation. On an accelerator it measures the stream's time, and only `seconds` synchronizes."""
 
     def __init__(self, device: torch.device, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-        """phase: to be entered around a stage's forwards and backwards."""
+        """phase: a context for each forward and backward of a stage."""
         self._device, self._phase = device, phase
         self.restart()
 
@@ -27,18 +27,18 @@ class Stopwatch:
 
     @contextmanager
     def computing(self, phase: str | None = None) -> Iterator[None]:
-        """Around what counts as computation; `phase` is its name, if it is one."""
+        """A context that counts as computation. phase: its name, if it is a phase."""
         begin = self._mark()
         with nullcontext() if phase is None else self._phase(phase):
             yield
         self._spans.append((begin, self._mark()))
 
     def stop(self) -> None:
-        """The schedule is over."""
+        """The schedule ends."""
         self._end = self._mark()
 
     def seconds(self) -> tuple[float, float]:
-        """In which this rank computed, and from `restart` to `stop`."""
+        """Seconds of computation, and seconds from `restart` to `stop`."""
         return sum(seconds_between(*span) for span in self._spans), seconds_between(self._begin, self._end)
 
     def _mark(self) -> Any:
@@ -46,22 +46,26 @@ class Stopwatch:
 
 
 class TimedStage(PipelineStage):
-    """torch's, whose computation `watch` times."""
+    """torch's PipelineStage, with `watch` timing its computation."""
 
     watch: Stopwatch
+    forwarded: Callable[[int, Any], None]
+    """Is told the number and the outputs of each micro batch that leaves the last stage."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._whole: set[int] = set()
-        """Micro batches whose backward is not to be taken apart."""
+        """Micro batches whose backward must not be split."""
         self._input_is_trained: dict[int, bool] = {}
-        """Of the micro batches under way, whether anything before this stage gets a gradient."""
+        """For each running micro batch, whether anything before this stage gets a gradient."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self.submod.in_step = True  # type: ignore[assignment]
         with self.watch.computing("forward"):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
         self.submod.in_step = False  # type: ignore[assignment]
+        if self.is_last:
+            self.forwarded(fwd_chunk_id, output)
         self._input_is_trained[fwd_chunk_id] = bool(self.submod.input_is_trained)
         return output
 
@@ -70,7 +74,7 @@ class TimedStage(PipelineStage):
     ) -> Any:
         input_is_trained = self._input_is_trained.pop(bwd_chunk_id)
         if not (full_backward or self.is_first or input_is_trained):
-            # torch's backward for the parameters begins where that for the input passed by: here it passes by none
+            # torch starts the parameters' backward at places recorded by the input's backward; here it would record none
             self._whole.add(bwd_chunk_id)
             full_backward = True
         with self.watch.computing("backward"):

@@ -1,4 +1,4 @@
-"""Works a plan out for a foreign module whose attention and MLP are plain Linear layers with the usual names."""
+"""Derives a plan for a foreign module whose attention and MLP are plain Linear layers with common names."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ _HEADS = (
     "num_heads", "n_heads", "n_head", "heads", "num_attention_heads",
     "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head",
 )  # fmt: skip
-"""Attributes that count the heads of an attention; a rank has its share of them."""
+"""Attributes with the number of heads of an attention; a rank has its share of them."""
 _WIDTHS = ("split_size", "q_size", "kv_size")
-"""Attributes that say where a fused projection's output is cut; a rank has its share of that, too."""
+"""Attributes with the split sizes of a fused projection's output; a rank has its share of them, too."""
 
 
 def plan_of_blocks(module: nn.Module, size: int) -> dict[str, Cut]:
-    """colwise and rowwise for every module that has Linear children going in and one coming out.
+    """colwise and rowwise for every module with Linear children for its inputs and one for its output.
 
-    It is cut only if the parts of `size` ranks then add up to the whole: what lies between may look at all of it (a
-    softmax, a norm), fused rows may be in another order than [q; k; v] or [gate; up], or the forward counts on all heads.
+    A module is cut only if the parts of `size` ranks then add up to its full output. They may not: an operation in between
+    (a softmax, a norm) may need all features, fused rows may have another order than [q; k; v] or [gate; up], or the forward
+    may rely on all heads.
     """
     plan: dict[str, Cut] = {}
     tried: dict[object, dict[str, Cut]] = {}
@@ -43,9 +44,17 @@ def plan_of_blocks(module: nn.Module, size: int) -> dict[str, Cut]:
 
 
 def _guess(block: nn.Module) -> tuple[dict[str, Cut], str]:
-    """The children of an attention or MLP that go in, and the one that comes out; none where it looks like neither."""
+    """The input and output projections of an attention or MLP; none if it looks like neither."""
     linears = {key: child for key, child in block.named_children() if isinstance(child, nn.Linear)}
     into = [key for key in linears if _INTO.match(key)]
+    wrapped = [key for key, child in block.named_children() if key not in linears and _is_projection(key, child)]
+    if into and wrapped:  # peft's adapters, say: the other projections can't be cut without these
+        LOG.warning(
+            "[parallelism.tensor] a %s is left whole on every rank, for it has other projections than plain Linears: %s",
+            type(block).__name__,
+            " and ".join(wrapped),
+        )
+        return {}, ""
     fused = [key for key in linears if is_fused(key)]
     out = [key for key in linears if _OUT.match(key) or (fused and key == "proj")]
     if into and len(out) == 1 and len({linears[key].out_features for key in into}) <= 2:
@@ -59,14 +68,18 @@ def _guess(block: nn.Module) -> tuple[dict[str, Cut], str]:
     return {}, ""
 
 
+def _is_projection(name: str, child: nn.Module) -> bool:
+    return (bool(_INTO.match(name)) or is_fused(name)) and any(True for _ in child.parameters())
+
+
 def _tried(
     block: nn.Module, cuts: dict[str, Cut], out: str, size: int, tried: dict[object, dict[str, Cut]]
 ) -> dict[str, Cut]:
-    """The cut of the children of `block`; empty where that does not come to the same. tried: what became of blocks alike."""
+    """The cut of the children of `block`; empty if the result would differ. tried: the results for equal blocks."""
     whole = {**cuts, out: Cut(style="rowwise")}
     rows = [part for key, cut in cuts.items() for part in cut.rows(key, linear_of(block, key))]
     if any(number % size for number in (*rows, *heads_of(block).values())):
-        return whole  # refused later, with a sentence
+        return whole  # refused later, with a message
     simple = [(key, value) for key, value in vars(block).items() if isinstance(value, (bool, int, float, str))]
     called = [(key, id(value)) for key, value in vars(block).items() if callable(value)]
     alike = (repr(block), *simple, *called)
@@ -79,12 +92,12 @@ def _tried(
 
 
 def _norms_between(block: nn.Module, cuts: Mapping[str, Cut], out: str) -> dict[str, Cut] | None:
-    """Norms of each head, which see some of the heads on a rank. None where other parameters do."""
+    """The per-head norms between the projections, which see some heads on a rank. None if there are other parameters."""
     between = parameters_between(block, cuts, out)
     owners = {name.rpartition(".")[0] for name in between}
     if "" in owners or any(block.get_parameter(name).dim() > 1 for name in between):
         LOG.warning(
-            "[parallelism.tensor] a %s is left whole on every rank: with %s cut, %s would see a part; a plan says how it is cut",
+            "[parallelism.tensor] a %s is left whole on every rank: with %s cut, %s would see a part; a plan can define the cut",
             type(block).__name__,
             " and ".join(cuts),
             " and ".join(between),
@@ -94,15 +107,15 @@ def _norms_between(block: nn.Module, cuts: Mapping[str, Cut], out: str) -> dict[
 
 
 def is_fused(name: str) -> bool:
-    """Whether a module of this name usually holds q, k and v, or gate and up, in one matrix, part after part."""
+    """Whether a module of this name usually holds q, k and v, or gate and up, one after the other in one matrix."""
     last = name.rpartition(".")[2]
     return bool(_FUSED_ATTENTION.match(last) or _FUSED_MLP.match(last))
 
 
 def _fused(block: nn.Module, into: str, out: str) -> dict[str, Cut]:
-    """The cut of an attention or MLP whose matrices going in are one; empty where it can't be cut.
+    """The cut of an attention or MLP with one fused input projection; empty if it can't be cut.
 
-    q, or gate, has as many rows as the projection out takes; k and v share the rest.
+    q, or gate, has as many rows as the output projection takes inputs; k and v share the rest.
     """
     first, heads = linear_of(block, out).in_features, heads_of(block)
     rest = linear_of(block, into).out_features - first
@@ -113,18 +126,18 @@ def _fused(block: nn.Module, into: str, out: str) -> dict[str, Cut]:
 
 
 def share_all_heads(module: nn.Module, plan: Mapping[str, Cut], size: int) -> None:
-    """An attention that knows its heads by number has only its share of them on a rank."""
+    """Set the number of heads of every attention to this rank's share."""
     for name in {name.rpartition(".")[0] for name, cut in plan.items() if cut.style == "colwise"}:
         share_heads(module.get_submodule(name), size)
 
 
 def share_heads(attention: nn.Module, size: int) -> None:
-    """What it knows by number, divided by `size`."""
+    """Divide the head counts of an attention by `size`."""
     for attribute, value in heads_of(attention, (*_HEADS, *_WIDTHS)).items():
         setattr(attention, attribute, value // size)
 
 
 def heads_of(attention: nn.Module, attributes: Sequence[str] = _HEADS) -> dict[str, int]:
-    """What it knows by number, by the attribute's name."""
+    """The head counts of an attention, by attribute name."""
     found = {name: getattr(attention, name, None) for name in attributes}
     return {name: value for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}

@@ -1,4 +1,4 @@
-"""An entry of a tensor-parallel plan: a style, and what lies one after the other in the rows of a fused matrix."""
+"""An entry of a tensor-parallel plan: a style, and the parts of a fused matrix."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hpctrain.api import Field, Options, UsageError, set_row_order
 
 class Cut(Options):
     style: str = Field(
-        description="what is cut: colwise, rowwise, colwise_rep, rowwise_rep, vocabulary, gather, norm, head_norm or positions"
+        description="the style: colwise, rowwise, colwise_rep, rowwise_rep, vocabulary, gather, norm, head_norm or positions"
     )
     parts: int | list[int] | None = Field(
         default=None,
-        description="of a fused matrix with colwise, such as [q; k; v]: how many parts of equal rows, or the rows of each",
+        description="for a fused matrix with colwise, such as [q; k; v]: the number of equal parts, or the rows of each part",
     )
 
     @model_validator(mode="after")
@@ -31,7 +31,7 @@ class Cut(Options):
         return self
 
     def rows(self, name: str, linear: nn.Linear) -> list[int]:
-        """The rows of each part of `linear`. Raises UsageError where the parts do not make up the matrix."""
+        """The rows of each part of `linear`. Raises UsageError if the parts do not make up the matrix."""
         whole = linear.weight.shape[0]
         if isinstance(self.parts, list):
             if sum(self.parts) != whole:
@@ -51,10 +51,10 @@ class Cut(Options):
         return [whole // count] * count
 
 
-Entry = Annotated[
+StyleOrCut = Annotated[
     Cut, BeforeValidator(lambda v: {"style": v} if isinstance(v, str) else v, json_schema_input_type=str | Cut)
 ]
-"""A style alone stands for a table of it."""
+"""A plain style stands for a table with that style."""
 
 
 def linear_of(module: nn.Module, name: str) -> nn.Linear:
@@ -65,14 +65,14 @@ def linear_of(module: nn.Module, name: str) -> nn.Linear:
 
 
 def row_runs(parts: list[int], ranks: int) -> list[list[tuple[int, int]]]:
-    """For each rank its share of every part: the first row, and how many."""
+    """For each rank, its share of every part: first row, number of rows."""
     begins = [0, *accumulate(parts)]
     shares = [(begin, rows // ranks) for begin, rows in zip(begins, parts, strict=False)]
     return [[(begin + rank * share, share) for begin, share in shares] for rank in range(ranks)]
 
 
 def gather_shares(linear: nn.Module, parts: list[int], ranks: int) -> None:
-    """Let the rows of each rank's shares follow one another, so that a plain cut of dim 0 gives a rank its own."""
+    """Reorder the rows by rank, so that a plain cut of dim 0 gives each rank its shares."""
     runs = [run for of_rank in row_runs(parts, ranks) for run in of_rank]
     for name, parameter in linear.named_parameters(recurse=False):
         parameter.data = torch.cat([parameter.data[first : first + count] for first, count in runs])

@@ -1,4 +1,4 @@
-"""Where a tensor-parallel plan comes from, and which modules its patterns mean."""
+"""Finds the tensor-parallel plan of a model, and resolves its patterns to modules."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from hpctrain.api import ModelSpec, UsageError
+from hpctrain.api import ModelSpec, TensorParallelModel, UsageError
 from hpctrain_plugins.parallelism.tensor.blocks import plan_of_blocks
-from hpctrain_plugins.parallelism.tensor.cut import Cut, Entry
+from hpctrain_plugins.parallelism.tensor.cut import Cut, StyleOrCut
 from hpctrain_plugins.parallelism.tensor.hugging_face import hugging_face_plan
 from hpctrain_plugins.parallelism.tensor.styles import STYLES
 
 LOG = logging.getLogger("hpctrain")
-_PLAN: TypeAdapter[dict[str, Cut]] = TypeAdapter(dict[str, Entry])
+_PLAN: TypeAdapter[dict[str, Cut]] = TypeAdapter(dict[str, StyleOrCut])
 
 
 def plan_for(module: nn.Module, spec: ModelSpec, given: Mapping[str, Cut], size: int) -> dict[str, Cut]:
-    """The cut by module name: from the job, else the model, else its Hugging Face style plan, else its plain blocks.
+    """The cut by module name: from the job, else the model, else its Hugging Face plan, else its plain blocks.
 
-    Raises UsageError for a pattern that matches nothing, an unknown style, or a model that nothing is known of.
+    Raises UsageError for a pattern that matches nothing, an unknown style, or a model without any of these.
     """
-    plan = given or _read(spec.tensor_plan() or hugging_face_plan(module), spec)
+    if given:
+        return expand(module, given, "[parallelism.tensor] plan")
+    brought = spec.tensor_plan() if isinstance(spec, TensorParallelModel) else hugging_face_plan(module)
+    plan = _read(brought, spec)
     if plan:
-        return expand(module, plan)
+        return expand(module, plan, f"the tensor plan that the model {spec.name!r} brings")
     found = plan_of_blocks(module, size)
     if not found:
         raise UsageError(
@@ -35,12 +38,12 @@ def plan_for(module: nn.Module, spec: ModelSpec, given: Mapping[str, Cut], size:
             'write [parallelism.tensor] plan = { "layers.*.mlp.up" = "colwise", ... }',
             everywhere=True,
         )
-    LOG.info("tensor parallelism, worked out: %s", {n: c.model_dump(exclude_none=True) for n, c in found.items()})
+    LOG.info("tensor parallelism, derived plan: %s", {n: c.model_dump(exclude_none=True) for n, c in found.items()})
     return found
 
 
 def _read(plan: Mapping[str, Any], spec: ModelSpec) -> dict[str, Cut]:
-    """A plan that the model brings."""
+    """Parse a plan of the model."""
     try:
         return _PLAN.validate_python(dict(plan))
     except ValidationError as error:
@@ -51,22 +54,21 @@ def _read(plan: Mapping[str, Any], spec: ModelSpec) -> dict[str, Cut]:
         ) from error
 
 
-def expand(module: nn.Module, plan: Mapping[str, Cut]) -> dict[str, Cut]:
-    """Patterns (fnmatch, where * stands for any part of a name) to module names."""
+def expand(module: nn.Module, plan: Mapping[str, Cut], source: str) -> dict[str, Cut]:
+    """Resolve patterns (fnmatch: * matches any part of a name) to module names. source: what the plan is, for messages."""
     names = [name for name, _ in module.named_modules() if name]
     expanded: dict[str, Cut] = {}
     for pattern, cut in plan.items():
         if cut.style not in STYLES:
             raise UsageError(
-                f"[parallelism.tensor] plan: found the style {cut.style!r} for {pattern!r}, expected one of "
-                f"{', '.join(STYLES)}",
+                f"{source}: found the style {cut.style!r} for {pattern!r}, expected one of {', '.join(STYLES)}",
                 everywhere=True,
             )
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             raise UsageError(
-                f"[parallelism.tensor] plan: no module matches {pattern!r}; the names are like "
-                f"{', '.join(names[:6])}, ...",
+                f"{source}: no module matches {pattern!r}; the names are like {', '.join(names[:6])}, ..."
+                + ("" if source.startswith("[") else "; write [parallelism.tensor] plan with such names"),
                 everywhere=True,
             )
         expanded |= dict.fromkeys(matched, cut)

@@ -13,20 +13,23 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from hpctrain.api import (
     AppliedAxis,
+    AttentionModel,
     AxisTraits,
     Field,
+    MetaModel,
     ModelSpec,
     Options,
     Parallelism,
     Plan,
     Problem,
+    TensorParallelModel,
     UsageError,
     hookimpl,
     tie,
     tied_parameters,
 )
 from hpctrain_plugins.parallelism.tensor.blocks import share_all_heads
-from hpctrain_plugins.parallelism.tensor.cut import Entry, gather_shares, linear_of
+from hpctrain_plugins.parallelism.tensor.cut import StyleOrCut, gather_shares, linear_of
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
 from hpctrain_plugins.parallelism.tensor.refusals import refuse_cut_apart, refuse_unfit
 from hpctrain_plugins.parallelism.tensor.styles import STYLES
@@ -36,13 +39,13 @@ LOG = logging.getLogger("hpctrain")
 
 
 class TensorOptions(Options):
-    plan: dict[str, Entry] = Field(
+    plan: dict[str, StyleOrCut] = Field(
         default={},
         description='styles by module pattern, such as "layers.*.mlp.up" = "colwise", or for a fused [q; k; v] '
         '{ style = "colwise", parts = 3 }; default: the model\'s',
     )
     sequence_parallel: bool = Field(
-        default=False, description="cut the activations between the blocks along the sequence, too"
+        default=False, description="also cut the activations between the blocks along the sequence"
     )
 
 
@@ -60,8 +63,8 @@ class TensorParallel(Parallelism):
             50,
             "the same samples",
             repeats_activations=not self.options.sequence_parallel,
-            shares_heads=not self.options.plan,  # one of the job's may leave attention whole
-            one_shape="compiled",  # torch's compiler recurses without end on DTensors of sizes that it takes for unknown
+            shares_heads=not self.options.plan,  # a plan of the job may leave attention whole
+            one_shape="compiled",  # torch's compiler recurses for ever on DTensors with dynamic sizes
         )
 
     def sequence_multiple(self, size: int) -> int:
@@ -69,27 +72,29 @@ class TensorParallel(Parallelism):
 
     def problems(self, plan: Plan) -> list[Problem]:
         size, spec, outline = plan.sizes[self.name], plan.model, plan.outline
-        heads = spec.attention_heads
+        heads = spec.attention_heads if isinstance(spec, AttentionModel) else None
         if heads is not None and heads % size:
             why = (
                 f"the model has {heads} attention heads, which {size} ranks do not divide; choose a divisor of {heads}"
             )
             return [Problem(why)]
-        # a guess, which tries blocks out, is left to apply(); but `hpctrain check` shows a model that is not built on meta
-        if outline is not None and (self.options.plan or spec.tensor_plan() or not spec.meta):
+        # a derived plan needs trials, which apply() makes; `hpctrain check` also has outlines that were not built on meta
+        if outline is not None and (
+            self.options.plan or isinstance(spec, TensorParallelModel) or not isinstance(spec, MetaModel)
+        ):
             refuse_unfit(outline, spec, plan_for(outline, spec, self.options.plan, size), size)
         return []
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> AppliedTensorParallel:
         plan = plan_for(module, spec, self.options.plan, mesh.size())
         refuse_unfit(module, spec, plan, mesh.size())
-        if not spec.tensor_plan():
+        if not isinstance(spec, TensorParallelModel):
             share_all_heads(module, plan, mesh.size())
         tied, trained = tied_parameters(module), {name for name, p in module.named_parameters() if p.requires_grad}
         done: set[nn.Module] = set()
         for name, cut in plan.items():
             inner = module.get_submodule(name)
-            if inner in done:  # it stands in several places
+            if inner in done:  # the module is in several places
                 continue
             done.add(inner)
             if cut.parts is not None:
@@ -97,17 +102,17 @@ class TensorParallel(Parallelism):
                 gather_shares(linear, cut.rows(name, linear), mesh.size())
             made = STYLES[cut.style](inner, self.options.sequence_parallel)
             if made is not None:
-                # every rank has the same values, or none yet: nothing to send
+                # every rank has the same values, or none yet: no broadcast needed
                 parallelize_module(module, mesh, {name: made}, src_data_rank=None)
         refuse_cut_apart(module, tied)
         tie(module, tied)
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(name in trained)  # some of torch's styles make parameters that are trained
+            parameter.requires_grad_(name in trained)  # some of torch's styles create trainable parameters
         return AppliedTensorParallel(module, mesh, self.options)
 
 
 class AppliedTensorParallel(AppliedAxis):
-    """Looks after the first micro batch, in which a wrong plan shows."""
+    """Watches the first micro batch, in which a wrong plan fails."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, options: TensorOptions) -> None:
         super().__init__(module)
@@ -120,7 +125,7 @@ class AppliedTensorParallel(AppliedAxis):
             try:
                 yield
             except RuntimeError as error:
-                # collectives and memory have errors of their own; an operator that DTensor lacks is NotImplementedError
+                # collectives and memory raise other types; an operator that DTensor lacks raises NotImplementedError
                 if self._has_run or type(error) not in (RuntimeError, NotImplementedError):
                     raise
                 LOG.info("the first micro batch failed", exc_info=True)
@@ -128,7 +133,7 @@ class AppliedTensorParallel(AppliedAxis):
                 raise UsageError(
                     f"[parallelism.tensor] plan: the first micro batch failed with the model cut over {self._size} ranks "
                     f"({given or 'no plan given'}, sequence_parallel = {str(self._options.sequence_parallel).lower()}): "
-                    f"{error}; does the plan name every module that takes or gives a part? The traceback is in this rank's log"
+                    f"{error}; does the plan name every module with a partial input or output? The traceback is in this rank's log"
                 ) from error
         self._has_run = True
         if torch.is_grad_enabled() and not self._whole.compared:

@@ -1,4 +1,4 @@
-"""What is said of a tensor-parallel plan that would not train, or would train something else."""
+"""Refuses tensor-parallel plans that would fail or train another model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpctrain.api import ModelSpec, UsageError
+from hpctrain.api import ModelSpec, PipelineModel, UsageError
 from hpctrain_plugins.parallelism.tensor.blocks import heads_of, is_fused
 from hpctrain_plugins.parallelism.tensor.cut import Cut
 
 
 def refuse_unfit(module: nn.Module, spec: ModelSpec, plan: Mapping[str, Cut], size: int) -> None:
-    """Raises UsageError for what can be known of the plan before `module` is cut."""
+    """Raises UsageError for faults of the plan that show before `module` is cut."""
     for name, cut in plan.items():
         _refuse_uncuttable(module, name, cut)
         _refuse_uneven(module, name, cut, size)
@@ -21,26 +21,28 @@ def refuse_unfit(module: nn.Module, spec: ModelSpec, plan: Mapping[str, Cut], si
 
 
 def _refuse_uncuttable(module: nn.Module, name: str, cut: Cut) -> None:
-    """What the style can't cut, or would cut wrongly."""
+    """Refuse modules that the style can't cut, or would cut wrongly."""
     inner = module.get_submodule(name)
     linear = isinstance(inner, nn.Linear)
     cuts = cut.style in ("colwise", "rowwise", "colwise_rep", "rowwise_rep", "vocabulary")
+    within = [f"{name}.{child}" for child, _ in inner.named_children()]
+    # an adapter's wrapper of a Linear, as peft has it, has the name only
+    named_so = isinstance(inner, (nn.Linear, nn.Embedding)) or type(inner).__name__ in ("Linear", "Embedding")
+    if cuts and within and named_so:
+        raise UsageError(
+            f"[parallelism.tensor] plan: {name} is a {type(inner).__name__} that contains {', '.join(within)}, and {cut.style} "
+            "cuts a plain Linear or Embedding; leave it out",
+            everywhere=True,
+        )
     if cuts and not (linear or (isinstance(inner, nn.Embedding) and cut.parts is None)):
         raise UsageError(
             f"[parallelism.tensor] plan: {name} is a {type(inner).__name__}, and {cut.style} cuts a Linear"
             + (" or an Embedding; leave it out" if cut.parts is None else " into parts; leave them out"),
             everywhere=True,
         )
-    within = [f"{name}.{child}" for child, _ in inner.named_children()]
-    if cuts and within:
-        raise UsageError(
-            f"[parallelism.tensor] plan: {name} is a {type(inner).__name__} with {', '.join(within)} in it, and {cut.style} cuts a "
-            "plain Linear or Embedding; leave it out",
-            everywhere=True,
-        )
     if linear and cut.style == "colwise" and cut.parts is None and is_fused(name):
         raise UsageError(
-            f'[parallelism.tensor] plan: {name} is several matrices in one by its name, and "colwise" would give its first rows '
+            f'[parallelism.tensor] plan: {name} is by its name several matrices in one, and "colwise" would give its first rows '
             'to the first rank; write { style = "colwise", parts = 3 } for [q; k; v], 2 for [gate; up], or the rows of each part '
             "as parts = [64, 16, 16] (1 if the rows of each head lie together)",
             everywhere=True,
@@ -70,15 +72,16 @@ def _refuse_uneven(module: nn.Module, name: str, cut: Cut, size: int) -> None:
 
 
 def _refuse_halves(module: nn.Module, spec: ModelSpec, plan: Mapping[str, Cut]) -> None:
-    """colwise without a rowwise Linear that takes the parts which it gives, and the other way round.
+    """Refuse colwise without a rowwise Linear after it, and the other way round.
 
-    Modules are taken to run in the order that the model has them in, or in any order where they have the same parent.
+    Modules are assumed to run in the order of the model. Modules with the same parent may run in any order.
     """
     place = {name: at for at, (name, _) in enumerate(module.named_modules()) if name in plan}
     gives = [name for name in place if plan[name].style == "colwise"]
     linear = {name for name in place if isinstance(module.get_submodule(name), nn.Linear)}
     takes = [name for name in place if plan[name].style == "rowwise" and name in linear]
-    behind = {inner for end in spec.ends(module)[1] for inner in end.modules()}
+    after = spec.ends(module)[1] if isinstance(spec, PipelineModel) else []
+    behind = {inner for end in after for inner in end.modules()}
     last = {name for name in place if module.get_submodule(name) in behind}
 
     def meet(giver: str, taker: str) -> bool:
@@ -89,7 +92,7 @@ def _refuse_halves(module: nn.Module, spec: ModelSpec, plan: Mapping[str, Cut]) 
         if not any(meet(name, taker) for taker in takes):
             raise UsageError(
                 f"[parallelism.tensor] plan: with {name} as colwise each rank has a part of its outputs, and no rowwise "
-                'Linear follows that takes parts; write "rowwise" for the one that takes them, "colwise_rep" to gather '
+                'Linear follows that takes parts; write "rowwise" for the Linear that takes them, "colwise_rep" to gather '
                 'them, or "vocabulary" for a head whose outputs go to the loss',
                 everywhere=True,
             )
@@ -97,13 +100,13 @@ def _refuse_halves(module: nn.Module, spec: ModelSpec, plan: Mapping[str, Cut]) 
         if not any(meet(giver, name) for giver in gives):
             raise UsageError(
                 f"[parallelism.tensor] plan: {name} as rowwise takes a part of its inputs, and no colwise module comes "
-                'before it that gives parts; write "colwise" for the one that feeds it, or leave both out',
+                'before it that gives parts; write "colwise" for the module that feeds it, or leave both out',
                 everywhere=True,
             )
 
 
 def refuse_cut_apart(module: nn.Module, tied: list[list[str]]) -> None:
-    """Tied parameters that are no longer one."""
+    """Refuse tied parameters that the plan cuts differently."""
     for first, *others in tied:
         kept = module.get_parameter(first)
         for name in others:

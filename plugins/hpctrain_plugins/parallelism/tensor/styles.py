@@ -1,5 +1,5 @@
-"""What the entries of a tensor-parallel plan mean. x is (batch, seq, hidden); with sequence parallelism, what lies between
-the blocks is cut along seq (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022).
+"""The styles of a tensor-parallel plan. x is (batch, seq, hidden). With sequence parallelism, activations between the blocks
+are cut along seq (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _replicated_input(module: nn.Module, sequence: bool) -> ParallelStyle:
 
 
 def _vocabulary(module: nn.Module, sequence: bool) -> ParallelStyle:
-    # a DTensor comes out: cross_entropy then works on the cut vocabulary
+    # the output is a DTensor, so that cross_entropy works on the cut vocabulary
     return ColwiseParallel(input_layouts=Shard(_SEQ) if sequence else Replicate(), use_local_output=False)
 
 
@@ -56,12 +56,12 @@ def _norm(module: nn.Module, sequence: bool) -> ParallelStyle | None:
 
 
 def _head_norm(module: nn.Module, sequence: bool) -> ParallelStyle:
-    # the heads of a rank lie along some dim that the norm does not look along; any of these makes gradients a sum
+    # heads are cut along a dim that the norm does not reduce; any such dim makes the gradient a sum over ranks
     return SequenceParallel(sequence_dim=0, use_local_output=True)
 
 
 def _positions(module: nn.Module, sequence: bool) -> ParallelStyle | None:
-    # (seq, hidden), no batch; every rank computes all and keeps its part
+    # (seq, hidden), without batch: every rank computes all positions and keeps its part
     if not sequence:
         return None
     return PrepareModuleOutput(output_layouts=(Replicate(),), desired_output_layouts=(Shard(0),))
@@ -78,9 +78,9 @@ STYLES: dict[str, Callable[[nn.Module, bool], ParallelStyle | None]] = {
     "head_norm": _head_norm,
     "positions": _positions,
 }
-"""colwise: a Linear's outputs are cut; its input must be whole. rowwise: its inputs are cut and the outputs summed; an
-Embedding's rows are. colwise_rep: cut, with the output gathered. rowwise_rep: of a whole input each rank takes its part.
-vocabulary: the head; its logits stay cut for the loss. head_norm: a norm of each head, between colwise and rowwise: a rank has
-all of its parameters and some of the heads.
-gather: a module whose input is gathered once for all that is in it. norm, positions: what sequence parallelism changes of
-a norm and of a position embedding. Without sequence parallelism the last two stand for nothing."""
+"""colwise: cuts the outputs of a Linear, which needs the whole input. rowwise: cuts the inputs of a Linear and sums the
+outputs; cuts the rows of an Embedding. colwise_rep: as colwise, then gathers the output. rowwise_rep: as rowwise, but each
+rank takes its part of a whole input. vocabulary: for the head, whose logits stay cut for the loss. head_norm: for a norm of
+each head, between colwise and rowwise; a rank has all its parameters and some of the heads. gather: gathers the input of a
+module once for all its children. norm, positions: for a norm and a position embedding under sequence parallelism; no effect
+without it."""

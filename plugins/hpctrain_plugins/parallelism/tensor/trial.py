@@ -1,4 +1,4 @@
-"""Tries a guessed cut of an attention or MLP out: the parts of all ranks must add up to what the whole one gives."""
+"""Tries a guessed cut of an attention or MLP: the parts of all ranks must add up to the full output."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LOG = logging.getLogger("hpctrain")
 
 
 def parameters_between(block: nn.Module, into: Mapping[str, Cut], out: str) -> list[str]:
-    """Names of the parameters that work on what the children `into` give, before the child `out` takes it: on a rank's part.
+    """The parameters used between the children `into` and the child `out`, where a rank has only a part.
 
-    None of a block that can't be tried.
+    Empty if the block can't be tried.
     """
     try:
         whole = _with_values(block)
-        for key in into:  # what comes before them sees the whole input, and gets a whole gradient
+        for key in into:  # parameters before them see the whole input and get a whole gradient
             whole.get_submodule(key).register_forward_pre_hook(lambda module, inputs: inputs[0].detach())
         given = _given(whole, out, _input(whole, into))
     except Exception:  # a forward of the user's own may raise anything
@@ -43,11 +43,10 @@ def adds_up(
     share: Callable[[nn.Module, int], None],
     untried: bool,
 ) -> bool:
-    """Whether what the ranks' child `out` gives adds up, when `block` is cut over `size` ranks at its children `into` and
-    `out`.
+    """Whether the outputs of the ranks' child `out` add up if `block` is cut over `size` ranks at `into` and `out`.
 
-    share: what makes a copy know its share of the heads only. untried: what to say of a block that can't be tried, such as
-    one whose forward takes more than (batch, seq, hidden).
+    share: sets a copy's number of heads to a rank's share. untried: the result for a block that can't be tried, such as a
+    block whose forward needs more than (batch, seq, hidden).
     """
     try:
         whole = _with_values(block)
@@ -66,7 +65,7 @@ def adds_up(
         except Exception as error:
             why = f"a part fails ({type(error).__name__}: {error})"
     LOG.warning(
-        "[parallelism.tensor] a %s is left whole on every rank: with %s, %s; a plan says how it is cut",
+        "[parallelism.tensor] a %s is left whole on every rank: with %s, %s; a plan can define the cut",
         type(block).__name__,
         " and ".join(f"{key} cut in parts of {_rows(block, key, cut)} rows" for key, cut in into.items()),
         why,
@@ -79,7 +78,7 @@ def _rows(block: nn.Module, key: str, cut: Cut) -> str:
 
 
 def _given(block: nn.Module, out: str, x: Tensor) -> Tensor:
-    """What its child `out` gives in all calls of a forward: where the ranks' parts are summed."""
+    """The outputs of the child `out` in all its calls during a forward, where the ranks' parts are summed."""
     given: list[Tensor] = []
     handle = linear_of(block, out).register_forward_hook(lambda module, inputs, output: given.append(output.flatten()))
     block(x)
@@ -95,7 +94,7 @@ def _input(block: nn.Module, into: Mapping[str, Cut]) -> Tensor:
 
 @torch.no_grad()
 def _with_values(block: nn.Module) -> nn.Module:
-    """A copy in float32 on the CPU that does not draw, with values that hide nothing: a first value is often zero."""
+    """A copy in float32 on the CPU, without dropout, with random values: initial values are often zero and hide errors."""
     one = copy.deepcopy(block)
     if any(tensor.is_meta for tensor in (*one.parameters(), *one.buffers())):
         one = one.to_empty(device="cpu")

@@ -1,4 +1,4 @@
-"""Looks once at the gradients of what every rank of the axis has whole: they must be alike, or the ranks diverge."""
+"""Checks once the gradients of parameters that every rank of the axis holds whole: if they differ, the ranks diverge."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain.api import UsageError, gather_values
 
 _TOLERANCE = 0.05
-"""Ranks compute the same from the same numbers; partial sums over different heads are further apart somewhere."""
+"""Equal computations agree this well on all ranks; partial sums over different heads differ more somewhere."""
 
 
 class WholeGradients:
-    """Of the first step's first backward, by parameter. Compiled blocks are not looked into."""
+    """The gradients of the first step's first backward, by parameter. Skips compiled blocks."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup):
         self._group = group
@@ -29,13 +29,13 @@ class WholeGradients:
         self.compared = False
         for name, inner in module.named_modules():
             if any(not isinstance(parameter, DTensor) for parameter in inner.parameters(recurse=False)):
-                # in forward, because what stage 3 has gathered there is another tensor
+                # in forward, because stage 3 gathers another tensor there
                 self._forwards[name] = inner.register_forward_pre_hook(partial(self._look, name))
 
     def _look(self, owner: str, inner: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        self._forwards[owner].remove()  # its own only: compiled modules would be compiled again without theirs
+        self._forwards[owner].remove()  # only its own: compiled modules would be compiled again without their hooks
         for last, parameter in inner.named_parameters(recurse=False) if not self.compared else ():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 name = f"{owner}.{last}" if owner else last
@@ -47,7 +47,7 @@ class WholeGradients:
         self._squares[name] += gradient.detach().float().square().sum()
 
     def compare(self) -> None:
-        """Raises UsageError for gradients that differ."""
+        """Raises UsageError for differing gradients."""
         self.compared = True
         for handle in self._handles:
             handle.remove()

@@ -1,1 +1,1 @@
-"""Plugins for hpctrain. They import hpctrain.api and nothing else of it."""
+"""Plugins for hpctrain."""

@@ -8,7 +8,7 @@ from hpctrain.api import Communicator, gloo_backend, hookimpl
 
 
 class AcmeGloo(Communicator):
-    """As gloo, under a name of its own."""
+    """gloo under another name."""
 
     name = "acme-gloo"
 

@@ -1,4 +1,4 @@
-"""Local SGD (Stich, "Local SGD Converges Fast and Communicates Little", 2019): ranks train alone and average now and then."""
+"""Local SGD (Stich, "Local SGD Converges Fast and Communicates Little", 2019): ranks train alone and average periodically."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from hpctrain.api import Field, Options, Piece, Plan, Problem, ShardedModel, Sharding, hookimpl, pieces_of
+from hpctrain.api import Field, Options, Piece, Plan, PluginState, Problem, ShardedModel, Sharding, hookimpl, pieces_of
 
 AXIS = "dp_local"
 
@@ -17,11 +17,12 @@ class LocalSGDOptions(Options):
 
 
 class LocalSGD(Sharding):
-    """Every rank has everything; parameters are averaged, not gradients."""
+    """Nothing is sharded; parameters are averaged instead of gradients."""
 
     name = "local-sgd"
     Options = LocalSGDOptions
     options: LocalSGDOptions
+    ranks_diverge = True
 
     def axes(self, ranks, replicate):
         return {AXIS: ranks}
@@ -72,9 +73,30 @@ class LocalSGDModel(ShardedModel):
             self._average([piece.tensor for piece in self._pieces])
 
     def consolidate(self) -> None:
-        state = [value for one in self._optimizer.state.values() for value in one.values()]
-        moments = [value for value in state if isinstance(value, torch.Tensor) and value.dim()]
-        self._average([*(piece.tensor for piece in self._pieces), *moments])
+        self._average([piece.tensor for piece in self._pieces])
+
+    def state(self) -> PluginState:
+        """Each rank's own moments: the checkpoint's optimizer state is one rank's."""
+        rank, ranks = self._group.rank(), self._group.size()
+        moments = {
+            f"{piece.name}/{key}": value
+            for piece in self._pieces
+            for key, value in self._optimizer.state[piece.tensor].items()
+            if isinstance(value, torch.Tensor) and value.dim()
+        }
+        # copies: a restore fills these pieces, and also fills the optimizer's state with one rank's
+        kept = {name: value.clone() for name, value in moments.items()}
+
+        def restore(values):
+            if values["ranks"] == ranks:
+                for name, value in kept.items():
+                    moments[name].copy_(value)
+
+        pieces = [
+            Piece(name, (ranks, *value.shape), (rank, *(0 for _ in value.shape)), value[None], (AXIS,))
+            for name, value in kept.items()
+        ]
+        return PluginState("local-sgd", pieces, lambda: {"ranks": ranks}, restore)
 
     @torch.no_grad()
     def _average(self, tensors: list[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Ends a run whose loss has been below a limit, given in the environment, for three steps; checkpoints know how many there were."""
+"""Ends a run whose loss has been below a limit, given in the environment, for three steps. Checkpoints have the count."""
 
 from __future__ import annotations
 

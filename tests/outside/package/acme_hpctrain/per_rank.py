@@ -1,35 +1,41 @@
-"""A checkpoint format: a file of torch.save for each rank."""
+"""A checkpoint format: a file of torch.save for each rank, with the copies, files and checksums of hpctrain.toolkit."""
 
 from __future__ import annotations
 
-import json
-import os
+import io
 
 import torch
 
-from hpctrain.api import CheckpointError, CheckpointFormat, CheckpointWriter, State, StoredChunk, StoredTensor, hookimpl
+from hpctrain.api import CheckpointError, CheckpointFormat, CheckpointWriter, StoredChunk, StoredTensor, hookimpl
+from hpctrain.toolkit.checkpoint import values
+from hpctrain.toolkit.checkpoint.files import read_file, write_file
+from hpctrain.toolkit.checkpoint.fitting import check_fits
+from hpctrain.toolkit.checkpoint.rectangles import Rectangle
+from hpctrain.toolkit.checkpoint.sealed import seal, unseal
+from hpctrain.toolkit.checkpoint.snapshot import Snapshots
 
 
 class PerRankWriter(CheckpointWriter):
+    def __init__(self):
+        self._snapshots = Snapshots()
+
     def snapshot(self, state):
-        return State(
-            [type(one)(one.name, one.shape, one.offsets, one.tensor.clone()) for one in state.pieces], state.values
-        )
+        return self._snapshots.take(state)
 
     def write(self, snapshot, directory, group):
         content = {
-            f"{number} {piece.name}": [list(piece.shape), list(piece.offsets), piece.tensor.detach().clone()]
+            f"{number} {piece.name}": [list(piece.shape), list(piece.offsets), piece.tensor.clone()]
             for number, piece in enumerate(snapshot.pieces)
         }
-        with open(directory / f"rank-{group.rank()}.pt", "wb") as file:
-            torch.save(content, file)
-            os.fsync(file.fileno())
+        file = io.BytesIO()
+        torch.save(content, file)
+        write_file(directory / f"rank-{group.rank()}.pt", file.getvalue(), group.rank())
         if group.rank() == 0:
-            (directory / "values.json").write_text(json.dumps(snapshot.values))
+            write_file(directory / "values.json", seal({"values": values.encode(snapshot.values)}), 0)
 
 
 class PerRank(CheckpointFormat):
-    """Whatever a rank holds, as it is."""
+    """Saves each rank's pieces unchanged."""
 
     name = "per-rank"
 
@@ -39,32 +45,30 @@ class PerRank(CheckpointFormat):
     def _stored(self, directory):
         for path in sorted(directory.glob("rank-*.pt")):
             for key, (shape, offsets, tensor) in torch.load(path, weights_only=True).items():
-                yield path.name, key.partition(" ")[2], tuple(shape), tuple(offsets), tensor
+                yield path, key.partition(" ")[2], tuple(shape), Rectangle(tuple(offsets), tuple(tensor.shape)), tensor
 
     def read_values(self, directory):
-        return json.loads((directory / "values.json").read_text())
+        return values.decode_all(unseal(read_file(directory / "values.json"))["values"])
 
     def tensors(self, directory):
         found = {}
-        for file, name, shape, offsets, tensor in self._stored(directory):
+        for path, name, shape, part, tensor in self._stored(directory):
             chunks = found[name].chunks if name in found else ()
-            found[name] = StoredTensor(tensor.dtype, shape, (*chunks, StoredChunk(file, offsets, tuple(tensor.shape))))
+            found[name] = StoredTensor(tensor.dtype, shape, (*chunks, StoredChunk(path.name, part.offsets, part.shape)))
         return found
 
     def load(self, directory, pieces):
-        wanted = {piece.name for piece in pieces}
-        stored = [one for one in self._stored(directory) if one[1] in wanted]
+        stored = list(self._stored(directory))
         for piece in pieces:
-            whole = None
-            for _, name, shape, offsets, tensor in stored:
-                if name == piece.name:
-                    whole = torch.full(shape, float("nan"), dtype=tensor.dtype) if whole is None else whole
-                    whole[tuple(slice(a, a + n) for a, n in zip(offsets, tensor.shape, strict=True))] = tensor
-            if whole is None:
+            wanted = Rectangle(tuple(piece.offsets), tuple(piece.tensor.shape))
+            if piece.name not in {name for _, name, *_ in stored}:
                 raise CheckpointError(f"{directory} has no tensor {piece.name}")
-            part = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.tensor.shape, strict=True))
-            with torch.no_grad():
-                piece.tensor.copy_(whole[part])
+            for path, name, shape, part, tensor in stored:
+                common = wanted.overlap(part) if name == piece.name else None
+                if common is not None:
+                    check_fits(path, piece, shape, tensor.dtype)
+                    with torch.no_grad():
+                        piece.tensor[wanted.slices(common)] = tensor[part.slices(common)]
 
     def verify(self, directory, progress=None):
         return [] if list(self._stored(directory)) else [f"{directory}: no file of a rank"]

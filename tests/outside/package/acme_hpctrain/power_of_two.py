@@ -1,4 +1,4 @@
-"""A precision whose loss scale is a power of two: in float32 that changes no bit of a gradient."""
+"""A precision whose loss scale is a power of two, which changes no bit of a gradient in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An axis of the mesh whose ranks share out the rows of each micro batch."""
+"""A mesh axis whose ranks divide the rows of each micro batch."""
 
 from __future__ import annotations
 

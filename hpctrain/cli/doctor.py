@@ -1,0 +1,82 @@
+"""hpctrain doctor: checks the machine before a job is trained on it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.ranks import started_by_option
+from hpctrain.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError
+
+if TYPE_CHECKING:
+    from hpctrain.doctor.findings import Row
+
+
+@click.command("doctor")
+@click.option("-n", "ranks", type=click.IntRange(min=1), help="Number of ranks to start on this machine; under a launcher, "
+              "the number that it started.")  # fmt: skip
+@click.option(
+    "--directory", default=".", type=click.Path(path_type=Path), help="The output directory to check (default: here)."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON array of findings instead of lines.")
+@started_by_option
+def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path | None) -> int:
+    """Check the machine before a job is trained: the start, the nodes, the output directory, and the network.
+
+    Prints ok, warn or fail for each check, with what was found and what to do. Exits with 3 if a check fails. Under srun, mpiexec
+    or torchrun every process is a rank, as for `hpctrain run`.
+    """
+    from hpctrain.world.detection import detect, launched
+
+    if not launched() and ranks is not None and ranks > 1:
+        from hpctrain.starter.start import start_command
+
+        words = ["doctor", "--directory", str(directory), *(["--json"] if as_json else [])]
+        return start_command(words, ranks)
+    from hpctrain.doctor.examine import examine
+    from hpctrain.doctor.findings import Finding, row_of
+    from hpctrain.doctor.limit import START_SECONDS, limited
+    from hpctrain.starter.link import attach
+    from hpctrain.world.failure import end_on_signals
+    from hpctrain.world.launcher_channel import LauncherChannel
+
+    channel = attach(started_by) if started_by else LauncherChannel()
+    end_on_signals(channel)
+    shown = _Shown(as_json)
+    try:
+        with limited("the start of MPI", START_SECONDS, channel):
+            identity = detect()
+    except EnvironmentUnfitError as error:
+        shown.show([row_of(Finding("launcher", "fail", str(error), "start the ranks as it says"), [], [])], 0)
+        shown.end()
+        return EXIT_ENVIRONMENT
+    code = examine(identity, channel, directory, ranks, shown.show)
+    if identity.rank == 0:
+        shown.end()
+    return code
+
+
+class _Shown:
+    """Prints rows as they come, or all as JSON at the end."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json, self._rows = as_json, list["Row"]()
+
+    def show(self, rows: list[Row], ranks: int) -> None:
+        from hpctrain.doctor.findings import lines
+
+        self._rows += rows
+        if not self._as_json:
+            for line in lines(rows, ranks):
+                click.echo(line)
+
+    def end(self) -> None:
+        states = [row.state for row in self._rows]
+        if self._as_json:
+            click.echo(json.dumps([asdict(row) for row in self._rows], indent=2))
+        else:
+            click.echo(f"doctor       {states.count('fail')} failed, {states.count('warn')} to look at")

@@ -1,0 +1,105 @@
+"""Commands that run on ranks: under a launcher as one of them, with -n as the starter of its own, else as the only one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.errors import HpctrainError, UsageError
+
+if TYPE_CHECKING:
+    from hpctrain.contracts.identity import Identity
+    from hpctrain.job.reading import RawJob
+    from hpctrain.world.launcher_channel import LauncherChannel
+
+    Work = Callable[[Identity, Callable[[], RawJob], LauncherChannel], int]
+
+started_by_option = click.option(
+    "--started-by", type=click.Path(path_type=Path), hidden=True, help="Set by the starter (-n) for its ranks."
+)
+
+
+def on_ranks(
+    command: str, job: Path, ranks: int | None, overrides: tuple[str, ...], words: Sequence[str], started_by: Path | None,
+    work: Work, restarts: int = 0, hostfile: Path | None = None,
+) -> tuple[int, bool]:  # fmt: skip
+    """Do `work` on each rank; the exit code, and whether this process speaks to the user at the end.
+
+    words: the rest of the command line, for the ranks that this process starts; restarts: how often they start again if they fail;
+    hostfile: where, None for this machine.
+    """
+    from hpctrain.world.detection import detect, launched, started_by_srun
+    from hpctrain.world.stopping import note_early
+
+    if command == "run":  # first of all: to import torch takes seconds
+        note_early()
+    if not launched() and ((ranks is not None and ranks > 1) or restarts or hostfile):
+        from hpctrain.starter.start import start_ranks
+
+        return start_ranks(command, job, ranks, overrides, words, restarts, hostfile), True
+    if restarts:
+        raise UsageError(
+            "--restarts: a launcher has started this rank, and only the launcher can start it again; leave it out"
+        )
+    if hostfile:
+        raise UsageError("--hostfile: a launcher has started this rank, on the hosts that it was given; leave it out")
+    first_read = _Read(job, overrides)
+    first_read.export()  # before torch is imported below: torch and OpenMP read their variables when they start
+    from hpctrain.starter.link import attach
+    from hpctrain.world.launcher_channel import LauncherChannel
+
+    channel = attach(started_by) if started_by else LauncherChannel()
+    from hpctrain.world.failure import delay_terminate, describe, exit_code_of, ignore_terminate
+
+    if started_by_srun():
+        delay_terminate()
+    identity = detect()
+
+    def read() -> RawJob:
+        """Read the job. Called on rank 0 only, so a wrong -n is reported once."""
+        if ranks is not None and ranks != identity.size:
+            raise UsageError(
+                f"-n {ranks}: the launcher started {identity.size} ranks; expected the same number (or leave -n out)"
+            )
+        return first_read.job()
+
+    try:
+        code = work(identity, read, channel)
+    except HpctrainError:
+        raise
+    except Exception as error:  # the only rank's: with several ranks, the failing rank has ended all
+        click.echo(describe(error, identity), err=True)
+        code = exit_code_of(error)
+    if started_by_srun():
+        ignore_terminate()
+    return code, identity.rank == 0 and started_by is None
+
+
+class _Read:
+    """The job file, read once: it may be a pipe. Rank 0's is the job of all ranks; the others' only gives [environment]."""
+
+    def __init__(self, path: Path, overrides: Sequence[str]) -> None:
+        from hpctrain.job.reading import read_job
+
+        self._job, self._error = None, None
+        try:
+            self._job = read_job(path, overrides)
+        except HpctrainError as error:  # told by rank 0 only
+            self._error = error
+
+    def export(self) -> None:
+        """Set the variables of [environment]. A rank that can't read the file sets none, which the ranks tell when they meet."""
+        from hpctrain.job.environment import export
+
+        if self._job is not None:
+            export(self._job.tables)
+
+    def job(self) -> RawJob:
+        """Raises the error of reading."""
+        if self._job is None:
+            assert self._error is not None
+            raise self._error
+        return self._job

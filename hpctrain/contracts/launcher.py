@@ -1,0 +1,134 @@
+"""The slot `launcher`: where `hpctrain submit` sends a job, and how `hpctrain status` and `cancel` ask about it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from hpctrain.contracts.plugin import Plugin
+
+RECORD = "submissions.jsonl"
+"""The file of a run's directory that says which jobs it was submitted as."""
+
+
+@dataclass(frozen=True)
+class SubmittedRun:
+    """One run: its output directory, its job file there (both absolute), and the content of that file."""
+
+    directory: Path
+    job: Path
+    text: str
+
+    @property
+    def record(self) -> Path:
+        """The file with a line for each job of the run, such as {"target": "pbs", "id": "12"}. The last one is asked about. A
+        script that submits itself again appends one."""
+        return self.directory / RECORD
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A packed environment that each node unpacks on its own disk before the ranks start.
+
+    image: a tar file that all nodes can read. Unpacked in DIRECTORY, its Python is DIRECTORY/bin/python, and DIRECTORY/path belongs
+    into PYTHONPATH. parent: where a node has its own disk. has_base: whether `home` in DIRECTORY/pyvenv.cfg must become
+    DIRECTORY/base/bin.
+    """
+
+    image: Path
+    parent: str
+    has_base: bool
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher is to start: one run, or several that differ in one value (an array)."""
+
+    name: str
+    """The job's name, made of letters, digits, dots, dashes and underscores."""
+
+    directory: Path
+    """Where the script and the output go: the run's directory, or the one above all runs of an array."""
+
+    runs: tuple[SubmittedRun, ...]
+    """The runs in the order of the array; more than one only for a launcher that `takes_arrays`."""
+
+    working_directory: Path
+    """Relative paths of the job start here."""
+
+    nodes: int
+    ranks_per_node: int
+    cpus_per_rank: int | None
+    seconds: int | None
+    """The time limit; None for the site's own."""
+
+    save_seconds: int
+    """How long before the time limit the ranks are told to save."""
+
+    program: tuple[str, ...]
+    """The words of `hpctrain` on this machine. In a container it is just ("hpctrain",)."""
+
+    mpi: Literal["MPICH", "Open MPI"] | None = None
+    """The MPI that mpi4py finds here; MPICH stands for all its relatives."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The variables of the job's [environment] that an mpiexec itself reads, such as PRTE_MCA_*: a script that starts the ranks
+    with mpiexec exports those that are not set. The ranks set all others."""
+
+    after: tuple[str, ...] = ()
+    """The ids of jobs that must end without an error first."""
+
+    stage: Stage | None = None
+    """Only for a launcher that `takes_stages`: run the Python of this environment instead of `program`."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """word: "unknown" if the scheduler has forgotten the job. detail: the rest of the sentence, such as "on node[1-2]"."""
+
+    word: Literal["pending", "running", "done", "failed", "cancelled", "unknown"]
+    detail: str = ""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the job will still train."""
+        return self.word in ("pending", "running")
+
+
+class Launcher(Plugin):
+    """A kind of scheduler. `hpctrain submit` renders a script, writes it into the run's directory and submits it.
+
+    Its options are the table `[launcher.NAME]`. `missing` is not for a scheduler's commands: ranks ask it, too. The methods below
+    raise EnvironmentUnfitError if this machine lacks a command, and UsageError with the scheduler's own sentence if it refuses.
+    """
+
+    script_name: ClassVar[str] = "submit.sh"
+    """The name of the script in the run's directory."""
+
+    takes_arrays: ClassVar[bool] = False
+    """Whether one script starts several runs; else each gets a script and a job of its own."""
+
+    takes_stages: ClassVar[bool] = False
+    """Whether the script unpacks a staged environment; else `--stage` is refused."""
+
+    @abstractmethod
+    def render(self, launch: Launch) -> str:
+        """The script. It must hold no value of the environment, and run the job again after exit code 75, or end with it."""
+
+    @abstractmethod
+    def submit(self, script: Path, launch: Launch) -> list[str]:
+        """Submit the script that `render` made. Returns the id of each run's job, in the order of `launch.runs`.
+
+        An id is a word of letters, digits and any of `_.:/@+=[]-`: it becomes an argument of the scheduler's commands.
+        """
+
+    @abstractmethod
+    def state(self, id: str) -> JobState:
+        """How the job is."""
+
+    @abstractmethod
+    def cancel(self, id: str) -> None:
+        """End the job; its ranks should get a signal first, so that they save."""

@@ -1,0 +1,68 @@
+"""The slot `metric`: what an evaluation measures besides the loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpctrain.contracts.plugin import Plugin
+
+
+class Metric(Plugin):
+    """One of the job's `[[metric]]`."""
+
+    @abstractmethod
+    def start(self) -> RunningMetric:
+        """What measures one evaluation on one rank."""
+
+
+class RunningMetric(ABC):
+    """One evaluation's measurement on one rank."""
+
+    @abstractmethod
+    def update(self, outputs: Any, target: Tensor) -> None:
+        """A micro batch's outputs, as the model's loss gets them but never DTensors, and its target (`ModelSpec.target`).
+
+        Under an axis that cuts samples (context parallelism), each rank has the tokens of its part.
+        Called on the ranks that have outputs: those of a pipeline's last stage.
+        """
+
+    @abstractmethod
+    def compute(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """The metrics by name, over all ranks of `group`, which had different samples; collective.
+
+        Equal on all ranks that had outputs. Others call it, too, and what they return is left out.
+        """
+
+
+class SummedMetric(RunningMetric):
+    """A metric that follows from sums over the samples."""
+
+    def __init__(self) -> None:
+        self._sums: list[float] = []
+
+    @abstractmethod
+    def measure(self, outputs: Any, target: Tensor) -> Sequence[Tensor | float]:
+        """The sums over a micro batch, always as many."""
+
+    @abstractmethod
+    def values(self, sums: Sequence[float]) -> dict[str, float]:
+        """The metrics that follow from the sums over all samples."""
+
+    def update(self, outputs: Any, target: Tensor) -> None:
+        sums = [float(one) for one in self.measure(outputs, target)]
+        self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
+
+    def compute(self, group: dist.ProcessGroup) -> dict[str, float]:
+        count = torch.tensor(len(self._sums))
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
+        if not count:
+            return {}
+        sums = torch.tensor(self._sums or [0.0] * int(count), dtype=torch.float64)
+        dist.all_reduce(sums, group=group)
+        return self.values(sums.tolist())

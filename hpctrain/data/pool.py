@@ -1,0 +1,135 @@
+"""Loads micro batches in the rank's process, or in worker processes that outlive a pass over the data."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import pickle
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from torch.utils.data import DataLoader
+
+from hpctrain.data.batches import Batches, Loaded
+from hpctrain.data.plan import Planned
+from hpctrain.data.streams import EvaluatedStream, TrainedStream
+from hpctrain.errors import TrainingError, UsageError
+from hpctrain.torch_private import end_workers
+from hpctrain.watchdog.workers import be_watched, new_directory, remove_directory
+from hpctrain.world.stopping import keep_from_children
+
+T = TypeVar("T")
+StartMethod = Literal["spawn", "forkserver", "fork"]
+
+
+class _Requests:
+    """The plan of the current pass, as torch's DataLoader asks for it."""
+
+    plan: Iterator[Planned] = iter(())
+
+    def __iter__(self) -> Iterator[Planned]:
+        return self.plan
+
+
+class Pool:
+    """Worker processes start with the first pass, each with a copy of the data, and serve every pass until `close`."""
+
+    def __init__(
+        self,
+        batches: Batches | TrainedStream | EvaluatedStream,
+        workers: int = 0,
+        prefetch: int = 2,
+        start_method: StartMethod = "spawn",
+    ) -> None:
+        """workers: 0 loads in this process. prefetch: micro batches that each worker loads in advance."""
+        self.prefetch, self._workers = prefetch, workers
+        self.ends_unplanned = isinstance(batches, EvaluatedStream)
+        self._requests = _Requests()
+        self._processes: list[BaseProcess] = []
+        context: dict[str, Any] = {}
+        self._stacks: Path | None = None
+        if workers:
+            # spawn is the default: to fork a process with MPI and threads is undefined, although it works on most machines
+            method: Any = multiprocessing.get_context(start_method)
+            if start_method == "forkserver":
+                method.set_forkserver_preload([__name__])  # torch is imported once
+            context = {"multiprocessing_context": method, "prefetch_factor": prefetch, "persistent_workers": True}
+        self._loader: DataLoader[Any] = DataLoader(
+            batches,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            **context,
+        )
+
+    def load(self, plan: Iterator[Planned]) -> Iterator[Loaded]:
+        """One pass: the micro batches of `plan`. A pass that is left early does not disturb the next one."""
+        self._requests.plan = plan
+        try:
+            for loaded in self._started() if self._workers else self._loader:
+                if loaded is None:  # the end of a stream
+                    return
+                yield loaded
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker (pid"):
+                raise
+            raise TrainingError(
+                f"[dataset] workers = {self._workers}: a worker process ended, by itself or for lack of memory; what it printed is "
+                "above. A script that calls hpctrain.run has to do so under if __name__ == '__main__':, and data that is defined "
+                'in a notebook needs workers = 0 or start_method = "fork"'
+            ) from error
+
+    def _started(self) -> Iterator[Loaded | None]:
+        keep_from_children()
+        if self._stacks is None:
+            self._stacks = new_directory()
+            self._loader.worker_init_fn = partial(_begin, self._stacks)
+        others = multiprocessing.active_children()
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Got pickle error")  # the sentence below says it
+                warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # the user has chosen fork
+                iterator = iter(self._loader)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise UsageError(
+                f"[dataset] workers = {self._workers}: the data can't be sent to worker processes ({type(error).__name__}: "
+                f"{error}); define its classes and functions at the top of a module, open files where a sample is read, or "
+                'use workers = 0 or start_method = "fork"'
+            ) from error
+        self._processes += [process for process in multiprocessing.active_children() if process not in others]
+        return iterator
+
+    def close(self) -> None:
+        """End the workers; no pass may be running."""
+        end_workers(self._loader)
+        for process in self._processes:  # one that is still reading; it has SIGTERM blocked
+            process.kill()
+        if self._stacks is not None:
+            remove_directory(self._stacks)
+
+
+def refuse_in_worker() -> None:
+    """Raises UsageError in a process that multiprocessing starts, while it imports the script that called hpctrain.run."""
+    imported = any(  # under this name multiprocessing runs the script anew
+        one.frame.f_code.co_name == "<module>" and one.frame.f_globals.get("__name__") == "__mp_main__"
+        for one in inspect.stack(context=0)
+    )
+    if imported:
+        raise UsageError(
+            "a process that loads samples imports the script that started the training and would start another one; call "
+            "hpctrain.run under if __name__ == '__main__':"
+        )
+
+
+def _begin(stacks: Path, number: int) -> None:
+    """In a worker, before its first sample."""
+    be_watched(stacks)
+
+
+def _as_it_is(loaded: T) -> T:
+    return loaded

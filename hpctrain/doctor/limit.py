@@ -1,0 +1,39 @@
+"""A time limit for each stage of the checks: a rank whose system call does not return says where it stands, and all end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hpctrain.contracts.identity import Identity
+from hpctrain.errors import EXIT_ENVIRONMENT
+from hpctrain.world.failure import end_now
+from hpctrain.world.launcher_channel import LauncherChannel
+
+START_SECONDS = 120.0
+"""For MPI_Init, which waits for all ranks and has no limit of its own."""
+
+
+@contextmanager
+def limited(stage: str, seconds: float, channel: LauncherChannel, identity: Identity | None = None) -> Iterator[None]:
+    """End this rank, and with it the job, if the body takes longer. identity: None before it is known."""
+
+    def end() -> None:
+        who = "this process" if identity is None else f"rank {identity.rank} on {identity.node}"
+        text = f"hpctrain: {who} did not finish {stage} within {seconds:g} s; look at this node, and at what other ranks say"
+        print(text, file=sys.stderr, flush=True)
+        channel.report_exit(EXIT_ENVIRONMENT)
+        if identity is None:
+            os._exit(EXIT_ENVIRONMENT)
+        end_now(identity, EXIT_ENVIRONMENT, False)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

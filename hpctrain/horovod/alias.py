@@ -1,0 +1,57 @@
+"""`import horovod` as another name of `hpctrain.horovod`, for scripts that are not to be changed.
+
+The modules are the same objects under both names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+NAME, TARGET = "horovod", "hpctrain.horovod"
+_HIDDEN = ("alias", "engine", "top_level", "__main__")
+"""Modules that Horovod does not have."""
+
+
+class _Loader(Loader):
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._spec: Any = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._target)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # importlib has replaced it by the other name's
+
+
+class Finder(MetaPathFinder):
+    """Finds `horovod` and the modules below it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module of hpctrain.horovod for a name below horovod; None for others."""
+        first, _, rest = fullname.partition(".")
+        if first != NAME:
+            return None
+        if rest.split(".")[0] in _HIDDEN:
+            raise ModuleNotFoundError(f"Horovod has no module {fullname}", name=fullname)
+        wanted = TARGET + fullname[len(NAME) :]
+        if importlib.util.find_spec(wanted) is None:
+            return None
+        return ModuleSpec(fullname, _Loader(wanted), is_package=hasattr(importlib.import_module(wanted), "__path__"))
+
+
+def install() -> None:
+    """From now on `import horovod` gives hpctrain.horovod, in this process, whatever is installed. Idempotent."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())

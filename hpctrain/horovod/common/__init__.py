@@ -1,0 +1,1 @@
+"""The parts of Horovod that belong to no framework, under their usual names."""

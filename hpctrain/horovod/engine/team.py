@@ -1,0 +1,234 @@
+"""The operations of one process set on this rank: submitted from any thread, negotiated, run, and waited for.
+
+One thread at a time drives the negotiation and runs what was agreed: a thread that waits for a result, else the team's worker,
+so that communication overlaps with the backward pass. There is no cycle time: what all ranks have submitted runs at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from hpctrain.horovod.engine import request as kinds
+from hpctrain.horovod.engine.errors import HorovodInternalError
+from hpctrain.horovod.engine.execution import Batch, Buffers, fused, run
+from hpctrain.horovod.engine.lane import Lane
+from hpctrain.horovod.engine.negotiation import Agreed, Negotiation
+from hpctrain.horovod.engine.request import Key, title
+from hpctrain.horovod.engine.settings import EngineSettings
+from hpctrain.horovod.engine.stall import StallCheck
+from hpctrain.horovod.engine.submission import Submission
+from hpctrain.horovod.engine.timeline import Timeline
+from hpctrain.mpi.transfer.waiting import Patience, wait_until
+
+_IDLE = 0.1  # seconds between two looks for messages without submissions of this rank
+_GRACE = 1.0  # seconds for operations in flight when this rank ends
+_LOOK = 1.0  # seconds between two looks at stalled operations
+
+
+class Team:
+    """This rank's part in the operations of a process set."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        negotiation: Negotiation,
+        lane_for: Callable[[str], Lane],
+        store: Store,
+        settings: EngineSettings,
+        timeline: Timeline,
+    ) -> None:
+        """ranks: the set's members among all ranks. lane_for: the data path of a kind of device; collective."""
+        self.ranks = list(ranks)
+        self.rank, self.size = negotiation.rank, len(self.ranks)
+        self.submitted = 0
+        """The number of operations so far, to match those without a name."""
+        self.ended: str | None = None
+        self.run_process_set: Callable[[Agreed], Any] | None = None
+        self._negotiation, self._lane_for, self._lanes = negotiation, lane_for, dict[str, Lane]()
+        self._settings, self._timeline, self._buffers = settings, timeline, Buffers()
+        self._stall = StallCheck(store, self.ranks, self.rank, settings)
+        self._looked = time.monotonic()
+        self._changed = threading.Condition()
+        self._new: deque[Submission] = deque()
+        self._mine: dict[Key, Submission] = {}
+        self._driving, self._waiters, self._ending, self._stopped = False, 0, False, False
+        self._worker = threading.Thread(target=self._work, name=f"horovod of {self.size} ranks", daemon=True)
+        self._worker.start()
+
+    def submit(self, submissions: Sequence[Submission], *, waits: bool) -> None:
+        """Submit operations that start together. waits: the caller waits for them at once, so the worker need not begin.
+
+        Raises HorovodInternalError after a shutdown, ValueError if an operation of the same name is in flight.
+        """
+        with self._changed:
+            if self.ended is not None:
+                raise HorovodInternalError(self.ended)
+            for submission in submissions:
+                if submission.key in self._mine:
+                    raise ValueError(
+                        f"found a second {title(submission.key)} before the first one has finished; give each operation "
+                        "in flight a name of its own"
+                    )
+            self._mine.update((submission.key, submission) for submission in submissions)
+            self._new.extend(submissions)
+            if not waits:
+                self._changed.notify_all()
+
+    def wait(self, submission: Submission) -> None:
+        """Return when the operation has finished or failed."""
+        if submission.done:
+            return
+        with self._changed:
+            self._waiters += 1
+        try:
+            while not submission.done:
+                if self._ending:
+                    self._rest()
+                elif self._takes_over():
+                    try:
+                        self._drive(lambda: submission.done or self._ending, Patience.LONG)
+                    finally:
+                        self._hand_over()
+        finally:
+            with self._changed:
+                self._waiters -= 1
+                self._changed.notify_all()
+
+    def end(self, reason: str) -> None:
+        """Fail all operations, here and on all other ranks, and end the worker."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+        while not self._takes_over():
+            continue
+        try:
+            # what the others have been told to run needs this rank
+            give_up = time.perf_counter() + _GRACE
+            wait_until(self._has_nothing_left, give_up, Patience.LONG, notice_after=_GRACE, notice=lambda: None)
+            if self._negotiation.ended is None:
+                self._negotiation.end(reason)
+            self._fail_all(reason)
+        finally:
+            with self._changed:
+                self._stopped = True
+            self._hand_over()
+        if threading.current_thread() is not self._worker:
+            self._worker.join()
+
+    def _has_nothing_left(self) -> bool:
+        self._advance()
+        return not self._mine
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._changed.wait(_IDLE)
+
+    def _takes_over(self) -> bool:
+        with self._changed:
+            if self._driving:
+                self._changed.wait(_LOOK)
+            if self._driving:
+                return False
+            self._driving = True
+            return True
+
+    def _hand_over(self) -> None:
+        with self._changed:
+            self._driving = False
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                idle = False
+                while not self._stopped and (
+                    self._driving or self._waiters or self._ending or not (self._mine or idle)
+                ):
+                    idle = not self._changed.wait(_IDLE)
+                if self._stopped:
+                    return
+                self._driving = True
+            try:
+                self._drive(lambda: bool(self._waiters or not self._mine or self._ending), Patience.LONG)
+            finally:
+                self._hand_over()
+
+    def _drive(self, until: Callable[[], bool], patience: Patience) -> None:
+        def advanced() -> bool:
+            self._advance()
+            return until()
+
+        while not wait_until(
+            advanced, time.perf_counter() + _LOOK, patience, notice_after=_LOOK, notice=self._look_for_stalls
+        ):
+            self._look_for_stalls()
+        self._look_for_stalls()
+
+    def _advance(self) -> None:
+        """Submit what is new to the negotiation, and run what was agreed."""
+        while self._new:
+            submission = self._new.popleft()
+            self._negotiation.submit(submission.request, submission.number, submission.value)
+        for together in self._negotiation.progress():
+            self._timeline.mark_cycle()
+            for batch in fused(together, self._settings.fusion_bytes):
+                self._run(batch)
+        if self._negotiation.ended is not None and self.ended is None:
+            self._fail_all(self._negotiation.ended)
+
+    def _run(self, batch: Batch) -> None:
+        mine = {one.key: self._mine[one.key] for one in batch if one.key in self._mine}
+        begin = time.monotonic()
+        error = None if batch[0].error is None else HorovodInternalError(batch[0].error)
+        results: list[Any] = [None] * len(batch)
+        if error is None:
+            try:
+                results = self._results(batch, mine)
+            except Exception as failure:
+                error = HorovodInternalError(f"{title(batch[0].key)} failed: {failure}")
+                error.__cause__ = failure
+                self._negotiation.end(str(error))  # the ranks may no longer be in step
+        self._timeline.record(batch, mine, begin)
+        with self._changed:
+            for one, result in zip(batch, results, strict=True):
+                submission = self._mine.pop(one.key, None)
+                if submission is not None:
+                    submission.finish(result, error)
+            self._changed.notify_all()
+
+    def _results(self, batch: Batch, mine: dict[Key, Submission]) -> list[Any]:
+        first = batch[0]
+        if first.request.kind == kinds.BARRIER:
+            return [None]
+        if first.request.kind == kinds.JOIN:
+            return [first.values[0]]
+        if first.request.kind == kinds.PROCESS_SET:
+            assert self.run_process_set is not None  # only the set of all ranks is asked to
+            return [self.run_process_set(first)]
+        device = first.request.device
+        if device not in self._lanes:
+            self._lanes[device] = self._lane_for(device)
+        return run(batch, mine, self._lanes[device], self._buffers)
+
+    def _fail_all(self, reason: str) -> None:
+        with self._changed:
+            self.ended = reason
+            for submission in self._mine.values():
+                submission.finish(error=HorovodInternalError(reason))
+            self._mine.clear()
+            self._new.clear()
+            self._changed.notify_all()
+
+    def _look_for_stalls(self) -> None:
+        if time.monotonic() - self._looked < _LOOK or self.ended is not None:
+            return
+        self._looked = time.monotonic()
+        reason = self._stall.look(list(self._mine.values()))
+        if reason is not None:
+            self._negotiation.end(reason)

@@ -1,0 +1,63 @@
+"""`horovod.run`: runs a Python function on several ranks, and returns what each returned."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FUNCTION, RESULT = "function", "result"
+"""Files of a run's directory: the function with its arguments, and RESULT.N, what rank N returned."""
+
+
+def run(
+    func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, num_proc: int = 1,
+    min_num_proc: int | None = None, max_num_proc: int | None = None, slots: int | None = None,
+    reset_limit: int | None = None, hosts: str | None = None, hostfile: str | None = None,
+    host_discovery_script: str | None = None, start_timeout: float | None = None, verbose: bool = False,
+    use_gloo: bool = False, use_mpi: bool = False, mpi_args: str | None = None, np: int | None = None,
+    min_np: int | None = None, max_np: int | None = None,
+) -> list[Any]:  # fmt: skip
+    """Run `func(*args, **kwargs)` on `num_proc` ranks, as `horovodrun` would; returns the results in rank order.
+
+    The function and the results travel as pickles; with cloudpickle installed, it may be defined anywhere. np, min_np, max_np: the
+    older names of the three numbers. Raises RuntimeError if a rank fails, ValueError if the function cannot be pickled.
+    """
+    options: list[tuple[str, Any]] = [
+        ("-np", np or num_proc), ("--min-np", min_np or min_num_proc), ("--max-np", max_np or max_num_proc), ("--slots", slots),
+        ("--reset-limit", reset_limit), ("--hosts", hosts), ("--hostfile", hostfile),
+        ("--host-discovery-script", host_discovery_script), ("--start-timeout", start_timeout), ("--mpi-args", mpi_args),
+    ]  # fmt: skip
+    words = [word for name, value in options if value is not None for word in (name, str(value))]
+    flags = [name for name, on in (("--verbose", verbose), ("--gloo", use_gloo), ("--mpi", use_mpi)) if on]
+    with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
+        directory = Path(name)
+        (directory / FUNCTION).write_bytes(_pickled((func, tuple(args), dict(kwargs or {}))))
+        task = [sys.executable, "-m", "hpctrain.horovod.runner.task", name]
+        done = subprocess.run([sys.executable, "-m", "hpctrain", "horovodrun", *words, *flags, *task])
+        if done.returncode:
+            raise RuntimeError(
+                f"horovod.run: the ranks ended with exit code {done.returncode}; their output has the reason"
+            )
+        files = sorted(directory.glob(f"{RESULT}.*"), key=lambda file: int(file.suffix[1:]))
+        return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        pickler = importlib.import_module("cloudpickle")
+    except ImportError:
+        pickler = pickle
+    try:
+        content: bytes = pickler.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"horovod.run: found a function that cannot be sent to other processes ({error}), expected one at the top of a "
+            "module; or install cloudpickle"
+        ) from error
+    return content

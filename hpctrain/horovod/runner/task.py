@@ -1,0 +1,28 @@
+"""A rank of `horovod.run`: `python -m hpctrain.horovod.runner.task DIRECTORY`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpctrain.horovod.engine import runtime
+from hpctrain.horovod.runner import FUNCTION, RESULT
+from hpctrain.mpi.launcher import set_variables
+
+
+def main(directory: Path) -> None:
+    """Call the function of the directory, and leave its result there."""
+    function, arguments, options = pickle.loads((directory / FUNCTION).read_bytes())
+    result: Any = function(*arguments, **options)
+    rank = runtime.last_rank()
+    if rank is None:  # the function did not use Horovod
+        set_variables()
+        rank = int(os.environ.get("RANK", "0"))
+    (directory / f"{RESULT}.{rank}").write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

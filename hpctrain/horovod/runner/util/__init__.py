@@ -1,0 +1,1 @@
+"""Helpers that scripts import from `horovod.runner.util`."""

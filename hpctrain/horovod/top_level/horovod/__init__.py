@@ -1,0 +1,17 @@
+"""hpctrain.horovod under Horovod's name."""
+
+import importlib
+import sys
+
+try:
+    from hpctrain.horovod.alias import install
+except ModuleNotFoundError as error:
+    if error.name != "hpctrain":
+        raise
+    raise ModuleNotFoundError(
+        f"horovodrun: {sys.executable} has no hpctrain; start the script with the Python that has: the one beside horovodrun"
+    ) from None
+
+del sys.modules[__name__]
+install()
+importlib.import_module("horovod")

@@ -1,0 +1,135 @@
+"""[environment]: variables of the libraries below hpctrain, set in this process before these libraries start.
+
+Each rank reads them from the job file itself, since MPI reads its variables before rank 0 can send anything. Imports nothing
+that takes time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hpctrain.errors import escaped
+
+PREFIXES = (
+    "OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "MPICH_", "FI_", "UCX_", "UCC_", "NCCL_", "RCCL_", "GLOO_", "TORCH_", "PYTORCH_",
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "CUDA_", "CUBLAS_", "CUDNN_", "HIP_", "HSA_", "MIOPEN_", "TOKENIZERS_",
+)  # fmt: skip
+OF_MPIEXEC = ("OMPI_MCA_", "PRTE_MCA_")
+"""What an mpiexec reads before there is a rank."""
+_CODE = re.compile(
+    r"PATH$|PLUGIN|LIBRAR|(^|_)LIB(_|$)|AGENT|PREFIX|EXEC|COMMAND|_DIR$|_HOME$|(CONFIG|CONF|PARAM)_FILE|ENV_LIST",
+    re.IGNORECASE,
+)
+"""Parts of names whose values are programs, libraries, directories of these, or more variables."""
+_SECRET = re.compile(r"(^|_)(SECRET|TOKEN|PASSWORD|CREDENTIALS?|KEY)(_|$)", re.IGNORECASE)
+_OF_THE_LAUNCHER = {"OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs"}
+"""What Open MPI's mpiexec tells its ranks; no settings."""
+_READERS = {
+    "torch": ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "TORCH_", "PYTORCH_"),
+    "mpi4py.MPI": ("OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "MPICH_", "FI_", "UCX_", "UCC_"),
+}
+"""The Python module whose import makes libraries read variables."""
+
+_exported: dict[str, str] = {}
+_late: set[str] = set()
+"""This process's own variables, beside `os.environ`: those that `export` has set, and those whose readers had started before."""
+
+
+def name_problem(name: str) -> str | None:
+    """The reason why a job may not set the variable."""
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or not name.startswith(PREFIXES):
+        known = ", ".join(PREFIXES)
+        return f"expected the name of a variable that begins with {known}; set others in the shell or the batch script"
+    if _SECRET.search(name):
+        return "expected no secret, since the job is recorded in its run; set it in the shell"
+    if _CODE.search(name):
+        return "expected no variable that may name code to load or to run, or further variables; set it in the shell"
+    return None
+
+
+def text_problem(text: str) -> str | None:
+    """The reason why a variable may not have this value."""
+    return None if text.isprintable() else "expected one line of printable text"
+
+
+def variables(tables: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of a job's tables. Those that no job may set are left out; the check of the job reports them."""
+    table = tables.get("environment")
+    found = table if isinstance(table, Mapping) else {}
+    texts = {name: as_text(value) for name, value in found.items() if name_problem(name) is None}
+    return {name: text for name, text in texts.items() if isinstance(text, str) and text_problem(text) is None}
+
+
+def as_text(value: object) -> object:
+    """An integer as text: `--set environment.OMP_NUM_THREADS=4` is one."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def export(tables: Mapping[str, Any]) -> None:
+    """Set the variables of a job for this process and those that it starts. What is set already stays: the shell's wins."""
+    for name, text in variables(tables).items():
+        if name not in os.environ:
+            os.environ[name] = _exported[name] = text
+            if any(module in sys.modules and name.startswith(prefixes) for module, prefixes in _READERS.items()):
+                _late.add(name)
+
+
+@contextmanager
+def exported(tables: Mapping[str, Any]) -> Iterator[None]:
+    """As `export`; afterwards the environment is as before."""
+    before = set(_exported)
+    try:
+        export(tables)
+        yield
+    finally:
+        for name in _exported.keys() - before:
+            os.environ.pop(name, None)  # the user's code may have removed it
+            del _exported[name]
+            _late.discard(name)
+
+
+def in_effect(tables: Mapping[str, Any]) -> dict[str, str | None]:
+    """What this process has for each variable of the job, and for those that `export` has set; None for nothing."""
+    return {name: os.environ.get(name) for name in sorted({*variables(tables), *_exported})}
+
+
+def described(tables: Mapping[str, Any]) -> str:
+    """The variables of the job in this process, for the screen and the log; "" if there are none."""
+    words = []
+    for name, text in variables(tables).items():
+        here = os.environ.get(name)
+        if here != text:
+            words.append(f"{name}={here} of the shell instead of {text}")
+        else:
+            words.append(f"{name}={text}" + (", set too late: its reader had started" if name in _late else ""))
+    return escaped("; ".join(words))
+
+
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """All variables that a job could set, for `hpctrain doctor`, without secrets and without those that differ by nature."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(PREFIXES)
+        and not _SECRET.search(name)
+        and not name.endswith("_VISIBLE_DEVICES")
+        and name not in _OF_THE_LAUNCHER
+    }
+
+
+def compare(mine: Mapping[str, str | None], first: Mapping[str, str | None]) -> tuple[Sequence[str], Sequence[str]]:
+    """The variables that a rank lacks or has in excess of rank 0, and those with other values, as "found ...; rank 0 has ..."."""
+    names = sorted({*mine, *first})
+    odd = [name for name in names if (mine.get(name) is None) != (first.get(name) is None)]
+    other = [name for name in names if name not in odd and mine.get(name) != first.get(name)]
+
+    def sentence(name: str) -> str:
+        found, expected = (text if text is not None else "nothing" for text in (mine.get(name), first.get(name)))
+        return escaped(f"{name}: found {found}; rank 0 has {expected}")
+
+    return [sentence(name) for name in odd], [sentence(name) for name in other]

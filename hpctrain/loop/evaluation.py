@@ -1,0 +1,84 @@
+"""One evaluation: the loss and the job's metrics over the samples of a split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hpctrain.contracts.model import Batch
+from hpctrain.contracts.runner import MicroBatch
+from hpctrain.data.loader import Loader
+from hpctrain.errors import TrainingError, UsageError
+from hpctrain.exchange import gather_values, sum_of
+from hpctrain.job.parts import Parts
+from hpctrain.loop.metrics import gather_row
+from hpctrain.loop.trained_model import TrainedModel
+
+_TAKEN = ("exit_code", "tokens", "samples")
+
+
+def evaluate(
+    model: TrainedModel, parts: Parts, loader: Loader, moved: Callable[[], None] = lambda: None
+) -> tuple[dict[str, float], int]:
+    """The metrics by name, first of all "loss", and how many tokens or samples were counted; closes the loader. Collective.
+
+    moved: called before each micro batch.
+    """
+    running = [metric.start() for metric in parts.metrics]
+
+    def see(outputs: Any, batch: Batch) -> None:
+        if running:
+            whole = outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
+            for one in running:
+                one.update(whole, parts.model.target(batch))
+
+    try:
+        micro_batches = _in_step(loader) if loader.ends_unplanned else loader
+        loss_sum, count = model.runner.evaluate(_told(micro_batches, moved), see)
+    finally:
+        loader.close()
+    sums = gather_row([loss_sum.item() * model.loss_share, count * model.loss_share]).sum(0)
+    if not sums[1]:
+        raise TrainingError("no token or sample of the evaluated split has a label", everywhere=True)
+    named = model.named_losses.take(sums[1].item())
+    found = {"loss": (sums[0] / sums[1]).item(), **{f"loss_{name}": value for name, value in named.items()}}
+    if running:
+        mine = [one.compute(model.batch_group) for one in running]
+        everyone: list[tuple[int, list[dict[str, float]]]] = gather_values((count, mine))
+        for values in next(values for counted, values in everyone if counted):
+            for name, value in values.items():
+                if name in found or name in (*_TAKEN, parts.model.counts):
+                    why = f"[[metric]]: found two values called {name!r}; leave a metric out, or give its function another name"
+                    raise UsageError(why, everywhere=True)
+                found[name] = value
+    return found, int(sums[1])
+
+
+def _told(micro_batches: Iterable[MicroBatch], moved: Callable[[], None]) -> Iterator[MicroBatch]:
+    for micro in micro_batches:
+        moved()
+        yield micro
+
+
+def _in_step(loader: Loader) -> Iterator[MicroBatch]:
+    """The micro batches of a stream. Raises TrainingError if ranks have more of them than others, which would wait forever."""
+    while True:
+        micro = next(loader, None)
+        going_on = sum_of(micro is not None)
+        if going_on not in (0, dist.get_world_size()):
+            raise TrainingError(
+                "[evaluation]: the stream ended earlier on some ranks than on others, expected the same items on all; it must not "
+                "depend on the rank",
+                everywhere=True,
+            )
+        if micro is None:
+            return
+        yield micro
+
+
+def row_of(metrics: dict[str, float]) -> dict[str, float]:
+    """As metrics.jsonl has them."""
+    return {f"evaluation_{name}": value for name, value in metrics.items()}

@@ -1,0 +1,138 @@
+"""Starts the ranks of a Horovod script, over MPI or without, and waits for them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import EnvironmentUnfitError, UsageError
+from hpctrain.starter.hosts import Hosts, discovered
+from hpctrain.starter.launch import Launched, launch_over_mpi
+from hpctrain.starter.mpi_library import ask_library
+from hpctrain.starter.mpiexec import UnderMpiexec, find_mpiexec
+
+_POLL = 0.1  # seconds between two looks at the ranks
+_NO_MPI = (
+    "horovodrun: found no MPI library, expected one; load your site's MPI module, or pip install 'hpctrain[mpich]'"
+)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Options of a job without MPI."""
+
+    ranks: int | None
+    least: int | None
+    most: int | None
+    slots: int
+    reset_limit: int | None
+    start_timeout: float
+
+
+def with_output_in(directory: Path | None, ranks: int, words: Sequence[str]) -> list[str]:
+    """The command of a rank whose output goes to files below `directory`; the words themselves without one. Raises UsageError."""
+    if directory is None:
+        return list(words)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output-filename {directory}: the directory cannot be made: {error.strerror}") from None
+    return [sys.executable, str(Path(__file__).with_name("redirect.py")), str(directory.absolute()), str(ranks), *words]
+
+
+def run_over_mpi(
+    words: Sequence[str], ranks: int, hosts: Hosts | None, mpi_words: list[str], output: Path | None, verbose: bool
+) -> int:
+    """Run the command on the ranks; their exit code.
+
+    Raises EnvironmentUnfitError without an MPI, UsageError without the program.
+    """
+    command = with_output_in(output, ranks, [_program(words), *words[1:]])
+    remote = hosts is not None and not hosts.are_here
+    launched: Launched | None
+    if remote or mpi_words:
+        library = ask_library()
+        if library is None:
+            raise EnvironmentUnfitError(_NO_MPI)
+        mpiexec = find_mpiexec(library.flavour)
+        more = [*(hosts.words(mpiexec.flavour) if hosts is not None and remote else []), *mpi_words]
+        if verbose:
+            print(" ".join([*mpiexec.command(ranks), *more, *command]), file=sys.stderr)
+        launched = UnderMpiexec(mpiexec, [*more, *command], ranks)
+    else:
+        if verbose:
+            print(f"{ranks} ranks here: {' '.join(command)}", file=sys.stderr)
+        launched = launch_over_mpi(command, ranks)
+        if launched is None:
+            raise EnvironmentUnfitError(_NO_MPI)
+    return _wait(launched)
+
+
+def run_without_mpi(
+    words: Sequence[str],
+    numbers: Numbers,
+    hosts: Hosts | None,
+    script: Path | None,
+    output: Path | None,
+    ssh: list[str],
+) -> int:
+    """Run the command on workers that need no MPI; the exit code of the job. script: prints the hosts. Raises UsageError."""
+    from hpctrain.starter.elastic import Elastic, Limits  # they import torch
+
+    count = numbers.ranks or numbers.least or (hosts.slots if hosts else None)
+    if count is None or not words:
+        raise UsageError(
+            "horovodrun lacks -np N or a command; expected: hpctrain horovodrun -np N --gloo python train.py"
+        )
+    least, most = numbers.least or count, max(numbers.most or count, count)
+    if least > count:
+        raise UsageError(f"found --min-np {least} and -np {count}, expected at most as many")
+    fixed = hosts or Hosts((("localhost", most),))
+
+    def discover() -> Hosts:
+        return fixed if script is None else discovered(script, numbers.slots)
+
+    elastic = numbers.least is not None or script is not None
+    if elastic:
+        os.environ["HOROVOD_ELASTIC"] = "1"
+    text = os.environ.get("HOROVOD_ELASTIC_TIMEOUT") or "600"
+    try:
+        returns = float(text)
+    except ValueError:
+        raise UsageError(f"found HOROVOD_ELASTIC_TIMEOUT={text}, expected seconds such as 600") from None
+    limits = Limits(least, most, elastic, numbers.reset_limit, numbers.start_timeout, returns)
+    command = with_output_in(output, most, [_program(words), *words[1:]])
+    directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
+    try:
+        return _wait(Elastic(command, limits, discover, directory, ssh))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _program(words: Sequence[str]) -> str:
+    program = shutil.which(words[0])
+    if program is None:
+        raise UsageError(f"horovodrun: found no program {words[0]}, expected a command such as `python train.py`")
+    return program
+
+
+def _wait(launched: Launched) -> int:
+    """The ranks' exit code. A signal to this process ends them."""
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: signals.append(number))
+    while True:
+        try:
+            status = launched.wait(timeout=_POLL)
+            return status if status >= 0 else 128 - status
+        except subprocess.TimeoutExpired:
+            if signals:
+                launched.kill()
+                return 128 + signals[0]

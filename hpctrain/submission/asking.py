@@ -1,0 +1,129 @@
+"""What became of the submissions of a run: its launcher, asked with the options of the job that was submitted.
+
+The directory may be another person's: no code that its job names is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from hpctrain.contracts.launcher import RECORD, JobState, Launcher
+from hpctrain.errors import UsageError, reason
+from hpctrain.files import read_bytes, reading
+from hpctrain.job.launching import LauncherTable
+from hpctrain.job.problems import validate
+from hpctrain.job.toml import parse
+from hpctrain.submission.record import JOB_FILE, Submission, newest
+
+if TYPE_CHECKING:
+    from hpctrain.plugins.registry import Registry
+
+_TAIL = 2**20
+"""Bytes at the end of metrics.jsonl in which the last complete row must be."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A run's newest submission."""
+
+    directory: Path
+    submission: Submission
+    load: tuple[str, ...] = ()
+    """Modules with launchers, besides the installed ones."""
+
+    def __str__(self) -> str:
+        return f"{self.submission.target} job {self.submission.id}"
+
+    def state(self) -> JobState:
+        """How the scheduler says it is."""
+        with self._launcher() as launcher:
+            return launcher.state(self.submission.id)
+
+    def cancel(self) -> None:
+        """End it."""
+        with self._launcher() as launcher:
+            launcher.cancel(self.submission.id)
+
+    def progress(self) -> str:
+        """ "step 17 of 40"; empty before the first step."""
+        step = _last_step(self.directory / "metrics.jsonl")
+        job = self._tables().get("job")
+        steps = job.get("steps") if isinstance(job, dict) else None
+        return "" if step is None else f"step {step}" + (f" of {steps}" if isinstance(steps, int) else "")
+
+    def _tables(self) -> dict[str, Any]:
+        """The job that was submitted. Raises UsageError."""
+        path = self.directory / JOB_FILE
+        try:
+            return parse(read_bytes(path).decode())
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} cannot be read: {reason(error)}; submit the job again") from None
+
+    @contextmanager
+    def _launcher(self) -> Iterator[Launcher]:
+        from hpctrain.plugins.registry import build_registry  # here: with the plugins it imports torch
+
+        registry = build_registry(self.load)
+        with blamed(registry):
+            yield self._made(registry)
+
+    def _made(self, registry: Registry) -> Launcher:
+        target = self.submission.target
+        entry, tables = registry.find("launcher", target), self._tables().get("launcher")
+        table = tables.get(target) if isinstance(tables, dict) else None
+        own = {k: v for k, v in table.items() if k not in LauncherTable.model_fields} if isinstance(table, dict) else {}
+        try:
+            launcher: Launcher = registry.make(entry.cls, validate(entry.cls.Options, own))
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            raise UsageError(
+                f"{self.directory / JOB_FILE}: [launcher.{target}] does not fit the installed plugin: {wrong}"
+            ) from None
+        return launcher
+
+
+@contextmanager
+def blamed(registry: Registry) -> Iterator[None]:
+    """Errors of a launcher of somebody else's become a sentence with its name."""
+    try:
+        yield
+    except Exception as error:
+        from hpctrain.plugins.blame import retell_plugin_error
+
+        retell_plugin_error(error, registry)
+        raise
+
+
+def submitted(directory: Path, load: tuple[str, ...] = ()) -> list[Submitted]:
+    """The newest submission of the run in `directory`, or of each run of the array in it. Raises UsageError if there is none."""
+    found = newest(directory)
+    if found is None:
+        what = "no directory" if not directory.is_dir() else f"no {RECORD} in it"
+        raise UsageError(f"{directory}: found {what}, expected the directory of a run that `hpctrain submit` submitted")
+    if not found.runs:
+        return [Submitted(directory, found, load)]
+    runs = [
+        Submitted(directory / name, one, load) for name in found.runs if (one := newest(directory / name)) is not None
+    ]
+    if len(runs) < len(found.runs) or any(one.submission.runs for one in runs):
+        raise UsageError(f"{directory}: found an array with runs that are gone; expected {', '.join(found.runs)} in it")
+    return runs
+
+
+def _last_step(path: Path) -> int | None:
+    """The step of the last complete row; the run may be writing the next one."""
+    with suppress(OSError), reading(path) as fd, open(fd, "rb", closefd=False) as file:
+        file.seek(max(0, file.seek(0, 2) - _TAIL))
+        for line in reversed(file.read(_TAIL).split(b"\n")):
+            with suppress(ValueError, RecursionError):
+                row: Any = json.loads(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    return int(row["step"])
+    return None

@@ -1,0 +1,66 @@
+"""submissions.jsonl in a run's directory: a line for each submission of the run. The last complete line counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hpctrain.contracts.launcher import RECORD
+from hpctrain.errors import UsageError, reason
+from hpctrain.files import open_to_change, read_bytes
+
+JOB_FILE = "job.submitted.toml"
+ID = r"^\w[\w.:/@+=\[\]-]*$"
+"""What a scheduler's id may look like."""
+
+
+class Submission(BaseModel):
+    """target: the launcher. id: the scheduler's. runs: instead of an id, the directories of an array's runs, below this one."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    target: str
+    id: Annotated[str, Field(pattern=ID + "|^$")] = ""
+    """Never an option nor a line: a directory may be crafted, and schedulers' commands and scripts get the id."""
+    runs: tuple[Annotated[str, Field(pattern=r"^[^/]*[^/.][^/]*$")], ...] = ()
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Submission:
+        if bool(self.id) == bool(self.runs):
+            raise ValueError("expected either an id or runs")
+        return self
+
+
+def append(directory: Path, submission: Submission) -> None:
+    """Add a line, and wait until it is on disk. Scripts that submit themselves again add lines, too. Raises OSError."""
+    row = {"time": round(time.time(), 3), **submission.model_dump(mode="json", exclude_defaults=True)}
+    fd = open_to_change(directory / RECORD, os.O_RDWR | os.O_APPEND)
+    try:
+        size = os.fstat(fd).st_size
+        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"  # by a full disk, for instance
+        os.write(fd, f"{chr(10) * torn}{json.dumps(row)}\n".encode())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def newest(directory: Path) -> Submission | None:
+    """The last submission; None if there was none. Raises UsageError for a file that cannot be read."""
+    path = directory / RECORD
+    try:
+        lines = read_bytes(path).splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {reason(error)}") from None
+    for line in reversed(lines):
+        try:
+            return Submission.model_validate_json(line)
+        except ValidationError:
+            continue
+    raise UsageError(f"{path} has no line that `hpctrain submit` wrote; submit the job again")

@@ -1,0 +1,212 @@
+"""Flat buckets of parameters and their gradients, filled by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hpctrain.api import BucketSum, GradientBucket, Piece, Span, move_local, pieces_of, shared_zeros
+
+_ALIGNMENT = 64
+"""Bytes: a rank's slice of a bucket begins at a multiple of it."""
+
+
+@dataclass
+class BucketEntry:
+    """A trained parameter in a bucket; `pieces` are what of it lies on this rank, one after the other in `local`."""
+
+    name: str
+    parameter: nn.Parameter
+    pieces: list[Piece]
+    offset: int = 0
+    """Of its first element in the flat buffer."""
+    filled: bool = False
+    """Whether its gradient lies in the bucket's buffer."""
+    local: Tensor = field(init=False)
+    """The plain tensor that holds this rank's values."""
+
+    def __post_init__(self) -> None:
+        self.local = Piece.of(self.name, self.parameter).tensor
+
+    def cut(self, tensor: Tensor) -> list[Tensor]:
+        """A tensor of the shape of `local`, cut as the pieces are."""
+        return [tensor] if len(self.pieces) == 1 else list(torch.split(tensor, [len(p.tensor) for p in self.pieces]))
+
+    def spans(self) -> Iterator[Span]:
+        """Where in a flat buffer each piece lies."""
+        begin = self.offset
+        for piece in self.pieces:
+            yield Span(piece, begin)
+            begin += piece.tensor.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Its place in a flat buffer."""
+        return flat[self.offset : self.offset + self.local.numel()].view(self.local.shape)
+
+    def move_to(self, view: Tensor) -> None:
+        """The values lie in `view` from now on."""
+        for tensor, part in zip([p.tensor for p in self.pieces], self.cut(view), strict=True):
+            tensor.data = part
+        self.local.data = view
+        if isinstance(self.parameter, DTensor):
+            move_local(self.parameter, view)
+
+    def gradient(self) -> Tensor | None:
+        """This rank's part of the gradient, whatever placement autograd gave it."""
+        gradient = self.parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(self.parameter, DTensor):
+            return gradient.redistribute(placements=self.parameter.placements).to_local()
+        return gradient
+
+    @property
+    def is_to_be_summed(self) -> bool:
+        """Whether autograd left a part of the gradient on each rank of another axis, such as a norm's in sequence parallelism."""
+        whole, gradient = self.parameter, self.parameter.grad
+        return isinstance(whole, DTensor) and isinstance(gradient, DTensor) and gradient.placements != whole.placements
+
+    def sum_parts(self) -> None:
+        """Give the gradient the parameter's placement. Collective over that axis: its ranks call it in one order."""
+        whole, gradient = self.parameter, self.parameter.grad
+        assert isinstance(whole, DTensor) and isinstance(gradient, DTensor)
+        whole.grad = gradient.redistribute(placements=whole.placements)
+
+    def point_gradient(self, view: Tensor) -> None:
+        """Backward adds to `view` from now on."""
+        whole = self.parameter
+        if isinstance(whole, DTensor):
+            mesh, placements = whole.device_mesh, whole.placements
+            whole.grad = DTensor.from_local(
+                view, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+        else:
+            whole.grad = view
+
+
+@dataclass
+class Bucket:
+    """Parameters of one dtype, one after the other in a flat buffer that is cut into `slices` of one length."""
+
+    entries: list[BucketEntry]
+    group: dist.ProcessGroup
+    """The ranks that sum it."""
+    slices: int
+    gradients: Tensor | None = None
+    """(numel,): the buffer, while the gradients have one."""
+    sum: BucketSum | None = None
+    """How the gradients are summed."""
+    waiting: int = 0
+    """Gradients that this backward has not made yet."""
+    finish: Callable[[], None] | None = None
+    """Waits for the reduction under way."""
+
+    def __post_init__(self) -> None:
+        end = 0
+        for entry in self.entries:
+            entry.offset, end = end, end + entry.local.numel()
+        share = -(-end // self.slices)
+        if self.slices > 1:
+            unit = max(1, _ALIGNMENT // self.dtype.itemsize)
+            share = -(-share // unit) * unit
+        self.share, self.numel = share, share * self.slices
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.entries[0].local.dtype
+
+    @property
+    def content(self) -> GradientBucket:
+        """What lies in it, for its sum."""
+        spans = [span for entry in self.entries for span in entry.spans()]
+        return GradientBucket(spans, self.numel, self.dtype, self.entries[0].local.device)
+
+    def buffer(self) -> Tensor:
+        """A new flat buffer for collectives of its group."""
+        return flat_zeros(self.numel, self.entries[0].local, self.group)
+
+    def zero_padding(self, flat: Tensor) -> Tensor:
+        """`flat`, with zeros in what no parameter fills."""
+        last = self.entries[-1]
+        flat[last.offset + last.local.numel() :].zero_()
+        return flat
+
+    def own_slice(self, flat: Tensor) -> Tensor:
+        """The slice of `flat` that belongs to this rank of the group."""
+        begin = self.group.rank() * self.share
+        return flat[begin : begin + self.share]
+
+    @torch.no_grad()
+    def fill(self, entry: BucketEntry) -> None:
+        """Bring an entry's gradient into the buffer, zeros where there is none."""
+        if entry.filled:
+            return
+        assert self.gradients is not None
+        view, gradient = entry.view(self.gradients), entry.gradient()
+        if gradient is None:
+            view.zero_()
+        else:
+            view.copy_(gradient)
+        entry.point_gradient(view)
+        entry.filled = True
+
+    def fill_all(self) -> Tensor:
+        """The buffer, with every entry's gradient in it."""
+        for entry in self.entries:
+            self.fill(entry)
+        assert self.gradients is not None
+        return self.gradients
+
+    def forget(self) -> None:
+        """The next gradient of each entry is its first."""
+        for entry in self.entries:
+            entry.parameter.grad = None
+            entry.filled = False
+
+
+def flat_zeros(elements: int, like: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Memory for collectives of `group`, in the dtype and on the device of `like`; collective.
+
+    CPU ranks of one node read each other's where it lies.
+    """
+    if like.device.type == "cpu" and group.size() > 1:
+        return shared_zeros(elements, like.dtype, group)
+    return like.new_zeros(elements)
+
+
+def trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that get a gradient; one without elements has nothing to train."""
+    return ((name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel())
+
+
+def make_buckets(
+    module: nn.Module, nbytes: int, group_of: Callable[[Sequence[str]], dist.ProcessGroup], sliced: bool
+) -> list[Bucket]:
+    """Buckets of at most `nbytes` (or one parameter), in the order in which backward makes them full: it reaches the last
+    parameters first.
+
+    group_of: the ranks that sum a parameter, by the axes of its pieces. sliced: each of them owns a slice of the bucket.
+
+    A bucket has one dtype, and parameters that are cut along the same mesh axes. So ranks that hold the same of a
+    parameter have the same buckets around it and cut it alike, even where their parts of other parameters are unequal.
+    """
+    filling: dict[tuple[torch.dtype, tuple[str, ...]], list[BucketEntry]] = {}
+    sizes: dict[tuple[torch.dtype, tuple[str, ...]], int] = {}
+    groups: list[list[BucketEntry]] = []
+    place: dict[str, int] = {}
+    for entry in reversed([BucketEntry(name, one, pieces_of(module, name, one)) for name, one in trained(module)]):
+        if entry.local.numel() == 0:
+            continue  # a DTensor of which nothing lies on this rank
+        place[entry.name] = len(place)
+        kind = entry.local.dtype, entry.pieces[0].axes
+        if kind not in filling or sizes[kind] + entry.local.nbytes > nbytes:
+            filling[kind], sizes[kind] = [], 0
+            groups.append(filling[kind])
+        filling[kind].append(entry)
+        sizes[kind] += entry.local.nbytes
+    groups.sort(key=lambda group: place[group[-1].name])
+    sums = [group_of(group[0].pieces[0].axes) for group in groups]
+    return [Bucket(group, ranks, ranks.size() if sliced else 1) for group, ranks in zip(groups, sums, strict=True)]

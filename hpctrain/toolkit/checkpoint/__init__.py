@@ -1,0 +1,1 @@
+"""What a checkpoint format is made of."""

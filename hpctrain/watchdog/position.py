@@ -1,0 +1,52 @@
+"""Where the training on this rank is. Written by the loop's thread, read by the watchdog's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+BETWEEN = "between phases"
+START, FIRST, END = "start", "first samples", "end"
+UNLIMITED = (START, "build", FIRST, END)
+"""Phases that may take any time, since data and weights can be large. The watchdog only tells of long ones."""
+
+
+class Position:
+    """Phase and step, and when they changed last."""
+
+    def __init__(self) -> None:
+        self.phase, self.step = START, 0
+        """The step is the last completed one."""
+        self.thread = threading.get_ident()
+        """The thread that trains."""
+        self.failure: str | None = None
+        """The line at which communication has failed."""
+        self._moved = time.monotonic()
+        self._has_samples = False
+
+    @property
+    def idle(self) -> float:
+        """Seconds since the last move."""
+        return time.monotonic() - self._moved
+
+    def move(self, phase: str, step: int | None = None) -> None:
+        """Something has happened: training is in `phase` now."""
+        self._moved = time.monotonic()
+        self.phase = phase
+        if step is not None:
+            self.step = step
+
+    def touch(self) -> None:
+        """Count the time anew: the whole process was suspended."""
+        self._moved = time.monotonic()
+
+    @contextmanager
+    def inside(self, phase: str, step: int) -> Iterator[None]:
+        """The context of a phase."""
+        before, is_first = self.phase, phase == "data" and not self._has_samples
+        self.move(FIRST if is_first else phase, step)  # a stream may skip what earlier runs have read
+        yield
+        self._has_samples = self._has_samples or is_first
+        self.move(before if before in (START, END) else BETWEEN)

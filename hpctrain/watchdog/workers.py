@@ -1,0 +1,72 @@
+"""Worker processes that load samples: their Python stacks for a rank that waits for them, and their end with the rank.
+
+A worker dumps its stack into a file of its own when it gets a signal: faulthandler does so even if the worker is in a call
+that never returns.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_SIGNAL = signal.SIGUSR2
+_DUMPING = 0.5
+"""Seconds for the workers to write."""
+_LOOK = 1.0
+"""Seconds between two looks at the rank."""
+
+_directories: list[Path] = []
+
+
+def new_directory() -> Path:
+    """A directory for the files of one pool's workers."""
+    directory = Path(tempfile.mkdtemp(prefix="hpctrain-workers-"))
+    _directories.append(directory)
+    return directory
+
+
+def remove_directory(directory: Path) -> None:
+    """The workers have ended."""
+    with suppress(ValueError):
+        _directories.remove(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def be_watched(directory: Path) -> None:
+    """In a worker: from now on it answers the signal, and ends when its rank has ended in any way."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="end with the rank", daemon=True).start()
+    path = directory / f"{os.getpid()}.begun"
+    file = open(path, "a")  # noqa: SIM115 - open while the process lives
+    faulthandler.register(_SIGNAL, file=file, all_threads=False)
+    path.rename(path.with_suffix(""))  # not before: without a handler, the signal ends a process
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK)
+    os._exit(1)
+
+
+def worker_stacks() -> dict[int, str]:
+    """The stack of each worker of this process, by process; innermost line first."""
+    children = {str(process.pid) for process in multiprocessing.active_children()}
+    files = [file for directory in list(_directories) for file in directory.glob("*") if file.name in children]
+    for file in files:
+        with suppress(OSError):
+            os.truncate(file, 0)
+            os.kill(int(file.name), _SIGNAL)
+    if files:
+        time.sleep(_DUMPING)
+    found = {}
+    for file in files:
+        with suppress(OSError):
+            found[int(file.name)] = file.read_text(errors="replace")
+    return found

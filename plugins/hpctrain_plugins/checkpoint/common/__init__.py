@@ -1,1 +1,0 @@
-"""Shared code of the formats of this folder."""

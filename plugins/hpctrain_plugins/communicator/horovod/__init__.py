@@ -1,0 +1,1 @@
+"""The communicator horovod: data parallelism over an installed Horovod."""

@@ -1,0 +1,1 @@
+"""Schedulers that `hpctrain submit` sends jobs to."""

@@ -1,0 +1,206 @@
+"""The manifests, as Python values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.api import Launch
+
+Manifest = dict[str, Any]
+
+_JOB = "/etc/hpctrain"
+_HOSTS = "/etc/mpi/hostfile"
+"""Where Trainer and the MPI operator put the hosts."""
+_SSH = "/home/mpiuser/.ssh"
+_SSHD = ["/usr/sbin/sshd", "-De", "-f", "/home/mpiuser/.sshd_config"]
+_USER = 1000
+"""The user mpiuser of the image (slurm/Dockerfile), and the group that the volume is given to."""
+_PORT = 29400
+_PATIENCE = 5
+"""Seconds before sshd is probed."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A job's name and namespace, with what it is to run. options: KubernetesOptions."""
+
+    name: str
+    namespace: str | None
+    launch: Launch
+    options: Any
+
+    def metadata(self, name: str | None = None) -> Manifest:
+        """`metadata` of an object."""
+        own = {} if self.namespace is None else {"namespace": self.namespace}
+        return {"name": name or self.name, **own, "labels": {"app.kubernetes.io/managed-by": "hpctrain"}}
+
+    def container(self, ranks: int, name: str = "node", command: list[str] | None = None) -> Manifest:
+        """A container with the volumes; resources of `ranks` ranks."""
+        mounts = [
+            {"name": "run", "mountPath": self.options.mount},
+            {"name": "job", "mountPath": _JOB},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ]
+        return {
+            "name": name,
+            "image": self.options.image,
+            **({} if command is None else {"command": command}),
+            "workingDir": self.options.mount,
+            **(
+                {"envFrom": [{"secretRef": {"name": one}} for one in self.options.secrets]}
+                if self.options.secrets
+                else {}
+            ),
+            **({"resources": limits} if (limits := self._resources(ranks)) else {}),
+            "volumeMounts": mounts,
+        }
+
+    def pod(self, container: Manifest, **more: Any) -> Manifest:
+        """A pod's `spec`. The ranks get as long to save as the job says."""
+        volumes = [
+            {"name": "run", "persistentVolumeClaim": {"claimName": self.options.claim}},
+            {"name": "job", "configMap": {"name": self.name}},
+            {
+                "name": "shm",
+                "emptyDir": {"medium": "Memory"},
+            },  # the default of 64 MB is too small for MPI and data workers
+        ]
+        own = {
+            "terminationGracePeriodSeconds": self.launch.save_seconds,
+            "securityContext": {"runAsUser": _USER, "fsGroup": _USER},
+        }
+        return {**more, **own, "containers": [container], "volumes": volumes}
+
+    @property
+    def deadline(self) -> Manifest:
+        return {} if self.launch.seconds is None else {"activeDeadlineSeconds": self.launch.seconds}
+
+    @property
+    def run(self) -> list[str]:
+        """The command of a rank."""
+        return ["hpctrain", "run", f"{_JOB}/job.toml"]
+
+    @property
+    def mpirun(self) -> list[str]:
+        ranks = self.launch.nodes * self.launch.ranks_per_node
+        # Kubernetes fills in $(NAME) in commands
+        environment = [f"{name}={text}".replace("$(", "$$(") for name, text in self.launch.environment.items()]
+        return [
+            *(["env", *environment] if environment else []),
+            "mpirun",
+            "--hostfile",
+            _HOSTS,
+            "-n",
+            str(ranks),
+            *self.run,
+        ]
+
+    def _resources(self, ranks: int) -> Manifest:
+        cpus, memory, gpus = self.launch.cpus_per_rank, self.options.memory, self.options.gpus_per_rank
+        asked = {
+            **({"cpu": str(cpus * ranks)} if cpus else {}),
+            **({"memory": memory} if memory else {}),
+            **({self.options.gpu: str(gpus * ranks)} if gpus else {}),
+        }
+        return {"requests": asked, "limits": asked} if asked else {}
+
+
+def volume_claim(place: Place) -> Manifest:
+    """The claim for the run's files."""
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": place.options.claim_size}}}
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": place.metadata(place.options.claim),
+        "spec": spec,
+    }
+
+
+def config_map(place: Place) -> Manifest:
+    """The job file."""
+    data = {"job.toml": place.launch.runs[0].text}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": place.metadata(), "data": data}
+
+
+def train_job(place: Place) -> list[Manifest]:
+    """A TrainJob of Kubeflow Trainer v2, with a runtime of its own: the MPI policy, and the volumes. The launcher is node 0."""
+    launch, api = place.launch, "trainer.kubeflow.org/v1alpha1"
+    probe = {"readinessProbe": {"tcpSocket": {"port": 2222}, "initialDelaySeconds": _PATIENCE}}
+    first = place.container(launch.ranks_per_node)
+    other = place.container(launch.ranks_per_node, command=_SSHD) | probe
+    step = {"metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}}
+    jobs = [
+        {"name": "launcher", "template": {**step, "spec": _once(place.pod(first, restartPolicy="Never"))}},
+        {"name": "node", "template": {"spec": _once(place.pod(other, restartPolicy="Never"))}},
+    ]
+    policy = {
+        "numProcPerNode": launch.ranks_per_node,
+        "mpiImplementation": "OpenMPI",
+        "sshAuthMountPath": _SSH,
+        "runLauncherAsNode": True,
+    }
+    set_spec = {
+        "network": {"publishNotReadyAddresses": True},
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": ["launcher"]},
+        "failurePolicy": {"maxRestarts": place.options.restarts},
+        "replicatedJobs": jobs,
+    }
+    runtime = {
+        "apiVersion": api, "kind": "TrainingRuntime", "metadata": place.metadata(),
+        "spec": {"mlPolicy": {"numNodes": launch.nodes, "mpi": policy}, "template": {"spec": set_spec}},
+    }  # fmt: skip
+    trainer = {"numNodes": launch.nodes, "numProcPerNode": launch.ranks_per_node, "command": place.mpirun}
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": place.name}
+    spec = {"runtimeRef": reference, "trainer": trainer, **place.deadline}
+    return [runtime, {"apiVersion": api, "kind": "TrainJob", "metadata": place.metadata(), "spec": spec}]
+
+
+def _once(pod: Manifest) -> Manifest:
+    """A Job that fails with its pod, so that the set starts again as a whole: the other pods hold ranks of the old start."""
+    return {"backoffLimit": 0, "template": {"spec": pod}}
+
+
+def mpi_job(place: Place) -> list[Manifest]:
+    """An MPIJob v2beta1 of the MPI operator. The launcher runs no rank."""
+    launch = place.launch
+    launcher = place.pod(place.container(0, "launcher", place.mpirun), restartPolicy="OnFailure")
+    worker = place.pod(place.container(launch.ranks_per_node, "worker", _SSHD))
+    spec = {
+        "slotsPerWorker": launch.ranks_per_node,
+        "mpiImplementation": "OpenMPI",
+        "sshAuthMountPath": _SSH,
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": place.options.restarts, **place.deadline},
+        "mpiReplicaSpecs": {
+            "Launcher": {"replicas": 1, "template": {"spec": launcher}},
+            "Worker": {"replicas": launch.nodes, "template": {"spec": worker}},
+        },
+    }
+    return [{"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": place.metadata(), "spec": spec}]
+
+
+def indexed_job(place: Place) -> list[Manifest]:
+    """An indexed Job: a pod for each rank, whose variables are torchrun's, and a headless Service that gives rank 0 a name."""
+    ranks = place.launch.nodes * place.launch.ranks_per_node
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    told = {
+        "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": place.name,
+        "MASTER_ADDR": f"{place.name}-0.{place.name}", "MASTER_PORT": str(_PORT),
+        "HOME": place.options.mount,  # the ranks recognize each other by a file in the home directory
+    }  # fmt: skip
+    env: list[Manifest] = [{"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}}]
+    env += [{"name": name, "value": value} for name, value in told.items()]
+    pod = place.pod(place.container(1, "rank", place.run) | {"env": env}, subdomain=place.name, restartPolicy="Never")
+    disrupted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    stopped = {"action": "Ignore", "onExitCodes": {"containerName": "rank", "operator": "In", "values": [75]}}
+    spec = {
+        "completionMode": "Indexed", "completions": ranks, "parallelism": ranks,
+        "backoffLimit": place.options.restarts * ranks,  # of pods, and one that fails takes all ranks along
+        "podFailurePolicy": {"rules": [disrupted, stopped]},
+        **place.deadline, "template": {"metadata": {"labels": {"hpctrain-job": place.name}}, "spec": pod},
+    }  # fmt: skip
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"hpctrain-job": place.name}}
+    return [
+        {"apiVersion": "v1", "kind": "Service", "metadata": place.metadata(), "spec": service},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": place.metadata(), "spec": spec},
+    ]

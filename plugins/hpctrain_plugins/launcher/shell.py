@@ -1,0 +1,27 @@
+"""What the scripts for Slurm, PBS and Flux share."""
+
+from __future__ import annotations
+
+import shlex
+
+from hpctrain.api import Field, Launch, Options, UsageError
+from hpctrain.toolkit.scripts import Line
+
+
+class ShellOptions(Options):
+    """Options of a batch script."""
+
+    modules: list[Line] = Field(default=[], description="modules to load before the ranks start")
+    setup: list[Line] = Field(default=[], description="lines of shell before the ranks start, such as exports")
+    container: Line | None = Field(default=None, description="Apptainer image that has hpctrain; the ranks run in it")
+
+
+def program(options: ShellOptions, launch: Launch, uses_gpus: bool) -> str:
+    """hpctrain on a rank, for the shell: staged, in its container, or as it is installed. Raises UsageError for two of these."""
+    if launch.stage is not None and options.container is not None:
+        raise UsageError("[launcher] container: found it with stage, expected either: an image is one file already")
+    if launch.stage is not None:
+        return '"$staged/bin/python" -m hpctrain'
+    if options.container is None:
+        return shlex.join(launch.program)
+    return shlex.join(["apptainer", "exec", *(["--nv"] if uses_gpus else []), options.container, "hpctrain"])

@@ -1,0 +1,108 @@
+"""Slurm: a batch script for sbatch, whose srun starts the ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hpctrain.api import Field, JobState, Launch, Launcher, hookimpl
+from hpctrain.toolkit.scripts import Line, asked, clock, filled, told_by
+from hpctrain_plugins.launcher.shell import ShellOptions, program
+
+_MPI = {"MPICH": "pmi2", "Open MPI": "pmix", None: "none"}
+_REQUESTS = ("partition", "account", "qos", "gres", "constraint", "reservation")
+_WAITS = (
+    "PENDING",
+    "CONFIGURING",
+    "REQUEUED",
+    "REQUEUE_FED",
+    "REQUEUE_HOLD",
+    "RESV_DEL_HOLD",
+    "SPECIAL_EXIT",
+    "SUSPENDED",
+)
+_RUNS = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING")
+
+
+class SlurmOptions(ShellOptions):
+    partition: Line | None = Field(default=None, description="partition (queue)")
+    account: Line | None = Field(default=None, description="account to charge")
+    qos: Line | None = Field(default=None, description="quality of service")
+    gres: Line | None = Field(default=None, description='generic resources of each node, such as "gpu:4"')
+    constraint: Line | None = Field(default=None, description='features that the nodes must have, such as "a100"')
+    reservation: Line | None = Field(default=None, description="reservation to run in")
+    mpi: Line = Field(
+        default="auto", description="srun's --mpi; auto: pmi2 for MPICH and its relatives, pmix for Open MPI"
+    )
+    extra: list[Line] = Field(default=[], description='more options of sbatch, such as "--exclusive"')
+
+
+class Slurm(Launcher):
+    """sbatch with srun; the job requeues itself until it is done. Several runs are one job array."""
+
+    name = "slurm"
+    Options = SlurmOptions
+    options: SlurmOptions
+    script_name = "submit.sbatch"
+    takes_arrays = True
+    takes_stages = True
+
+    def render(self, launch: Launch) -> str:
+        options, arrays = self.options, len(launch.runs) > 1
+        output = str(launch.directory).replace("%", "%%")  # sbatch replaces %j and the like
+        return filled(
+            Path(__file__).with_name("script.sh.j2"),
+            launch=launch,
+            options=options,
+            arrays=arrays,
+            requests=[(name, value) for name in _REQUESTS if (value := getattr(options, name)) is not None],
+            time=None if launch.seconds is None else clock(launch.seconds),
+            output=f"{output}/slurm-{'%A_%a' if arrays else '%j'}.out",
+            cpus=' --cpus-per-task="$SLURM_CPUS_PER_TASK"' if launch.cpus_per_rank else "",
+            mpi=_MPI[launch.mpi] if options.mpi == "auto" else options.mpi,
+            program=program(options, launch, "gpu" in (options.gres or "")),
+        )
+
+    def submit(self, script: Path, launch: Launch) -> list[str]:
+        said = told_by(["sbatch", "--parsable", str(script)], "sbatch refused the job")
+        number = said.splitlines()[-1].partition(";")[0]  # NUMBER, or NUMBER;CLUSTER
+        return [f"{number}_{task}" for task in range(len(launch.runs))] if len(launch.runs) > 1 else [number]
+
+    def state(self, id: str) -> JobState:
+        shown = asked(["scontrol", "show", "job", "--oneliner", id])
+        if shown is None:
+            return _in_accounting(id)
+        fields = dict(re.findall(r"\b(JobState|Reason|NodeList|RunTime|ExitCode|Restarts)=(\S*)", shown))
+        restarts = fields.get("Restarts", "0")
+        again = f", {restarts} restart{'s' * (restarts != '1')}" if restarts != "0" else ""
+        return _state(fields["JobState"], fields, again)
+
+    def cancel(self, id: str) -> None:
+        told_by(["scancel", id], f"scancel refused to end job {id}")
+
+
+def _in_accounting(id: str) -> JobState:
+    """What sacct says of a job that the controller has forgotten: by default five minutes after its end."""
+    shown = asked(["sacct", "--jobs", id, "--allocations", "--noheader", "--parsable2", "--format=State,ExitCode"])
+    state, _, code = (shown or "").partition("\n")[0].partition("|")
+    if not state:
+        return JobState("unknown", "Slurm has forgotten the job")
+    return _state(state.split()[0], {"ExitCode": code}, "")  # "CANCELLED by 1000"
+
+
+def _state(word: str, fields: dict[str, str], again: str) -> JobState:
+    if word in _WAITS:
+        return JobState("pending", f"({fields.get('Reason', word)}){again}")
+    if word in _RUNS:
+        return JobState("running", f"on {fields.get('NodeList')} for {fields.get('RunTime')}{again}")
+    if word == "COMPLETED":
+        return JobState("done", again.removeprefix(", "))
+    if word == "CANCELLED":
+        return JobState("cancelled")
+    code = fields.get("ExitCode", "").partition(":")[0]
+    return JobState("failed", f"({word}, exit code {code})" if word == "FAILED" else f"({word})")
+
+
+@hookimpl
+def hpctrain_launcher() -> list[type[Launcher]]:
+    return [Slurm]

@@ -1,0 +1,36 @@
+"""What loggers make of a row and of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from hpctrain.api import TABLE_BYTES, read_all, reading
+
+
+def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The single values by dotted keys: {"memory_bytes": {"rank_max": 1}} gives ("memory_bytes.rank_max", 1)."""
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """The row's numbers by dotted keys, without the step and the time."""
+    return {
+        key: value
+        for key, value in flat(row)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and key not in ("step", "time")
+    }
+
+
+def resolved_job(output_dir: Path) -> dict[str, Any]:
+    """Every key of the job with its default, by tables."""
+    path = output_dir / "job.resolved.toml"
+    with reading(path) as fd:
+        return tomli.loads(read_all(fd, path, TABLE_BYTES).decode())

@@ -1,0 +1,68 @@
+"""hpctrain sample: the text of a greedy loop over the loaded module, under any layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import JobFile
+from launching import hpctrain, run
+
+import hpctrain as api
+
+CHECKPOINT = ("--checkpoint", "out/checkpoints/latest")
+
+
+@pytest.fixture
+def trained(job: JobFile) -> JobFile:
+    job.tables["model"] |= {"vocab_size": 256, "max_seq_length": 16}
+    job.tables["dataset"] = {"name": "stdlib-text", "max_bytes": 20_000}
+    job.write()
+    done = run(hpctrain("run", "job.toml", "--set", "job.steps=12", "--set", "optimizer.lr=0.01"), job.directory)
+    assert done.code == 0, done
+    return job
+
+
+def expected(job: JobFile, prompt: str, tokens: int) -> str:
+    module = api.load(job.output / "checkpoints" / "latest")
+    ids = list(prompt.encode())
+    with torch.no_grad():
+        for _ in range(tokens):
+            window = ids[-16:]
+            ids.append(int(module(torch.tensor([window]))[0, -1].argmax()))
+    return bytes(ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("-n", "2", "--set", "parallelism.tensor=2"), ("-n", "2", "--set", "parallelism.pipeline=2", "--set", "sharding.stage=1")],
+    ids=["alone", "tensor", "pipeline"],
+)  # fmt: skip
+def test_greedy(trained: JobFile, words: tuple[str, ...]) -> None:
+    asked = ("--prompt", "import wörter", "--tokens", "30", "--temperature", "0")
+    done = run(hpctrain("sample", "job.toml", *CHECKPOINT, *asked, *words), trained.directory)
+    assert done.code == 0 and not done.err, done
+    assert done.out.rstrip("\n").rstrip("\ufffd") == expected(trained, "import wörter", 30).rstrip("\n").rstrip(
+        "\ufffd"
+    )
+
+
+def test_draws_and_mistakes(trained: JobFile) -> None:
+    def sample(*words: str) -> str:
+        done = run(
+            hpctrain("sample", "job.toml", *CHECKPOINT, "--prompt", "def ", "--tokens", "12", *words), trained.directory
+        )
+        assert done.code == 0, done
+        return done.out
+
+    texts = [sample("--seed", seed) for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2] and all(text.startswith("def ") for text in texts)
+    assert sample("--top-k", "1") == sample("--temperature", "0")
+    for words, says in [
+        (("--prompt", ""), "a prompt of one token at least"),
+        (
+            ("--prompt", "x", "--set", "dataset.name=synthetic", "--set", "dataset.max_bytes="),
+            "needs a dataset of text, found 'synthetic'",
+        ),
+    ]:  # fmt: skip
+        refused = run(hpctrain("sample", "job.toml", *CHECKPOINT, *words), trained.directory)
+        assert refused.code == 2 and says in refused.err and "Traceback" not in refused.err, refused

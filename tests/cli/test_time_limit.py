@@ -1,0 +1,57 @@
+"""A job that runs out of time saves and stops early enough, and the same command continues it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from conftest import JobFile
+from launching import hpctrain, run
+
+SLOW = """
+
+import time
+
+from hpctrain.api import hookimpl
+
+
+@hookimpl
+def hpctrain_step_end(step):
+    time.sleep(0.4)
+"""
+
+
+@pytest.fixture
+def slow(job: JobFile, tmp_path: Path) -> JobFile:
+    """24 steps that take ten seconds."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    return job.set(job={"steps": 24}, plugins={"load": ["slow"]})
+
+
+def test_it_stops_in_time_and_continues_until_it_is_done(slow: JobFile, tmp_path: Path) -> None:
+    environment = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    whole = run(hpctrain("run", "job.toml", "--set", "job.output_dir=whole"), tmp_path, 60, environment)
+    assert whole.code == 0, whole
+    words, codes = hpctrain("run", "job.toml", "-n", "2", "--set", "job.time_limit=8s"), []
+    while not codes or (codes[-1] == 75 and len(codes) < 12):
+        done = run(words, tmp_path, 60, environment)
+        codes.append(done.code)
+        if done.code == 75:
+            assert "as its time is nearly over, saved in" in done.out, done
+    assert codes[-1] == 0 and len(codes) > 1, codes
+    assert slow.losses() == pytest.approx(slow.losses("whole"), rel=2e-6)
+
+
+def test_the_end_of_a_slurm_job_is_known(slow: JobFile, tmp_path: Path) -> None:
+    end = int(time.time()) + 12
+    environment = {
+        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_END_TIME": str(end),
+    }
+    words = hpctrain("run", "job.toml", "--set", "job.steps=1000")
+    done = run(words, tmp_path, 60, environment)
+    assert done.code == 75 and "as its time is nearly over" in done.out, done
+    assert time.time() < end

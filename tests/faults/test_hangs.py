@@ -1,0 +1,73 @@
+"""A rank that hangs is named, with its line, soon after the limit; then the job ends and leaves nothing running."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hangs import LATE, LIMIT, PLANTED, Planted, environment, idle_seconds, tell, write_job
+from launching import hpctrain, run, started, wait_until
+
+OF_EVERY_RUN = {
+    ("mpi", "sleep"),
+    ("gloo", "sleep-alarm"),
+    ("gloo", "sleep-check"),
+    ("gloo", "stop"),
+    ("mpi", "stop-first"),
+    ("gloo", "worker"),
+    ("mpi", "group"),
+    ("mpi", "mismatch-check"),
+    ("gloo", "mismatch-check"),
+}
+"""hangs.py runs all."""
+
+
+@pytest.mark.parametrize(
+    ("communicator", "planted"),
+    [
+        (communicator, one)
+        for communicator in ("mpi", "gloo")
+        for one in PLANTED
+        if (communicator, one.name) in OF_EVERY_RUN
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_the_rank_that_hangs_is_named(communicator: str, planted: Planted, tmp_path: Path) -> None:
+    code, output, _ = tell(planted, communicator, tmp_path)
+    assert code == 4, output
+    missing = [words for words in planted.told if words not in output]
+    assert not missing, f"{missing} in {output}"
+    limit = 20 if "watchdog.timeout_seconds=20" in planted.options else LIMIT
+    assert idle_seconds(output) <= limit + LATE, output
+    silent = {"stop": 1, "stop-first": 0}.get(planted.plant)
+    for rank in range(3):
+        log = (tmp_path / "out" / "log" / f"rank-{rank:05d}.log").read_text()
+        assert rank == silent or "thread MainThread:" in log or planted.plant == "mismatch", log
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    words = hpctrain("run", "job.toml", "-n", "3")
+    done = run(words, tmp_path, 60, environment("kill"))
+    assert done.code == 4 and "rank 1 ended without an error message (status -9)" in done.err, done
+
+
+def test_another_terminal_asks_where_a_job_stands(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    asking = hpctrain("where", "out", "--timeout", "2")
+    words = hpctrain("run", "job.toml", "-n", "2", "--set", "watchdog.timeout_seconds=60")
+    with started(words, tmp_path, environment("sleep")):
+        wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), 60, "training")
+        give_up = time.monotonic() + 40
+        answer = run(asking, tmp_path)
+        while "planted.py:" not in answer.out and time.monotonic() < give_up:
+            answer = run(asking, tmp_path)
+        assert answer.code == 0, answer
+        assert "rank 1 on" in answer.out and "time.sleep(10_000)  # in a forward" in answer.out, answer
+        assert "waiting: rank 0 on" in answer.out and "all_reduce of" in answer.out, answer
+    left = [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith("where")]
+    assert not left
+    answer = run(asking, tmp_path)
+    assert answer.code == 2 and "no job answered in out within 2 s" in answer.err, answer
+    assert run(hpctrain("where", "nowhere"), tmp_path).code == 2

@@ -1,0 +1,166 @@
+"""`hpctrain run --hostfile` with hosts that an agent in ssh's place plays on this machine: hosts out of reach, signals, errors.
+
+tests/slurm has real nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import JobFile
+from launching import KILL, Started, hpctrain, run, started, wait_until
+
+PROGRAMS = Path(__file__).parent / "programs"
+RUN = hpctrain("run", "job.toml", "--hostfile", "hosts")
+SLOW = """
+import time
+
+from hpctrain.api import hookimpl
+
+
+@hookimpl
+def hpctrain_step_end(step):
+    time.sleep(0.1)
+"""
+IMPATIENT = """
+from hpctrain.starter import on_hosts
+
+on_hosts.START_SECONDS = 3.0
+from hpctrain.cli import main
+
+main()
+"""
+"""The command with a shorter limit than the two minutes of a real start."""
+
+
+def environment(python_path: Path = PROGRAMS) -> dict[str, str]:
+    agent = str(PROGRAMS / "agent.sh")
+    settings = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": agent, "PRTE_MCA_plm_ssh_agent": agent}
+    return {**settings, "PYTHONPATH": f"{python_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Path:
+    file = tmp_path / "hosts"
+    file.write_text("a slots=1\n\n# another\nb:1\n")
+    return file
+
+
+@pytest.fixture
+def slowly(job: JobFile) -> JobFile:
+    (job.directory / "slow.py").write_text(SLOW)
+    return job.set(job={"steps": 1000}, plugins={"load": ["slow"]})
+
+
+def wait_for_steps(job: JobFile) -> None:
+    rows = job.output / "metrics.jsonl"
+    wait_until(lambda: rows.exists() and rows.read_text().count("\n") >= 2, 60, "two steps")
+
+
+def test_hosts_train_as_one_process_does(job: JobFile, hosts: Path, tmp_path: Path) -> None:
+    alone = run(hpctrain("run", "job.toml", "--set", "job.output_dir=alone"), tmp_path)
+    assert alone.code == 0, alone
+    done = run(RUN, tmp_path, env=environment())
+    assert done.code == 0 and "starting     2 ranks on a, b" in done.out and "2 (mpi)" in done.out, done
+    assert done.err == "" and "\x1e" not in done.out, done
+    assert job.losses() == pytest.approx(job.losses("alone"), rel=2e-6)
+
+
+def test_open_mpi_knows_the_hosts_too(openmpi_python: str, slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
+    words = [openmpi_python, *hpctrain("run", "job.toml")[1:], "--hostfile", "hosts", "-n", "2"]
+    done = run([*words, "--set", "job.steps=3"], tmp_path, env=environment(tmp_path))
+    assert done.code == 0 and "2 ranks on a, b" in done.out and "2 (mpi)" in done.out, done
+
+
+def test_a_signal_saves(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
+    with started(RUN, tmp_path, environment(tmp_path)) as command:
+        wait_for_steps(slowly)
+        command.process.send_signal(signal.SIGTERM)
+        stopped = command.finish(30)
+    assert stopped.code == 75 and "stopped at step" in stopped.out, stopped
+    assert "continue with: hpctrain run job.toml --hostfile hosts" in stopped.out, stopped
+
+
+def test_the_second_signal_ends_all_ranks_at_once(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW.replace("time.sleep(0.1)", "open('in-a-step', 'w')\n    time.sleep(60)"))
+    with started(RUN, tmp_path, environment(tmp_path)) as command:
+        wait_until(lambda: (tmp_path / "in-a-step").exists(), 60, "training")
+        for _ in range(2):
+            command.process.send_signal(signal.SIGINT)
+            time.sleep(1.5)
+        ended = command.finish(8)
+    assert ended.code == 130, ended
+
+
+def test_no_rank_outlives_its_starter(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
+    with started(RUN, tmp_path, environment(tmp_path)) as command:
+        wait_for_steps(slowly)
+        command.process.send_signal(KILL)
+        command.finish(30)  # fails if a process is left
+
+
+def rank_of(command: Started, number: str) -> int:
+    return next(p.pid for p in command.ranks() if p.environ().get("PMI_RANK") == number and "-m" in p.cmdline())
+
+
+def test_a_killed_rank_is_told_with_its_host(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
+    with started(RUN, tmp_path, environment(tmp_path)) as command:
+        wait_for_steps(slowly)
+        os.kill(rank_of(command, "1"), KILL)
+        ended = command.finish(30)
+    assert ended.code == 4 and "a rank on b ended without an error message" in ended.err, ended
+
+
+def test_errors_keep_their_exit_code(job: JobFile, hosts: Path, tmp_path: Path) -> None:
+    """MPICH's mpiexec alone would give the codes of all ranks, in one number."""
+    wrong = run([*RUN, "--set", "optimizer.lr=-1"], tmp_path, env=environment())
+    assert wrong.code == 2 and wrong.err.count("found -1") == 1, wrong
+    (tmp_path / "faulty.py").write_text(
+        "import os\nfrom hpctrain.api import hookimpl\n"
+        "@hookimpl\ndef hpctrain_step_end(step): 1 / (int(os.environ['RANK']) - 1)\n"
+    )
+    failed = run([*RUN, "--set", "plugins.load=['faulty']"], tmp_path, env=environment(tmp_path))
+    assert failed.code == 4 and failed.err.count("ZeroDivisionError") == 1, failed
+
+
+def test_hosts_out_of_reach(job: JobFile, hosts: Path, tmp_path: Path) -> None:
+    hosts.write_text("a:1\nunknown:1\n")
+    unknown = run(RUN, tmp_path, 30, environment())
+    assert unknown.code == 3 and "no rank started on unknown; expected `ssh unknown true`" in unknown.err, unknown
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    hosts.write_text("a:1\noff:1\n")
+    words = [RUN[0], "impatient.py", *RUN[3:]]
+    off = run(words, tmp_path, 30, environment())
+    assert off.code == 3 and "not every rank started on off; expected" in off.err, off
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ("a:2\n", ["-n", "3"], "--hostfile hosts: found 2 slots for 3 ranks; expected at most as many ranks as slots"),
+        ("# none\n", [], "--hostfile hosts: found no host, expected a line `HOST slots=SLOTS`"),
+        ("a\nb slots=x\n", [], "--hostfile hosts:2: found 'b slots=x', expected HOST slots=SLOTS or HOST:SLOTS"),
+        ("b:0\n", [], "--hostfile hosts:1: found 'b:0', expected"),
+    ],
+)
+def test_mistakes(text: str, words: list[str], said: str, job: JobFile, hosts: Path, tmp_path: Path) -> None:
+    hosts.write_text(text)
+    done = run([*RUN, *words], tmp_path, env=environment())
+    assert done.code == 2 and said in done.err and "Traceback" not in done.err, done
+
+
+def test_no_file_and_no_mpi(job: JobFile, hosts: Path, tmp_path: Path) -> None:
+    missing = run(hpctrain("run", "job.toml", "--hostfile", "none"), tmp_path)
+    assert missing.code == 2 and "--hostfile none: cannot be read: No such file" in missing.err, missing
+    without = run(RUN, tmp_path, env={**environment(), "MPI4PY_LIBMPI": "/none/libmpi.so"})
+    assert without.code == 3 and "--hostfile: found no MPI library, expected one" in without.err, without
+
+
+def test_hosts_that_are_this_machine_need_no_mpiexec(job: JobFile, hosts: Path, tmp_path: Path) -> None:
+    hosts.write_text("localhost slots=1\n127.0.0.1\n")
+    done = run(RUN, tmp_path, env={"HYDRA_LAUNCHER_EXEC": "/none"})
+    assert done.code == 0 and "starting     2 ranks\n" in done.out, done

@@ -1,0 +1,47 @@
+"""A data set with augmentation trains on any number of ranks as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import drawn
+import pytest
+import torch
+import torch.distributed as dist
+from modules import built
+from torch.nn.functional import cross_entropy
+from training import train_here
+
+from hpctrain.data.order import SampleOrder
+from hpctrain.foreign.dataset import ForeignDataset
+from hpctrain.seeded import drawing
+
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
+
+
+def test_augmentation_is_that_of_one_process(root) -> None:
+    tables: dict[str, Any] = {
+        "job": {"name": "drawn", "steps": 10, "seed": 9, "output_dir": str(root)},
+        "model": {"name": "drawn:model", "loss": "torch.nn.functional:cross_entropy"}, "dataset": {"name": "drawn:samples"},
+        "optimizer": {"name": "sgd", "lr": 0.1}, "batch": {"global_size": 24, "micro_size": 24 // dist.get_world_size() // 2},
+        "precision": {"mode": "fp32"},
+    }  # fmt: skip
+    rows = train_here({**tables, "job": {**tables["job"], "steps": 6}}).rows + train_here(tables).rows
+    module = built(tables, drawn.model)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    opened = ForeignDataset.from_table("drawn:samples", {}).open("train", None)  # type: ignore[arg-type]
+    assert opened is not None
+    order, losses = SampleOrder(50, 9, opened.fingerprint()), []
+    for step in range(10):
+        positions = range(24 * step, 24 * (step + 1))
+        batch = []
+        for index, position in zip(order.at(positions.start, positions.stop).tolist(), positions, strict=True):
+            with drawing(9, index, position):
+                batch.append(opened[index])
+        inputs, labels = torch.stack([one for one, _ in batch]), torch.stack([label for _, label in batch])
+        loss = cross_entropy(module(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=3e-6)

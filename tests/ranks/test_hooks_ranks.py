@@ -1,0 +1,197 @@
+"""What hooks see of the model under every kind of layout is the model of one process; so are the hooks that build on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from plain import batches_of, gpt_loss, module_of, samples_of, stacked
+from torch import Tensor
+from training import SGD, job, session_of, train_here
+
+from hpctrain.api import LiveModel, Piece, UsageError, hookimpl
+from hpctrain.checking.check import check
+from hpctrain.job.reading import RawJob
+from hpctrain.loop.signals import StopRequest
+from hpctrain.loop.training import train
+from hpctrain.loop.whole import WholeTensors
+from hpctrain.mesh import build_meshes, layout_of
+
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
+
+LAYOUTS: list[dict[str, Any]] = [
+    {}, {"sharding": {"stage": 1}}, {"sharding": {"stage": 2}}, {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}},
+    {"parallelism": {"context": 2}}, {"parallelism": {"pipeline": 2}, "batch": {"micro_size": 3}},
+    {"parallelism": {"tensor": 2}, "sharding": {"stage": 3}},
+    {"parallelism": {"tensor": 2, "pipeline": 2}, "batch": {"micro_size": 3}},
+]  # fmt: skip
+everywhere = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+
+
+def tables_of(root: Any, layout: dict[str, Any], **tables: Any) -> dict[str, Any]:
+    needed = 1
+    for size in layout.get("parallelism", {}).values():
+        needed *= size if isinstance(size, int) else size["size"]
+    if dist.get_world_size() % needed:
+        pytest.skip(f"needs a multiple of {needed} ranks")
+    made = job(
+        job={"output_dir": str(root), "steps": 4}, optimizer=SGD, precision={"mode": "fp64"},
+        dataset={"validation_samples": 7}, **layout,
+    )  # fmt: skip
+    return {**made, **tables}
+
+
+class Reference:
+    """One process: after each step the parameters, and the clipped gradients."""
+
+    def __init__(self, tables: dict[str, Any]) -> None:
+        self.module = module_of(tables, torch.float64)
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=SGD["lr"], momentum=SGD["momentum"])
+        self.values: list[dict[str, Tensor]] = []
+        self.gradients: list[dict[str, Tensor]] = []
+        for batch in batches_of(tables):
+            optimizer.zero_grad()
+            gpt_loss(self.module, *batch).backward()
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+            for gradient in gradients:
+                gradient *= min(1.0, SGD["clip_norm"] / norm)
+            optimizer.step()
+            named = dict(self.module.named_parameters())
+            self.values.append({name: p.detach().clone() for name, p in named.items()})
+            self.gradients.append({name: p.grad.clone() for name, p in named.items() if p.grad is not None})
+
+
+class Looks:
+    """Asks for everything after each step, and counts what forwards give."""
+
+    def __init__(self) -> None:
+        self.values: list[dict[str, Tensor]] = []
+        self.gradients: list[dict[str, Tensor]] = []
+        self.samples = 0
+
+    @hookimpl
+    def hpctrain_outputs(self, outputs: Any, batch: Any) -> None:
+        assert outputs.shape[:2] == batch["labels"].shape
+        self.samples += len(outputs)
+
+    @hookimpl
+    def hpctrain_step_end(self, model: LiveModel) -> None:
+        self.values.append({name: model.value(name) for name in model.shapes})
+        self.gradients.append({name: model.gradient(name) for name in model.shapes})
+        with pytest.raises(UsageError, match="no trained parameter"):
+            model.value("nothing")
+
+
+class NoOutputs(Looks):
+    """For models that don't give logits of each token."""
+
+    @hookimpl
+    def hpctrain_outputs(self) -> None: ...
+
+
+@everywhere
+def test_whole_parameters_and_gradients(root, layout: dict[str, Any]) -> None:
+    tables, looks = tables_of(root, layout), Looks()
+    with session_of(tables, looks) as session:
+        train(session, StopRequest())
+        share = session.model.loss_share
+    expected = Reference(tables)
+    torch.testing.assert_close(looks.values, expected.values, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(looks.gradients, expected.gradients, rtol=1e-7, atol=1e-12)
+    seen = torch.tensor([looks.samples * share])
+    dist.all_reduce(seen)
+    parts = layout.get("parallelism", {}).get("context", 1)  # each of its ranks forwards a part of each sample
+    assert seen.item() == 4 * 24 * parts
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_without_elements(root, stage: int) -> None:
+    made = job(
+        job={"output_dir": str(root), "steps": 1}, optimizer=SGD, sharding={"stage": stage}, dataset={"name": "modules:samples"},
+        model={"name": "modules:Hollow", "loss": "torch.nn.functional:cross_entropy"},
+    )  # fmt: skip
+    looks = NoOutputs()
+    with session_of({**made, "hook": [{"name": "histograms", "every_steps": 1}]}, looks) as session:
+        train(session, StopRequest())
+    assert looks.values[0]["hollow"].shape == looks.gradients[0]["hollow"].shape == (0, 3)
+
+
+def test_values_that_each_rank_has_of_its_own(root) -> None:
+    """As between the averages of local SGD: a parameter is the mean of the ranks' values, not their sum."""
+    checked = check(RawJob(tables_of(root, {"sharding": {"stage": 1}}), {}, "job"), dist.get_world_size())
+    meshes = build_meshes(layout_of(checked.job, checked.parts, dist.get_world_size()), torch.device("cpu"))
+    values = torch.arange(6.0).view(2, 3) + dist.get_rank()
+    own = [Piece("w", (2, 3), (0, 0), values, ("dp_shard",))]
+    whole = WholeTensors(own, {"w": (2, 3)}, meshes, torch.device("cpu"))
+    mean = torch.arange(6.0).view(2, 3) + (dist.get_world_size() - 1) / 2
+    torch.testing.assert_close(whole.of("w", lambda piece: piece.tensor), mean)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.ranks(4)
+def test_gradients_that_ranks_make_in_an_order_of_their_own(root, stage: int) -> None:
+    """Split backwards give the gradients of the norms, which sequence parallelism sums, in another order on each rank."""
+    axes = {"tensor": {"size": 2, "sequence_parallel": True}, "pipeline": {"size": 2, "schedule": "dualpipe-v"}}
+    tables = tables_of(
+        root, {"parallelism": axes, "batch": {"micro_size": 3}, "model": {"layers": 4}, "sharding": {"stage": stage}}
+    )
+    looks = Looks()
+    with session_of(tables, looks) as session:
+        train(session, StopRequest())
+    torch.testing.assert_close(looks.gradients, Reference(tables).gradients, rtol=1e-7, atol=1e-12)
+
+
+@everywhere
+def test_moving_average(root, layout: dict[str, Any]) -> None:
+    """The evaluations are those of the averages, also after a resume on plain data parallelism; training is untouched."""
+    hook = {"name": "ema", "decay": 0.75, "start_step": 1}
+    tables = tables_of(root, layout, evaluation={"every_steps": 1}, hook=[hook])
+    tables["checkpoint"] = {"every_steps": 2}
+    half = {**tables, "job": {**tables["job"], "steps": 2}}
+    rows = train_here(half)
+    plain = {key: value for key, value in tables.items() if key not in LAYOUTS_KEYS}
+    rest = train_here({**plain, "batch": {**plain["batch"], "micro_size": 1}})
+    reference = Reference(tables)
+    samples = samples_of(tables, "validation")
+    average: dict[str, Tensor] = {}
+    expected = []
+    for step, values in enumerate(reference.values, 1):
+        decay = 0.75 if step > 1 else 0.0
+        average = {n: decay * average.get(n, torch.zeros_like(v)) + (1 - decay) * v for n, v in values.items()}
+        reference.module.load_state_dict(average, strict=False)
+        with torch.no_grad():
+            expected.append(gpt_loss(reference.module, *stacked([samples[i] for i in range(7)])).item())
+    found = [row["evaluation_loss"] for row in (*rows.evaluations, *rest.evaluations)]
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_before_its_first_step_the_average_is_the_weights(root) -> None:
+    """Between its updates, too."""
+    tables = tables_of(root, {"sharding": {"stage": 2}}, evaluation={"every_steps": 1})
+    plain = train_here({**tables, "job": {**tables["job"], "output_dir": f"{root}/plain"}}).evaluations
+    rows = train_here({**tables, "hook": [{"name": "ema", "start_step": 4, "every_steps": 3}]}).evaluations
+    found, expected = ([row["evaluation_loss"] for row in one] for one in (rows, plain))
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+LAYOUTS_KEYS = ("parallelism", "sharding")
+
+
+@everywhere
+def test_histograms(root, layout: dict[str, Any]) -> None:
+    tables = tables_of(root, layout, hook=[{"name": "histograms", "every_steps": 4, "bins": 5}])
+    rows = train_here(tables).rows
+    assert ["histograms" in row for row in rows] == [False, False, False, True]
+    reference = Reference(tables)
+    for kind, whole in (("weights", reference.values[3]), ("gradients", reference.gradients[3])):
+        assert rows[3]["histograms"][kind].keys() == whole.keys()
+        for name, values in whole.items():
+            found = rows[3]["histograms"][kind][name]
+            assert sum(found["counts"]) == values.numel()
+            if values.abs().max() > 1e-9:  # the gradients of some biases are rounding errors
+                expected = [values.min().item(), values.max().item(), values.mean().item()]
+                assert [found["low"], found["high"], found["mean"]] == pytest.approx(expected, rel=1e-7, abs=1e-12)
+                assert found["counts"] == torch.histc(values, 5).int().tolist()

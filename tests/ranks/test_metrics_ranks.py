@@ -1,0 +1,101 @@
+"""Metrics under every kind of layout are those of one process; also torchmetrics' own sums over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from modules import both_splits, built, sequence_of_halves, two_losses
+from training import job, train_here
+
+from hpctrain.data.order import SampleOrder
+from hpctrain.foreign.dataset import ForeignDataset
+
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
+
+NAMED: list[dict[str, Any]] = [
+    {}, {"sharding": {"stage": 3}}, {"parallelism": {"pipeline": 2}}, {"parallelism": {"pipeline": 2}, "sharding": {"stage": 1}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", NAMED, ids=str)
+@pytest.mark.shown_on(2, 4)
+def test_losses_by_name(root, layout: dict[str, Any]) -> None:
+    """Each is reported, in training and in evaluations; together they are the loss."""
+    tables: dict[str, Any] = {
+        "job": {"name": "named", "steps": 3, "seed": 3, "output_dir": str(root)},
+        "model": {"name": "modules:sequence_of_halves", "loss": "modules:two_losses"},
+        "dataset": {"name": "modules:both_splits"}, "optimizer": {"name": "torch.optim:SGD", "lr": 0.3},
+        "batch": {"global_size": 24, "micro_size": 3}, "precision": {"mode": "fp64"}, "evaluation": {"every_steps": 3}, **layout,
+    }  # fmt: skip
+    found = train_here(tables)
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = built(tables, sequence_of_halves)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
+        opened = ForeignDataset.from_table("modules:both_splits", {}).open("train", None)  # type: ignore[arg-type]
+        assert opened is not None
+        order = SampleOrder(len(opened), 3, opened.fingerprint())
+        for step, row in enumerate(found.rows):
+            ids, labels = map(
+                torch.stack, zip(*[opened[int(i)] for i in order.at(step * 24, (step + 1) * 24)], strict=True)
+            )
+            losses = {name: value.mean() for name, value in two_losses(module(ids), labels).items()}
+            optimizer.zero_grad()
+            torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            assert {"class": row["loss_class"], "size": row["loss_size"]} == pytest.approx(
+                {name: value.item() for name, value in losses.items()}, rel=1e-9
+            )
+            assert row["loss"] == pytest.approx(row["loss_class"] + row["loss_size"], rel=1e-12)
+        ids, labels = map(torch.stack, zip(*both_splits("validation"), strict=True))
+        expected = {name: value.mean().item() for name, value in two_losses(module(ids), labels).items()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    (evaluated,) = found.evaluations
+    assert {"class": evaluated["evaluation_loss_class"], "size": evaluated["evaluation_loss_size"]} == pytest.approx(
+        expected, rel=1e-9
+    )
+
+
+METRICS = [
+    {"name": "accuracy"}, {"name": "top-k", "k": 3}, {"name": "perplexity"}, {"name": "flat_accuracy:Micro", "classes": 61},
+]  # fmt: skip
+KNOWN: dict[str, list[dict[str, float]]] = {}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {}, {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}, {"parallelism": {"context": 2}},
+        {"parallelism": {"pipeline": 2}, "batch": {"micro_size": 3}}, {"parallelism": {"tensor": 2, "context": 2}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_metrics_are_those_of_one_process(root, layout: dict[str, Any]) -> None:
+    needed = 1
+    for size in layout.get("parallelism", {}).values():
+        needed *= size
+    if dist.get_world_size() % needed:
+        pytest.skip(f"needs a multiple of {needed} ranks")
+    tables = job(
+        job={"output_dir": str(root), "steps": 4}, dataset={"validation_samples": 10}, evaluation={"every_steps": 2},
+        precision={"mode": "fp64"}, **layout,
+    )  # fmt: skip
+    found = train_here({**tables, "metric": METRICS}).evaluations
+    assert len(found) == 2
+    for row in found:
+        # 10 samples x 8 tokens, whatever their ranks: fractions of 80
+        for name in ("accuracy", "top_3", "micro"):
+            share = row[f"evaluation_{name}"] * 80
+            assert share == pytest.approx(round(share), abs=1e-4), (name, row)
+        assert row["evaluation_micro"] == pytest.approx(row["evaluation_accuracy"], abs=1e-6)
+        assert row["evaluation_accuracy"] <= row["evaluation_top_3"]
+    mine = [{key: value for key, value in row.items() if key.startswith("evaluation")} for row in found]
+    expected = KNOWN.setdefault(
+        "layout", mine
+    )  # the first one is plain data parallelism, which tests/unit holds against a loop
+    for row, other in zip(mine, expected, strict=True):
+        assert row == pytest.approx(other, rel=1e-6)

@@ -1,0 +1,53 @@
+"""[job] time_limit: what is a time, and when the time is nearly over."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from pydantic import ValidationError
+
+from hpctrain.job.tables import JobTable
+from hpctrain.loop.deadline import Deadline
+from hpctrain.world.slurm import end_time
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("45s", 45), ("1h", 3600), ("1h30m", 5400), ("2d1s", 172801), ("1-00:00:30", 86430), (90, 90), (0.5, 0.5)],
+)
+def test_times(text: object, seconds: float) -> None:
+    assert JobTable(name="a", steps=1, time_limit=text).time_limit == seconds  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", " ", "soon", "1h 5x", "-3m", "30m1h", "0s", 0, -1])
+def test_what_is_no_time(text: object) -> None:
+    with pytest.raises(ValidationError, match="time_limit"):
+        JobTable(name="a", steps=1, time_limit=text)  # type: ignore[arg-type]
+
+
+def test_the_end_leaves_room_for_the_longest_turn_and_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    deadline = Deadline(1000.0, begin=1000.0)
+    assert not deadline.turn()
+    now[0] += 20.0
+    assert not deadline.turn()
+    deadline.save_begins()
+    now[0] += 30.0
+    deadline.saved()
+    while not deadline.turn():
+        now[0] += 10.0
+    # the longest turn took 30 s, as long as the save
+    assert 1000.0 + 1000.0 - now[0] == pytest.approx(1.5 * 60.0 + 5.0, abs=10.0)
+
+
+def test_without_a_limit_there_is_all_time() -> None:
+    assert not Deadline(None, begin=0.0).turn()
+
+
+def test_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert end_time({}) is None
+    assert end_time({"SLURM_JOB_ID": "7"}) is None
+    assert end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "123"}) == 123.0

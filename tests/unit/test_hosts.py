@@ -1,0 +1,77 @@
+"""Hostfiles, and what the starter hears from ranks on other hosts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.starter.hosts import Hosts, read_hostfile
+from hpctrain.starter.streams import Heard, Listener
+
+
+def test_a_hostfile_in_either_form(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# all\nnode1 slots=4\nnode2:2 # as MPICH\n\n  node3.cluster slots = 1\nnode4\nnode2\n")
+    hosts = read_hostfile(file)
+    assert hosts.named == (("node1", 4), ("node2", 3), ("node3.cluster", 1), ("node4", 1))
+    assert hosts.slots == 9 and not hosts.are_here
+    assert hosts.lines["node2"] == "node2:2 # as MPICH\nnode2\n"
+    assert hosts.first(6).named == (("node1", 4), ("node2", 2))
+    assert hosts.first(6).by_rank == ["node1"] * 4 + ["node2"] * 2
+
+
+@pytest.mark.parametrize("line", ["node1 slots=", "node1 slot=2", "node1:0", "a b", "-oProxyCommand=x"])
+def test_lines_that_are_no_hosts_are_shown(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(f"node0\n{line}\n")
+    with pytest.raises(UsageError, match="hosts:2: found"):
+        read_hostfile(file)
+
+
+def test_a_host_has_several_names() -> None:
+    hosts = Hosts((("node1.cluster", 1), ("localhost", 1), ("node10", 1)))
+    assert hosts.called("node1") == hosts.called("node1.cluster") == "node1.cluster"
+    assert hosts.called(socket.gethostname()) == "localhost"
+    assert hosts.called("node10.cluster") == "node10" and hosts.called("node2") is None
+
+
+SAID = b"""step 1
+\x1ehpctrain started 1\x1fa line\x1ehpctrain ready 0\x1f
+no message: \x1ehpctrain exit x\x1f and \x1e
+=   PID 17 RUNNING AT node2
+hpctrain: rank 3 on node1 failed:
+\x1ehpctrain exit 75\x1f\x1ehpctrain exit 4\x1fthe end"""
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_messages_are_taken_out_of_a_stream(size: int) -> None:
+    heard = Heard()
+    listener = Listener(heard)
+    shown = b"".join(listener.take(SAID[at : at + size]) for at in range(0, len(SAID), size)) + listener.rest()
+    assert shown == (
+        b"step 1\na line\nno message: \x1ehpctrain exit x\x1f and \x1e\n=   PID 17 RUNNING AT node2\n"
+        b"hpctrain: rank 3 on node1 failed:\nthe end"
+    )
+    assert (heard.started, heard.ready, heard.code, heard.failed) == ({1}, {0}, 75, ["node2", "node1"])
+
+
+@pytest.mark.parametrize(
+    ("line", "node"),
+    [
+        ("prterun noticed that process rank 1 with PID 6023 on node vm1 exited on", "vm1"),
+        ("ssh: Could not resolve hostname vm1: Name or service not known", "vm1"),
+        ("ssh: connect to host vm1 port 22: No route to host", "vm1"),
+        ("me@vm1: Permission denied (publickey).", "vm1"),
+        ("  Remote host:   vm1", "vm1"),
+        ("  missing: rank 1 on vm1 has sent no heartbeat for 5 s: stopped", "vm1"),
+        ("  missing: ranks 2-3, 5 on vm1 are in step 3, forward for 6 s", "vm1"),
+        ("hpctrain: my.py:3: raised ZeroDivisionError in forward, on rank 3 on vm1", "vm1"),
+    ],
+)
+def test_sentences_that_name_a_failed_node(line: str, node: str) -> None:
+    heard = Heard()
+    assert Listener(heard).take(f"{line}\n".encode()) == f"{line}\n".encode()
+    assert heard.failed == [node]

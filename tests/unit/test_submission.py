@@ -1,0 +1,227 @@
+"""Mistakes on the command line of `hpctrain submit`, what Kubernetes would get, and what schedulers' answers mean."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import JobFile
+
+from hpctrain.cli import execute
+from hpctrain.contracts.launcher import JobState, Launch, Launcher, SubmittedRun
+from hpctrain.errors import UsageError
+from hpctrain.plugins.registry import build_registry
+
+MISTAKES = {
+    "no target": ([], 2, "the job has no table such as [launcher.slurm]; say where to submit it, for instance --to slurm"),
+    "an unknown target": (["--to", "slrm"], 2, "no installed plugin provides the launcher 'slrm'; did you mean 'slurm'?"),
+    "an unknown key": (["--set", "launcher.slurm.qeue=x"], 2, "unknown key 'qeue' in [launcher] slurm"),
+    "a line of two": (["--to", "slurm", "--set", 'launcher.slurm.qos="a\\nb"'], 2, "expected one line of printable text"),
+    "a time without unit": (["--to", "slurm", "--time", "60"], 2, "--time 60: [launcher] slurm.time: expected a time such as"),
+    "no time to train": (["--to", "slurm", "--time", "2m"], 2, "expected either a time above save_seconds"),
+    "ranks that do not fit": (["--to", "slurm", "--nodes", "5"], 2, "12 does not divide over 5 data-parallel ranks"),
+    "a key of the job": (["--to", "slurm", "--set", "optimizer.lr=fast"], 2, "[optimizer] lr: expected a valid number"),
+    "one value": (["--to", "slurm", "--array", "job.seed=1"], 2, "found one value, expected two or more"),
+    "a value twice": (["--to", "slurm", "--array", "job.seed=1,1"], 2, "found two runs named job.seed=1"),
+    "no values": (["--to", "slurm", "--array", "job.seed"], 2, "expected KEY=V1,V2,..."),
+    "nodes as values": (["--to", "slurm", "--array", "launcher.slurm.nodes=1,2"], 2, "expected a key of the training"),
+    "a wrong value": (["--to", "slurm", "--array", "optimizer.lr=0.1,fast"], 2, "--set optimizer.lr=fast: [optimizer] lr"),
+    "after no run": (["--to", "slurm", "--after", "./nowhere"], 2, "nowhere: found no directory, expected the directory of a run"),
+    "no sbatch": (["--to", "slurm"], 3, "found no command sbatch on this machine"),
+    "no kubectl": (["--to", "kubernetes", *("--set", "launcher.kubernetes={image='i', claim='c'}")], 3, "no command kubectl"),
+    "no image": (["--to", "kubernetes", "--set", "launcher.kubernetes.claim=c"], 2, "[launcher] kubernetes lacks the key 'image'"),
+    "outside of the claim": (
+        ["--to", "kubernetes", "--set", "launcher.kubernetes={image='i', claim='c'}", "--set", "job.output_dir=/tmp/x"], 2,
+        "found /tmp/x, expected a path in the volume claim, relative or below /work",
+    ),
+    "kubernetes with --after": (
+        ["--to", "kubernetes", "--set", "launcher.kubernetes={image='i', claim='c'}", "--after", "17"], 2,
+        "Kubernetes starts no job after another one",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_sentence(
+    job: JobFile, mistake: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, expected, sentence = MISTAKES[mistake]
+    monkeypatch.chdir(job.directory)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))  # without the commands of any scheduler
+    monkeypatch.setattr(sys, "argv", ["hpctrain", "submit", "job.toml", *words])
+    code = execute()
+    told = capsys.readouterr()
+    assert (code, told.out) == (expected, "") and sentence in told.err, told
+    assert "Traceback" not in told.err and told.err.count("\n") == 1, told
+
+
+def launcher(name: str, **options: Any) -> Launcher:
+    registry = build_registry()
+    cls = registry.find("launcher", name).cls
+    made: Launcher = registry.make(cls, cls.Options(**options))
+    return made
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    """Two nodes of four ranks for an hour."""
+    text = '[job]\nname = "Tiny.Run"\noutput_dir = "runs/tiny"\n# a line: with "quotes" \'and\' ${more}\n'
+    return Launch(
+        name="Tiny.Run", directory=tmp_path, runs=(SubmittedRun(tmp_path, tmp_path / "job.toml", text),),
+        working_directory=tmp_path, nodes=2, ranks_per_node=4, cpus_per_rank=8, seconds=3600, save_seconds=120,
+        program=("hpctrain",), mpi="MPICH",
+    )  # fmt: skip
+
+
+KUBERNETES = {"image": "registry/hpctrain:1", "claim": "runs", "claim_size": "500Gi", "memory": "64Gi", "gpus_per_rank": 1,
+              "namespace": "team", "secrets": ["wandb"]}  # fmt: skip
+
+
+def manifests(launch: Launch, **options: Any) -> dict[str, Any]:
+    """The documents by their kind."""
+    documents = list(yaml.safe_load_all(launcher("kubernetes", **KUBERNETES, **options).render(launch)))
+    assert len({one["kind"] for one in documents}) == len(documents)
+    for one in documents:
+        assert one["metadata"]["namespace"] == "team"
+    return {one["kind"]: one for one in documents}
+
+
+def refuse_unknown(model: str, document: Any) -> None:
+    """Fail unless `document` is one of the published model of kubernetes, key by key."""
+    from kubernetes import client
+
+    api = client.ApiClient()
+    read = api.deserialize(json.dumps(document), model, "application/json")
+    assert api.sanitize_for_serialization(read) == document, "the model has no such keys"
+
+
+def test_what_every_kind_gets(launch: Launch) -> None:
+    found = manifests(launch)
+    refuse_unknown("V1PersistentVolumeClaim", found["PersistentVolumeClaim"])
+    refuse_unknown("V1ConfigMap", found["ConfigMap"])
+    assert found["ConfigMap"]["data"]["job.toml"] == launch.runs[0].text
+    assert found["PersistentVolumeClaim"]["metadata"]["name"] == "runs"
+
+
+def test_a_train_job_with_the_mpi_policy(launch: Launch) -> None:
+    from kubeflow_trainer_api import models
+
+    found = manifests(launch)
+    for kind, model in (
+        ("TrainJob", models.TrainerV1alpha1TrainJob),
+        ("TrainingRuntime", models.TrainerV1alpha1TrainingRuntime),
+    ):
+        read = model.from_dict(found[kind])
+        assert read is not None and read.to_dict() == found[kind], "the model has no such keys"
+    job, runtime = found["TrainJob"], found["TrainingRuntime"]
+    assert job["spec"]["runtimeRef"] == {
+        "apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": runtime["metadata"]["name"],
+    }  # fmt: skip
+    assert runtime["spec"]["mlPolicy"]["mpi"]["numProcPerNode"] == 4 and job["spec"]["trainer"]["numNodes"] == 2
+    hpctrain = ["hpctrain", "run", "/etc/hpctrain/job.toml"]
+    assert job["spec"]["trainer"]["command"][-6:] == ["/etc/mpi/hostfile", "-n", "8", *hpctrain]
+    for replicated in runtime["spec"]["template"]["spec"]["replicatedJobs"]:
+        check_pod(replicated["template"]["spec"]["template"]["spec"], gpus=4)
+
+
+def test_an_mpi_job(launch: Launch) -> None:
+    spec = manifests(launch, kind="MPIJob")["MPIJob"]["spec"]
+    roles = spec["mpiReplicaSpecs"]
+    assert {role: one["replicas"] for role, one in roles.items()} == {"Launcher": 1, "Worker": 2}
+    assert spec["slotsPerWorker"] == 4 and spec["runPolicy"]["activeDeadlineSeconds"] == 3600
+    for role, gpus in (("Launcher", 0), ("Worker", 4)):
+        refuse_unknown("V1PodTemplateSpec", roles[role]["template"])
+        check_pod(roles[role]["template"]["spec"], gpus)
+
+
+def test_mpirun_gets_its_variables_of_the_job(launch: Launch) -> None:
+    given = replace(launch, environment={"PRTE_MCA_a": "x $(HOSTNAME)"})
+    words = manifests(given)["TrainJob"]["spec"]["trainer"]["command"]
+    assert words[:3] == ["env", "PRTE_MCA_a=x $$(HOSTNAME)", "mpirun"]
+    assert "env" not in manifests(launch)["TrainJob"]["spec"]["trainer"]["command"]
+
+
+def test_an_indexed_job(launch: Launch) -> None:
+    found = manifests(launch, kind="Job")
+    refuse_unknown("V1Job", found["Job"])
+    refuse_unknown("V1Service", found["Service"])
+    spec = found["Job"]["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (8, 8, "Indexed")
+    check_pod(spec["template"]["spec"], gpus=1)
+    name = found["Job"]["metadata"]["name"]
+    assert found["Service"]["metadata"]["name"] == spec["template"]["spec"]["subdomain"] == name
+    assert found["Service"]["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    assert len(f"{name}-7") <= 63 and name == name.lower() and "." not in name
+
+
+def check_pod(pod: dict[str, Any], gpus: int) -> None:
+    """The volumes that a container mounts are there; resources are those of its ranks."""
+    (container,) = pod["containers"]
+    assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+    claims = [one["persistentVolumeClaim"]["claimName"] for one in pod["volumes"] if "persistentVolumeClaim" in one]
+    assert claims == ["runs"] and pod["terminationGracePeriodSeconds"] == 120
+    assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
+    if gpus:
+        assert container["resources"]["limits"] == {"cpu": str(8 * gpus), "memory": "64Gi", "nvidia.com/gpu": str(gpus)}
+
+
+ANSWERS = {
+    "pbs": ("qstat", [
+        ('{"Jobs": {"12.s": {"job_state": "Q", "comment": "Not Running: not enough free nodes"}}}',
+         JobState("pending", "(Not Running: not enough free nodes)")),
+        ('{"Jobs": {"12.s": {"job_state": "R", "exec_host": "n1/0*4+n2/0*4"}}}', JobState("running", "on n1/0*4+n2/0*4")),
+        ('{"Jobs": {"12.s": {"job_state": "F", "Exit_status": 0}}}', JobState("done")),
+        ('{"Jobs": {"12.s": {"job_state": "F", "Exit_status": 4}}}', JobState("failed", "(exit status 4)")),
+        ('{"Jobs": {"12.s": {"job_state": "F", "Exit_status": 271}}}', JobState("cancelled", "(exit status 271)")),
+        ('{"Jobs": {"12.s": {"job_state": "F", "Exit_status": 143}}}', JobState("cancelled", "(exit status 143)")),
+        ('{"Jobs": {"12.s": {"job_state": "F"}}}', JobState("cancelled", "before it began")),
+        ("", JobState("unknown", "PBS has forgotten the job")),
+    ]),
+    "flux": ("flux", [
+        ("SCHED|-|", JobState("pending", "(SCHED)")),
+        ("RUN|-|n[1-2]", JobState("running", "on n[1-2]")),
+        ("COMPLETED|0|n1", JobState("done")),
+        ("FAILED|4|n1", JobState("failed", "(FAILED, exit code 4)")),
+        ("TIMEOUT|142|n1", JobState("failed", "(TIMEOUT, exit code 142)")),
+        ("CANCELED|-128|", JobState("cancelled")),
+    ]),
+    "kubernetes": ("kubectl", [
+        ('{"status": {}}', JobState("pending")),
+        ('{"status": {"active": 2, "ready": 2}}', JobState("running")),
+        ('{"status": {"jobsStatus": [{"name": "node", "ready": 1}]}}', JobState("running")),
+        ('{"status": {"conditions": [{"type": "Running", "status": "True"}]}}', JobState("running")),
+        ('{"status": {"conditions": [{"type": "Running", "status": "False"}, {"type": "Succeeded", "status": "True"}]}}',
+         JobState("done")),
+        ('{"status": {"conditions": [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}]}}',
+         JobState("failed", "(DeadlineExceeded)")),
+        ("", JobState("unknown", "Kubernetes has no such job any more")),
+    ]),
+}  # fmt: skip
+"""Of schedulers that are not here: what their commands print, as documented, and what it means."""
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_answers_of_a_scheduler(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, answers = ANSWERS[name]
+    options = {"image": "i", "claim": "c"} if name == "kubernetes" else {}
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / command).write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
+    (tmp_path / command).chmod(0o755)
+    for said, meant in answers:
+        (tmp_path / "answer").write_text(said)
+        assert launcher(name, **options).state("jobs.batch/a" if name == "kubernetes" else "12") == meant
+
+
+@pytest.mark.parametrize(
+    "id", ["namespace/prod", "persistentvolumeclaim/work", "jobs.batch/a/b", "jobs.batch/--all", "12"]
+)
+def test_kubernetes_touches_jobs_only(id: str) -> None:
+    target = launcher("kubernetes", image="i", claim="c")
+    for asks in (target.state, target.cancel):
+        with pytest.raises(UsageError, match="found the id"):
+            asks(id)

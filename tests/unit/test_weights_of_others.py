@@ -1,0 +1,99 @@
+"""Weights to and from other programs, by the job and the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+import torch
+from click.testing import CliRunner
+from conftest import TINY
+
+import hpctrain
+from hpctrain.cli import cli
+from hpctrain.errors import HpctrainError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "llama"
+
+
+@pytest.fixture(autouse=True)
+def _in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def trained(**tables: dict[str, Any]) -> dict[str, Any]:
+    return hpctrain.run({**TINY, "job": {**TINY["job"], "steps": 1}, **tables})
+
+
+def test_a_job_says_where_its_weights_were_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    first = hpctrain.load(trained()["checkpoint"]).state_dict()
+    state = {f"module.{name}": value for name, value in first.items() if "head" not in name}
+    state["module.extra"] = torch.ones(3)
+    torch.save({"epoch": 1, "model": state}, "w.pt")
+    model = {**TINY["model"], "weights": "w.pt"}
+    job = {"name": "tuned", "steps": 1, "output_dir": "tuned"}
+    with pytest.raises(
+        HpctrainError,
+        match=r"the weights in w\.pt are of another model: head.weight isn't there.*weights_strict = false takes",
+    ):
+        trained(model=model, job=job)
+    capsys.readouterr()
+    second = trained(model={**model, "weights_strict": False}, job=job, optimizer={"name": "sgd", "lr": 1e-30})
+    said = capsys.readouterr().out
+    for sentence in (
+        "weights      w.pt: the state dict is at 'model'\n",
+        "weights      w.pt: all its names begin with 'module.', which is left out\n",
+        "weights      w.pt: not in it or of another shape, so they keep their first values: head.weight\n",
+        "weights      w.pt: of no use to the model: extra\n",
+    ):
+        assert sentence in said, said
+    loaded = hpctrain.load(second["checkpoint"]).state_dict()
+    assert all(torch.equal(value, first[name]) for name, value in loaded.items() if "head" not in name)
+    assert not torch.equal(loaded["head.weight"], first["head.weight"])
+
+
+def test_import_says_where_the_state_dict_was() -> None:
+    torch.save({"state_dict": {"w": torch.ones(2)}, "hyper": {"lr": 0.1}}, "w.ckpt")
+    done = CliRunner().invoke(cli, ["checkpoint", "import", "w.ckpt", "out"])
+    assert done.exit_code == 0 and done.output.startswith(
+        "w.ckpt: the state dict is at 'state_dict'\nwrote out: 1 tensors"
+    ), done.output
+
+
+def test_from_pretrained_takes_what_export_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    tables = tomli.loads((EXAMPLE / "llama.toml").read_text())
+    tables.pop("parallelism")
+    tables["job"]["steps"] = 1
+    tables["model"] |= {"hidden_size": 32, "layers": 2, "tied": True}
+    result = hpctrain.run(
+        {**tables, "batch": {"global_size": 2, "micro_size": 2}, "hook": [{"name": "ema", "decay": 0.5}]}
+    )
+    ids = torch.arange(20)[None] * 7 % 256
+    logits = []
+    for of in ([], ["--weights-of", "ema"]):
+        out = f"pretrained{len(of)}"
+        done = CliRunner().invoke(
+            cli, ["checkpoint", "export", str(result["checkpoint"]), "--to", "huggingface", out, *of]
+        )
+        assert done.exit_code == 0 and f"wrote {out}: LlamaForCausalLM\n" in done.output, done.output
+        module = hpctrain.load(result["checkpoint"], weights_of=of[1] if of else None)
+        with torch.no_grad():
+            logits.append(AutoModelForCausalLM.from_pretrained(out)(ids).logits)
+            torch.testing.assert_close(logits[-1], module(ids).logits)
+    assert not torch.equal(*logits)
+    again = CliRunner().invoke(
+        cli, ["checkpoint", "export", str(result["checkpoint"]), "--to", "huggingface", "pretrained0"]
+    )
+    assert "pretrained0 exists already" in again.output + str(again.exception)
+
+
+def test_export_to_huggingface_needs_a_model_of_transformers() -> None:
+    path = trained()["checkpoint"]
+    done = CliRunner().invoke(cli, ["checkpoint", "export", str(path), "--to", "huggingface", "new"])
+    assert "has no save_pretrained(); expected a model of transformers" in done.output + str(done.exception)
+    assert not Path("new").exists()
