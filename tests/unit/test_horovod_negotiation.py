@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -32,7 +36,7 @@ class SimulatedLinks:
         self._post.boxes[rank].setdefault(self.rank, deque()).append(message)
         self._post.sent += len(message)
 
-    def flush(self) -> None:
+    def flush(self, rank: int) -> None:
         """Nothing is held back."""
 
     def receive(self) -> tuple[int, bytes] | None:
@@ -56,8 +60,7 @@ def simulate(
         rank = draw.randrange(size)
         if left[rank] and draw.random() < 0.5:
             ranks[rank].submit(*left[rank].popleft())
-        for together in ranks[rank].progress():
-            ran[rank] += together
+        ran[rank] += ranks[rank].progress()
         quiet = not any(left) and not any(box for boxes in post.boxes for box in boxes.values())
         if quiet and all(not one.progress() for one in ranks):
             return ran, post.sent
@@ -119,6 +122,56 @@ def test_ranks_that_join_are_not_waited_for(size: int, seed: int) -> None:
         assert sorted(names) == [f"t{n}" for n in range(max(counts))] and one[-1].request.kind == JOIN
         assert one[-1].values[0][1] == size - 1, "the highest number of all"
     assert len({str(one[-1].values) for one in ran}) == 1
+
+
+class Reluctant:
+    """Links over queues. A message leaves the sender only while the receiver looks for messages, as MPI's may."""
+
+    def __init__(self, boxes: list[queue.SimpleQueue[tuple[int, bytes, threading.Event]]], rank: int) -> None:
+        self.rank, self.size, self._boxes = rank, len(boxes), boxes
+        self._sent: dict[int, threading.Event] = {}
+        self._draw = random.Random(rank)
+
+    def send(self, rank: int, message: bytes) -> None:
+        self._sent[rank] = threading.Event()
+        self._boxes[rank].put((self.rank, message, self._sent[rank]))
+
+    def flush(self, rank: int) -> None:
+        if rank in self._sent and not self._sent[rank].wait(20):
+            raise TimeoutError(f"rank {rank} does not look for messages of rank {self.rank}")
+
+    def receive(self) -> tuple[int, bytes] | None:
+        if self._draw.random() < 0.3:  # still on its way
+            return None
+        with suppress(queue.Empty):
+            source, message, left = self._boxes[self.rank].get_nowait()
+            left.set()
+            return source, message
+        return None
+
+
+@pytest.mark.parametrize("size", [2, 4, 18, 35])
+def test_ranks_that_wait_for_each_other_in_an_operation_do_not_deadlock(size: int) -> None:
+    """While a rank runs an operation, which ends when all ranks run it, it looks for no messages."""
+    boxes: list[Any] = [queue.SimpleQueue() for _ in range(size)]
+    meeting = threading.Barrier(size, timeout=20)
+    orders: list[list[str]] = [[] for _ in range(size)]
+
+    def take_part(rank: int) -> None:
+        draw = random.Random(rank)
+        one = Negotiation(Reluctant(boxes, rank), 4)
+        left = [Request("allreduce", f"t{number}", "float32", (1,)) for number in range(30)]
+        draw.shuffle(left)
+        while len(orders[rank]) < 30:
+            if left and draw.random() < 0.5:
+                one.submit(left.pop(), -1, None)
+            for agreed in one.progress():
+                orders[rank].append(agreed.request.name)
+                meeting.wait()
+
+    with ThreadPoolExecutor(size) as threads:
+        list(threads.map(take_part, range(size)))
+    assert orders == [orders[0]] * size
 
 
 def test_the_end_reaches_every_rank() -> None:

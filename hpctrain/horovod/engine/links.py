@@ -24,8 +24,8 @@ class Links(Protocol):
     def send(self, rank: int, message: bytes) -> None:
         """Send without waiting for the receiver."""
 
-    def flush(self) -> None:
-        """Wait until all that was sent has left this process. The receivers must not wait for this rank meanwhile."""
+    def flush(self, rank: int) -> None:
+        """Wait until all that was sent to `rank` has left this process. That rank must not wait for this one meanwhile."""
 
     def receive(self) -> tuple[int, bytes] | None:
         """The next message that has arrived, and its rank; None if there is none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -38,21 +38,22 @@ class MPILinks:
     def __init__(self, comm: MPI.Comm, tag: int) -> None:
         self.rank, self.size = comm.rank, comm.size
         self._comm, self._tag = comm, tag
-        self._sent: deque[tuple[MPI.Request, bytes]] = deque()
+        self._sent: defaultdict[int, deque[tuple[MPI.Request, bytes]]] = defaultdict(deque)
         self._status = MPI.Status()
 
     def send(self, rank: int, message: bytes) -> None:
-        self._has_left()
-        self._sent.append((self._comm.Isend([message, MPI.BYTE], rank, self._tag), message))
+        self._has_left(rank)
+        self._sent[rank].append((self._comm.Isend([message, MPI.BYTE], rank, self._tag), message))
 
-    def flush(self) -> None:
+    def flush(self, rank: int) -> None:
         deadline = time.perf_counter() + _TIMEOUT.total_seconds()
-        wait_until(self._has_left, deadline, Patience.LONG, notice_after=math.inf, notice=lambda: None)
+        wait_until(lambda: self._has_left(rank), deadline, Patience.LONG, notice_after=math.inf, notice=lambda: None)
 
-    def _has_left(self) -> bool:
-        while self._sent and self._sent[0][0].Test():
-            self._sent.popleft()
-        return not self._sent
+    def _has_left(self, rank: int) -> bool:
+        sent = self._sent[rank]
+        while sent and sent[0][0].Test():
+            sent.popleft()
+        return not sent
 
     def receive(self) -> tuple[int, bytes] | None:
         arrived = self._comm.Improbe(MPI.ANY_SOURCE, self._tag, self._status)

@@ -77,9 +77,12 @@ class Negotiation:
         """Tell all ranks that no operation can follow."""
         self._pass_on(reason, self.rank)
 
-    def progress(self) -> list[list[Agreed]]:
-        """Read and send what there is. Returns the operations to run now, in order; those of one list arrived together."""
-        agreed: list[list[Agreed]] = []
+    def progress(self) -> list[Agreed]:
+        """Read and send what there is, until operations are agreed. Returns those to run now, in order; none if there are none.
+
+        The caller runs them before the next call. So a rank that is told of an operation waits in no later one: the message
+        reaches it, and no two ranks wait for each other.
+        """
         while (message := self._links.receive()) is not None:
             source, (kind, content) = message[0], decode(message[1])
             if kind == _ASK:
@@ -88,19 +91,19 @@ class Negotiation:
                     self._add(source, one.request, one.number, one.values, one.error)
             elif kind == _GO:
                 together = [_unpacked(item, self._longhand[source]) for item in content]
+                self._pass_up()
                 self._announce(together)
-                agreed.append(together)
+                return together
             elif kind == _JOINED:
                 self._join(source, *content)
             else:
                 self._pass_on(content, source)
         if self._parent is not None:
             self._pass_up()
-        elif self._complete:
-            together, self._complete = self._complete, []
-            self._announce(together)
-            agreed.append(together)
-        return agreed
+            return []
+        together, self._complete = self._complete, []
+        self._announce(together)
+        return together
 
     def _pass_up(self) -> None:
         if self._parent is not None and self._complete:
@@ -141,10 +144,13 @@ class Negotiation:
             self._links.send(self._parent, encode(_JOINED, [last, highest]))
 
     def _announce(self, together: list[Agreed]) -> None:
+        if not together:
+            return
         for child in self._children:
             self._send(child, _GO, together)
-        # the operation that follows may wait for the children in a node's memory, where nothing drives MPI
-        self._links.flush()
+        for child in self._children:
+            # the operation that follows may wait for the child in a node's memory, where nothing drives MPI
+            self._links.flush(child)
         if any(one.request.kind == JOIN for one in together):
             self._joined.clear()
 

@@ -59,7 +59,7 @@ class SocketLinks:
         with suppress(OSError):  # it has ended: `receive` says so
             self._sockets[rank].sendall(_HEADER.pack(len(message)) + message)
 
-    def flush(self) -> None:
+    def flush(self, rank: int) -> None:
         """Nothing to do: `send` has given all to the system."""
 
     def receive(self) -> tuple[int, bytes] | None:

@@ -175,7 +175,7 @@ class Team:
         while self._new:
             submission = self._new.popleft()
             self._negotiation.submit(submission.request, submission.number, submission.value)
-        for together in self._negotiation.progress():
+        while together := self._negotiation.progress():
             self._timeline.mark_cycle()
             for batch in fused(together, self._settings.fusion_bytes):
                 self._run(batch)
