@@ -94,10 +94,11 @@ def describe(session: Session, layout: Layout) -> dict[str, str]:
     threads = torch.get_num_threads()
     name = launcher_name() if identity.source == "mpi" else None
     launcher = f", started by {name}" if name else ""
+    dealt = " (numbered by node; the launcher had dealt them out in turn)" if identity.renumbered else ""
     chosen = (parts.model, parts.dataset, parts.optimizer, parts.schedule)
     return {
         "job": f"{job.job.name}, seed {job.job.seed}, {progress.steps} steps, files in {job.output_dir}",
-        "ranks": f"{identity.size} ({identity.source}){launcher}, {identity.local_size} per node, "
+        "ranks": f"{identity.size} ({identity.source}){launcher}, {identity.local_size} per node{dealt}, "
         f"{threads} thread{'s' if threads > 1 else ''} each, on {session.device.type}",
         "mesh": f"{layout}; sharding {parts.sharding.name}",
         **({"pipeline": pipeline} if pipeline else {}),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hpctrain.errors import HpctrainError
 from hpctrain.mpi.library import MPI, abort
+from hpctrain.mpi.world import world
 
 
 class Group(Protocol):
@@ -49,12 +50,12 @@ def install() -> None:
 def _abort_world(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     # init_process_group wraps this hook and shows its output only after it returns. It does not return, so print on the
     # real stderr.
-    rank = MPI.COMM_WORLD.rank
+    rank = world().rank
     lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
     text = "\n".join(f"[rank {rank} on {socket.gethostname()}] {line}" for line in lines)
     stream = sys.__stderr__ or sys.stderr
     print(text, file=stream, flush=True)
-    if MPI.COMM_WORLD.size == 1:
+    if world().size == 1:
         return  # no other rank waits for this one: Python ends it with status 1
     abort(error.exit_code if isinstance(error, HpctrainError) else 1)
 
@@ -68,7 +69,7 @@ def _leave() -> None:
             group.finish()
     if any(group.broken for group in _groups):
         print(
-            f"[rank {MPI.COMM_WORLD.rank}] MPI still holds an operation that timed out: ending all ranks",
+            f"[rank {world().rank}] MPI still holds an operation that timed out: ending all ranks",
             file=sys.stderr,
         )
         abort(1)

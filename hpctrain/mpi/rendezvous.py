@@ -16,6 +16,7 @@ from hpctrain.errors import EnvironmentUnfitError
 from hpctrain.mpi import leaving, values
 from hpctrain.mpi.errors import name_ranks
 from hpctrain.mpi.library import MPI
+from hpctrain.mpi.world import world
 from hpctrain.store.client import GuardedStore, narrow, open_store
 from hpctrain.store.messages import SECRET_BYTES, ProtocolError
 from hpctrain.store.network import LOOPBACK, bind_communication, listeners, reachable_addresses
@@ -31,7 +32,7 @@ def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30)) -> Iterator
     Raises EnvironmentUnfitError on all ranks if one cannot reach the store, ValueError if the rank or world size
     passed to init_process_group is not MPI's.
     """
-    comm = MPI.COMM_WORLD
+    comm = world()
     _check_given(url, comm)
     yield open_over_mpi(timeout), comm.rank, comm.size
     raise RuntimeError("mpi:// cannot meet a second time; call init_process_group again")
@@ -39,7 +40,7 @@ def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30)) -> Iterator
 
 def open_over_mpi(timeout: timedelta, on_stranger: Callable[[str], None] = warn_of_stranger) -> GuardedStore:
     """A new store of all ranks of MPI's world. Collective; raises the errors of `rendezvous`."""
-    comm = MPI.COMM_WORLD
+    comm = world()
     leaving.install()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     one_node = node.size == comm.size

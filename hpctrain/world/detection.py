@@ -167,11 +167,13 @@ def _from_mpi() -> Identity | None:
     """MPI's answer; None when there is no MPI library."""
     try:
         from hpctrain.mpi.library import MPI
+        from hpctrain.mpi.world import number_by_node, world
     except EnvironmentUnfitError:
         return None
-    world = MPI.COMM_WORLD
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    identity = Identity(world.rank, world.size, node.rank, node.size, socket.gethostname(), "mpi")
+    renumbered = number_by_node()
+    ranks = world()
+    node = ranks.Split_type(MPI.COMM_TYPE_SHARED, ranks.rank)
+    identity = Identity(ranks.rank, ranks.size, node.rank, node.size, socket.gethostname(), "mpi", renumbered)
     node.Free()
     return identity
 
@@ -204,19 +206,23 @@ def _from_flux() -> Identity:
     pmi = launcher_pmi()
     nodes = pmi.exchange(socket.gethostname())
     node = nodes[pmi.rank]
-    return Identity(pmi.rank, pmi.size, nodes[: pmi.rank].count(node), nodes.count(node), node, "flux")
+    by_node = sorted(range(pmi.size), key=lambda rank: nodes.index(nodes[rank]))
+    rank, renumbered = by_node.index(pmi.rank), by_node != list(range(pmi.size))
+    return Identity(rank, pmi.size, nodes[: pmi.rank].count(node), nodes.count(node), node, "flux", renumbered)
 
 
 def _from_slurm(environment: Mapping[str, str], tasks: int) -> Identity:
     node_index = int(environment.get("SLURM_NODEID", 0))
     per_node = _tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", str(tasks)))
+    local_rank, known = int(environment.get("SLURM_LOCALID", 0)), node_index < len(per_node)
     return Identity(
-        rank=int(environment["SLURM_PROCID"]),
+        rank=sum(per_node[:node_index]) + local_rank if known else int(environment["SLURM_PROCID"]),
         size=tasks,
-        local_rank=int(environment.get("SLURM_LOCALID", 0)),
-        local_size=per_node[node_index] if node_index < len(per_node) else 1,
+        local_rank=local_rank,
+        local_size=per_node[node_index] if known else 1,
         node=environment.get("SLURMD_NODENAME", socket.gethostname()),
         source="slurm",
+        renumbered=not environment.get("SLURM_DISTRIBUTION", "block").startswith("block"),
     )
 
 

@@ -14,6 +14,7 @@ from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
 from hpctrain.mpi.transfer.node import Node
 from hpctrain.mpi.transfer.watch import Watch
+from hpctrain.mpi.world import world
 
 
 def choose(channel: Channel, watch: Watch, settings: Settings) -> Collectives:
@@ -24,7 +25,7 @@ def choose(channel: Channel, watch: Watch, settings: Settings) -> Collectives:
     if settings.ranks_per_node is None:
         local = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
     else:
-        local = comm.Split(MPI.COMM_WORLD.rank // settings.ranks_per_node, comm.rank)
+        local = comm.Split(world().rank // settings.ranks_per_node, comm.rank)
     members = sorted({tuple(ranks) for ranks in values.gather(comm, values.gather(local, comm.rank))})
     wanted = all(len(ranks) == len(members[0]) > 1 for ranks in members) and (
         len(members) == 1 or settings.hierarchical

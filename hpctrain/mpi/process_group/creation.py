@@ -14,12 +14,12 @@ from hpctrain.errors import EnvironmentUnfitError
 from hpctrain.mpi import leaving
 from hpctrain.mpi.collectives.choice import choose
 from hpctrain.mpi.errors import CommunicationTimeoutError, name_ranks
-from hpctrain.mpi.library import MPI
 from hpctrain.mpi.process_group.group import MPIProcessGroup
 from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
 from hpctrain.mpi.transfer.presence import Presence
 from hpctrain.mpi.transfer.watch import Watch
+from hpctrain.mpi.world import world
 
 
 def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
@@ -28,12 +28,12 @@ def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
     Raises EnvironmentUnfitError if torch and MPI number the ranks differently, CommunicationTimeoutError if a
     member does not call this in time.
     """
-    world = MPI.COMM_WORLD
+    everyone = world()
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    if max(ranks) >= world.size or ranks[options.group_rank] != world.rank:
+    if max(ranks) >= everyone.size or ranks[options.group_rank] != everyone.rank:
         raise EnvironmentUnfitError(
             f"torch says that this process is rank {ranks[options.group_rank]} of at least {max(ranks) + 1}, MPI says "
-            f"rank {world.rank} of {world.size}: start all ranks with one mpiexec or srun, and use "
+            f"rank {everyone.rank} of {everyone.size}: start all ranks with one mpiexec or srun, and use "
             'init_method="mpi://"'
         )
     # A group that is made again after its destruction gets the same name and the same store, old keys included.
@@ -46,7 +46,7 @@ def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
         raise
     # The tag separates groups of the same ranks that are made at the same time.
     tag = zlib.crc32(options.group_id.encode()) % 2**15
-    comm = world.Create_group(world.group.Incl(ranks), tag)
+    comm = everyone.Create_group(everyone.group.Incl(ranks), tag)
     presence = Presence(store, options.group_rank, ranks, options.group_id)
     watch = Watch(presence)
     collectives = choose(Channel(comm, watch), watch, settings)
