@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.option(
     "--directory", default=".", type=click.Path(path_type=Path), help="The output directory to check (default: here)."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON array of findings instead of lines.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON object on each line, for each finding.")
 @started_by_option
 def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path | None) -> int:
     """Check the machine before a job is trained: the start, the nodes, the output directory, and the network.
@@ -61,22 +61,18 @@ def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path 
 
 
 class _Shown:
-    """Prints rows as they come, or all as JSON at the end."""
+    """Prints rows as they come: what was found is on the screen, however the checks end."""
 
     def __init__(self, as_json: bool) -> None:
-        self._as_json, self._rows = as_json, list["Row"]()
+        self._as_json, self._states = as_json, list[str]()
 
     def show(self, rows: list[Row], ranks: int) -> None:
         from hpctrain.doctor.findings import lines
 
-        self._rows += rows
-        if not self._as_json:
-            for line in lines(rows, ranks):
-                click.echo(line)
+        self._states += [row.state for row in rows]
+        for line in (json.dumps(asdict(row)) for row in rows) if self._as_json else lines(rows, ranks):
+            click.echo(line)
 
     def end(self) -> None:
-        states = [row.state for row in self._rows]
-        if self._as_json:
-            click.echo(json.dumps([asdict(row) for row in self._rows], indent=2))
-        else:
-            click.echo(f"doctor       {states.count('fail')} failed, {states.count('warn')} to look at")
+        if not self._as_json:
+            click.echo(f"doctor       {self._states.count('fail')} failed, {self._states.count('warn')} to look at")

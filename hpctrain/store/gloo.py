@@ -30,6 +30,12 @@ LOG = logging.getLogger("hpctrain")
 _ATTEMPTS = 5
 _CONNECT = timedelta(seconds=60)
 """The limit for connecting and authenticating; all members are present by then."""
+_OTHERS = timedelta(seconds=70)
+"""How long a member that could not connect waits for the others' outcome. They may wait for it in gloo, one after the other."""
+_EXPECTED = (
+    "expected a network between all ranks, without other programs that connect to them (GLOO_SOCKET_IFNAME selects its "
+    "interface)"
+)
 
 
 class _AddressBook(Store):
@@ -81,29 +87,35 @@ _books: list[_AddressBook] = []
 def create_group(options: Any, _: Any = None) -> dist.ProcessGroupGloo:
     """The group described by torch's `_DistributedBackendOptions`. Collective over its members.
 
-    Raises DistStoreError if a member is missing, EnvironmentUnfitError if strangers connected first in every attempt.
+    Raises DistStoreError if a member is missing, EnvironmentUnfitError if members can't reach each other, or strangers
+    connected first in every attempt.
     """
     if not _in_use:
         _in_use.append(os.environ.get(_TRANSPORT, ""))
     rank, size = options.group_rank, options.group_size
     # a group that is destroyed and made again gets the same name and store from torch, with the first group's keys in it
     store = PrefixStore(str(options.store.add(f"made/{rank}", 1)), options.store)
-    _await_members(store, rank, list(options.global_ranks_in_group) or list(range(size)), options)
+    members = list(options.global_ranks_in_group) or list(range(size))
+    _await_members(store, rank, members, options)
     reason = ""
     for attempt in range(_ATTEMPTS):
         attempt_store = PrefixStore(f"attempt/{attempt}", store)
         found = _connect(attempt_store, rank, size)
-        attempt_store.set(f"failed/{rank}", found if isinstance(found, str) else "")
-        reasons = [one.decode() for one in attempt_store.multi_get([f"failed/{member}" for member in range(size)])]
-        reason = next((one for one in reasons if one), "")
+        mine = found if isinstance(found, str) else ""
+        outcomes = [f"failed/{member}" for member in range(size)]
+        attempt_store.set(outcomes[rank], mine)
+        if mine:
+            _await_others(
+                attempt_store, outcomes, members, f"group {options.group_id!r} on rank {members[rank]}: {mine}"
+            )
+        reason = next((one.decode() for one in attempt_store.multi_get(outcomes) if one), "")
         if not reason and not isinstance(found, str):
             found.set_timeout(options.timeout)
             return found
         if rank == 0:
             LOG.warning("gloo: group %r is connected anew: %s", options.group_id, reason)
     raise EnvironmentUnfitError(
-        f"gloo: group {options.group_id!r} could not be connected in {_ATTEMPTS} attempts: {reason}; expected a network between "
-        "all ranks without other programs that connect to them (GLOO_SOCKET_IFNAME selects its interface)"
+        f"gloo: group {options.group_id!r} could not be connected in {_ATTEMPTS} attempts: {reason}; {_EXPECTED}"
     )
 
 
@@ -117,6 +129,17 @@ def _await_members(store: Store, rank: int, ranks: list[int], options: Any) -> N
         raise dist.DistStoreError(
             f"group {options.group_id!r} was not complete within {options.timeout.total_seconds():g} s: ranks {missing} did not "
             "create it; new_group must be called by all ranks, in the same order"
+        ) from error
+
+
+def _await_others(store: Store, outcomes: list[str], ranks: list[int], failure: str) -> None:
+    """failure: this member's; told if other members do not come to an end."""
+    try:
+        store.wait(outcomes, _OTHERS)
+    except dist.DistStoreError as error:
+        missing = ", ".join(str(one) for one, key in zip(ranks, outcomes, strict=True) if not store.check([key]))
+        raise EnvironmentUnfitError(
+            f"gloo: {failure}; rank {missing} is still connecting after {_OTHERS.total_seconds():g} s more; {_EXPECTED}"
         ) from error
 
 

@@ -41,7 +41,7 @@ SCHEMA = {
 
 def rows(done: Finished) -> list[dict[str, Any]]:
     """The findings of --json, of the schema; each problem has a remedy."""
-    found: list[dict[str, Any]] = json.loads(done.out)
+    found: list[dict[str, Any]] = [json.loads(line) for line in done.out.splitlines()]
     jsonschema.validate(found, SCHEMA)
     assert all(bool(row["remedy"]) == (row["state"] != "ok") for row in found), done
     assert (done.code == 3) == any(row["state"] == "fail" for row in found), done

@@ -21,7 +21,7 @@ FOUR = ["srun", "-K", "-N2", "-n4", "--ntasks-per-node=2"]
 
 def rows(done: Finished, check: str) -> list[dict[str, Any]]:
     """The findings of `check`, from --json."""
-    return [row for row in json.loads(done.out) if row["check"] == check]
+    return [row for row in map(json.loads, done.out.splitlines()) if row["check"] == check]
 
 
 @contextmanager
@@ -74,3 +74,13 @@ def test_a_directory_of_each_nodes_own(cluster: Cluster, tmp_path: Path) -> None
     assert done.code == 3, done
     (bad,) = (row for row in rows(done, "output directory") if row["state"] == "fail")
     assert bad["ranks"] == [2] and bad["nodes"] == ["node2"] and "not rank 0's directory" in bad["found"], done
+
+
+@pytest.mark.nightly
+def test_ranks_that_cannot_communicate(cluster: Cluster, tmp_path: Path) -> None:
+    """The ranks meet over the network, but gloo is told to use each node's loopback. What was found before is told."""
+    words = [*FOUR, "--mpi=none", *hpctrain("doctor", "--json")]
+    done = cluster.run(words, tmp_path, env={"GLOO_SOCKET_IFNAME": "lo"}, timeout=150)
+    assert done.code != 0 and "hpctrain: gloo: group" in done.err and "still connecting" in done.err, done
+    assert "Connection refused, remote=[127.0.0.1]" in done.err and "GLOO_SOCKET_IFNAME" in done.err, done
+    assert rows(done, "open files") and not rows(done, "links of nodes"), done
