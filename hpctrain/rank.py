@@ -85,8 +85,14 @@ def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
     return result
 
 
-def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, channel: LauncherChannel) -> dict[str, Any]:
-    """Meet the other ranks, agree on the job that rank 0 reads, and train it."""
+def run_rank(
+    identity: Identity, read: Callable[[], RawJob], resume: str, channel: LauncherChannel, begun: float | None = None
+) -> dict[str, Any]:
+    """Meet the other ranks, agree on the job that rank 0 reads, and train it.
+
+    begun: when the starter of these ranks, which may have started others before them, began, on time.time(); None: now.
+    """
+    begin = time.monotonic() - (0.0 if begun is None else max(0.0, time.time() - begun))
     if resume not in ("auto", "never"):
         resume = str(behind_latest(Path(resume)))
     lock = OutputLock()
@@ -95,7 +101,7 @@ def run_rank(identity: Identity, read: Callable[[], RawJob], resume: str, channe
         # already here: a signal during building must not end a single rank
         with StopRequest() as stop:
             channel.answers_signals()
-            return _run_in(world, read, resume, stop, lock)
+            return _run_in(world, read, resume, stop, lock, begin)
 
     try:
         return _on_rank(identity, channel, work)
@@ -139,9 +145,9 @@ def _on_rank(identity: Identity, channel: LauncherChannel, work: Callable[[World
 
 
 def _run_in(
-    world: World, read: Callable[[], RawJob], resume: str, stop: StopRequest, lock: OutputLock
+    world: World, read: Callable[[], RawJob], resume: str, stop: StopRequest, lock: OutputLock, begin: float
 ) -> dict[str, Any]:
-    begin, identity = time.monotonic(), world.identity
+    identity = world.identity
     checked = agree_on_job(world, read)
     notice = fallback_notice(identity)
     if notice and identity.rank == 0:

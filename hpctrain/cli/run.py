@@ -23,10 +23,13 @@ from hpctrain.errors import EXIT_STOPPED, UsageError
               "is killed, hangs or fails; they continue from the newest checkpoint.")  # fmt: skip
 @click.option("--hostfile", type=click.Path(path_type=Path), metavar="FILE", help="Start the ranks on the hosts of this file, with "
               "a line `HOST slots=N` or `HOST:N` for each.")  # fmt: skip
+@click.option(
+    "--begun", type=float, hidden=True, help="Set by the starter for its ranks: when it began, in seconds since 1970."
+)
 @started_by_option
 def command(
     job: Path, ranks: int | None, overrides: tuple[str, ...], resume: str, restarts: int, hostfile: Path | None,
-    started_by: Path | None,
+    begun: float | None, started_by: Path | None,
 ) -> int:  # fmt: skip
     """Train JOB.toml.
 
@@ -43,7 +46,7 @@ def command(
         from hpctrain.rank import run_rank
 
         identity, read, channel = rank
-        return int(run_rank(identity, read, resume, channel)["exit_code"])
+        return int(run_rank(identity, read, resume, channel, begun)["exit_code"])
 
     code, speaks = on_ranks("run", job, ranks, overrides, ("--resume", resume), started_by, work, restarts, hostfile)
     if speaks:

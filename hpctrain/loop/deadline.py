@@ -56,7 +56,7 @@ class Deadline:
 def deadline_of(
     time_limit: float | None, begin: float, identity: Identity, environment: Mapping[str, str] = os.environ
 ) -> Deadline:
-    """The earlier one of `[job] time_limit` and the end of the Slurm job. begin: of this process, on time.monotonic()."""
+    """The earlier one of `[job] time_limit` and the end of the Slurm job. begin: of the run, on time.monotonic()."""
     if identity.rank != 0:
         return Deadline(None, begin)
     end = end_time(environment)

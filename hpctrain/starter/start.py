@@ -70,7 +70,8 @@ def start_ranks(
             hosts, count = placement.next()
             if command == "run":
                 print(f"starting     {count} rank{'s' if count > 1 else ''}{_where(hosts)}", flush=True)
-            program = [command, str(job), *sets, *words]
+            time_told = ("--begun", f"{begin:.3f}") if command == "run" else ()
+            program = [command, str(job), *sets, *words, *time_told]
             ended = _start_once(program, hosts, count, Requests(signals, placement.has_more), command == "run")
             if ended.host is not None:
                 placement.note_failure(ended.host)

@@ -34,7 +34,7 @@ def test_it_stops_in_time_and_continues_until_it_is_done(slow: JobFile, tmp_path
     environment = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     whole = run(hpctrain("run", "job.toml", "--set", "job.output_dir=whole"), tmp_path, 60, environment)
     assert whole.code == 0, whole
-    words, codes = hpctrain("run", "job.toml", "-n", "2", "--set", "job.time_limit=8s"), []
+    words, codes = hpctrain("run", "job.toml", "-n", "2", "--set", "job.time_limit=12s"), []
     while not codes or (codes[-1] == 75 and len(codes) < 12):
         done = run(words, tmp_path, 60, environment)
         codes.append(done.code)
@@ -55,3 +55,18 @@ def test_the_end_of_a_slurm_job_is_known(slow: JobFile, tmp_path: Path) -> None:
     done = run(words, tmp_path, 60, environment)
     assert done.code == 75 and "as its time is nearly over" in done.out, done
     assert time.time() < end
+
+
+def test_ranks_that_start_again_have_the_time_that_is_left(slow: JobFile, tmp_path: Path) -> None:
+    """Rank 1 dies in its twelfth step."""
+    (tmp_path / "slow.py").write_text(
+        SLOW.replace("    time.sleep(0.4)\n", "    time.sleep(0.4)\n    die(step)\n")
+        + "\n\ndef die(step):\n    import os, pathlib\n    mark = pathlib.Path('died')\n"
+        "    if step == 12 and os.environ['RANK'] == '1' and not mark.exists():\n        mark.touch()\n        os._exit(9)\n"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    words = ["run", "job.toml", "-n", "2", "--restarts", "1", "--set", "job.time_limit=18s", "--set", "job.steps=1000"]
+    begin = time.monotonic()
+    done = run(hpctrain(*words), tmp_path, 90, environment)
+    assert done.code == 75 and "as its time is nearly over" in done.out and "restart 1 of 1" in done.err, done
+    assert time.monotonic() - begin < 18, done
