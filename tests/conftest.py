@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tomli_w
 from hypothesis import HealthCheck, settings
+from launching import wait_until
 
 from hpctrain.world.detection import launched
 
@@ -85,6 +86,19 @@ class JobFile:
     @property
     def output(self) -> Path:
         return self.directory / str(self.tables["job"]["output_dir"])
+
+    def sleeps(self, seconds: float) -> JobFile:
+        """A plugin `slow` beside the job, with which each step takes so much longer; the job or a command must load it."""
+        (self.directory / "slow.py").write_text(
+            "import time\n\nfrom hpctrain.api import hookimpl\n\n\n"
+            f"@hookimpl\ndef hpctrain_step_end(step):\n    time.sleep({seconds})\n"
+        )
+        return self
+
+    def wait_for_steps(self, steps: int, seconds: float = 90) -> None:
+        """Return when metrics.jsonl has so many lines."""
+        path = self.output / "metrics.jsonl"
+        wait_until(lambda: path.exists() and path.read_text().count("\n") >= steps, seconds, f"{steps} steps")
 
     def rows(self, output: str | None = None) -> list[dict[str, Any]]:
         """The steps' rows of metrics.jsonl."""

@@ -10,24 +10,11 @@ import pytest
 from conftest import JobFile
 from launching import hpctrain, run
 
-SLOW = """
-
-import time
-
-from hpctrain.api import hookimpl
-
-
-@hookimpl
-def hpctrain_step_end(step):
-    time.sleep(0.4)
-"""
-
 
 @pytest.fixture
-def slow(job: JobFile, tmp_path: Path) -> JobFile:
+def slow(job: JobFile) -> JobFile:
     """24 steps that take ten seconds."""
-    (tmp_path / "slow.py").write_text(SLOW)
-    return job.set(job={"steps": 24}, plugins={"load": ["slow"]})
+    return job.sleeps(0.4).set(job={"steps": 24}, plugins={"load": ["slow"]})
 
 
 def test_it_stops_in_time_and_continues_until_it_is_done(slow: JobFile, tmp_path: Path) -> None:
@@ -59,9 +46,10 @@ def test_the_end_of_a_slurm_job_is_known(slow: JobFile, tmp_path: Path) -> None:
 
 def test_ranks_that_start_again_have_the_time_that_is_left(slow: JobFile, tmp_path: Path) -> None:
     """Rank 1 dies in its twelfth step."""
-    (tmp_path / "slow.py").write_text(
-        SLOW.replace("    time.sleep(0.4)\n", "    time.sleep(0.4)\n    die(step)\n")
-        + "\n\ndef die(step):\n    import os, pathlib\n    mark = pathlib.Path('died')\n"
+    plugin = tmp_path / "slow.py"
+    plugin.write_text(
+        plugin.read_text()
+        + "    die(step)\n\n\ndef die(step):\n    import os, pathlib\n    mark = pathlib.Path('died')\n"
         "    if step == 12 and os.environ['RANK'] == '1' and not mark.exists():\n        mark.touch()\n        os._exit(9)\n"
     )
     environment = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}

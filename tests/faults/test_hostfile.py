@@ -16,16 +16,6 @@ from launching import KILL, Started, hpctrain, run, started, wait_until
 
 PROGRAMS = Path(__file__).parent / "programs"
 RUN = hpctrain("run", "job.toml", "--hostfile", "hosts")
-SLOW = """
-import time
-
-from hpctrain.api import hookimpl
-
-
-@hookimpl
-def hpctrain_step_end(step):
-    time.sleep(0.1)
-"""
 IMPATIENT = """
 from hpctrain.starter import on_hosts
 
@@ -52,13 +42,7 @@ def hosts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def slowly(job: JobFile) -> JobFile:
-    (job.directory / "slow.py").write_text(SLOW)
-    return job.set(job={"steps": 1000}, plugins={"load": ["slow"]})
-
-
-def wait_for_steps(job: JobFile) -> None:
-    rows = job.output / "metrics.jsonl"
-    wait_until(lambda: rows.exists() and rows.read_text().count("\n") >= 2, 60, "two steps")
+    return job.sleeps(0.1).set(job={"steps": 1000}, plugins={"load": ["slow"]})
 
 
 def test_hosts_train_as_one_process_does(job: JobFile, hosts: Path, tmp_path: Path) -> None:
@@ -78,7 +62,7 @@ def test_open_mpi_knows_the_hosts_too(openmpi_python: str, slowly: JobFile, host
 
 def test_a_signal_saves(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
     with started(RUN, tmp_path, environment(tmp_path)) as command:
-        wait_for_steps(slowly)
+        slowly.wait_for_steps(2)
         command.process.send_signal(signal.SIGTERM)
         stopped = command.finish(30)
     assert stopped.code == 75 and "stopped at step" in stopped.out, stopped
@@ -86,7 +70,8 @@ def test_a_signal_saves(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
 
 
 def test_the_second_signal_ends_all_ranks_at_once(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(SLOW.replace("time.sleep(0.1)", "open('in-a-step', 'w')\n    time.sleep(60)"))
+    slow = tmp_path / "slow.py"
+    slow.write_text(slow.read_text().replace("time.sleep(0.1)", "open('in-a-step', 'w')\n    time.sleep(60)"))
     with started(RUN, tmp_path, environment(tmp_path)) as command:
         wait_until(lambda: (tmp_path / "in-a-step").exists(), 60, "training")
         for _ in range(2):
@@ -98,7 +83,7 @@ def test_the_second_signal_ends_all_ranks_at_once(slowly: JobFile, hosts: Path, 
 
 def test_no_rank_outlives_its_starter(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
     with started(RUN, tmp_path, environment(tmp_path)) as command:
-        wait_for_steps(slowly)
+        slowly.wait_for_steps(2)
         command.process.send_signal(KILL)
         command.finish(30)  # fails if a process is left
 
@@ -109,7 +94,7 @@ def rank_of(command: Started, number: str) -> int:
 
 def test_a_killed_rank_is_told_with_its_host(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
     with started(RUN, tmp_path, environment(tmp_path)) as command:
-        wait_for_steps(slowly)
+        slowly.wait_for_steps(2)
         os.kill(rank_of(command, "1"), KILL)
         ended = command.finish(30)
     assert ended.code == 4 and "a rank on b ended without an error message" in ended.err, ended

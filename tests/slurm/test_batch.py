@@ -25,11 +25,7 @@ SLOWLY = [*RUN, "--set", SLOW]
 @pytest.fixture
 def job(tmp_path: Path) -> JobFile:
     """A job that takes seconds with the plugin `slow`, and is saved only when it is stopped and every 7 steps."""
-    (tmp_path / "slow.py").write_text(
-        "import time\nfrom hpctrain.api import hookimpl\n"
-        "@hookimpl\ndef hpctrain_step_end(step, metrics): time.sleep(0.1)\n"
-    )
-    return JobFile(tmp_path).set(job={"steps": STEPS}, checkpoint={"every_steps": 7})
+    return JobFile(tmp_path).sleeps(0.1).set(job={"steps": STEPS}, checkpoint={"every_steps": 7})
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +52,6 @@ def ranks_of(command: Started) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
-def wait_for_steps(job: JobFile, steps: int) -> None:
-    wait_until(lambda: len(loss_texts(job)) >= steps, 90, f"{steps} steps")
-
-
 @pytest.fixture
 def submitted(cluster: Cluster, job: JobFile) -> Iterator[str]:
     """The number of a job that trains `job` slowly on two nodes; after the test no job is left."""
@@ -73,7 +65,7 @@ def submitted(cluster: Cluster, job: JobFile) -> Iterator[str]:
 def test_the_batch_script_goes_on_after_its_signal(
     cluster: Cluster, job: JobFile, straight: list[str], submitted: str
 ) -> None:
-    wait_for_steps(job, 10)
+    job.wait_for_steps(10)
     cluster.ask("scancel", "--signal=USR1", submitted)
     wait_until(lambda: cluster.job(submitted)["JobState"] in ENDED, 120, "the job's end")
     said = (job.output / f"slurm-{submitted}.out").read_text()
@@ -86,8 +78,7 @@ def test_the_batch_script_goes_on_after_its_signal(
 @pytest.mark.timeout(400)
 def test_the_time_limit_comes_until_the_job_is_done(cluster: Cluster, job: JobFile, straight: list[str]) -> None:
     """The limit is a minute, Slurm's shortest; it may send the signal up to a minute early."""
-    slower = job.directory / "slow.py"
-    slower.write_text(slower.read_text().replace("0.1", "1.0"))
+    job.sleeps(1.0)
     words = ["--to", "slurm", "--nodes", "2", "--time", "60s", "--set", "launcher.slurm.save_seconds=30", "--set", SLOW]
     done = cluster.hpctrain(job.directory, "submit", "job.toml", *words)
     assert done.code == 0, done
@@ -102,7 +93,7 @@ def test_the_time_limit_comes_until_the_job_is_done(cluster: Cluster, job: JobFi
 
 
 def test_scancel_saves_and_ends(cluster: Cluster, job: JobFile, submitted: str) -> None:
-    wait_for_steps(job, 10)
+    job.wait_for_steps(10)
     cluster.ask("scancel", submitted)
     wait_until(lambda: not cluster.ask("squeue", "-h"), 60, "an empty queue")
     said = (job.output / f"slurm-{submitted}.out").read_text()
@@ -117,7 +108,7 @@ def test_a_signal_to_the_step_saves_and_the_next_goes_on(
 ) -> None:
     command = cluster.start([*TWO, *mpi, *SLOWLY], job.directory)
     try:
-        wait_for_steps(job, 10)
+        job.wait_for_steps(10)
         steps = cluster.ask("squeue", "-h", "--steps", "-o", "%i").split()
         cluster.ask("scancel", "--signal=USR1", *steps)
         stopped = command.finish(60)
@@ -135,7 +126,7 @@ def test_a_killed_rank_ends_the_step_and_the_next_goes_on(
 ) -> None:
     command = cluster.start([*TWO, *mpi, *SLOWLY], job.directory)
     try:
-        wait_for_steps(job, 10)
+        job.wait_for_steps(10)
         os.kill(ranks_of(command)[1], KILL)
         killed = command.finish(30)
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import JobFile
-from launching import KILL, Started, hpctrain, wait_until
+from launching import KILL, Started, hpctrain
 
 from slurm.cluster import Cluster
 
@@ -29,11 +29,7 @@ def hosts(tmp_path: Path) -> Path:
 @pytest.fixture
 def slowly(job: JobFile) -> JobFile:
     """A job that takes seconds, and is saved only when it is stopped and every 7 steps."""
-    (job.directory / "slow.py").write_text(
-        "import time\nfrom hpctrain.api import hookimpl\n"
-        "@hookimpl\ndef hpctrain_step_end(step, metrics): time.sleep(0.1)\n"
-    )
-    return job.set(job={"steps": 40}, checkpoint={"every_steps": 7}, plugins={"load": ["slow"]})
+    return job.sleeps(0.1).set(job={"steps": 40}, checkpoint={"every_steps": 7}, plugins={"load": ["slow"]})
 
 
 def test_two_ranks_on_each_of_two_nodes(cluster: Cluster, job: JobFile, hosts: Path, losses_alone: list[float]) -> None:
@@ -41,11 +37,6 @@ def test_two_ranks_on_each_of_two_nodes(cluster: Cluster, job: JobFile, hosts: P
     assert done.code == 0 and "4 (mpi), 2 per node" in done.out, done
     assert "starting     4 ranks on node1, node2" in done.out and done.err == "", done
     assert job.losses() == pytest.approx(losses_alone, rel=2e-6)
-
-
-def wait_for_steps(job: JobFile) -> None:
-    rows = job.output / "metrics.jsonl"
-    wait_until(lambda: rows.exists() and rows.read_text().count("\n") >= 3, 90, "three steps")
 
 
 def starter(command: Started) -> int:
@@ -56,7 +47,7 @@ def starter(command: Started) -> int:
 def test_a_signal_saves_and_the_same_command_continues(cluster: Cluster, slowly: JobFile, hosts: Path) -> None:
     command = cluster.start([*BOTH, *RUN], slowly.directory)
     try:
-        wait_for_steps(slowly)
+        slowly.wait_for_steps(3)
         os.kill(starter(command), signal.SIGTERM)
         stopped = command.finish(60)
     finally:
@@ -70,7 +61,7 @@ def test_a_signal_saves_and_the_same_command_continues(cluster: Cluster, slowly:
 def test_no_rank_outlives_its_starter(cluster: Cluster, slowly: JobFile, hosts: Path) -> None:
     command = cluster.start([*BOTH, *RUN, "--set", "job.steps=100000"], slowly.directory)
     try:
-        wait_for_steps(slowly)
+        slowly.wait_for_steps(3)
         os.kill(starter(command), KILL)
         command.finish(30)  # fails if a process is left; salloc's own code is 0
     finally:

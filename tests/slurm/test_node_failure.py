@@ -34,11 +34,7 @@ def own() -> Iterator[Cluster]:
 @pytest.fixture
 def job(tmp_path: Path) -> JobFile:
     """A job that takes ten seconds with the plugin `slow`."""
-    (tmp_path / "slow.py").write_text(
-        "import time\nfrom hpctrain.api import hookimpl\n"
-        "@hookimpl\ndef hpctrain_step_end(step, metrics): time.sleep(0.25)\n"
-    )
-    return JobFile(tmp_path).set(job={"steps": STEPS}, checkpoint={"every_steps": 7})
+    return JobFile(tmp_path).sleeps(0.25).set(job={"steps": STEPS}, checkpoint={"every_steps": 7})
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +52,6 @@ def submit(cluster: Cluster, job: JobFile) -> str:
     return done.out.split(",")[0].split()[-1]
 
 
-def wait_for_steps(job: JobFile, steps: int) -> None:
-    metrics = job.output / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= steps, 60, f"{steps} steps")
-
-
 def output(job: JobFile, number: str) -> str:
     path = job.output / f"slurm-{number}.out"
     return path.read_text() if path.exists() else "no output"
@@ -75,7 +66,7 @@ def wait_for_end(cluster: Cluster, number: str) -> dict[str, str]:
 def test_preempted_by_a_more_urgent_job(cluster: Cluster, job: JobFile, straight: list[float]) -> None:
     number = submit(cluster, job)
     try:
-        wait_for_steps(job, 5)
+        job.wait_for_steps(5)
         words = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 3"]
         urgent = cluster.ask(*words)
         assert urgent.isdigit(), urgent
@@ -90,7 +81,7 @@ def test_preempted_by_a_more_urgent_job(cluster: Cluster, job: JobFile, straight
 
 def test_a_node_that_dies(own: Cluster, job: JobFile, straight: list[float]) -> None:
     number = submit(own, job)
-    wait_for_steps(job, 10)
+    job.wait_for_steps(10)
     own.kill_node("node2")
     try:
         wait_until(lambda: own.job(number).get("Restarts") == "1", 90, "a requeue")
@@ -105,7 +96,7 @@ def test_a_node_that_dies_before_slurm_notices(cluster: Cluster, job: JobFile, s
     """The watchdog ends the job; its script finds that a node starts nothing, and requeues it."""
     job.set(watchdog={"timeout_seconds": 5})
     number = submit(cluster, job)
-    wait_for_steps(job, 10)
+    job.wait_for_steps(10)
     cluster.kill_node("node2")
     try:
         wait_until(lambda: cluster.job(number).get("Restarts") == "1", 90, "a requeue")

@@ -84,7 +84,7 @@ KUBERNETES = {"image": "registry/hpctrain:1", "claim": "runs", "claim_size": "50
 
 def manifests(launch: Launch, **options: Any) -> dict[str, Any]:
     """The documents by their kind."""
-    documents = list(yaml.safe_load_all(launcher("kubernetes", **KUBERNETES, **options).render(launch)))
+    documents = list(yaml.safe_load_all(launcher("kubernetes", **(KUBERNETES | options)).render(launch)))
     assert len({one["kind"] for one in documents}) == len(documents)
     for one in documents:
         assert one["metadata"]["namespace"] == "team"
@@ -130,13 +130,15 @@ def test_a_train_job_with_the_mpi_policy(launch: Launch) -> None:
 
 
 def test_an_mpi_job(launch: Launch) -> None:
-    spec = manifests(launch, kind="MPIJob")["MPIJob"]["spec"]
+    with pytest.raises(UsageError, match="ssh, which passes no variables on"):
+        manifests(launch, kind="MPIJob")
+    spec = manifests(launch, kind="MPIJob", secrets=[])["MPIJob"]["spec"]
     roles = spec["mpiReplicaSpecs"]
     assert {role: one["replicas"] for role, one in roles.items()} == {"Launcher": 1, "Worker": 2}
     assert spec["slotsPerWorker"] == 4 and spec["runPolicy"]["activeDeadlineSeconds"] == 3600
     for role, gpus in (("Launcher", 0), ("Worker", 4)):
         refuse_unknown("V1PodTemplateSpec", roles[role]["template"])
-        check_pod(roles[role]["template"]["spec"], gpus)
+        check_pod(roles[role]["template"]["spec"], gpus, secret=False)
 
 
 def test_mpirun_gets_its_variables_of_the_job(launch: Launch) -> None:
@@ -159,13 +161,13 @@ def test_an_indexed_job(launch: Launch) -> None:
     assert len(f"{name}-7") <= 63 and name == name.lower() and "." not in name
 
 
-def check_pod(pod: dict[str, Any], gpus: int) -> None:
+def check_pod(pod: dict[str, Any], gpus: int, *, secret: bool = True) -> None:
     """The volumes that a container mounts are there; resources are those of its ranks."""
     (container,) = pod["containers"]
     assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
     claims = [one["persistentVolumeClaim"]["claimName"] for one in pod["volumes"] if "persistentVolumeClaim" in one]
     assert claims == ["runs"] and pod["terminationGracePeriodSeconds"] == 120
-    assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
+    assert container.get("envFrom") == ([{"secretRef": {"name": "wandb"}}] if secret else None)
     if gpus:
         assert container["resources"]["limits"] == {"cpu": str(8 * gpus), "memory": "64Gi", "nvidia.com/gpu": str(gpus)}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from hpctrain.horovod.engine import request as kinds
 from hpctrain.horovod.engine.arithmetic import adasum, scale
 from hpctrain.horovod.engine.lane import Lane
 from hpctrain.horovod.engine.negotiation import Agreed
-from hpctrain.horovod.engine.request import Key, Request
+from hpctrain.horovod.engine.request import Request
 from hpctrain.horovod.engine.submission import Submission
+from hpctrain.torch_private import foreach_copy_
 
 Batch = list[Agreed]
 _LARGE = 2**20
@@ -26,18 +27,16 @@ def fused(together: Sequence[Agreed], fusion_bytes: int) -> Iterator[Batch]:
 
     All ranks have the same list and make the same batches.
     """
-    batches: dict[Any, Batch] = {}
-    filled: dict[Any, int] = {}
+    batches: dict[Request, Batch] = {}
+    filled: dict[Request, int] = {}
     for one in together:
-        request = one.request
-        nbytes = elements_of(request) * dtype_of(request).itemsize if request.dtype else 0
-        if request.kind != kinds.ALLREDUCE or one.error is not None or request.op == "Adasum" or nbytes > _LARGE:
+        alike, nbytes = _fusible(one.request)
+        if alike is None or one.error is not None:
             yield from batches.values()  # keeps the order that rank 0 announced
             batches.clear()
             filled.clear()
             yield [one]
             continue
-        alike = request._replace(name="", shape=())
         if alike in batches and filled[alike] + nbytes > fusion_bytes:
             yield batches.pop(alike)
         if alike not in batches:
@@ -47,11 +46,21 @@ def fused(together: Sequence[Agreed], fusion_bytes: int) -> Iterator[Batch]:
     yield from batches.values()
 
 
-def run(batch: Batch, mine: Mapping[Key, Submission], lane: Lane, buffers: Buffers) -> list[Any]:
-    """Run one batch. mine: this rank's submissions; one that it lacks is zeros, because it has joined. Returns the results."""
+@lru_cache(maxsize=8192)
+def _fusible(request: Request) -> tuple[Request | None, int]:
+    """What requests that may run as one have in common, and the bytes of the tensor; None if the request runs alone."""
+    nbytes = elements_of(request) * dtype_of(request).itemsize if request.dtype else 0
+    alone = request.kind != kinds.ALLREDUCE or request.op == "Adasum" or nbytes > _LARGE
+    return None if alone else request._replace(name="", shape=()), nbytes
+
+
+def run(batch: Batch, mine: Sequence[Submission | None], lane: Lane, buffers: Buffers) -> list[Any]:
+    """Run one batch. mine: this rank's submissions; None stands for zeros, because it has joined. Returns the results."""
     if batch[0].request.kind == kinds.ALLREDUCE:
-        return _all_reduce(batch, [mine.get(one.key) for one in batch], lane, buffers)
-    return [_RUNS[batch[0].request.kind](batch[0], mine[batch[0].key], lane)]
+        return _all_reduce(batch, mine, lane, buffers)
+    [submission] = mine
+    assert submission is not None  # a rank that has joined takes part in allreduces and barriers only
+    return [_RUNS[batch[0].request.kind](batch[0], submission, lane)]
 
 
 class Buffers:
@@ -99,10 +108,9 @@ def _all_reduce(batch: Batch, mine: Sequence[Submission | None], lane: Lane, buf
         return list(outputs)
     sizes = [tensor.numel() for tensor in tensors]
     buffer = buffers.take(sum(sizes), tensors[0])
-    torch.cat([tensor.reshape(-1) for tensor in tensors], out=buffer)
+    torch.cat([tensor.view(-1) for tensor in tensors], out=buffer)
     _reduce(buffer, request, lane)
-    for output, begin, size in zip(outputs, accumulate(sizes, initial=0), sizes, strict=False):
-        output.view(-1).copy_(buffer[begin : begin + size])
+    foreach_copy_([output.view(-1) for output in outputs], list(buffer.split(sizes)))
     return list(outputs)
 
 

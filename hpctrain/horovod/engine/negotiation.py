@@ -123,7 +123,8 @@ class Negotiation:
     def _look_at(self, key: Key) -> None:
         """Whether an operation is complete here, now that a rank has submitted it or has joined."""
         waiting = self._waiting[key]
-        if not waiting.sources.union(self._joined).issuperset([self.rank, *self._children]):
+        here = waiting.sources.union(self._joined) if self._joined else waiting.sources
+        if len(here) < 1 + len(self._children):
             return
         del self._waiting[key]
         if self._joined and key[0] not in (ALLREDUCE, BARRIER):
@@ -165,11 +166,18 @@ class Negotiation:
         self._links.send(rank, encode(kind, list(_packed(together, self._shorthand[rank]))))
 
 
-def _packed(together: list[Agreed], shorthand: Shorthand) -> Iterator[list[Any]]:
+def _packed(together: list[Agreed], shorthand: Shorthand) -> Iterator[int | list[Any]]:
+    """A number for what the steady state asks for, a known request by name; a list for all else."""
     for one in together:
-        yield [shorthand.refer(one.request), one.number, list(one.values.items()), one.error]
+        reference = shorthand.refer(one.request)
+        if len(reference) == 1 and one.number == -1 and not one.values and one.error is None:
+            yield reference[0]
+        else:
+            yield [reference, one.number, list(one.values.items()), one.error]
 
 
-def _unpacked(item: list[Any], longhand: Longhand) -> Agreed:
+def _unpacked(item: int | list[Any], longhand: Longhand) -> Agreed:
+    if isinstance(item, int):
+        return Agreed(longhand.resolve([item]), -1)
     reference, number, values, error = item
     return Agreed(longhand.resolve(reference), number, dict(values), error)

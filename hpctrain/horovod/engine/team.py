@@ -183,7 +183,7 @@ class Team:
             self._fail_all(self._negotiation.ended)
 
     def _run(self, batch: Batch) -> None:
-        mine = {one.key: self._mine[one.key] for one in batch if one.key in self._mine}
+        mine = [self._mine.get(one.key) for one in batch]
         begin = time.monotonic()
         error = None if batch[0].error is None else HorovodInternalError(batch[0].error)
         results: list[Any] = [None] * len(batch)
@@ -196,13 +196,12 @@ class Team:
                 self._negotiation.end(str(error))  # the ranks may no longer be in step
         self._timeline.record(batch, mine, begin)
         with self._changed:
-            for one, result in zip(batch, results, strict=True):
-                submission = self._mine.pop(one.key, None)
-                if submission is not None:
+            for submission, result in zip(mine, results, strict=True):
+                if submission is not None and self._mine.pop(submission.key, None) is not None:
                     submission.finish(result, error)
             self._changed.notify_all()
 
-    def _results(self, batch: Batch, mine: dict[Key, Submission]) -> list[Any]:
+    def _results(self, batch: Batch, mine: Sequence[Submission | None]) -> list[Any]:
         first = batch[0]
         if first.request.kind == kinds.BARRIER:
             return [None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,15 +47,14 @@ class Timeline:
             with self._lock:
                 self._write({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "ts": self._since(time.monotonic())})
 
-    def record(self, batch: Sequence[Agreed], mine: Mapping[Key, Submission], begin: float) -> None:
-        """A batch has run, from `begin` (time.monotonic()) until now."""
+    def record(self, batch: Sequence[Agreed], mine: Sequence[Submission | None], begin: float) -> None:
+        """A batch has run, from `begin` (time.monotonic()) until now. mine: this rank's submissions, None where it has joined."""
         if self._file is None:
             return
         end = time.monotonic()
         with self._lock:
-            for one in batch:
+            for one, submission in zip(batch, mine, strict=True):
                 kind = one.request.kind.upper()
-                submission = mine.get(one.key)
                 if submission is not None:
                     self._span(one.key, f"NEGOTIATE_{kind}", max(submission.submitted, self._begin), begin)
                 self._span(one.key, kind, begin, end)

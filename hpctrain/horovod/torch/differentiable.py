@@ -129,7 +129,7 @@ class Scattered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         op, scales, process_set, grouped = ctx.arguments
-        factor = scales.fields["prescale"] * scales.fields["postscale"]
+        factor = scales.prescale * scales.postscale
         if op == Sum:
             factor *= process_set.size()
         scaled = [(gradient * factor).contiguous() for gradient in gradients]

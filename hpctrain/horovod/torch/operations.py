@@ -7,7 +7,8 @@ every rank; the next operation works again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,11 +39,14 @@ def operation_of(op: int | None, average: bool | None) -> int:
     return op
 
 
-class Scales:
+class Scales(NamedTuple):
     """The factors of a reduction, before and after it."""
 
-    def __init__(self, prescale_factor: float, postscale_factor: float) -> None:
-        self.fields = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    prescale: float
+    postscale: float
+
+
+_NO_SCALES = Scales(1.0, 1.0)
 
 
 def reduce_async(
@@ -60,16 +64,17 @@ def reduce_async(
     """Reduce each tensor into its output."""
     team = _team(process_set)
     requests = []
-    for tensor in tensors:
+    for tensor, own_name in zip(
+        tensors, _names(len(tensors), name, "grouped_allreduce" if grouped else None), strict=True
+    ):
         _check(tensor, _REDUCED, "an allreduce")
         _check_adasum(tensor, op, team)
-        requests.append(_request(kinds.ALLREDUCE, tensor, tensor.shape, op=_NAMES[op], **scales.fields))
-    requests = _named(requests, name, "grouped_allreduce" if grouped else None)
+        requests.append(_request(kinds.ALLREDUCE, own_name, tensor, tensor.shape, _NAMES[op], scales))
 
     def make(count: int) -> list[Submission]:
         number = count if name is None else -1
         return [
-            Submission(request, number, tensor.detach(), output.detach())
+            _reduction(request, number, tensor, output)
             for request, tensor, output in zip(requests, tensors, outputs, strict=True)
         ]
 
@@ -88,14 +93,15 @@ def gather_async(
     """Concatenate the ranks' tensors along the first dim, in which they may differ."""
     team = _team(process_set)
     requests = []
-    for tensor in tensors:
+    for tensor, own_name in zip(
+        tensors, _names(len(tensors), name, "grouped_allgather" if grouped else None), strict=True
+    ):
         _check(tensor, _MOVED, "an allgather")
         if tensor.dim() == 0:
             raise IndexError(
                 "found an allgather of a tensor without dims, expected at least one; pass tensor.reshape(1)"
             )
-        requests.append(_request(kinds.ALLGATHER, tensor, tensor.shape[1:]))
-    requests = _named(requests, name, "grouped_allgather" if grouped else None)
+        requests.append(_request(kinds.ALLGATHER, own_name, tensor, tensor.shape[1:]))
 
     def make(count: int) -> list[Submission]:
         number = count if name is None else -1
@@ -115,7 +121,7 @@ def broadcast_into_async(
     _check(tensor, _MOVED, "a broadcast")
     if root_rank not in team.ranks:
         raise ValueError(f"found root_rank={root_rank}, expected one of the ranks {team.ranks}")
-    request = _request(kinds.BROADCAST, tensor, tensor.shape, root=team.ranks.index(root_rank), name=name or "")
+    request = _request(kinds.BROADCAST, name or "", tensor, tensor.shape, root=team.ranks.index(root_rank))
 
     def make(count: int) -> list[Submission]:
         return [Submission(request, count if name is None else -1, tensor.detach(), output.detach())]
@@ -135,7 +141,7 @@ def alltoall_async(
     team = _team(process_set)
     _check(tensor, _MOVED, "an alltoall")
     counts = _checked_splits(tensor, splits, team.size)
-    request = _request(kinds.ALLTOALL, tensor, tensor.shape[1:], name=name or "")
+    request = _request(kinds.ALLTOALL, name or "", tensor, tensor.shape[1:])
 
     def make(count: int) -> list[Submission]:
         return [Submission(request, count if name is None else -1, tensor.detach(), splits=counts)]
@@ -159,12 +165,12 @@ def scatter_async(
     if op not in (Average, Sum):
         raise ValueError(f"found a reducescatter with op={_NAMES[op]}, expected hvd.Average or hvd.Sum")
     requests = []
-    for tensor in tensors:
+    names = _names(len(tensors), name, "grouped_reducescatter" if grouped else None)
+    for tensor, own_name in zip(tensors, names, strict=True):
         _check(tensor, _REDUCED, "a reducescatter")
         if tensor.dim() == 0:
             raise ValueError("found a reducescatter of a tensor without dims, expected rows to scatter")
-        requests.append(_request(kinds.REDUCESCATTER, tensor, tensor.shape, op=_NAMES[op], **scales.fields))
-    requests = _named(requests, name, "grouped_reducescatter" if grouped else None)
+        requests.append(_request(kinds.REDUCESCATTER, own_name, tensor, tensor.shape, _NAMES[op], scales))
 
     def make(count: int) -> list[Submission]:
         number = count if name is None else -1
@@ -227,21 +233,34 @@ def _check_adasum(tensor: Tensor, op: int, team: Team) -> None:
         raise NotImplementedError(f"found Adasum on {team.size} ranks, expected a power of two")
 
 
-def _request(kind: str, tensor: Tensor, shape: Sequence[int], **fields: Any) -> Request:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Request(kind, dtype=dtype, shape=tuple(shape), device=tensor.device.type, **fields)
+def _request(
+    kind: str, name: str, tensor: Tensor, shape: Sequence[int], op: str = "", scales: Scales = _NO_SCALES, root: int = -1
+) -> Request:  # fmt: skip
+    return _cached_request(kind, name, tensor.dtype, shape, op, *scales, root, tensor.device.type)
 
 
-def _named(requests: Sequence[Request], name: str | None, group: str | None) -> list[Request]:
-    """The requests with their names: of one operation its own, in a group numbered ones."""
+@lru_cache(maxsize=8192)
+def _cached_request(
+    kind: str, name: str, dtype: torch.dtype, shape: Sequence[int], op: str, before: float, after: float, root: int, device: str
+) -> Request:  # fmt: skip
+    """A training step asks for the same again and again; an object that was seen before is also compared at once."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    return Request(kind, name, dtype_name, tuple(shape), op, float(before), float(after), root, device)
+
+
+def _names(count: int, name: str | None, group: str | None) -> list[str]:
+    """The name of one operation, or numbered ones in a group."""
     if group is None:
-        return [request._replace(name=name or "") for request in requests]
-    if not requests:
+        return [name or ""]
+    if not count:
         raise ValueError(f"found a {group} of no tensors, expected at least one")
     base = group if name is None else f"{group}.{name}"
-    return [
-        request._replace(name=f"{base}_{place}of{len(requests)}") for place, request in enumerate(requests, start=1)
-    ]
+    return [f"{base}_{place}of{count}" for place in range(1, count + 1)]
+
+
+def _reduction(request: Request, number: int, tensor: Tensor, output: Tensor) -> Submission:
+    given = tensor.detach()
+    return Submission(request, number, given, given if output is tensor else output.detach())
 
 
 def _checked_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:

@@ -44,7 +44,11 @@ class KubernetesOptions(Options):
     )
     gpus_per_rank: int = Field(default=0, ge=0, description="GPUs of each rank")
     gpu: Line = Field(default="nvidia.com/gpu", description="the resource that gpus_per_rank counts")
-    secrets: list[Line] = Field(default=[], description="Secrets whose keys become environment variables of the ranks")
+    secrets: list[Line] = Field(
+        default=[],
+        description="Secrets whose keys become environment variables: of all ranks of a Job, of node 0's ranks of a TrainJob "
+        "(loggers run on rank 0)",
+    )
     restarts: int = Field(
         default=10, ge=0, description="how often the job may start again, also after it has saved and stopped"
     )
@@ -110,6 +114,11 @@ class Kubernetes(Launcher):
         """Raises UsageError for what Kubernetes can't do."""
         if launch.after:
             raise UsageError("--after: Kubernetes starts no job after another one; submit it when the first is done")
+        if self.options.secrets and self.options.kind == "MPIJob":
+            raise UsageError(
+                "[launcher.kubernetes] secrets: the ranks of an MPIJob start over ssh, which passes no variables on; expected "
+                'kind = "TrainJob" or "Job"'
+            )
         import tomli
 
         output = PurePosixPath(tomli.loads(launch.runs[0].text)["job"]["output_dir"])
