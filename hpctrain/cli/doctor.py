@@ -15,6 +15,9 @@ from hpctrain.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError
 if TYPE_CHECKING:
     from hpctrain.doctor.findings import Row
 
+_START_SECONDS = 120.0
+"""For MPI_Init: shorter than a job's, as somebody waits for the answer."""
+
 
 @click.command("doctor")
 @click.option("-n", "ranks", type=click.IntRange(min=1), help="Number of ranks to start on this machine; under a launcher, "
@@ -39,16 +42,16 @@ def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path 
         return start_command(words, ranks)
     from hpctrain.doctor.examine import examine
     from hpctrain.doctor.findings import Finding, row_of
-    from hpctrain.doctor.limit import START_SECONDS, limited
     from hpctrain.starter.link import attach
     from hpctrain.world.failure import end_on_signals
     from hpctrain.world.launcher_channel import LauncherChannel
+    from hpctrain.world.limit import limited
 
     channel = attach(started_by) if started_by else LauncherChannel()
     end_on_signals(channel)
     shown = _Shown(as_json)
     try:
-        with limited("the start of MPI", START_SECONDS, channel):
+        with limited("the start of MPI", _START_SECONDS, channel):
             identity = detect()
     except EnvironmentUnfitError as error:
         shown.show([row_of(Finding("launcher", "fail", str(error), "start the ranks as it says"), [], [])], 0)

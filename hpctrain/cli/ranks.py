@@ -56,7 +56,10 @@ def on_ranks(
 
     if started_by_srun():
         delay_terminate()
-    identity = detect()
+    from hpctrain.world.limit import START_SECONDS, limited
+
+    with limited("the start of MPI", START_SECONDS, channel):
+        identity = detect()
 
     def read() -> RawJob:
         """Read the job. Called on rank 0 only, so a wrong -n is reported once."""

@@ -16,7 +16,6 @@ from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
 from hpctrain.doctor import communication, directory, launch, node
 from hpctrain.doctor.findings import Finding, Row, merged, row_of, tried
-from hpctrain.doctor.limit import limited
 from hpctrain.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentUnfitError, HpctrainError, UsageError, reason
 from hpctrain.job.environment import settings
 from hpctrain.plugins.registry import Registry, build_registry
@@ -24,6 +23,7 @@ from hpctrain.world.binding import Binding, bound
 from hpctrain.world.detection import started_by_srun
 from hpctrain.world.failure import ignore_terminate, leave
 from hpctrain.world.launcher_channel import LauncherChannel
+from hpctrain.world.limit import limited
 from hpctrain.world.meeting import World, meet, start_communication, take_device
 from hpctrain.world.objects import allow_objects
 

@@ -1,11 +1,14 @@
 """Starts the MPI library: importing this module initialises MPI with THREAD_MULTIPLE.
 
+MPI_Init waits for all ranks. mpi4py would keep Python's other threads from running meanwhile, and no limit could end the wait.
+
 The package imports this module only when a rendezvous or a group is created, so that `import hpctrain.mpi` is harmless in
 a process without MPI (a login node, a data worker, a unit test).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -16,7 +19,7 @@ from hpctrain.errors import EnvironmentUnfitError
 try:
     import mpi4py
 
-    mpi4py.rc.thread_level = "multiple"
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
     raise EnvironmentUnfitError(
@@ -25,7 +28,11 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 if not MPI.Is_initialized():
-    MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    _init = getattr(ctypes.CDLL(MPI.__file__), "MPI_Init_thread", None)  # not there if mpi4py holds a static MPI
+    if _init is None:
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    else:
+        _init(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
 
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
     _LEVELS = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}

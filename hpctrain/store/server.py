@@ -71,6 +71,7 @@ class StoreServer:
         self._secret, self._introduction, self._on_stranger = secret, introduction, on_stranger
         self._contents = Contents()
         self._unproven: OrderedDict[asyncio.StreamWriter, None] = OrderedDict()
+        self._serving: set[asyncio.Task[None]] = set()
         self._most_unproven = _UNPROVEN + ranks
         self._strangers: set[str] = set()
         self._listeners: dict[tuple[str, int], asyncio.Server] = {}
@@ -119,14 +120,21 @@ class StoreServer:
     async def _stop(self) -> None:
         await self._stop_listening(list(self._listeners))
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in tasks:
+            for task in self._serving:  # one that has not begun would end with a traceback
                 task.cancel()
             await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, from its handshake until either side closes it or the server stops."""
-        with contextlib.suppress(asyncio.CancelledError):  # asyncio would print a traceback
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
             await self._serve_until_end(reader, writer)
+        except asyncio.CancelledError:
+            pass  # asyncio would print a traceback
+        finally:
+            self._serving.discard(task)
 
     async def _serve_until_end(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = writer.get_extra_info("peername") or ("an unknown address", 0)
@@ -165,6 +173,9 @@ class StoreServer:
         here = endpoint(writer.get_extra_info("sockname"))
         if not verify(proof, self._secret, b"client", nonces, self._introduction, here):
             raise ProtocolError("it does not know this job's secret")
+        if writer not in self._unproven:
+            raise ConnectionResetError("it was closed to make room")
+        del self._unproven[writer]  # at once: a rank that has the server's proof is not made to leave
         writer.write(digest(self._secret, b"server", nonces, self._introduction, here))
         return (
             Opener(direction_key(self._secret, b"to server", nonces)),

@@ -179,6 +179,14 @@ def _has(process: psutil.Process, variable: str) -> bool:
         return False
 
 
+def test_a_rank_that_never_starts(tmp_path: Path) -> None:
+    """MPI_Init of the other rank waits for it. Two minutes would be too long for a test."""
+    impatient = "from hpctrain.cli import doctor, main\ndoctor._START_SECONDS = 2.0\nmain()"
+    words = [MPIEXEC, "-n", "1", sys.executable, "-c", impatient, "doctor", ":", "-n", "1", "sleep", "60"]
+    done = run(words, tmp_path, 30)
+    assert done.code == 3 and "did not finish the start of MPI within 2 s" in done.err, done
+
+
 def test_an_unfit_launcher(tmp_path: Path) -> None:
     """As srun's or another MPI's: it announces two ranks, and MPI finds one."""
     done = run(hpctrain("doctor", "--json"), tmp_path, env={"OMPI_COMM_WORLD_SIZE": "2"})

@@ -362,6 +362,39 @@ def test_a_flood_at_once_leaves_files_to_the_process(server: StoreServer, store:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_rank_that_has_the_server_s_proof_stays_in_a_flood(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Connections that are still in their handshake make room for newer ones, 16 at a time."""
+    monkeypatch.setattr("hpctrain.store.server._UNPROVEN", 16)
+    server, over = StoreServer(SECRET, listeners([LOOPBACK]), 1, on_stranger=lambda _: None), threading.Event()
+
+    def flood() -> None:
+        while not over.is_set():
+            held = []
+            for _ in range(100):
+                with suppress(OSError):
+                    held.append(raw(server))
+            for one in held:
+                one.close()
+
+    threads = [threading.Thread(target=flood) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        give_up = time.monotonic() + 5
+        while time.monotonic() < give_up:
+            store = join(server)
+            store.set("a", "b")  # DistNetworkError if the server has hung up
+            store.close()
+        server.close()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert not caplog.records, "asyncio reported an error"
+
+
 @pytest.mark.parametrize("drip", [b"", b"x"])
 def test_a_server_that_never_comes_to_an_end_is_given_up_in_time(drip: bytes) -> None:
     (listener,) = listeners([LOOPBACK])

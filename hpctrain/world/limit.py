@@ -1,4 +1,4 @@
-"""A time limit for each stage of the checks: a rank whose system call does not return says where it stands, and all end."""
+"""A time limit for calls that have none of their own: a rank in which one does not return says where it stands, and all end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hpctrain.errors import EXIT_ENVIRONMENT
 from hpctrain.world.failure import end_now
 from hpctrain.world.launcher_channel import LauncherChannel
 
-START_SECONDS = 120.0
-"""For MPI_Init, which waits for all ranks and has no limit of its own."""
+START_SECONDS = 900.0
+"""For MPI_Init, which waits for all ranks. From a slow file system some start minutes after others."""
 
 
 @contextmanager
