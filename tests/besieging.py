@@ -21,6 +21,22 @@ PYTHON = shutil.which("python3", path="/usr/bin") or "python3"
 KINDS = 60
 """The least number of attempts."""
 
+ATTACKED = """
+import pathlib
+import time
+
+from hpctrain.api import hookimpl
+
+LOG, end = pathlib.Path("out/log/rank-00000.log"), time.monotonic() + 60
+
+
+@hookimpl
+def hpctrain_step_end(step):
+    while step > 100 and "a connection from" not in LOG.read_text() and time.monotonic() < end:
+        time.sleep(0.1)
+"""
+"""A plugin that lets a job go on when its store has been attacked. The stranger is slow where the machine is busy."""
+
 
 @contextmanager
 def open_job() -> Iterator[JobFile]:
@@ -36,13 +52,15 @@ def open_job() -> Iterator[JobFile]:
 def besieged(
     job: JobFile, ranges: Sequence[str] = (), enter: Sequence[str] = (), everywhere: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Runs a stranger. Afterwards the dictionary has the attempts, and a table of them is printed. Fails if any attempt
-    got something.
+    """Runs a stranger, whom the job awaits. Afterwards the dictionary has the attempts, and a table of them is printed. Fails
+    if any attempt got something.
 
     ranges: "HOST:FIRST-LAST" of ports to try, instead of those found in /proc. enter: a command that runs the stranger
     elsewhere. everywhere: also knock at ports that listen on all addresses.
     """
     found: dict[str, Any] = {}
+    (job.directory / "attacked.py").write_text(ATTACKED)
+    job.set(plugins={"load": ["attacked"]})
     siege = subprocess.Popen(
         [*enter, PYTHON, str(STRANGER), str(os.geteuid()), str(job.directory), *ranges],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, cwd="/",

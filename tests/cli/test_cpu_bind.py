@@ -115,5 +115,5 @@ def test_a_program_has_its_cores_back_after_a_job(tmp_path: Path) -> None:
 
 def test_doctor_binds_as_a_job_does(tmp_path: Path) -> None:
     done = run(hpctrain("doctor", "-n", "2", "--json"), tmp_path)
-    (row,) = [row for row in json.loads(done.out) if row["check"] == "cores"]
+    (row,) = [row for row in map(json.loads, done.out.splitlines()) if row["check"] == "cores"]
     assert row["state"] == "ok" and row["found"].endswith("2 threads of 2 ranks, bound by hpctrain"), done
