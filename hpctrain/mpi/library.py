@@ -28,11 +28,15 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 if not MPI.Is_initialized():
-    _init = getattr(ctypes.CDLL(MPI.__file__), "MPI_Init_thread", None)  # not there if mpi4py holds a static MPI
+    _found = [getattr(ctypes.CDLL(library), "MPI_Init_thread", None) for library in (None, MPI.__file__)]
+    _init = _found[0] or _found[1]  # a preloaded tool's, MPI's, or none if mpi4py holds a static MPI
     if _init is None:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     else:
-        _init(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+        if (_code := _init(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))) != MPI.SUCCESS:
+            raise EnvironmentUnfitError(f"MPI_Init_thread returned {_code}; see what the MPI library printed")
+        for _predefined in (MPI.COMM_SELF, MPI.COMM_WORLD):  # mpi4py does so only where it calls MPI_Init itself
+            _predefined.Set_errhandler(MPI.ERRORS_RETURN)
 
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
     _LEVELS = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}

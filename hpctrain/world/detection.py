@@ -214,15 +214,19 @@ def _from_flux() -> Identity:
 def _from_slurm(environment: Mapping[str, str], tasks: int) -> Identity:
     node_index = int(environment.get("SLURM_NODEID", 0))
     per_node = _tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", str(tasks)))
-    local_rank, known = int(environment.get("SLURM_LOCALID", 0)), node_index < len(per_node)
+    local_rank = int(environment.get("SLURM_LOCALID", 0))
+    # of a heterogeneous step, Slurm tells the tasks of one component
+    known = node_index < len(per_node) and sum(per_node) == tasks and "SLURM_HET_SIZE" not in environment
+    several = len(per_node) > 1 and max(per_node) > 1  # else srun says "cyclic" by itself
+    in_turn = environment.get("SLURM_DISTRIBUTION", "").startswith(("cyclic", "plane", "arbitrary"))
     return Identity(
         rank=sum(per_node[:node_index]) + local_rank if known else int(environment["SLURM_PROCID"]),
         size=tasks,
         local_rank=local_rank,
-        local_size=per_node[node_index] if known else 1,
+        local_size=per_node[node_index] if node_index < len(per_node) else 1,
         node=environment.get("SLURMD_NODENAME", socket.gethostname()),
         source="slurm",
-        renumbered=not environment.get("SLURM_DISTRIBUTION", "block").startswith("block"),
+        renumbered=known and several and in_turn,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,8 +23,9 @@ def limited(stage: str, seconds: float, channel: LauncherChannel, identity: Iden
     """End this rank, and with it the job, if the body takes longer. identity: None before it is known."""
 
     def end() -> None:
-        who = "this process" if identity is None else f"rank {identity.rank} on {identity.node}"
-        text = f"hpctrain: {who} did not finish {stage} within {seconds:g} s; look at this node, and at what other ranks say"
+        who = f"a rank on {socket.gethostname()}" if identity is None else f"rank {identity.rank} on {identity.node}"
+        advice = "look at this node, and at what other ranks say; those that say nothing may not have started"
+        text = f"hpctrain: {who} did not finish {stage} within {seconds:g} s; {advice}"
         print(text, file=sys.stderr, flush=True)
         channel.report_exit(EXIT_ENVIRONMENT)
         if identity is None:

@@ -29,7 +29,13 @@ main()
 
 def environment(python_path: Path = PROGRAMS) -> dict[str, str]:
     agent = str(PROGRAMS / "agent.sh")
-    settings = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": agent, "PRTE_MCA_plm_ssh_agent": agent}
+    # hosts read no memory of each other: UCX would, and abort when a rank is gone
+    settings = {
+        "UCX_TLS": "tcp,self",
+        "HYDRA_LAUNCHER": "ssh",
+        "HYDRA_LAUNCHER_EXEC": agent,
+        "PRTE_MCA_plm_ssh_agent": agent,
+    }
     return {**settings, "PYTHONPATH": f"{python_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 

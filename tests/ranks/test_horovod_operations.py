@@ -62,6 +62,13 @@ def test_integers_are_scaled_towards_zero() -> None:
     assert hvd.allreduce(torch.tensor([-7]), op=hvd.Min, prescale_factor=0.5).item() == -3
 
 
+def test_a_scale_may_be_a_tensor_that_changes() -> None:
+    scale = torch.tensor(2.0)
+    for _ in range(2):
+        assert hvd.allreduce(torch.tensor([3.0]), op=hvd.Max, prescale_factor=scale, name="scaled").item() == 3 * scale
+        scale.mul_(2)
+
+
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product])
 def test_scales_go_with_every_reduction(op: int) -> None:
     mine = of_rank(hvd.rank(), 9, dtype=torch.float64)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hpctrain.mpi
 from hpctrain.mpi import rendezvous
+from hpctrain.mpi.library import MPI
 from hpctrain.store.network import reachable_addresses
 
 
@@ -25,6 +26,12 @@ def test_backend_and_names(world):
     assert dist.group.WORLD.name() == hpctrain.mpi.BACKEND
     assert dist.get_world_size() == world.size and dist.get_rank() == world.rank
     assert dist.distributed_c10d._resolve_process_group(dist.group.WORLD.group_name) is dist.group.WORLD
+
+
+def test_an_error_of_mpi_is_an_exception(world):
+    for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        with pytest.raises(MPI.Exception):
+            comm.Send(b"x", comm.size)
 
 
 @pytest.mark.ranks(2)

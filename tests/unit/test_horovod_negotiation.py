@@ -127,10 +127,13 @@ def test_ranks_that_join_are_not_waited_for(size: int, seed: int) -> None:
 class Reluctant:
     """Links over queues. A message leaves the sender only while the receiver looks for messages, as MPI's may."""
 
-    def __init__(self, boxes: list[queue.SimpleQueue[tuple[int, bytes, threading.Event]]], rank: int) -> None:
+    def __init__(
+        self, boxes: list[queue.SimpleQueue[tuple[int, bytes, threading.Event]]], rank: int, late: float = 0.3
+    ) -> None:
+        """late: the share of looks at which a message is still on its way."""
         self.rank, self.size, self._boxes = rank, len(boxes), boxes
         self._sent: dict[int, threading.Event] = {}
-        self._draw = random.Random(rank)
+        self._draw, self._late = random.Random(rank), late
 
     def send(self, rank: int, message: bytes) -> None:
         self._sent[rank] = threading.Event()
@@ -141,7 +144,7 @@ class Reluctant:
             raise TimeoutError(f"rank {rank} does not look for messages of rank {self.rank}")
 
     def receive(self) -> tuple[int, bytes] | None:
-        if self._draw.random() < 0.3:  # still on its way
+        if self._draw.random() < self._late:
             return None
         with suppress(queue.Empty):
             source, message, left = self._boxes[self.rank].get_nowait()
@@ -162,16 +165,38 @@ def test_ranks_that_wait_for_each_other_in_an_operation_do_not_deadlock(size: in
         one = Negotiation(Reluctant(boxes, rank), 4)
         left = [Request("allreduce", f"t{number}", "float32", (1,)) for number in range(30)]
         draw.shuffle(left)
-        while len(orders[rank]) < 30:
+        while len(orders[rank]) < 30 and not meeting.broken:
             if left and draw.random() < 0.5:
                 one.submit(left.pop(), -1, None)
             for agreed in one.progress():
                 orders[rank].append(agreed.request.name)
                 meeting.wait()
 
+    def take_part_or_end_all(rank: int) -> None:
+        try:
+            take_part(rank)
+        except BaseException:
+            meeting.abort()
+            raise
+
     with ThreadPoolExecutor(size) as threads:
-        list(threads.map(take_part, range(size)))
+        list(threads.map(take_part_or_end_all, range(size)))
     assert orders == [orders[0]] * size
+
+
+def test_nothing_is_agreed_on_after_the_end() -> None:
+    """Rank 2 asks for an operation and ends; rank 1's request, sent before, arrives later."""
+    boxes: list[Any] = [queue.SimpleQueue() for _ in range(3)]
+    ranks = [Negotiation(Reluctant(boxes, rank, late=0.0), 4) for rank in range(3)]
+    request = Request("allreduce", "x", "float32", (1,))
+    for one in (ranks[0], ranks[2]):
+        one.submit(request, -1, None)
+    ranks[2].progress()
+    ranks[2].end("rank 2 has ended")
+    ranks[1].submit(request, -1, None)
+    ranks[1].progress()
+    assert [one.progress() for one in ranks * 2] == [[]] * 6
+    assert [one.ended for one in ranks] == ["rank 2 has ended"] * 3
 
 
 def test_the_end_reaches_every_rank() -> None:

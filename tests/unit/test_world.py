@@ -56,6 +56,10 @@ def test_tasks_that_srun_dealt_out_in_turn_are_numbered_by_node() -> None:
     ]
     assert [one.rank for one in found] == [0, 3, 1, 4, 2] and all(one.renumbered for one in found)
     assert not detect({**SRUN, "SLURM_DISTRIBUTION": "block:cyclic"}).renumbered
+    # srun's own choice where each node has one task
+    each = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1", "SLURM_PROCID": "1"}
+    alone = detect({**SRUN, **each, "SLURM_LOCALID": "0", "SLURM_DISTRIBUTION": "cyclic"})
+    assert (alone.rank, alone.renumbered) == (1, False)
 
 
 @pytest.mark.parametrize(

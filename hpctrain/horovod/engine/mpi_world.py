@@ -27,6 +27,7 @@ from hpctrain.mpi.process_group.creation import create_group
 from hpctrain.mpi.rendezvous import open_over_mpi
 from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.waiting import Patience, wait_until
+from hpctrain.mpi.world import world
 
 _TIMEOUT = timedelta(minutes=30)
 """For the data of an operation that all ranks have agreed to run."""
@@ -99,7 +100,7 @@ class MPIWorld:
 
     def ranks_of(self, comm: MPI.Comm) -> list[int]:
         """The ranks of an mpi4py communicator in this world. Raises ValueError if some are outside."""
-        ranks = MPI.Group.Translate_ranks(comm.group, list(range(comm.size)), MPI.COMM_WORLD.group)
+        ranks = MPI.Group.Translate_ranks(comm.group, list(range(comm.size)), world().group)
         return sorted(self._ranks.index(rank) for rank in ranks)
 
     def store_of(self, name: str) -> Store:
@@ -110,10 +111,9 @@ class MPIWorld:
         """The communicator of these ranks, made on the first call. Collective over them."""
         key = tuple(ranks)
         if key not in self._comms:
-            world = MPI.COMM_WORLD
             tag = zlib.crc32(repr(("horovod", self._ranks, key)).encode()) % 2**15
-            members = world.group.Incl([self._ranks[rank] for rank in ranks])
-            self._comms[key] = world.Create_group(members, tag)
+            members = world().group.Incl([self._ranks[rank] for rank in ranks])
+            self._comms[key] = world().Create_group(members, tag)
         return self._comms[key]
 
     def links(self, ranks: Sequence[int]) -> Links:
@@ -148,15 +148,15 @@ def open_world(comm: Any = None) -> MPIWorld:
 
     Raises ValueError if `comm` lacks this rank.
     """
-    world = MPI.COMM_WORLD
+    everyone = world()
     if comm is None:
-        ranks = tuple(range(world.size))
+        ranks = tuple(range(everyone.size))
     elif isinstance(comm, MPI.Comm):
-        ranks = tuple(MPI.Group.Translate_ranks(comm.group, list(range(comm.size)), world.group))
+        ranks = tuple(MPI.Group.Translate_ranks(comm.group, list(range(comm.size)), everyone.group))
     else:
-        ranks = tuple(sorted(int(rank) for rank in comm)) or tuple(range(world.size))
-    if world.rank not in ranks:
-        raise ValueError(f"found comm={list(ranks)} on rank {world.rank}, expected ranks with this one among them")
+        ranks = tuple(sorted(int(rank) for rank in comm)) or tuple(range(everyone.size))
+    if everyone.rank not in ranks:
+        raise ValueError(f"found comm={list(ranks)} on rank {everyone.rank}, expected ranks with this one among them")
     if ranks not in _opened:
         _opened[ranks] = MPIWorld(ranks)
     opened = _opened[ranks]

@@ -98,6 +98,9 @@ class Negotiation:
                 self._join(source, *content)
             else:
                 self._pass_on(content, source)
+        if self.ended is not None:  # some ranks take part in nothing any more
+            self._complete.clear()
+            return []
         if self._parent is not None:
             self._pass_up()
             return []

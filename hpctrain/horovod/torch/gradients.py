@@ -54,7 +54,11 @@ class GradientReduction:
         self._watch(new)
 
     def _watch(self, parameters: Iterable[Tensor]) -> None:
-        """Call `_arrived` for each gradient, as long as this object lives: a model may get another optimizer."""
+        """Call `_arrived` for each gradient, as long as this object lives: a model may get another optimizer.
+
+        As with Horovod, a parameter without a gradient gets zeros now, so that a script may clear gradients before the first
+        backward pass.
+        """
         this = weakref.ref(self)
 
         def arrived(parameter: Tensor) -> None:
@@ -64,6 +68,8 @@ class GradientReduction:
 
         for parameter in parameters:
             if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
                 parameter.register_post_accumulate_grad_hook(arrived)
 
     def set_passes(self, passes: int) -> None:

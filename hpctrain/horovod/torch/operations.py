@@ -236,7 +236,8 @@ def _check_adasum(tensor: Tensor, op: int, team: Team) -> None:
 def _request(
     kind: str, name: str, tensor: Tensor, shape: Sequence[int], op: str = "", scales: Scales = _NO_SCALES, root: int = -1
 ) -> Request:  # fmt: skip
-    return _cached_request(kind, name, tensor.dtype, shape, op, *scales, root, tensor.device.type)
+    before, after = map(float, scales)  # a tensor may change, and would be kept alive
+    return _cached_request(kind, name, tensor.dtype, shape, op, before, after, root, tensor.device.type)
 
 
 @lru_cache(maxsize=8192)
@@ -245,7 +246,7 @@ def _cached_request(
 ) -> Request:  # fmt: skip
     """A training step asks for the same again and again; an object that was seen before is also compared at once."""
     dtype_name = str(dtype).removeprefix("torch.")
-    return Request(kind, name, dtype_name, tuple(shape), op, float(before), float(after), root, device)
+    return Request(kind, name, dtype_name, tuple(shape), op, before, after, root, device)
 
 
 def _names(count: int, name: str | None, group: str | None) -> list[str]:
