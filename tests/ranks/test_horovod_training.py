@@ -125,6 +125,16 @@ def test_passes_for_each_step() -> None:
     same(model, expected)
 
 
+def test_gradients_may_be_cleared_before_the_first_backward_pass() -> None:
+    """As Horovod's own scripts do: on several ranks its optimizer makes them."""
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    made = [parameter.grad for parameter in model.parameters()]
+    assert all((one is None) == (hvd.size() == 1) for one in made)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(one is None or not one.any() for one in made)
+
+
 def test_clipping_between_synchronize_and_step() -> None:
     model = model_of()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
