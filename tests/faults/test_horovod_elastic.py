@@ -1,4 +1,7 @@
-"""Elastic training: workers that are killed, workers that come later, and a script that fails by itself."""
+"""Elastic training: workers that are killed, workers that come later, and a script that fails by itself.
+
+More kills at random moments: `python -m pytest tests/faults/test_horovod_elastic.py -k killed_worker --draws 12`.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,11 @@ def progress(directory: Path) -> list[list[int]]:
     return [[int(word) for word in line.split()] for line in lines if line.count(" ") == 3]
 
 
-@pytest.mark.parametrize("seed", range(3))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(metafunc.config.getoption("--draws") or 3))
+
+
 def test_a_killed_worker_is_replaced(undisturbed: list[float], seed: int, tmp_path: Path) -> None:
     """At a random moment; the losses are those of an undisturbed run, and each sample counts once."""
     draw = random.Random(seed)
