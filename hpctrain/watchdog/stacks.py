@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+import typing_extensions
 from torch import Tensor
 
 _HPCTRAIN = str(Path(__file__).parent.parent)
@@ -31,8 +32,9 @@ _COMMUNICATION = tuple(
     )
 )
 _STANDARD = sysconfig.get_path("stdlib")
-_INSTALLED = sysconfig.get_path("purelib")
-_DEPRECATED = os.path.join(_INSTALLED, "typing_extensions.py")
+_INSTALLED = (sysconfig.get_path("purelib"), str(Path(_TORCH).parent))
+"""Packages are often in two places: a site's, and a virtual environment on top."""
+_DEPRECATED = typing_extensions.__file__
 """Wraps the functions that torch will rename."""
 _COLLECTIVES = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
 _TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output", "tensor_list", "output_tensor_list")
@@ -121,7 +123,7 @@ def _is_ours(path: str) -> bool:
 
 def _is_users(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
-    return not _is_library(path) and not path.startswith((_INSTALLED, "<")) and frame.f_code.co_name != "<module>"
+    return not _is_library(path) and not path.startswith((*_INSTALLED, "<")) and frame.f_code.co_name != "<module>"
 
 
 def _line(frame: FrameType) -> str:
