@@ -45,12 +45,12 @@ def test_the_end_of_a_slurm_job_is_known(slow: JobFile, tmp_path: Path) -> None:
 
 
 def test_ranks_that_start_again_have_the_time_that_is_left(slow: JobFile, tmp_path: Path) -> None:
-    """Rank 1 dies in its sixth step."""
+    """Rank 1 dies in its twelfth step."""
     plugin = tmp_path / "slow.py"
     plugin.write_text(
         plugin.read_text()
         + "    die(step)\n\n\ndef die(step):\n    import os, pathlib\n    mark = pathlib.Path('died')\n"
-        "    if step == 6 and os.environ['RANK'] == '1' and not mark.exists():\n        mark.touch()\n        os._exit(9)\n"
+        "    if step == 12 and os.environ['RANK'] == '1' and not mark.exists():\n        mark.touch()\n        os._exit(9)\n"
     )
     environment = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     words = ["run", "job.toml", "-n", "2", "--restarts", "1", "--set", "job.time_limit=24s", "--set", "job.steps=1000"]

@@ -68,8 +68,7 @@ class GradientReduction:
 
         for parameter in parameters:
             if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                _fill(parameter)
                 parameter.register_post_accumulate_grad_hook(arrived)
 
     def set_passes(self, passes: int) -> None:
@@ -88,8 +87,7 @@ class GradientReduction:
         """Submit the gradients that did not arrive, as zeros; wait for all."""
         for parameter in self._names:
             if parameter.requires_grad and parameter not in self._results and parameter not in self._ready:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                _fill(parameter)
                 self._submit_with_group(parameter)
         self.finish_submitted()
 
@@ -197,6 +195,12 @@ def grouped(parameters: Sequence[Tensor], groups: Any, num_groups: int) -> list[
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None  # its hook has run, or zeros were put there
     return parameter.grad
+
+
+def _fill(parameter: Tensor) -> None:
+    """Zeros for a gradient that is not there."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
 
 
 def _nothing() -> None:
