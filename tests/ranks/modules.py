@@ -87,6 +87,15 @@ class Switched(nn.Module):
         return self.head(h if ids[0, 1] % 2 else torch.tanh(second(h)))
 
 
+class Auxiliary(Switched):
+    """Leaves the second half out of evaluations."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: (batch, 3) -> (batch, 7)"""
+        h = torch.tanh(self.halves[0](self.embedding(ids).mean(1)))
+        return self.head(torch.tanh(self.halves[1](h)) if self.training else h)
+
+
 def sequence_of_halves() -> nn.Sequential:
     """A pipeline written without a plugin, with a module in two places. ids: (batch, 3) -> (batch, 7)"""
     twice = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
@@ -117,6 +126,11 @@ def samples(split: str) -> list[tuple[Tensor, Tensor]] | None:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(7, (100, 3), generator=generator)
     return [(row, row.sum() % 7) for row in ids] if split == "train" else None
+
+
+def samples_of_both(split: str) -> list[tuple[Tensor, Tensor]] | None:
+    """The same samples in training and in evaluations."""
+    return samples("train")
 
 
 class Attention(nn.Module):

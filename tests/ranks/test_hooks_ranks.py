@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plain import batches_of, gpt_loss, module_of, samples_of, stacked
+from plain import batches_of, gpt_loss, module_of, samples_of, stacked, train_gpt
 from torch import Tensor
 from training import SGD, job, session_of, train_here
 
@@ -166,6 +166,79 @@ def test_moving_average(root, layout: dict[str, Any]) -> None:
             expected.append(gpt_loss(reference.module, *stacked([samples[i] for i in range(7)])).item())
     found = [row["evaluation_loss"] for row in (*rows.evaluations, *rest.evaluations)]
     assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Swaps:
+    """Evaluates the model with other weights, and puts its own back, as averages of weights do."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.evaluations: list[float] = []
+
+    @hookimpl
+    def hpctrain_evaluation_start(self, model: LiveModel) -> None:
+        self._own = [piece.tensor.detach().clone() for piece in model.pieces]
+        self._put([0.5 * own for own in self._own], model)
+
+    @hookimpl
+    def hpctrain_evaluation(self, metrics: dict[str, Any], model: LiveModel) -> None:
+        self.evaluations.append(metrics["evaluation_loss"])
+        self._put(self._own, model)
+
+    @torch.no_grad()
+    def _put(self, values: list[Tensor], model: LiveModel) -> None:
+        for piece, value in zip(model.pieces, values, strict=True):
+            piece.tensor.copy_(value)
+        model.refresh()
+
+    @hookimpl
+    def hpctrain_step_end(self, metrics: dict[str, Any]) -> None:
+        self.losses.append(metrics["loss"])
+
+
+STRATEGIES: list[dict[str, Any]] = [
+    {"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "reshard_after_forward": False},
+    {"stage": 3, "wrap": "size", "min_parameters": 1000, "prefetch": 2},
+]  # fmt: skip
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_weights_swapped_around_evaluations(root, strategy: dict[str, Any]) -> None:
+    """Training goes on from its own weights, and evaluations see the others."""
+    tables, swaps = tables_of(root, {"sharding": strategy}, evaluation={"every_steps": 2}), Swaps()
+    tables["batch"]["micro_size"] = 24 // dist.get_world_size() // 2
+    with session_of(tables, swaps) as session:
+        train(session, StopRequest())
+    reference, samples, evaluations = Reference(tables), samples_of(tables, "validation"), []
+    for step in (2, 4):
+        halves = {name: 0.5 * value for name, value in reference.values[step - 1].items()}
+        reference.module.load_state_dict(halves, strict=False)
+        with torch.no_grad():
+            evaluations.append(gpt_loss(reference.module, *stacked([samples[i] for i in range(7)])).item())
+    assert swaps.losses == pytest.approx([loss for loss, _ in train_gpt(tables, torch.float64)[1]], rel=1e-12)
+    assert swaps.evaluations == pytest.approx(evaluations, rel=1e-12)
+
+
+@pytest.mark.ranks(1)
+def test_weights_swapped_where_evaluations_leave_a_unit_out(root) -> None:
+    """A unit of stage 3 that an evaluation gathered ahead and did not use has the values of the evaluation, too."""
+
+    def swapped(sharding: dict[str, Any]) -> Swaps:
+        made = job(
+            job={"output_dir": f"{root}/{sharding['stage']}", "steps": 4}, optimizer=SGD, sharding=sharding,
+            dataset={"name": "modules:samples_of_both"}, evaluation={"every_steps": 2}, precision={"mode": "fp64"},
+            batch={"global_size": 12},
+            model={"name": "modules:Auxiliary", "loss": "torch.nn.functional:cross_entropy"},
+        )  # fmt: skip
+        swaps = Swaps()
+        with session_of(made, swaps) as session:
+            train(session, StopRequest())
+        return swaps
+
+    expected, found = swapped({"stage": 0}), swapped({"stage": 3, "wrap": "class:Sequential", "prefetch": 2})
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert found.evaluations == pytest.approx(expected.evaluations, rel=1e-12)
 
 
 def test_before_its_first_step_the_average_is_the_weights(root) -> None:

@@ -242,6 +242,8 @@ class Zero3Model(ShardedModel):
         if self._offloads:
             for held in self._held:
                 held.local.copy_(held.piece.tensor)
+        # a forward without a backward leaves units gathered, and others half gathered, with the values of before
+        cast(FSDPModule, self.module).reset_iter_state()
 
     def pieces(self) -> list[Piece]:
         return [held.piece for held in self._held]
