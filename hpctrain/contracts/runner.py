@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.precision import LossScaler, Precision
 from hpctrain.contracts.sharding import ShardedModel
+from hpctrain.errors import TrainingError
 from hpctrain.seeded import derive_seed
 
 
@@ -25,10 +26,6 @@ class MicroBatch:
     batch: Batch
     place: int
     counts: bool = True
-
-
-def _whole(loss: Tensor) -> Tensor:
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 See = Callable[[Any, Batch], None]
@@ -62,7 +59,13 @@ class RunnerParts:
         return self.sharded.module
 
     def backward_from(self, loss: Tensor, divisor: int) -> Tensor:
-        """What backward starts from, where the step's losses are divided by `divisor`."""
+        """What backward starts from, where the step's losses are divided by `divisor`. Raises TrainingError for a loss without
+        a graph."""
+        if not loss.requires_grad:
+            raise TrainingError(
+                f"[model] name = {self.spec.name!r}: its loss has no gradient, expected one that follows from trained parameters; "
+                "look for detach(), item(), argmax or no_grad between the model's inputs and its loss"
+            )
         divided = loss / divisor
         return divided if self.scaler.scale == 1 else divided * self.scaler.scale
 
@@ -74,14 +77,22 @@ class RunnerParts:
         torch.manual_seed(derive_seed(self.seed, step, micro.place, stage))
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
-        """The sum of the losses, a plain scalar; call it under `precision.forward`."""
+        """The sum of the losses, a plain scalar; call it under `precision.forward`. Raises TrainingError for a loss that is none."""
         found = self.spec.loss(outputs, micro.batch)
-        if isinstance(found, Tensor):
-            return _whole(found)
-        losses = {name: _whole(loss) for name, loss in found.items()}
+        if not isinstance(found, Mapping):
+            return self._scalar(found, "")
+        losses = {name: self._scalar(loss, f" {name!r}") for name, loss in found.items()}
         if micro.counts:
             self.named(losses)
         return torch.stack(list(losses.values())).sum()
+
+    def _scalar(self, loss: object, which: str) -> Tensor:
+        if isinstance(loss, Tensor) and loss.dim() == 0:
+            return loss.full_tensor() if isinstance(loss, DTensor) else loss
+        found = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is {type(loss).__name__}"
+        raise TrainingError(
+            f"[model] name = {self.spec.name!r}: its loss{which} {found}, expected a scalar tensor: the sum over what `count` counts"
+        )
 
 
 class Runner(ABC):

@@ -96,8 +96,8 @@ class ForeignModel(PipelineModel):
         return len(self.target(batch))
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Tensor]:
-        """The sum of the loss: the user's scalar counts as the mean over the micro batch's rows, a tensor as one loss per row. Of a
-        dict each value."""
+        """The sum of the loss: the user's scalar counts as the mean over the micro batch's rows, a tensor (rows,) as one loss per
+        row. Of a dict each value. Raises TrainingError for any other shape: whether its mean or its sum is meant is unknown."""
         target = self.target(batch)
         value = self._loss(outputs, target)
         if isinstance(value, Mapping) and value:
@@ -111,9 +111,11 @@ class ForeignModel(PipelineModel):
             )
         if value.dim() == 0:
             return value * rows
-        if value.shape[0] != rows:
+        if value.shape != (rows,):
+            mean = ".flatten(1).mean(1)" if value.dim() > 1 and value.shape[0] == rows else ".mean()"
             raise TrainingError(
-                f"the loss{which} of {self.reference} has shape {tuple(value.shape)}, expected a scalar or ({rows},)"
+                f"the loss{which} of {self.reference} has the shape {tuple(value.shape)}, expected a scalar, its mean over the micro "
+                f"batch, or ({rows},), one loss per row: return loss{mean}"
             )
         return value.sum()
 

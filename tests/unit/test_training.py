@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -504,3 +505,32 @@ def test_what_a_model_of_ones_own_raises_on_a_batch(model: str, loss: str, sente
     assert first.endswith("on a batch of 0 (2, 4) float32, 1 (2,) int64")
     assert [line.split(", in ")[1] for line in rest if ", in " in line] == frames
     assert "Traceback" in Path("out/log/rank-00000.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        ("outputs", r"the loss of odd_losses:build has the shape \(2, 3\), expected a scalar.*loss.flatten\(1\).mean\(1\)"),
+        ("{'a': outputs.sum(), 'b': outputs[:, :1]}", r"the loss 'b' of .* shape \(2, 1\)"),
+        ("outputs.sum(1)[:1]", r"the shape \(1,\), expected a scalar.* or \(2,\), one loss per row: return loss.mean\(\)"),
+        ("outputs.detach().sum()", r"\[model\] name = 'odd_losses:build': its loss has no gradient, expected"),
+        ("outputs.argmax(1).float()", r"its loss has no gradient"),
+    ],
+)  # fmt: skip
+def test_losses_that_are_none(loss: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raw logits and losses per token would train as sums, with many times the gradient."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "odd_losses", raising=False)
+    (tmp_path / "odd_losses.py").write_text(
+        "import torch\n"
+        "def build(): return torch.nn.Linear(4, 3)\n"
+        f"def loss(outputs, target): return {loss}\n"
+        "def data(split): return [(torch.ones(4), torch.tensor(1))] * 8 if split == 'train' else None\n"
+    )
+    tables = {
+        "job": {"name": "odd", "steps": 1, "output_dir": "out"}, "model": {"name": "odd_losses:build", "loss": "odd_losses:loss"},
+        "dataset": {"name": "odd_losses:data"}, "optimizer": {"name": "sgd", "lr": 0.1},
+        "batch": {"global_size": 4, "micro_size": 2},
+    }  # fmt: skip
+    with pytest.raises(TrainingError, match=sentence):
+        hpctrain.run(tables)
