@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -13,7 +14,7 @@ from hpctrain.gradients.reducer import GradientReducer
 from hpctrain.loop.runner import PlainRunner
 from hpctrain.mesh import Meshes
 from hpctrain.model.build import build_model
-from hpctrain.model.groups import parameter_groups
+from hpctrain.model.groups import build_optimizer, parameter_groups
 
 CPU = torch.device("cpu")
 
@@ -28,7 +29,7 @@ def make_step(checked: CheckedJob, meshes: Meshes, batch: dict[str, torch.Tensor
     built = build_model(checked.job, parts, meshes, sums, CPU)
     sharded, scaler = built.sharded, parts.precision.start()
     groups = parameter_groups(sharded.pieces(), list(built.trained), [])
-    optimizer = sharded.optimizer(groups, parts.optimizer.build)
+    optimizer = sharded.optimizer(groups, partial(build_optimizer, parts.optimizer))
     for axis in built.axes:
         batch = axis.split_batch(batch)
     runner = PlainRunner(RunnerParts(sharded, parts.model, parts.precision, scaler, CPU, 0, nullcontext))

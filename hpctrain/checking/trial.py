@@ -23,6 +23,7 @@ from hpctrain.errors import EXIT_TRAINING, HpctrainError
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.tables import Job
+from hpctrain.model.groups import build_optimizer
 from hpctrain.model.meta import build_on_meta
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.registry import Registry
@@ -62,7 +63,7 @@ def build_outline(spec: ModelSpec, problems: list[PlacedProblem], tries: bool, r
 def try_optimizer(optimizer: Optimizer, problems: list[PlacedProblem], registry: Registry) -> None:
     """Build an optimizer for one parameter."""
     try:
-        optimizer.build([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+        build_optimizer(optimizer, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
     except HpctrainError as error:
         if isinstance(error.__cause__, (TypeError, ValueError, type(None))):  # other errors: it may need a GPU
             problems.append(PlacedProblem(("optimizer", "name"), str(error), error.exit_code))

@@ -24,9 +24,11 @@ class Optimizer(Plugin):
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """`groups` as torch optimizers take them: `params` and, for each option of this plugin, its value.
+        """The optimizer over `groups`, which are as torch optimizers take them: `params` and, for each option of this plugin, its
+        value in that group.
 
-        A group's `lr` is set to a number before each step. State of a tensor subclass (quantized, say) is saved as what
+        It has every parameter of the groups, at its group's `lr` or at that of another option, or the job is refused. A group's
+        `lr` is set to a number before each step. State of a tensor subclass (quantized, say) is saved as what
         its `dequantize()` gives, a plain tensor of the same shape, and put back with its `copy_()`. Where a parameter
         is cut over ranks, its state must be a number or have the shape of the part, and its update of the part must not
         depend on the rest, or the job is refused.

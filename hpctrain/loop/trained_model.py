@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from hpctrain.loop.totals import PieceTotals
 from hpctrain.loop.whole import WholeTensors
 from hpctrain.mesh import Meshes
 from hpctrain.model.build import build_model
-from hpctrain.model.groups import parameter_groups
-from hpctrain.model.updates import updates_parts_alike
+from hpctrain.model.groups import build_optimizer, parameter_groups
+from hpctrain.model.updates import updates_parameters, updates_parts_alike
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.torch_private import foreach_mul_
 
@@ -92,19 +93,25 @@ class TrainedModel:
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         """An optimizer without state that replaces the previous one."""
-        return self.sharded.optimizer(self._groups(), self._parts.optimizer.build)
+        return self.sharded.optimizer(self._groups(), partial(build_optimizer, self._parts.optimizer))
 
     def spare_optimizer(self) -> torch.optim.Optimizer:
         """An optimizer besides the one that trains."""
-        return self._parts.optimizer.build(self._groups())
+        return build_optimizer(self._parts.optimizer, self._groups())
 
     def _groups(self) -> list[dict[str, Any]]:
         return parameter_groups(self.pieces, list(self.shapes), self._parts.optimizer_groups)
 
     def refuse_optimizer(self) -> None:
-        """Raises UsageError if the optimizer can't update a part of a parameter by itself. Collective."""
+        """Raises UsageError if the optimizer updates nothing, or can't update a part of a parameter by itself. Collective."""
+        if not updates_parameters(self._parts.optimizer):
+            raise UsageError(
+                f"[optimizer] name = {self._parts.optimizer.name!r}: two of its steps on random gradients changed nothing, expected "
+                "`step` to update each parameter that has a gradient",
+                everywhere=True,
+            )
         cut = sum_of(sum(piece.tensor.shape != piece.shape for piece in self.pieces))
-        if cut and not updates_parts_alike(self._parts.optimizer.build):
+        if cut and not updates_parts_alike(self._parts.optimizer):
             raise UsageError(
                 f"[optimizer] name = {self._parts.optimizer.name!r} needs a whole parameter to update it, but ranks hold parts "
                 "of some: the result would be wrong; use another optimizer, such as adamw, or [sharding] stage 0 without "

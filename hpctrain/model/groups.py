@@ -1,11 +1,15 @@
-"""Parameter groups for the optimizer, from name patterns."""
+"""The optimizer of a job and its parameter groups, from name patterns."""
 
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.pieces import Piece
 from hpctrain.errors import UsageError
 
@@ -27,6 +31,32 @@ def parameter_groups(
     refuse_unmatched(trained, patterns)
     used = {id(_group_of(name, patterns, groups, rest)) for name in trained}
     return [group for group in [*groups, rest] if id(group) in used]
+
+
+def build_optimizer(plugin: Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The plugin's optimizer over `groups`, each of which gets the plugin's options that it doesn't set.
+
+    Raises UsageError unless the optimizer has every parameter once, at a learning rate that the job names.
+    """
+    options = plugin.options.model_dump()
+    completed = [{**options, **group} for group in groups]
+    optimizer = plugin.build([dict(group) for group in completed])
+    wanted = {id(p): group["lr"] for group in completed for p in group["params"]}
+    held = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    if sorted(id(p) for p, _ in held) != sorted(wanted):
+        raise UsageError(
+            f"[optimizer] name = {plugin.name!r}: build returned an optimizer of {len(held)} tensors, expected each of the "
+            f"{len(wanted)} in `groups` once; the others would not be trained"
+        )
+    named = {value for value in options.values() if isinstance(value, float)}
+    for parameter, group in held:
+        rate = float(group["lr"])
+        if not any(math.isclose(rate, one, rel_tol=1e-6) for one in (wanted[id(parameter)], *named)):
+            raise UsageError(
+                f"[optimizer] name = {plugin.name!r}: build returned an optimizer with lr {rate:g}, expected that of its group, "
+                f"{wanted[id(parameter)]:g}; give the optimizer the groups as they are, or each group's options"
+            )
+    return optimizer
 
 
 def refuse_unmatched(trained: Sequence[str], patterns: Sequence[dict[str, Any]]) -> None:

@@ -1,19 +1,28 @@
-"""Tests whether an optimizer can update a part of a parameter by itself."""
+"""Trials of an optimizer: whether it updates parameters, and a part of one by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
+
+from hpctrain.contracts.optimization import Optimizer
+from hpctrain.model.groups import build_optimizer
 
 _LR = 0.01
 _TOLERANCE = 1e-3
 """Relative to the largest change; rounding errors are below a thousandth of it."""
 
 
-def updates_parts_alike(build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> bool:
+def updates_parameters(plugin: Optimizer) -> bool:
+    """Whether two steps on random values change a matrix. If the trial itself fails, the answer is True."""
+    values, *gradients = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(0)) * 0.1
+    try:
+        return bool(_changes(plugin, values, gradients, 1).any())
+    except Exception:  # a third party's optimizer may need a GPU, or other shapes
+        return True
+
+
+def updates_parts_alike(plugin: Optimizer) -> bool:
     """Whether an optimizer changes half of a matrix as it changes that half within the whole, in two steps on random values.
 
     An optimizer that reads the whole matrix (Muon, LAMB) gives another result on each layout. If the trial itself fails,
@@ -21,21 +30,18 @@ def updates_parts_alike(build: Callable[[list[dict[str, Any]]], torch.optim.Opti
     """
     values, *gradients = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(0)) * 0.1
     try:
-        whole, halves = (_changes(build, values, gradients, count) for count in (1, 2))
+        whole, halves = (_changes(plugin, values, gradients, count) for count in (1, 2))
     except Exception:  # a third party's optimizer may need a GPU, or other shapes
         return True
     return bool((whole - halves).abs().max() <= _TOLERANCE * whole.abs().max())
 
 
 def _changes(
-    build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-    values: torch.Tensor,
-    gradients: list[torch.Tensor],
-    count: int,
+    plugin: Optimizer, values: torch.Tensor, gradients: list[torch.Tensor], count: int
 ) -> torch.Tensor:
     """The change after two steps of a matrix that is split into `count` parameters."""
     parts = [nn.Parameter(part.clone()) for part in values.chunk(count)]
-    optimizer = build([{"params": parts, "lr": _LR}])
+    optimizer = build_optimizer(plugin, [{"params": parts, "lr": _LR}])
     for gradient in gradients:
         for part, share in zip(parts, gradient.chunk(count), strict=True):
             part.grad = share.clone()

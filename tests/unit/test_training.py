@@ -176,7 +176,66 @@ def test_every_optimizer_resumes_where_it_was(
 )
 def test_optimizers_that_look_at_a_whole_matrix_are_told_apart(name: str, alike: bool) -> None:
     tables = {**job(), "optimizer": {"name": name, "lr": 1e-6}}
-    assert updates_parts_alike(check(RawJob(tables), 1).parts.optimizer.build) is alike
+    assert updates_parts_alike(check(RawJob(tables), 1).parts.optimizer) is alike
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        ("Lion(groups)", None),
+        ("Lion([{'params': group['params']} for group in groups])", "lr 0.0001, expected that of its group, 0.001"),
+        ("Lion([{**group, 'lr': self.options.other_lr} for group in groups])", None),
+        ("Lion(groups[:-1])", "an optimizer of 10 tensors, expected each of the .* in `groups` once"),
+        ("Still(groups)", "two of its steps on random gradients changed nothing"),
+    ],
+)
+def test_an_optimizer_has_the_options_of_its_groups(build: str, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a group doesn't override, too; a default of the optimizer's own would train silently."""
+    (tmp_path / "lions.py").write_text(
+        f"""
+import torch
+from hpctrain.api import Optimizer, OptimizerOptions, hookimpl
+
+class Options(OptimizerOptions):
+    momentum: float = 0.9
+    other_lr: float = 0.3
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, groups, lr=1e-4, momentum=0.5):
+        super().__init__(groups, dict(lr=lr, momentum=momentum))
+    @torch.no_grad()
+    def step(self, closure=None):
+        seen.append([(group['lr'], group['momentum']) for group in self.param_groups])
+        for group in self.param_groups:
+            for p in group['params']:
+                p -= group['lr'] * p.grad.sign()
+
+class Still(Lion):
+    def step(self, closure=None): pass
+
+class Plugin(Optimizer):
+    name, Options = 'lion', Options
+    def build(self, groups):
+        return {build}
+
+seen = []
+
+@hookimpl
+def hpctrain_optimizer():
+    return [Plugin]
+"""
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "lions", raising=False)
+    table = {"name": "lion", "lr": 1e-3, "momentum": 0.8, "groups": [{"pattern": "*norm*", "momentum": 0.7}]}
+    tables = {**job(), "optimizer": table, "plugins": {"load": ["lions"]}}
+    if told is not None:
+        with pytest.raises(UsageError, match=told):
+            hpctrain.run(tables)
+        return
+    hpctrain.run(tables)
+    rate = 0.3 if "other_lr" in build else 1e-3
+    assert sys.modules["lions"].seen[-1] == [(rate, 0.7), (rate, 0.8)]
 
 
 def test_state_that_no_checkpoint_holds_is_told_before_the_first_step(

@@ -154,7 +154,13 @@ class Zero3Model(ShardedModel):
             )
         # parameters outside of all units are needed again when backward begins
         fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=False, offload_policy=policy)
+        self._has_forwarded = False
+        module.register_forward_pre_hook(self._forwards)
         self._set_up([cast(FSDPModule, one) for one in (module, *units)], mesh.device_type)
+
+    def _forwards(self, module: nn.Module, inputs: Any) -> None:
+        """A forward begins, of a training or an evaluation."""
+        self._has_forwarded = True
 
     def _set_up(self, units: list[FSDPModule], device_type: str) -> None:
         """Set sums instead of means, asynchronous communication, and prefetching."""
@@ -242,8 +248,10 @@ class Zero3Model(ShardedModel):
         if self._offloads:
             for held in self._held:
                 held.local.copy_(held.piece.tensor)
-        # a forward without a backward leaves units gathered, and others half gathered, with the values of before
-        cast(FSDPModule, self.module).reset_iter_state()
+        if self._has_forwarded:  # before, there is no such state
+            # a forward without a backward leaves units gathered, or half gathered, with the values of before
+            cast(FSDPModule, self.module).reset_iter_state()
+        self._has_forwarded = False
 
     def pieces(self) -> list[Piece]:
         return [held.piece for held in self._held]
