@@ -81,6 +81,10 @@ class EnvironmentUnfitError(HpctrainError):
     exit_code = EXIT_ENVIRONMENT
 
 
+class ContractError(EnvironmentUnfitError):
+    """A plugin breaks its contract: exit 3."""
+
+
 class TrainingError(HpctrainError):
     """Training itself failed: exit 4."""
 

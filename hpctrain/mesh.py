@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hpctrain.contracts.breach import broken
 from hpctrain.errors import UsageError
 from hpctrain.torch_private import flatten_mesh
 
@@ -62,6 +63,14 @@ def layout_of(job: Job, parts: Parts, world_size: int) -> Layout:
     cut = prod(sizes[name] for name in cutting)
     data_ranks = world_size // others
     data, spread_data = (parts.sharding.axes(ranks, replicate) for ranks in (data_ranks, data_ranks * cut))
+    for ranks, made in ((data_ranks, data), (data_ranks * cut, spread_data)):
+        if prod(made.values()) != ranks or list(made) != list(data):
+            raise broken(
+                parts.sharding,
+                f"cut {ranks} ranks into the axes {made}",
+                f"sizes whose product is {ranks}, and the same names for any number",
+                True,
+            )
     spreading = {name: plugin for name, plugin in parts.parallelism.items() if name not in cutting}
     axes, model_axes = _in_order(data, parts.parallelism, sizes), _in_order(spread_data, spreading, sizes)
     own = [parts.parallelism[name].traits for name in cutting]
@@ -98,6 +107,11 @@ class Meshes:
         """The ranks of an axis that have replicas, or other parts, of what pieces with these axes have here."""
         own = [one for one in piece_axes if (axis, one) in self.own_groups]
         return self.own_groups[axis, own[0]] if own else self.axis(axis).get_group()
+
+    def counts(self, piece_axes: Sequence[str]) -> bool:
+        """Whether this rank is the first one that has what pieces with these axes have here."""
+        repeating = [axis for axis in self.model.mesh_dim_names or () if axis not in piece_axes]
+        return all(self.group(axis, piece_axes).rank() == 0 for axis in repeating)
 
     @property
     def data_rank(self) -> int:

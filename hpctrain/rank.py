@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_resolved
 from hpctrain.checkpoint.directory import behind_latest
+from hpctrain.conformance.trials import try_communicator
 from hpctrain.contracts.identity import Identity
 from hpctrain.data.pool import refuse_in_worker
 from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, HpctrainError, UsageError, reason
@@ -218,6 +219,7 @@ def _communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJ
             start_communication(
                 world, checked.parts.communicator, checked.job.communicator.timeout_seconds, _wrap(checked.job)
             )
+            try_communicator(checked.parts.communicator, device)
             hooks = LifeCycle(checked.registry, identity, checked.parts.hooks)
             try:
                 yield checked, device, hooks, binding

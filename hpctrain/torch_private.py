@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -246,6 +246,11 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
     """Multiply each in place."""
     torch._foreach_mul_(tensors, factor)
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each tensor was changed in place."""
+    return [tensor._version for tensor in tensors]
 
 
 def foreach_norm(tensors: list[Tensor]) -> Sequence[Tensor]:

@@ -77,7 +77,7 @@ class RunnerParts:
         torch.manual_seed(derive_seed(self.seed, step, micro.place, stage))
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
-        """The sum of the losses, a plain scalar; call it under `precision.forward`. Raises TrainingError for a loss that is none."""
+        """The sum of the losses, a plain scalar; call it under `precision.forward`. Raises TrainingError for other shapes."""
         found = self.spec.loss(outputs, micro.batch)
         if not isinstance(found, Mapping):
             return self._scalar(found, "")
@@ -91,7 +91,7 @@ class RunnerParts:
             return loss.full_tensor() if isinstance(loss, DTensor) else loss
         found = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is {type(loss).__name__}"
         raise TrainingError(
-            f"[model] name = {self.spec.name!r}: its loss{which} {found}, expected a scalar tensor: the sum over what `count` counts"
+            f"[model] name = {self.spec.name!r}: its loss{which} {found}, expected a scalar: the sum over what `count` counts"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
+from hpctrain.conformance.data import refuse_fewer_rows, refuse_other_item
 from hpctrain.contracts.dataset import Collate, Samples, Source
 from hpctrain.contracts.model import Batch
 from hpctrain.data.padding import Padding
@@ -50,11 +51,18 @@ class Batches:
     def __init__(self, samples: Samples, collate: Collate = default_collate, seed: int = 0) -> None:
         """seed: of what samples draw."""
         self._samples, self._collate, self._seed = samples, collate, seed
+        self._has_given = False
 
     def __getitem__(self, planned: Planned) -> Loaded:
         positions: Sequence[int | None] = planned.positions or [None] * len(planned.indices)
         items = [self._sample(int(i), position) for i, position in zip(planned.indices, positions, strict=True)]
+        if not self._has_given and items:
+            again = self._sample(int(planned.indices[0]), positions[0])
+            refuse_other_item(self._samples, int(planned.indices[0]), items[0], again)
         batch = collated(self._samples, self._collate, items, self._seed, planned)
+        if not self._has_given:
+            refuse_fewer_rows(self._samples, len(items), batch)
+        self._has_given = True
         if isinstance(self._collate, Padding) and not planned.counts:
             batch = self._collate.blank(batch)
         return Loaded(planned, batch)

@@ -17,7 +17,7 @@ from hpctrain.data.order import Order, SampleOrder, StreamOrder, WeightedOrder
 from hpctrain.data.padding import Padding
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.tokens import TokenPlan, padded, whole_batches
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import ContractError, HpctrainError, UsageError
 from hpctrain.files import cache_directory
 from hpctrain.foreign.reference import is_reference
 from hpctrain.job.parts import Parts
@@ -109,6 +109,9 @@ def _order(job: Job, samples: Samples | Stream) -> tuple[str, Order]:
     if isinstance(samples, Stream):
         return samples.fingerprint(), StreamOrder()
     fingerprint, weights, seed = samples.fingerprint(), samples.weights(), job.job.seed
+    if samples.fingerprint() != fingerprint:
+        told = f"gave the fingerprint {fingerprint!r}, and another one when it was asked again"
+        raise ContractError(f"[dataset] name = {job.dataset.name!r} {told}, expected one text for the same samples")
     if weights is None:
         return fingerprint, SampleOrder(len(samples), seed, fingerprint)
     if weights.shape != (len(samples),) or not (

@@ -114,8 +114,8 @@ class ForeignModel(PipelineModel):
         if value.shape != (rows,):
             mean = ".flatten(1).mean(1)" if value.dim() > 1 and value.shape[0] == rows else ".mean()"
             raise TrainingError(
-                f"the loss{which} of {self.reference} has the shape {tuple(value.shape)}, expected a scalar, its mean over the micro "
-                f"batch, or ({rows},), one loss per row: return loss{mean}"
+                f"the loss{which} of {self.reference} has the shape {tuple(value.shape)}, expected a scalar, its mean over the "
+                f"micro batch, or ({rows},), one loss per row: return loss{mean}"
             )
         return value.sum()
 

@@ -8,6 +8,7 @@ import torch
 
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.choices import refuse_machine
+from hpctrain.conformance.trials import refuse_impure_schedule
 from hpctrain.contracts.life_cycle import Control
 from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.plan import Machine
@@ -36,6 +37,7 @@ def assemble(
     """
     job, parts, identity = checked.job, checked.parts, world.identity
     refuse_machine(job, parts, Machine(identity, device), checked.registry)
+    hooks.refuse_differences()
     layout = layout_of(job, parts, identity.size)
     meshes = build_meshes(layout, device)
     report = Report(identity, world.channel)
@@ -45,6 +47,7 @@ def assemble(
     feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device, model.split)
     if job.guard.rolls_back:
         feed.refuse_stream()
+    refuse_impure_schedule(parts.schedule, feed.steps)
     progress, guard = Progress(feed.steps), Guard(job.guard)
     saving = Saving(job, parts, identity, hooks, layout, model, feed, progress, report, guard.state())
     saving.restore(resume)

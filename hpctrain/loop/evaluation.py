@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from hpctrain.conformance.hooks import refuse_different_values, tensors_kept
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
@@ -32,8 +33,9 @@ def evaluate(
     def see(outputs: Any, batch: Batch) -> None:
         if running:
             whole = outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
-            for one in running:
-                one.update(whole, parts.model.target(batch))
+            for metric, one in zip(parts.metrics, running, strict=True):
+                with tensors_kept(f"the metric {metric.name!r}", whole, batch):
+                    one.update(whole, parts.model.target(batch))
 
     try:
         micro_batches = _in_step(loader) if loader.ends_unplanned else loader
@@ -48,7 +50,10 @@ def evaluate(
     if running:
         mine = [one.compute(model.batch_group) for one in running]
         everyone: list[tuple[int, list[dict[str, float]]]] = gather_values((count, mine))
-        for values in next(values for counted, values in everyone if counted):
+        having = [values for counted, values in everyone if counted]
+        for metric, of_ranks in zip(parts.metrics, zip(*having, strict=True), strict=True):
+            refuse_different_values(metric, of_ranks)
+        for values in having[0]:
             for name, value in values.items():
                 if name in found or name in (*_TAKEN, parts.model.counts):
                     why = f"[[metric]]: found two values called {name!r}; leave a metric out, or give its function another name"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ class Records:
     def write(self, row: Mapping[str, Any]) -> None:
         """Write one row to all destinations."""
         self._metrics.write(dict(row))
-        self._ask_writers(lambda writer: writer.log(row))
+        self._ask_writers(lambda writer: writer.log(copy.deepcopy(dict(row))))
 
     def close(self) -> None:
         """The run has ended."""

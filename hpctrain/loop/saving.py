@@ -26,6 +26,7 @@ from hpctrain.checkpoint.state import (
 )
 from hpctrain.checkpoint.store import CheckpointStore, Restored
 from hpctrain.checkpoint.weights import PLUGIN, TIED, OtherModelError
+from hpctrain.conformance.trials import refuse_lossy_scaler
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece, State
@@ -274,7 +275,7 @@ class Saving:
             "steps": progress.steps,
             "loss": progress.loss if math.isfinite(progress.loss) else None,
             "fingerprint": self._feed.fingerprint,
-            "precision": model.scaler.state(),
+            "precision": self._scaler_state(),
             "optimizer_numbers": model.totals.merged(numbers),
             "optimizer_begun": model.optimizer_begun,
             "job": self._job.job.name,
@@ -293,6 +294,10 @@ class Saving:
             metrics = dict(progress.evaluation[1])
             values[EVALUATION_LOSS], values[EVALUATION_METRICS] = metrics.pop("loss"), metrics
         return values
+
+    def _scaler_state(self) -> dict[str, Any]:
+        refuse_lossy_scaler(self._parts.precision, self._model.scaler)
+        return self._model.scaler.state()
 
 
 def refuse_same_names(states: Sequence[PluginState]) -> None:

@@ -27,12 +27,7 @@ class PieceTotals:
         cut = torch.tensor(int(any(piece.axes for piece in pieces)))
         dist.all_reduce(cut, dist.ReduceOp.MAX)
         self._cut = bool(cut)
-        axes = meshes.model.mesh_dim_names or ()
-        firsts: dict[tuple[str, ...], bool] = {}  # many pieces have the same axes
-        for piece in pieces:
-            if piece.axes not in firsts:
-                repeating = [meshes.group(axis, piece.axes) for axis in axes if axis not in piece.axes]
-                firsts[piece.axes] = all(group.rank() == 0 for group in repeating)
+        firsts = {axes: meshes.counts(axes) for axes in {piece.axes for piece in pieces}}
         self._counts = [not self._cut or firsts[piece.axes] for piece in pieces]
 
     def norm(self, gradients: Sequence[Tensor]) -> float:

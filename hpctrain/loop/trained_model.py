@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,19 @@ import torch.distributed as dist
 
 from hpctrain.checkpoint.state import model_pieces
 from hpctrain.checkpoint.weights import load_weights
+from hpctrain.conformance.first_step import FirstStep
+from hpctrain.conformance.hooks import tensors_kept
+from hpctrain.conformance.model import refuse_mean
+from hpctrain.conformance.pieces import refuse_holes
+from hpctrain.conformance.trials import refuse_factor, refuse_idle_optimizer, updates_parts_alike
+from hpctrain.contracts.breach import broken
+from hpctrain.contracts.compression import LossyCompression
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.runner import Runner, RunnerParts
 from hpctrain.errors import UsageError
 from hpctrain.exchange import sum_of
+from hpctrain.foreign.model import ForeignModel
 from hpctrain.gradients.reducer import GradientReducer
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
@@ -30,7 +38,6 @@ from hpctrain.loop.whole import WholeTensors
 from hpctrain.mesh import Meshes
 from hpctrain.model.build import build_model
 from hpctrain.model.groups import build_optimizer, parameter_groups
-from hpctrain.model.updates import updates_parameters, updates_parts_alike
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.torch_private import foreach_mul_
 
@@ -46,18 +53,27 @@ class TrainedModel:
         self, job: Job, parts: Parts, meshes: Meshes, node: str, device: torch.device, hooks: LifeCycle
     ) -> None:
         """Builds the model. Collective. node: this rank's node, for messages."""
-        self._job, self._parts, self._hooks = job, parts, hooks
+        self._job, self._parts, self._hooks, self.meshes = job, parts, hooks, meshes
         self.batch_group = meshes.batch_group()
+        self._split_counts: list[int] = []
+        """Counts of the first micro batch: the whole one, and what each axis left of it."""
+        self._has_forwarded, self.refreshed = False, 0
         self._own_axes = {own for _, own in meshes.own_groups}
         self.sums = GradientReducer(parts.compression, meshes, node)
         built = build_model(job, parts, meshes, self.sums, device)
         self.sharded, self.module, self.tied = built.sharded, built.sharded.module, built.tied
+        if not isinstance(parts.precision.forward(device), AbstractContextManager):
+            raise broken(
+                parts.precision, "gave no context manager in forward", "a context around forward and loss", True
+            )
         self.scaler = parts.precision.start()
         self.axes, self.shapes = built.axes, built.trained
         self.elements, self.trained_elements = built.elements, sum(map(prod, built.trained.values()))
         axes = [plugin.traits for plugin in parts.parallelism.values()]
         apart = tuple(one.axis for one in axes if one.ranks_have == "other parameters")
         self.pieces = [replace(piece, axes=(*apart, *piece.axes)) for piece in self.sharded.pieces()]
+        if not parts.sharding.ranks_diverge:
+            refuse_holes(parts.sharding, self.pieces, self.shapes, meshes)
         self.totals = PieceTotals(self.pieces, meshes)
         self._whole = WholeTensors(self.pieces, self.shapes, meshes, device)
         self.optimizer, self.optimizer_begun = self.new_optimizer(), False
@@ -66,6 +82,7 @@ class TrainedModel:
         self.loss_share = 0.0 if any(meshes.axis(axis).get_local_rank() for axis in repeated) else 1.0
         self.named_losses = NamedLosses(self.loss_share)
         self.runner = self._make_runner(device)
+        self.sums.try_compressor()
 
     def _make_runner(self, device: torch.device) -> Runner:
         """The runner that an axis brings, or the plain runner."""
@@ -80,38 +97,60 @@ class TrainedModel:
         parts, seed = self._parts, self._job.job.seed
         mine = RunnerParts(
             self.sharded, parts.model, parts.precision, self.scaler, device, seed, context, self._hooks.phase,
-            self._hooks.forwarded, self.named_losses.add,
+            self._forwarded, self.named_losses.add,
         )  # fmt: skip
         brought = [runner for axis in self.axes if (runner := axis.runner(mine)) is not None]
         return brought[0] if brought else PlainRunner(mine, survives=self._job.guard.oom == "skip")
 
     def split(self, batch: Batch) -> Batch:
         """This rank's part of a micro batch."""
+        counts = [] if self._split_counts else [self._parts.model.count(batch)]
         for axis in self.axes:
             batch = axis.split_batch(batch)
+            if counts:
+                counts.append(self._parts.model.count(batch))
+        self._split_counts = self._split_counts or counts
         return batch
+
+    def first_step(self) -> FirstStep | None:
+        """Watches this run's first step; None where a rank may sit it out."""
+        if self._job.guard.oom == "skip":
+            return None
+        axes = sorted(self._parts.parallelism.values(), key=lambda plugin: plugin.traits.order)
+        exact = not isinstance(self._parts.compression, LossyCompression)
+        return FirstStep(self, self._parts.sharding, axes, self._split_counts, exact)
+
+    def _forwarded(self, step: int, outputs: Any, batch: Batch) -> None:
+        """A forward of the training is done."""
+        if not self._has_forwarded and not isinstance(self._parts.model, ForeignModel):
+            error = refuse_mean(self._parts.model, outputs, batch)
+            if error is not None:
+                raise error
+        self._has_forwarded = True
+        who = self._hooks.who("hpctrain_outputs")
+        if who:
+            with tensors_kept(" or ".join(who), outputs, batch):
+                self._hooks.forwarded(step, outputs, batch)
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         """An optimizer without state that replaces the previous one."""
-        return self.sharded.optimizer(self._groups(), partial(build_optimizer, self._parts.optimizer))
+        return self.sharded.optimizer(self._groups(), self._build)
 
     def spare_optimizer(self) -> torch.optim.Optimizer:
         """An optimizer besides the one that trains."""
-        return build_optimizer(self._parts.optimizer, self._groups())
+        return self._build(self._groups())
+
+    def _build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return build_optimizer(self._parts.optimizer, groups)
 
     def _groups(self) -> list[dict[str, Any]]:
         return parameter_groups(self.pieces, list(self.shapes), self._parts.optimizer_groups)
 
     def refuse_optimizer(self) -> None:
         """Raises UsageError if the optimizer updates nothing, or can't update a part of a parameter by itself. Collective."""
-        if not updates_parameters(self._parts.optimizer):
-            raise UsageError(
-                f"[optimizer] name = {self._parts.optimizer.name!r}: two of its steps on random gradients changed nothing, expected "
-                "`step` to update each parameter that has a gradient",
-                everywhere=True,
-            )
+        refuse_idle_optimizer(self._parts.optimizer, self._build)
         cut = sum_of(sum(piece.tensor.shape != piece.shape for piece in self.pieces))
-        if cut and not updates_parts_alike(self._parts.optimizer):
+        if cut and not updates_parts_alike(self._build):
             raise UsageError(
                 f"[optimizer] name = {self._parts.optimizer.name!r} needs a whole parameter to update it, but ranks hold parts "
                 "of some: the result would be wrong; use another optimizer, such as adamw, or [sharding] stage 0 without "
@@ -138,6 +177,7 @@ class TrainedModel:
 
     def refresh(self) -> None:
         """Bring the module up to date after values of the pieces were changed. Collective."""
+        self.refreshed += 1
         self.sharded.refresh()
 
     def value(self, name: str) -> torch.Tensor:
@@ -176,12 +216,22 @@ class TrainedModel:
     def begin_sums(self, step: int) -> None:
         """Tell the gradient sums the loss scale of `step`, and whether the step may be skipped."""
         may_be_left_out = self.scaler.skips_nonfinite or self._job.guard.may_leave_out
+        if not 0 < self.scaler.scale < math.inf:
+            raise broken(
+                self._parts.precision, f"scales the loss by {self.scaler.scale!r}", "a number above zero", True
+            )
         self.sums.begin(step, self.scaler.scale, may_be_left_out)
 
     def take_gradients(self) -> list[torch.Tensor]:
         """The gradients of this rank's pieces, without the loss scale."""
         gradients = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
-        assert len(gradients) == len(self.pieces)  # ShardedModel.synchronize guarantees it
+        if len(gradients) < len(self.pieces):
+            lacking = next(piece.name for piece in self.pieces if piece.tensor.grad is None)
+            raise broken(
+                self._parts.sharding,
+                f"left a piece of {lacking} without a gradient after `synchronize`",
+                "zeros where there is none",
+            )
         if gradients and self.scaler.scale != 1:  # a rank may hold no pieces
             foreach_mul_(gradients, 1.0 / self.scaler.scale)
         return gradients
@@ -193,6 +243,7 @@ class TrainedModel:
     def set_learning_rate(self, step: int, steps: int) -> float:
         """Set each group's learning rate for this step of `steps`; return the first group's."""
         factor = self._parts.schedule.factor(step, steps)
+        refuse_factor(self._parts.schedule, step, factor)
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = rate * factor
         return float(self._base_rates[0] * factor)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hpctrain.conformance.hooks import weights_kept
+from hpctrain.contracts.breach import broken
+from hpctrain.contracts.model import ModelSpec
+from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
 from hpctrain.exchange import gather_values, sum_of, together
 from hpctrain.guard.judging import StepFigures, Verdict
 from hpctrain.guard.memory import memory_explained
+from hpctrain.job.parts import Parts
 from hpctrain.loop.evaluation import evaluate, row_of
 from hpctrain.loop.metrics import StepTimes, gather_row, memory_bytes
 from hpctrain.loop.reactions import act
@@ -23,6 +29,9 @@ from hpctrain.loop.saves import save_if_due
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import INTERRUPTED, STOPPED, StopRequest
 from hpctrain.torch_private import foreach_mul_
+
+_ALIKE = 1e-3
+"""The relative difference between ranks' norms of one gradient; they are sums of the same numbers."""
 
 
 def train(session: Session, stop: StopRequest) -> dict[str, Any]:
@@ -36,8 +45,8 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     stops, begun = 0, progress.step
     world = dist.group.WORLD
     assert world is not None
-    start: dict[str, Any] = {"step": progress.step, "model": session.model, "control": session.control}
-    together(world, lambda: hooks.call("hpctrain_job_start", job=session.job, identity=session.identity, **start))
+    start: dict[str, Any] = {"job": session.job, "identity": session.identity, "control": session.control}
+    together(world, lambda: show_model(session, "hpctrain_job_start", step=progress.step, **start))
     if progress.step and progress.evaluation is None:
         evaluate_if_due(session)  # skipped at a signal, to save first
     loader = session.feed.training_loader(progress)
@@ -45,7 +54,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
         end_if_asked(session)
         while not progress.done and code == EXIT_DONE:
             with explained(session, f"in step {progress.step + 1}"):
-                row, stops, verdict = train_step(session, loader, stop)
+                row, stops, verdict = train_step(session, loader, stop, is_first=not losses)
             losses.append(row["loss"])
             if verdict is not None and act(session, verdict):
                 del losses[max(0, progress.step - begun) :]
@@ -72,19 +81,24 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     return result
 
 
-def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dict[str, Any], int, Verdict | None]:
+def train_step(
+    session: Session, loader: Loader, stop: StopRequest, is_first: bool = False
+) -> tuple[dict[str, Any], int, Verdict | None]:
     """Run one optimizer step; return its row, the strongest request to stop on any rank (0 is none), and what the guard has
-    found, if anything."""
+    found, if anything. is_first: of this run."""
     parts, model, progress, times = session.parts, session.model, session.progress, StepTimes()
     step, phase, position = progress.step, session.hooks.phase, session.hooks.position
     with times.waiting_for_data(), phase("data", step):
         micro_batches, samples_seen = loader.step()
     with times.communicating(), position.inside("counting", step):
-        count = model.sum_over_batch(sum(parts.model.count(micro.batch) for micro in micro_batches))
+        count = model.sum_over_batch(sum(counted(parts.model, micro) for micro in micro_batches))
     if count == 0:
         raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label", everywhere=True)
     model.begin_sums(step)
+    trial = model.first_step() if is_first else None
     loss_sum = model.runner.train(micro_batches, count, step)
+    if trial is not None:
+        trial.forwarded(loss_sum.item())
     with times.communicating(), position.inside("sums of gradients", step):
         model.sharded.synchronize()
 
@@ -105,6 +119,10 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     finite = bool(
         norms.isfinite().all()
     )  # without pieces, each rank has its own norm, of gradients that should be equal
+    if finite and not parts.sharding.ranks_diverge:
+        refuse_different_norms(parts, norms)
+        if trial is not None:
+            trial.summed(norm, model.scaler.scale)
     norm = norm if finite else norms[~norms.isfinite()][0].item()
     overflow = not finite and model.scaler.skips_nonfinite
     found = StepFigures(step + 1, loss, norm, losses.tolist(), out_of_memory, overflow)
@@ -118,6 +136,8 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
             model.optimizer.step()
             model.optimizer_begun = True
             model.sharded.refresh()
+            if trial is not None:
+                trial.updated()
             model.sharded.stepped(step + 1)
         else:
             model.sums.leave_out()
@@ -144,9 +164,34 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
         **({} if apply else {"skipped": True}),
         **session.guard.metrics(verdict),
     }
-    session.hooks.call("hpctrain_step_end", step=progress.step, metrics=row, model=model, control=session.control)
+    show_model(session, "hpctrain_step_end", step=progress.step, metrics=row, control=session.control)
     session.report.row(row, progress.steps, parts.model.counts, remark)
     return row, int(stops.max()), verdict
+
+
+def show_model(session: Session, hook: str, **arguments: Any) -> None:
+    """Call a hook that gets the model. Raises ContractError if a plugin changes its weights and doesn't say so."""
+    who = session.hooks.who(hook)
+    with weights_kept(session.model, hook, who) if who else nullcontext():
+        session.hooks.call(hook, model=session.model, **arguments)
+
+
+def refuse_different_norms(parts: Parts, norms: torch.Tensor) -> None:
+    """Raises ContractError on all ranks unless the full gradient has one norm. norms: (ranks,)"""
+    if (norms.max() - norms.min()).item() <= _ALIKE * norms.max().item():
+        return
+    told = f"left other gradients on each rank, whose norms are {', '.join(f'{one:.4g}' for one in norms.unique()[:4])}"
+    shared = [one.name for one in parts.parallelism.values() if one.traits.ranks_have == "the same samples"]
+    axes = f"; or the ranks of {' or '.join(shared)} have other samples, which its traits deny" if shared else ""
+    raise broken(parts.sharding, told, f"one sum on all ranks{axes}", everywhere=True)
+
+
+def counted(spec: ModelSpec, micro: MicroBatch) -> int:
+    """What the loss of a micro batch is a sum over. Raises ContractError for what is no count."""
+    count = spec.count(micro.batch)
+    if not isinstance(count, Integral) or count < 0:
+        raise broken(spec, f"counted {count!r} {spec.counts} in a micro batch", "a whole number, zero or more")
+    return int(count)
 
 
 def moment(session: Session) -> dict[str, Any]:
@@ -174,7 +219,7 @@ def evaluate_if_due(session: Session) -> None:
     if not (table.enabled and session.feed.validates and due):
         return
     session.model.consolidate()
-    session.hooks.call("hpctrain_evaluation_start", step=progress.step, model=session.model)
+    show_model(session, "hpctrain_evaluation_start", step=progress.step)
     moved = partial(session.hooks.position.move, "evaluation")
     with (
         session.hooks.phase("evaluation", progress.step),
@@ -189,8 +234,7 @@ def evaluate_if_due(session: Session) -> None:
         )
     progress.evaluation = progress.step, metrics
     row = {**moment(session), **row_of(metrics), f"evaluation_{counts}": count}
-    told = {"step": progress.step, "metrics": row, "model": session.model, "control": session.control}
-    session.hooks.call("hpctrain_evaluation", **told)
+    show_model(session, "hpctrain_evaluation", step=progress.step, metrics=row, control=session.control)
     session.report.row(row, progress.steps, session.parts.model.counts)
 
 

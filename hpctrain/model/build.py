@@ -11,6 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hpctrain.conformance.model import (
+    Outline,
+    refuse_blocks,
+    refuse_other_model,
+    refuse_own_parameters,
+    refuse_values_by_call,
+)
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.errors import EnvironmentUnfitError, UsageError
@@ -53,12 +60,18 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     """Build -> precision -> parallelism -> compile and activation checkpointing -> sharding -> materialize and initialize."""
     spec, dtype = parts.model, parts.precision.parameter_dtype
     with _default_dtype(dtype):
-        module = build_on_meta(spec) if isinstance(spec, MetaModel) else _one_model(_under_seed(spec, job.job.seed))
+        module = build_on_meta(spec) if isinstance(spec, MetaModel) else _under_seed(spec, job.job.seed)
+    refuse_other_model(spec, module)
+    if not isinstance(spec, MetaModel):
+        _share_values(module)
+    refuse_blocks(spec, module)
     refuse_unsaved_buffers(module, spec)
     refuse_embeddings(module, spec, meshes.data.size())
     _lay_out_in_rows(module)
     freeze(module, job.model.freeze, job.model.trainable)
+    outline = Outline.of(module)
     parts.precision.convert(module)
+    outline.refuse_change(parts.precision, "convert", module)
     trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise UsageError(f"[model] {spec.name}: it has no parameter to train")
@@ -67,17 +80,23 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     axes: list[AppliedAxis] = []
     # the pipeline last: tensor-parallel plans name modules of the full model
     for plugin in sorted(parts.parallelism.values(), key=lambda p: -p.traits.order):
+        outline = Outline.of(module)
         axes.append(plugin.apply(module, spec, meshes.axis(plugin.traits.axis)))
         module = axes[-1].module
+        outline.refuse_change(plugin, "apply", module, may_lack=plugin.traits.ranks_have == "other parameters")
+        refuse_own_parameters(plugin, module)
     alike = [meshes.axis(p.traits.axis) for p in parts.parallelism.values() if p.traits.repeats_activations]
     checkpointing = parts.activation_checkpointing
     if job.compile.enabled and not checkpointing.is_compiled:
         _compile_blocks(module, spec)
+    outline = Outline.of(module)
     checkpointing.apply(module, spec, alike[0] if alike else None)
+    outline.refuse_change(checkpointing, "apply", module)
     if job.compile.enabled and checkpointing.is_compiled:
         _compile_blocks(module, spec)
     sharded = parts.sharding.shard(module, spec, meshes.data, sums)
     module = sharded.module
+    outline.refuse_change(parts.sharding, "shard", module)
     home = parts.sharding.home(device)
     if isinstance(spec, MetaModel):
         here = tied_parameters(module)
@@ -89,6 +108,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
                 "smaller sizes, or spread it over more ranks"
             ) from error
         tie(module, here)  # materialization gave each place its own parameter
+        refuse_values_by_call(spec, module, job.job.seed)
         initialize(module, spec, job.job.seed)
     module.to(device=home)
     _place_buffers(module, device, job.precision.buffer_dtype)
@@ -171,14 +191,13 @@ def _under_seed(spec: ModelSpec, seed: int) -> nn.Module:
     return module
 
 
-def _one_model(module: nn.Module) -> nn.Module:
-    """`module` with rank 0's values: the user's code may draw from generators that no seed of ours covers. Collective."""
+def _share_values(module: nn.Module) -> None:
+    """Give `module` rank 0's values: the user's code may draw from generators that no seed of ours covers. Collective."""
     for tensor in [*module.parameters(), *module.buffers()] if dist.get_world_size() > 1 else ():
         mine = tensor.detach().contiguous()
         # as bytes: not every backend knows every dtype, and a mask is bool
         dist.broadcast(mine.view(-1).view(torch.uint8), src=0)
         tensor.data = mine
-    return module
 
 
 def refuse_unsaved_buffers(module: nn.Module, spec: ModelSpec) -> None:

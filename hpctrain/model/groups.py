@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hpctrain.contracts.breach import broken
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.pieces import Piece
 from hpctrain.errors import UsageError
@@ -36,7 +37,7 @@ def parameter_groups(
 def build_optimizer(plugin: Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
     """The plugin's optimizer over `groups`, each of which gets the plugin's options that it doesn't set.
 
-    Raises UsageError unless the optimizer has every parameter once, at a learning rate that the job names.
+    Raises ContractError unless the optimizer has every parameter once, at a learning rate that the job names.
     """
     options = plugin.options.model_dump()
     completed = [{**options, **group} for group in groups]
@@ -44,18 +45,14 @@ def build_optimizer(plugin: Optimizer, groups: Sequence[dict[str, Any]]) -> torc
     wanted = {id(p): group["lr"] for group in completed for p in group["params"]}
     held = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     if sorted(id(p) for p, _ in held) != sorted(wanted):
-        raise UsageError(
-            f"[optimizer] name = {plugin.name!r}: build returned an optimizer of {len(held)} tensors, expected each of the "
-            f"{len(wanted)} in `groups` once; the others would not be trained"
-        )
+        found = f"built an optimizer of {len(held)} tensors"
+        raise broken(plugin, found, f"each of the {len(wanted)} in `groups` once; the others would not be trained")
     named = {value for value in options.values() if isinstance(value, float)}
     for parameter, group in held:
-        rate = float(group["lr"])
-        if not any(math.isclose(rate, one, rel_tol=1e-6) for one in (wanted[id(parameter)], *named)):
-            raise UsageError(
-                f"[optimizer] name = {plugin.name!r}: build returned an optimizer with lr {rate:g}, expected that of its group, "
-                f"{wanted[id(parameter)]:g}; give the optimizer the groups as they are, or each group's options"
-            )
+        rate, of_group = float(group["lr"]), wanted[id(parameter)]
+        if not any(math.isclose(rate, one, rel_tol=1e-6) for one in (of_group, *named)):
+            found = f"built an optimizer whose lr is {rate:g} where its group says {of_group:g}"
+            raise broken(plugin, found, "the groups as they are, or each group's options")
     return optimizer
 
 

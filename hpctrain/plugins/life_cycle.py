@@ -11,10 +11,12 @@ from typing import Any
 
 import pluggy
 
+from hpctrain.contracts.breach import broken
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Hook
 from hpctrain.contracts.model import Batch
 from hpctrain.errors import HpctrainError, TrainingError, UsageError
+from hpctrain.exchange import gather_values
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.discovery import hook_fault
 from hpctrain.plugins.registry import Registry
@@ -33,6 +35,7 @@ class LifeCycle:
         self._manager, self._hooks = registry.manager, registry.manager.hook
         self._here = f", on rank {identity.rank} on {identity.node}" if identity.size > 1 else ""
         self._sources = {source.key: str(source) for source in registry.sources}
+        self._chosen = hooks
         self._started = [self._start(registry, number, hook) for number, hook in enumerate(hooks)]
         self._watched = any(self._implementations("hpctrain_phase_begin", "hpctrain_phase_end"))
         self._shown_outputs = bool(self._implementations("hpctrain_outputs"))
@@ -56,6 +59,17 @@ class LifeCycle:
         self._manager.register(started, name=key)
         return started
 
+    def refuse_differences(self) -> None:
+        """Raises ContractError on all ranks if a hook has started with other life-cycle hooks on another rank. Collective."""
+        mine = [sorted(caller.name for caller in self._manager.get_hookcallers(one) or ()) for one in self._started]
+        if not mine:
+            return
+        for rank, found in enumerate(everyone := gather_values(mine)):
+            for hook, here, there in zip(self._chosen, everyone[0], found, strict=True):
+                if here != there:
+                    told = f"started with {', '.join(there)} on rank {rank} and {', '.join(here)} on rank 0"
+                    raise broken(hook, told, "the same hooks on all ranks: some of them communicate", everywhere=True)
+
     def close(self) -> None:
         """The run is over."""
         for started in self._started:
@@ -63,6 +77,10 @@ class LifeCycle:
 
     def _implementations(self, *hooks: str) -> list[pluggy.HookImpl]:
         return [one for hook in hooks for one in getattr(self._hooks, hook).get_hookimpls()]
+
+    def who(self, hook: str) -> list[str]:
+        """The plugins that implement the hook."""
+        return [self._sources.get(one.plugin_name, one.plugin_name) for one in self._implementations(hook)]
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
         """The results of the implementations, without None. Any error becomes a TrainingError with the plugin's name, except

@@ -1,0 +1,76 @@
+"""The first checkpoint of a run is read back, in part: what its format gives is what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpctrain.contracts.breach import broken
+from hpctrain.contracts.checkpoint import CheckpointFormat
+from hpctrain.contracts.pieces import Piece, State
+from hpctrain.errors import CheckpointError, reason
+from hpctrain.exchange import share, together
+
+_BYTES = 8 * 2**20
+"""The most that a rank reads: the smallest pieces, as long as they fit."""
+
+
+def refuse_other_reading(format: CheckpointFormat, directory: Path, state: State, group: dist.ProcessGroup) -> None:
+    """Raises ContractError on all ranks unless `directory` reads as `state` says. Collective over `group`.
+
+    Rank 0 compares the values and the names; each rank the bytes of its smallest pieces, at least of one.
+    """
+    try:
+        share(group, lambda: _refuse_other_values(format, directory, state))
+        together(group, lambda: _refuse_other_bytes(format, directory, state.pieces))
+    except (CheckpointError, OSError) as error:
+        raise broken(
+            format, f"can't read the checkpoint that it has just written: {reason(error)}", "what was written", True
+        ) from error
+
+
+def _refuse_other_values(format: CheckpointFormat, directory: Path, state: State) -> None:
+    if not format.recognizes(directory):
+        raise broken(format, f"does not recognize its own checkpoint {directory.name}", "True from recognizes", True)
+    values = format.read_values(directory)
+    other = [key for key in state.values if key not in values or values[key] != state.values[key]]
+    if other:
+        found = f"read the value {other[0]!r} of its first checkpoint as {values.get(other[0])!r}"
+        raise broken(format, found, f"{state.values[other[0]]!r}, which was written", True)
+    shapes, tensors = format.names(directory), format.tensors(directory)
+    for piece in state.pieces:
+        for found_shape in (shapes.get(piece.name), tensors[piece.name].shape if piece.name in tensors else None):
+            if found_shape is None or tuple(found_shape) != tuple(piece.shape):
+                found = f"lists {piece.name} of its first checkpoint with the shape {found_shape}"
+                raise broken(format, found, f"{tuple(piece.shape)}, which was written", True)
+
+
+def _refuse_other_bytes(format: CheckpointFormat, directory: Path, pieces: Sequence[Piece]) -> None:
+    chosen: list[Piece] = []
+    for piece in sorted(pieces, key=lambda one: one.tensor.nbytes):
+        if chosen and sum(one.tensor.nbytes for one in chosen) + piece.tensor.nbytes > _BYTES:
+            break
+        chosen.append(piece)
+    read = [replace(one, tensor=torch.zeros_like(one.tensor, memory_format=torch.contiguous_format)) for one in chosen]
+    format.load(directory, read)
+    for written, found in zip(chosen, read, strict=True):
+        if not torch.equal(_bytes(written.tensor), _bytes(found.tensor)):
+            told = f"read {written.name} of its first checkpoint with other values"
+            raise broken(format, told, "those that were written", True)
+
+
+def refuse_live_snapshot(format: CheckpointFormat, state: State, snapshot: State) -> None:
+    """Raises ContractError if a snapshot shares memory with the tensors that training goes on to change."""
+    live = {piece.tensor.untyped_storage().data_ptr() for piece in state.pieces if piece.tensor.nbytes}
+    for piece in snapshot.pieces:
+        if piece.tensor.nbytes and piece.tensor.untyped_storage().data_ptr() in live:
+            raise broken(format, f"gave a snapshot whose {piece.name} is the live tensor", "a copy")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
