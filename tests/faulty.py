@@ -22,21 +22,28 @@ from hpctrain.api import (
     ActivationCheckpointing,
     AppliedAxis,
     AxisTraits,
+    Communicator,
     CompressionOptions,
     Compressor,
     Hook,
+    JobState,
+    Launcher,
+    Logger,
+    LogWriter,
     LossScaler,
     LossyCompression,
     Metric,
     Optimizer,
     OptimizerOptions,
     Parallelism,
+    PipelineSchedule,
     RunningMetric,
     Samples,
     Schedule,
     State,
     hookimpl,
 )
+from hpctrain.torch_private import WrappingGroup, make_group
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,8 @@ def planted(slot: str, key: str, told: str, ranks: int = 1, **tables: Any) -> An
     def register(cls: Any) -> Any:
         cls.name, cls.slot = f"faulty-{next(_NAMES)}", slot
         table: Any = {cls.name: 2} if slot == "parallelism" else {key: cls.name, **tables.get(slot, {})}
-        FAULTS.append(Fault(cls, {slot: [table] if slot in ("hook", "metric") else table}, told, ranks))
+        of_job = {"parallelism": {"pipeline": {"size": 2, **table}}} if slot == "pipeline_schedule" else {slot: table}
+        FAULTS.append(Fault(cls, {slot: [table]} if slot in ("hook", "metric") else of_job, told, ranks))
         return cls
 
     return register
@@ -611,6 +619,154 @@ class SwallowsInfinity(_Compression):
             super().all_reduce(gradients.nan_to_num_(posinf=0, neginf=0), scale)
 
 
+# --- pipeline schedule
+
+pipeline_schedule = lambda told: planted("pipeline_schedule", "schedule", told, 2)  # noqa: E731
+
+
+class _Schedule(PipelineSchedule):
+    def torch_class(self):
+        from torch.distributed.pipelining import ScheduleGPipe
+
+        return ScheduleGPipe
+
+
+@pipeline_schedule(r"its rank_of places 2 stages on the ranks \[0, 2\], expected 1 on each rank from 0 to 1")
+class StageOfNoRank(_Schedule):
+    def rank_of(self, stage, ranks):
+        return 2 * stage
+
+
+@pipeline_schedule(r"ScheduleGPipe places the stages on the ranks \[0, 1\], and rank_of on \[1, 0\]; expected the same")
+class OtherPlacement(_Schedule):
+    def rank_of(self, stage, ranks):
+        return ranks - 1 - stage
+
+
+# --- communicator: the backend is registered under the plugin's name
+
+
+class _Communicator(Communicator):
+    def backend(self):
+        return self.name
+
+    def device(self, identity):
+        return torch.device("cpu")
+
+
+class _Over(WrappingGroup):
+    """The operations of gloo, of which one is wrong."""
+
+    @property
+    def group_name(self):
+        return self.inner.group_name
+
+    def shutdown(self):
+        self.inner.shutdown()
+
+    def allreduce(self, tensors, options):
+        return self.inner.allreduce(tensors, options)
+
+    def broadcast(self, tensors, options):
+        return self.inner.broadcast(tensors, options)
+
+    def all_gather_single(self, output, source, options):
+        return self.inner.all_gather_single(output, source, options)
+
+    def reduce_scatter_single(self, output, source, options):
+        return self.inner.reduce_scatter_single(output, source, options)
+
+
+class MeanOfRanks(_Communicator):
+    name, told = "mean-of-ranks", "has a backend whose all_reduce gave"
+
+    class group(_Over):  # noqa: N801
+        def allreduce(self, tensors, options):
+            work = self.inner.allreduce(tensors, options)
+            work.wait()
+            for one in tensors:
+                one /= self.size()
+            return work
+
+
+class BroadcastOfRank0(_Communicator):
+    name, told = "broadcast-of-rank-0", "has a backend whose broadcast gave"
+
+    class group(_Over):  # noqa: N801
+        def broadcast(self, tensors, options):
+            options.rootRank = 0
+            return self.inner.broadcast(tensors, options)
+
+
+COMMUNICATORS = [MeanOfRanks, BroadcastOfRank0]
+
+
+def register(plugin: Any) -> str:
+    """Register the plugin's backend; returns its name."""
+
+    def create(options, _):
+        return plugin.group(make_group("gloo", options, None))
+
+    if plugin.name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(plugin.name, create, extended_api=True, devices=["cpu"])
+    return plugin.name
+
+
+# --- logger: what it does to a row stays its own
+
+
+class ChangesRows(Logger):
+    name = "changes-rows"
+
+    class writer(LogWriter):  # noqa: N801
+        def log(self, row):
+            row["loss"] = -1.0
+            row.get("memory_bytes", {}).clear()
+
+    def open(self, output_dir, resumed_step):
+        return self.writer()
+
+
+class OpensNothing(Logger):
+    name = "opens-nothing"
+
+    def open(self, output_dir, resumed_step):
+        return None
+
+
+# --- launcher
+
+
+class _Launcher(Launcher):
+    def render(self, launch):
+        return "#!/bin/sh"
+
+    def submit(self, script, launch):
+        return ["7"]
+
+    def state(self, id):
+        return JobState("done")
+
+    def cancel(self, id): ...
+
+
+class RendersBytes(_Launcher):
+    name, told = "renders-bytes", r"rendered .*, expected the text of a script"
+
+    def render(self, launch):
+        return b"#!/bin/sh"
+
+
+class StateOfItsOwn(_Launcher):
+    name, told = "state-of-its-own", r"gave the state .*, expected a JobState whose word is one of pending, running"
+
+    def state(self, id):
+        return JobState("COMPLETED")
+
+
+LAUNCHERS = [RendersBytes, StateOfItsOwn]
+
+
 @hookimpl
 def hpctrain_model():
     return of_slot("model")
@@ -669,3 +825,18 @@ def hpctrain_sharding():
 @hookimpl
 def hpctrain_compression():
     return of_slot("compression")
+
+
+@hookimpl
+def hpctrain_pipeline_schedule():
+    return of_slot("pipeline_schedule")
+
+
+@hookimpl
+def hpctrain_logger():
+    return [ChangesRows, OpensNothing]
+
+
+@hookimpl
+def hpctrain_launcher():
+    return LAUNCHERS

@@ -125,22 +125,23 @@ def refuse_lossy_scaler(plugin: Precision, scaler: LossScaler) -> None:
         raise broken(plugin, found, "everything that a resume needs in state()", True)
 
 
-def try_communicator(plugin: Communicator, device: torch.device) -> None:
-    """Raises ContractError unless the collectives of the world give what they must on small tensors. Collective."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+def try_communicator(plugin: Communicator, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Raises ContractError unless the collectives of `group`, all ranks by default, give what they must on small tensors.
+    Collective."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1:
         return
     mine = torch.arange(1.0, size + 1, device=device) * (rank + 1)
     ranks = torch.arange(1.0, size + 1, device=device)
     whole = ranks * ranks.sum()
     summed = mine.clone()
-    dist.all_reduce(summed)
+    dist.all_reduce(summed, group=group)
     share = torch.empty(1, device=device)
-    dist.reduce_scatter_single(share, mine.clone())
+    dist.reduce_scatter_single(share, mine.clone(), group=group)
     gathered = torch.empty(size, device=device)
-    dist.all_gather_single(gathered, mine[:1].contiguous())
+    dist.all_gather_single(gathered, mine[:1].contiguous(), group=group)
     sent = mine.clone()
-    dist.broadcast(sent, size - 1)
+    dist.broadcast(sent, group=group, group_src=size - 1)
     for what, found, wanted in (
         ("all_reduce", summed, whole),
         ("reduce_scatter", share, whole[rank : rank + 1]),

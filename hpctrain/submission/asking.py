@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from pydantic import ValidationError
 
+from hpctrain.contracts.breach import broken
 from hpctrain.contracts.launcher import RECORD, JobState, Launcher
-from hpctrain.errors import UsageError, reason
+from hpctrain.errors import UsageError, reason, shown
 from hpctrain.files import read_bytes, reading
 from hpctrain.job.launching import LauncherTable
 from hpctrain.job.problems import validate
@@ -25,6 +26,7 @@ from hpctrain.submission.record import JOB_FILE, Submission, newest
 if TYPE_CHECKING:
     from hpctrain.plugins.registry import Registry
 
+_WORDS = get_args(get_type_hints(JobState)["word"])
 _TAIL = 2**20
 """Bytes at the end of metrics.jsonl in which the last complete row must be."""
 
@@ -44,7 +46,12 @@ class Submitted:
     def state(self) -> JobState:
         """How the scheduler says it is."""
         with self._launcher() as launcher:
-            return launcher.state(self.submission.id)
+            state = launcher.state(self.submission.id)
+            if not isinstance(state, JobState) or state.word not in _WORDS:
+                raise broken(
+                    launcher, f"gave the state {shown(state)}", f"a JobState whose word is one of {', '.join(_WORDS)}"
+                )
+            return state
 
     def cancel(self) -> None:
         """End it."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from hpctrain.contracts.breach import broken
 from hpctrain.contracts.launcher import Launch
 from hpctrain.errors import HpctrainError, TrainingError, UsageError, WriteError, reason, shown
 from hpctrain.files import replacing
@@ -20,7 +21,14 @@ from hpctrain.submission.staging import pack
 def scripts(prepared: Prepared, after: str | None) -> list[str]:
     """What `submit` would submit."""
     with blamed(prepared.checked[0].registry):
-        return [prepared.launcher.render(one) for one in prepared.launches(_ids(after, prepared))]
+        return _rendered(prepared, prepared.launches(_ids(after, prepared)))
+
+
+def _rendered(prepared: Prepared, launches: list[Launch]) -> list[str]:
+    found = [prepared.launcher.render(one) for one in launches]
+    if not all(isinstance(one, str) for one in found):
+        raise broken(prepared.launcher, f"rendered {shown(found[0])}", "the text of a script")
+    return found
 
 
 def submit(prepared: Prepared, after: str | None) -> list[str]:
@@ -33,7 +41,7 @@ def submit(prepared: Prepared, after: str | None) -> list[str]:
     _refuse_live([prepared.directory, *(run.directory for run in runs)], prepared.load)
     ids: list[str] = []
     with blamed(prepared.checked[0].registry):
-        rendered = [prepared.launcher.render(one) for one in launches]
+        rendered = _rendered(prepared, launches)
         if launches[0].stage is not None:
             pack(launches[0].stage)
         _write(prepared, launches, rendered)

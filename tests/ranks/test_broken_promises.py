@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from faulty import FAULTS, Fault
+import torch
+import torch.distributed as dist
+from faulty import COMMUNICATORS, FAULTS, Fault, register
 from training import TINY, train_here
 
+from hpctrain.conformance.trials import try_communicator
 from hpctrain.errors import HpctrainError
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2), pytest.mark.shown_on(2)]
@@ -18,3 +21,12 @@ def test_a_broken_promise_is_told_on_all_ranks(root: Any, fault: Fault) -> None:
     """Each of these would train on in silence with other numbers."""
     with pytest.raises(HpctrainError, match=fault.told):
         train_here(fault.tables_over({**TINY, "job": {"name": "faulty", "steps": 4, "output_dir": str(root)}}))
+
+
+@pytest.mark.parametrize("plugin", COMMUNICATORS)
+def test_a_backend_that_gives_other_numbers_is_told(plugin: Any) -> None:
+    try_communicator(plugin(None), torch.device("cpu"))
+    group = dist.new_group(backend=register(plugin))
+    with pytest.raises(HpctrainError, match=plugin.told):
+        try_communicator(plugin(None), torch.device("cpu"), group)
+    dist.destroy_process_group(group)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import TINY
-from faulty import FAULTS, Fault
+from click.testing import CliRunner
+from conftest import TINY, JobFile
+from faulty import FAULTS, LAUNCHERS, Fault
 
 import hpctrain
-from hpctrain.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, HpctrainError
+from hpctrain.cli import cli
+from hpctrain.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, ContractError, HpctrainError
 
 
 @pytest.mark.parametrize("fault", [one for one in FAULTS if one.ranks == 1], ids=str)
@@ -19,3 +24,24 @@ def test_a_broken_promise_is_told(fault: Fault, tmp_path: Path) -> None:
     with pytest.raises(HpctrainError, match=fault.told) as told:
         hpctrain.run(fault.tables_over({**TINY, "job": job}))
     assert told.value.exit_code in (EXIT_ENVIRONMENT, EXIT_TRAINING)
+
+
+def test_a_logger_changes_its_own_copy_of_a_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tables = {**TINY, "job": {"name": "rows", "steps": 2, "output_dir": str(tmp_path)}, "plugins": {"load": ["faulty"]}}
+    loggers = ["changes-rows", "csv", "opens-nothing"]
+    losses = hpctrain.run({**tables, "logger": [{"name": name} for name in loggers]})["losses"]
+    rows = list(csv.DictReader(next(tmp_path.rglob("*.csv")).open()))
+    assert [float(row["loss"]) for row in rows] == pytest.approx(losses) and min(losses) > 0
+    assert "opens-nothing" in caplog.text and "gets no more rows" in caplog.text
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_that_breaks_a_promise_is_told(
+    launcher: Any, job: JobFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(job.directory)
+    job.set(plugins={"load": ["faulty"]}, launcher={launcher.name: {"nodes": 1, "ranks_per_node": 1}})
+    done = CliRunner().invoke(cli, ["submit", str(job.path), "--to", launcher.name])
+    if done.exit_code == 0:
+        done = CliRunner().invoke(cli, ["status", str(job.output), "--load", "faulty"])
+    assert isinstance(done.exception, ContractError) and re.search(launcher.told, str(done.exception)), done

@@ -104,6 +104,12 @@ class PipelineParallel(Parallelism):
         blocks, (before, after) = spec.blocks(module), spec.ends(module)
         parts, size = self._split(module, spec, mesh.size()), mesh.size()
         ranks = [self._schedule.rank_of(stage, size) for stage in range(len(parts))]
+        if any(ranks.count(rank) != self._stages_per_rank for rank in range(size)):
+            raise UsageError(
+                f"[parallelism.pipeline] schedule = {self._schedule.name!r}: its rank_of places {len(parts)} stages on the ranks "
+                f"{ranks}, expected {self._stages_per_rank} on each rank from 0 to {size - 1}",
+                everywhere=True,
+            )
         kept = [
             [blocks[i] for stage, part in enumerate(parts) if ranks[stage] == rank for i in part]
             for rank in range(size)

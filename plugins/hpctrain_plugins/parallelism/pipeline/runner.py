@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from hpctrain.api import MicroBatch, PipelineModel, PipelineSchedule, Runner, RunnerParts, See
+from hpctrain.api import MicroBatch, PipelineModel, PipelineSchedule, Runner, RunnerParts, See, UsageError
 from hpctrain_plugins.parallelism.pipeline.passing import receive, send
 from hpctrain_plugins.parallelism.pipeline.shared import SharedParameters
 from hpctrain_plugins.parallelism.pipeline.stages import Stage
@@ -85,7 +85,15 @@ class PipelineRunner(Runner):
             stage.watch, stage.forwarded = self._watch, self._forwarded
         schedule = self._record.torch_class()
         of = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages
-        return schedule(of, micro_batches, loss_fn=self._loss, scale_grads=False)
+        made = schedule(of, micro_batches, loss_fn=self._loss, scale_grads=False)
+        placed = stages[0].stage_index_to_group_rank
+        if any(rank != self._rank_of(stage) for stage, rank in placed.items()):
+            raise UsageError(
+                f"[parallelism.pipeline] schedule = {self._record.name!r}: {schedule.__name__} places the stages on the ranks "
+                f"{list(placed.values())}, and rank_of on {[self._rank_of(stage) for stage in placed]}; expected the same",
+                everywhere=True,
+            )
+        return made
 
     def _forwarded(self, number: int, outputs: Any) -> None:
         self._has_forwarded = True
