@@ -1,4 +1,4 @@
-"""Plugins that break a promise of their contract between ranks: tests/faulty.py plants them."""
+"""Plugins that break a promise of their contract between ranks: tests/faulty plants them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def test_a_broken_promise_is_told_on_all_ranks(root: Any, fault: Fault) -> None:
     """Each of these would train on in silence with other numbers."""
     with pytest.raises(HpctrainError, match=fault.told):
         train_here(fault.tables_over({**TINY, "job": {"name": "faulty", "steps": 4, "output_dir": str(root)}}))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.shown_on(4)
+def test_an_axis_that_undoes_the_cut_of_another_is_told(root: Any) -> None:
+    tables = {**TINY, "job": {"name": "faulty", "steps": 4, "output_dir": str(root)}, "plugins": {"load": ["faulty"]}}
+    told = "cut head.weight in apply anew, which the axis yp had cut"
+    with pytest.raises(HpctrainError, match=told):
+        train_here({**tables, "parallelism": {"cuts-first": 2, "cuts-anew": 2}})
 
 
 @pytest.mark.parametrize("plugin", COMMUNICATORS)

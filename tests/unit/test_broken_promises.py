@@ -1,4 +1,4 @@
-"""Plugins that break a promise of their contract: tests/faulty.py plants them. Those that take two ranks are in tests/ranks."""
+"""Plugins that break a promise of their contract: tests/faulty plants them. Those that take two ranks are in tests/ranks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def test_a_logger_changes_its_own_copy_of_a_row(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_that_breaks_a_promise_is_told(
-    launcher: Any, job: JobFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_that_breaks_a_promise_is_told(launcher: Any, job: JobFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(job.directory)
     job.set(plugins={"load": ["faulty"]}, launcher={launcher.name: {"nodes": 1, "ranks_per_node": 1}})
     done = CliRunner().invoke(cli, ["submit", str(job.path), "--to", launcher.name])

@@ -1,0 +1,306 @@
+"""Axes, sharding, compressions, pipeline schedules and communicators that break a promise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hpctrain_plugins.sharding.zero0 import Zero0, Zero0Model
+from hpctrain_plugins.sharding.zero1 import Zero1, Zero1Model
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from faulty.fault import Wrapped, planted
+from hpctrain.api import (
+    AppliedAxis,
+    AxisTraits,
+    Communicator,
+    CompressionOptions,
+    Compressor,
+    LossyCompression,
+    Parallelism,
+    PipelineSchedule,
+)
+from hpctrain.torch_private import WrappingGroup, make_group
+
+# parallelism
+
+axis = lambda told, ranks=2: planted("parallelism", "size", told, ranks)  # noqa: E731
+
+
+class _Axis(Parallelism):
+    traits = AxisTraits("xp", 45, "the same samples")
+    applied = AppliedAxis
+
+    def apply(self, module, spec, mesh):
+        return self.applied(module)
+
+
+@axis("took away 'head.weight' and added 'head.inner.weight' in apply")
+class RenamingAxis(_Axis):
+    def apply(self, module, spec, mesh):
+        module.head = Wrapped(module.head)
+        return AppliedAxis(module)
+
+
+@axis("gave head.weight the shape .* in apply, expected .* a DTensor with the full shape")
+class CutByHand(_Axis):
+    def apply(self, module, spec, mesh):
+        module.head.weight = nn.Parameter(module.head.weight[: len(module.head.weight) // 2])
+        return AppliedAxis(module)
+
+
+@axis("cut head.weight over the axis xp, whose ranks have parts of samples")
+class OwnParametersUntold(_Axis):
+    traits = AxisTraits("xp", 45, "parts of samples")
+
+    def apply(self, module, spec, mesh):
+        module.head.weight = nn.Parameter(distribute_tensor(module.head.weight, mesh, [Shard(0)]))
+        return AppliedAxis(module)
+
+
+@axis("cut a micro batch that counts .* into parts that count")
+class WholeBatchForAll(_Axis):
+    traits = AxisTraits("xp", 45, "parts of samples")
+
+
+@axis("or the ranks of faulty-.* have other samples, which its traits deny")
+class OtherSamples(_Axis):
+    class applied(AppliedAxis):  # noqa: N801
+        def split_batch(self, batch):
+            return {key: (value + dist.get_rank()) % 7 for key, value in batch.items()}
+
+
+def cut_head(module, mesh):
+    weight = torch.empty(module.head.weight.shape, device="meta")
+    module.head.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    return AppliedAxis(module)
+
+
+class CutsFirst(_Axis):
+    name = "cuts-first"
+    traits = AxisTraits("yp", 46, "the same samples")
+
+    def apply(self, module, spec, mesh):
+        return cut_head(module, mesh)
+
+
+class CutsAnew(_Axis):
+    name = "cuts-anew"
+
+    def apply(self, module, spec, mesh):
+        return cut_head(module, mesh)
+
+
+# sharding
+
+sharding = lambda told, ranks=1: planted("sharding", "name", told, ranks)  # noqa: E731
+
+
+@sharding("cut 1 ranks into the axes")
+class TooManyAxes(Zero0):
+    def axes(self, ranks, replicate):
+        return {"dp_replicate": ranks, "dp_shard": 2}
+
+
+class _Zero0(Zero0):
+    made = Zero0Model
+
+    def shard(self, module, spec, mesh, sums):
+        return self.made(module, sums, self.options)
+
+
+@sharding("gave pieces with .* elements of ")
+class MissingPiece(_Zero0):
+    class made(Zero0Model):  # noqa: N801
+        def pieces(self):
+            return super().pieces()[1:]
+
+
+@sharding("left a piece of .* without a gradient after `synchronize`")
+class MissingGradient(_Zero0):
+    class made(Zero0Model):  # noqa: N801
+        def synchronize(self):
+            super().synchronize()
+            self.pieces()[0].tensor.grad = None
+
+
+@sharding("gave pieces with some elements twice and others never among the .* elements of ", 2)
+class OverlappingPieces(Zero1):
+    class made(Zero1Model):  # noqa: N801
+        def pieces(self):
+            return [replace(one, offsets=(0,) * len(one.shape)) for one in super().pieces()]
+
+    def shard(self, module, spec, mesh, sums):
+        return self.made(module, mesh, sums, self.options)
+
+
+@sharding("left other gradients on each rank, whose norms are", 2)
+class NoSum(_Zero0):
+    class made(Zero0Model):  # noqa: N801
+        def reduce(self, bucket):
+            bucket.fill_all()
+
+
+@sharding("left gradients of .* whose norm is .*, expected .*, the norm of the sum over the data-parallel ranks", 2)
+class MeanOfGradients(_Zero0):
+    class made(Zero0Model):  # noqa: N801
+        def synchronize(self):
+            super().synchronize()
+            for bucket in self.buckets:
+                bucket.gradients /= dist.get_world_size()
+
+
+@sharding("left .* parameters in the module with other values than their pieces have after a step and `refresh`", 2)
+class NoRefresh(Zero1):
+    class made(Zero1Model):  # noqa: N801
+        def refresh(self): ...
+
+    def shard(self, module, spec, mesh, sums):
+        return self.made(module, mesh, sums, self.options)
+
+
+# compression
+
+compression = lambda told: planted("compression", "name", told, 2, compression={"inside_nodes": True})  # noqa: E731
+
+
+class _Compression(LossyCompression):
+    Options = CompressionOptions
+
+    def compressor(self, bucket, group):
+        return self.made(bucket, group)
+
+
+class _Sum(Compressor):
+    def all_reduce(self, gradients, scale):
+        dist.all_reduce(gradients, group=self.group)
+
+
+@compression("gave another sum for the same gradients after its state.. was put back")
+class HiddenResidual(_Compression):
+    class made(_Sum):  # noqa: N801
+        def all_reduce(self, gradients, scale):
+            gradients += getattr(self, "kept", 0)
+            sent = gradients.bfloat16()
+            self.kept = gradients - sent
+            gradients.copy_(sent)
+            super().all_reduce(gradients, scale)
+
+
+@compression("gave 1.00 times the gradients that .* ranks had alike, expected their sum")
+class MeanCompression(_Compression):
+    class made(_Sum):  # noqa: N801
+        def all_reduce(self, gradients, scale):
+            super().all_reduce(gradients, scale)
+            gradients /= self.group.size()
+
+
+@compression("left sums that differ between ranks")
+class SumOfOneRank(_Compression):
+    class made(_Sum):  # noqa: N801
+        def all_reduce(self, gradients, scale):
+            super().all_reduce(gradients, scale)
+            gradients += 1e-3 * dist.get_rank()
+
+
+@compression("gave a finite sum where a rank's gradient was infinite")
+class SwallowsInfinity(_Compression):
+    class made(_Sum):  # noqa: N801
+        def all_reduce(self, gradients, scale):
+            super().all_reduce(gradients.nan_to_num_(posinf=0, neginf=0), scale)
+
+
+# pipeline schedule
+
+pipeline_schedule = lambda told: planted("pipeline_schedule", "schedule", told, 2)  # noqa: E731
+
+
+class _Schedule(PipelineSchedule):
+    def torch_class(self):
+        from torch.distributed.pipelining import ScheduleGPipe
+
+        return ScheduleGPipe
+
+
+@pipeline_schedule(r"its rank_of places 2 stages on the ranks \[0, 2\], expected 1 on each rank from 0 to 1")
+class StageOfNoRank(_Schedule):
+    def rank_of(self, stage, ranks):
+        return 2 * stage
+
+
+@pipeline_schedule(r"ScheduleGPipe places the stages on the ranks \[0, 1\], and rank_of on \[1, 0\]; expected the same")
+class OtherPlacement(_Schedule):
+    def rank_of(self, stage, ranks):
+        return ranks - 1 - stage
+
+
+# communicator: the backend is registered under the plugin's name
+
+
+class _Communicator(Communicator):
+    def backend(self):
+        return self.name
+
+    def device(self, identity):
+        return torch.device("cpu")
+
+
+class _Over(WrappingGroup):
+    """The operations of gloo, of which one is wrong."""
+
+    @property
+    def group_name(self):
+        return self.inner.group_name
+
+    def shutdown(self):
+        self.inner.shutdown()
+
+    def allreduce(self, tensors, options):
+        return self.inner.allreduce(tensors, options)
+
+    def broadcast(self, tensors, options):
+        return self.inner.broadcast(tensors, options)
+
+    def all_gather_single(self, output, source, options):
+        return self.inner.all_gather_single(output, source, options)
+
+    def reduce_scatter_single(self, output, source, options):
+        return self.inner.reduce_scatter_single(output, source, options)
+
+
+class MeanOfRanks(_Communicator):
+    name, told = "mean-of-ranks", "has a backend whose all_reduce gave"
+
+    class group(_Over):  # noqa: N801
+        def allreduce(self, tensors, options):
+            work = self.inner.allreduce(tensors, options)
+            work.wait()
+            for one in tensors:
+                one /= self.size()
+            return work
+
+
+class BroadcastOfRank0(_Communicator):
+    name, told = "broadcast-of-rank-0", "has a backend whose broadcast gave"
+
+    class group(_Over):  # noqa: N801
+        def broadcast(self, tensors, options):
+            options.rootRank = 0
+            return self.inner.broadcast(tensors, options)
+
+
+COMMUNICATORS = [MeanOfRanks, BroadcastOfRank0]
+
+
+def register(plugin: Any) -> str:
+    """Register the plugin's backend; returns its name."""
+
+    def create(options, _):
+        return plugin.group(make_group("gloo", options, None))
+
+    if plugin.name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(plugin.name, create, extended_api=True, devices=["cpu"])
+    return plugin.name

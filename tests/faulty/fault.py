@@ -1,0 +1,64 @@
+"""A fault that a plugin is planted with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A promise that a plugin breaks.
+
+    tables: of the job, besides those of the test. told: what is said, a regular expression. ranks: the fewest that show it.
+    """
+
+    plugin: type
+    tables: Mapping[str, Any]
+    told: str
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return self.plugin.__name__
+
+    def tables_over(self, job: dict[str, Any]) -> dict[str, Any]:
+        """The tables of `job` with the plugin, in micro batches of three samples, and with evaluations."""
+        tables = {**job, "evaluation": {"every_steps": 2}, "plugins": {"load": ["faulty"]}}
+        tables["batch"] = {**tables["batch"], "micro_size": 3}
+        for slot, table in self.tables.items():
+            tables[slot] = {**tables.get(slot, {}), **table} if isinstance(table, dict) else table
+        return tables
+
+
+FAULTS: list[Fault] = []
+NAMES = itertools.count()
+
+
+def planted(slot: str, key: str, told: str, ranks: int = 1, **tables: Any) -> Any:
+    """Register the class that follows as a plugin of `slot`, which `key` of its table chooses."""
+
+    def register(cls: Any) -> Any:
+        cls.name, cls.slot = f"faulty-{next(NAMES)}", slot
+        table: Any = {cls.name: 2} if slot == "parallelism" else {key: cls.name, **tables.get(slot, {})}
+        of_job = {"parallelism": {"pipeline": {"size": 2, **table}}} if slot == "pipeline_schedule" else {slot: table}
+        FAULTS.append(Fault(cls, {slot: [table]} if slot in ("hook", "metric") else of_job, told, ranks))
+        return cls
+
+    return register
+
+
+def of_slot(slot: str) -> list[type]:
+    return [one.plugin for one in FAULTS if one.plugin.slot == slot]
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs):
+        return self.inner(*inputs)

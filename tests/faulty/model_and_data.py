@@ -1,0 +1,114 @@
+"""Models and data sets that break a promise."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from hpctrain_plugins.dataset.synthetic import Synthetic
+from hpctrain_plugins.model.gpt import GPT
+from torch import nn
+
+from faulty.fault import NAMES, planted
+from hpctrain.api import (
+    Samples,
+)
+
+# model
+
+model = lambda told, ranks=1: planted("model", "name", told, ranks)  # noqa: E731
+
+
+@model("has the loss .* for a sample and .* for it twice: a mean")
+class MeanLoss(GPT):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) / self.count(batch)
+
+
+@model("its loss has the shape .*, expected a scalar: the sum over what `count` counts")
+class LossOfEachToken(GPT):
+    def loss(self, outputs, batch):
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+
+
+@model("its loss has no gradient")
+class LossWithoutGraph(GPT):
+    def loss(self, outputs, batch):
+        return super().loss(outputs.detach(), batch)
+
+
+@model("counted .* tokens in a micro batch, expected a whole number")
+class HalfCount(GPT):
+    def count(self, batch):
+        return super().count(batch) / 2 + 0.25
+
+
+@model(
+    "gave the rows 0 to .* other initial values together than one by one, expected values that follow from seed, name and row"
+)
+class ValuesByCall(GPT):
+    def initialize(self, name, tensor, rows, seed):
+        tensor.normal_(std=0.02)
+
+
+@model("gave a block that is no part of the module")
+class OtherBlocks(GPT):
+    def blocks(self, module):
+        return [nn.Linear(2, 2)]
+
+
+@model("built another model on rank 1: .*, where rank 0 has ", 2)
+class ModelByRank(GPT):
+    def build(self):
+        module = super().build()
+        if dist.get_rank() == 1:
+            module.extra = nn.Linear(2, 2)
+        return module
+
+
+# dataset
+
+
+class _Changed(Samples):
+    def __init__(self, samples):
+        self.samples, self.vocab_size = samples, samples.vocab_size
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+    def fingerprint(self):
+        return self.samples.fingerprint()
+
+
+class _Altered(Synthetic):
+    samples: type = _Changed
+
+    def open(self, split, context):
+        found = super().open(split, context)
+        return None if found is None else self.samples(found)
+
+
+dataset = lambda told: planted("dataset", "name", told)  # noqa: E731
+
+
+@dataset("gave another item .* when it was read again, .*`draws = True`")
+class NoisyItems(_Altered):
+    class samples(_Changed):  # noqa: N801
+        def __getitem__(self, index):
+            return {"input_ids": torch.randint(7, (8,)), "labels": torch.randint(7, (8,))}
+
+
+@dataset("made a batch of .* rows from .* items in its collation")
+class DroppedRows(_Altered):
+    class samples(_Changed):  # noqa: N801
+        def collation(self):
+            return lambda items: {key: torch.stack([one[key] for one in items[1:]]) for key in items[0]}
+
+
+@dataset("gave the fingerprint .*, and another one when it was asked again")
+class FingerprintOfTheMoment(_Altered):
+    class samples(_Changed):  # noqa: N801
+        def fingerprint(self):
+            return str(next(NAMES))

@@ -1,0 +1,147 @@
+"""Optimizers, schedules, precisions and activation checkpointing that break a promise."""
+
+from __future__ import annotations
+
+import torch
+from hpctrain_plugins.precision.floating import FP32
+
+from faulty.fault import Wrapped, planted
+from hpctrain.api import (
+    ActivationCheckpointing,
+    LossScaler,
+    Optimizer,
+    OptimizerOptions,
+    Schedule,
+)
+
+# optimizer and schedule
+
+
+class _SGD(torch.optim.Optimizer):
+    def __init__(self, groups, lr=1e-4):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad
+
+
+class _Optimizer(Optimizer):
+    Options = OptimizerOptions
+    made = _SGD
+
+    def build(self, groups):
+        return self.made(groups)
+
+
+optimizer = lambda told: planted("optimizer", "name", told, optimizer={"lr": 0.001})  # noqa: E731
+
+
+@optimizer("built an optimizer whose lr is 0.0001 where its group says 0.001")
+class OwnRate(_Optimizer):
+    def build(self, groups):
+        return _SGD([p for group in groups for p in group["params"]])
+
+
+@optimizer("built an optimizer of .* tensors, expected each of the .* in `groups` once")
+class SomeParameters(_Optimizer):
+    def build(self, groups):
+        return _SGD([{**group, "params": group["params"][1:]} for group in groups])
+
+
+@optimizer("changed nothing in two steps on random gradients")
+class NoStep(_Optimizer):
+    class made(_SGD):  # noqa: N801
+        def step(self, closure=None):
+            pass
+
+
+@optimizer("makes another step after its state and its groups' numbers were put into a new optimizer")
+class HiddenMomentum(_Optimizer):
+    class made(_SGD):  # noqa: N801
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.kept = getattr(self, "kept", {})
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.kept[p] = 0.9 * self.kept.get(p, 0.0) + p.grad
+                    p -= group["lr"] * self.kept[p]
+
+
+schedule = lambda told: planted("schedule", "name", told)  # noqa: E731
+
+
+@schedule("gave the factor .* for step 0, and .* before, expected a pure function of the step")
+class CountingSchedule(Schedule):
+    calls: list[int] = []  # noqa: RUF012
+
+    def factor(self, step, steps):
+        self.calls.append(step)
+        return 1 / len(self.calls)
+
+
+@schedule("gave the factor nan for step 0, expected a number")
+class NanSchedule(Schedule):
+    def factor(self, step, steps):
+        return float("nan")
+
+
+@schedule("gave the factor -0.5 for step 3, expected a number that is zero or more")
+class FallingBelowZero(Schedule):
+    def factor(self, step, steps):
+        return 1 - step / 2
+
+
+# precision and activation checkpointing
+
+
+precision = lambda told: planted("precision", "mode", told)  # noqa: E731
+
+
+@precision("took away 'head.weight' and added 'head.inner.weight' in convert")
+class RenamingPrecision(FP32):
+    def convert(self, module):
+        module.head = Wrapped(module.head)
+
+
+@precision("gave no context manager in forward")
+class NoContext(FP32):
+    def forward(self, device):
+        return None
+
+
+@precision("scales the loss by 0.0, expected a number above zero")
+class ZeroScale(FP32):
+    def start(self):
+        scaler = LossScaler()
+        scaler.scale = 0.0
+        return scaler
+
+
+@precision("has a loss scaler of scale 32, which is 2 once restored from its state")
+class ForgottenScale(FP32):
+    class scaler(LossScaler):  # noqa: N801
+        scale = 2.0
+
+        def update(self, finite):
+            self.scale *= 2
+
+    def start(self):
+        return self.scaler()
+
+
+checkpointing = lambda told: planted("activation_checkpointing", "mode", told)  # noqa: E731
+
+
+@checkpointing("took away 'layers.0.* and added 'layers.0.inner.* in apply")
+class RenamingCheckpointing(ActivationCheckpointing):
+    def apply(self, module, spec, replicas):
+        module.layers[0] = Wrapped(module.layers[0])
+
+
+@checkpointing("changed requires_grad of .* in apply, expected True")
+class FreezingCheckpointing(ActivationCheckpointing):
+    def apply(self, module, spec, replicas):
+        spec.blocks(module)[0].requires_grad_(False)
