@@ -82,7 +82,7 @@ def _key(piece: Piece) -> str:
 
 
 def _digest(piece: Piece) -> str:
-    return xxh128_hexdigest(piece.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return xxh128_hexdigest(piece.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def refuse_live_snapshot(format: CheckpointFormat, state: State, snapshot: State) -> None:
