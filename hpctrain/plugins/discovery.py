@@ -5,7 +5,6 @@ An unusable module becomes a `Fault` instead of an exception: the job may not ne
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.metadata
 import inspect
@@ -19,7 +18,7 @@ import pluggy
 
 from hpctrain.hookspecs import PROJECT, LifeCycleHooks, RegistrationHooks
 from hpctrain.plugins.changes import API_VERSION
-from hpctrain.plugins.members import Package, unmarked_hooks
+from hpctrain.plugins.members import Package, near_hook, unmarked_hooks
 
 
 @dataclass(frozen=True)
@@ -150,8 +149,8 @@ def hook_fault(manager: pluggy.PluginManager, module: object) -> str | None:
     for name in found:
         caller = getattr(manager.hook, name, None)
         if caller is None or caller.spec is None:
-            near = difflib.get_close_matches(name, hooks, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = near_hook(name, hooks)
+            hint = f"; did you mean {near!r}?" if near else ""
             return f"it implements the hook {name!r}, which does not exist in plugin API version {API_VERSION}{hint}"
         expected, actual = caller.spec.argnames, list(inspect.signature(getattr(module, name)).parameters)
         extra = [argument for argument in actual if argument not in expected]

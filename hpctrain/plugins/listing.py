@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpctrain.contracts.plugin import Plugin
+from hpctrain.plugins.discovery import ModuleSource
 from hpctrain.plugins.registry import Registry
 
 
@@ -39,8 +40,10 @@ class Option:
 def list_plugins(registry: Registry) -> list[Listed]:
     """Active plugins by slot and name, then broken and blocked modules."""
     rows = [
-        Listed(slot, name, "active", e.source.distribution, e.source.version, e.source.entry_point, e.source.module)
-        for (slot, name), e in sorted(registry.entries.items())
+        Listed(
+            slot, name, "active", s.distribution, s.version, s.entry_point, s.module, _told(registry, (slot, name), s)
+        )
+        for (slot, name), s in ((key, entry.source) for key, entry in sorted(registry.entries.items()))
     ]
     told = {row.module for row in rows} | {fault.source.module for fault in registry.faults}
     told |= {source.module for sources in registry.conflicts.values() for source in sources}
@@ -57,6 +60,10 @@ def list_plugins(registry: Registry) -> list[Listed]:
         slot, _, name = s.entry_point.partition(".")
         rows.append(Listed(slot, name, fault.state, s.distribution, s.version, s.entry_point, s.module, fault.why))
     return rows
+
+
+def _told(registry: Registry, key: tuple[str, str], source: ModuleSource) -> str:
+    return "; ".join(one.text for one in registry.remarks if one.key == key or (one.key, one.source) == (None, source))
 
 
 def options_schema(plugin: type[Plugin], registry: Registry) -> dict[str, Any]:

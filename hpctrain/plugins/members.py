@@ -132,16 +132,23 @@ def unmarked_hooks(holder: object, hooks: list[str], package: Package) -> list[s
         value = inspect.getattr_static(holder, name)
         if not isinstance(value, FunctionType) or hasattr(value, "hpctrain_impl"):
             continue
-        meant = get_close_matches(name, hooks, 1, _CLOSE)
-        if not meant or name in package.uses:
+        meant = near_hook(name, hooks)
+        if meant is None or name in package.uses:
             continue
         if name in hooks:
             said.append(f"it has the function {name!r} without the mark of hpctrain.api.hookimpl, so nobody calls it")
         else:
             said.append(
-                f"it has the function {name!r}, which is no hook; did you mean {meant[0]!r}, marked with hookimpl?"
+                f"it has the function {name!r}, which is no hook; did you mean {meant!r}, marked with hookimpl?"
             )
     return said
+
+
+def near_hook(name: str, hooks: list[str]) -> str | None:
+    """The hook that resembles `name`. All names begin with "hpctrain_"."""
+    bare = {hook.partition("_")[2]: hook for hook in hooks}
+    found = get_close_matches(name.partition("_")[2], bare, 1, _CLOSE)
+    return bare[found[0]] if found else None
 
 
 def _near(cls: type, name: str, contracts: list[type], defined: dict[str, Any]) -> list[str]:
@@ -184,9 +191,9 @@ def _parameters(value: object) -> tuple[str, ...] | None:
 
 def _code(module: str) -> CodeType | None:
     """The code of a loaded module; None if its loader has none, as for a module without a file."""
-    loader = getattr(getattr(sys.modules[module], "__spec__", None), "loader", None)
+    get_code = getattr(getattr(getattr(sys.modules[module], "__spec__", None), "loader", None), "get_code", None)
     try:
-        found = loader.get_code(module) if hasattr(loader, "get_code") else None
+        found = get_code(module) if get_code is not None else None
     except (ImportError, OSError, SyntaxError):  # the file has changed or is gone
         return None
     return found if isinstance(found, CodeType) else None

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.errors import EnvironmentUnfitError, UsageError
 from hpctrain.plugins.discovery import Fault, ModuleSource, load, new_manager, version_of
-from hpctrain.plugins.members import Package, missing_members
+from hpctrain.plugins.members import Package, contracts_of, missing_members
 from hpctrain.plugins.slots import SLOTS, Slot, table_class
 
 OWN = "hpctrain"
@@ -51,12 +51,26 @@ class Registry:
     remarks: list[Remark] = field(default_factory=list)
     used: set[tuple[str, str]] = field(default_factory=set)
     """The plugins that were asked for."""
+    loaded: set[str] = field(default_factory=set)
+    """The modules that were imported when their classes were compared with the contracts."""
 
     def told(self) -> list[str]:
         """Sentences about the plugins that were asked for."""
         modules = {self.entries[key].source for key in self.used}
         remarks = [one for one in self.remarks if (one.source in modules if one.key is None else one.key in self.used)]
         return [f"plugin {one.source}: {one.text}" for one in remarks]
+
+    def refuse_late_imports(self) -> None:
+        """Compare what the plugins in use have imported since they were loaded. Raises EnvironmentUnfitError."""
+        late = [name for name in list(sys.modules) if name not in self.loaded]
+        self.loaded.update(late)
+        for source in dict.fromkeys(self.entries[key].source for key in sorted(self.used)):
+            package, version = Package(source.module), version_of(sys.modules[source.module])
+            for name in (one for one in late if package.has(one)):
+                classes = [one for one in vars(sys.modules[name]).values() if isinstance(one, type)]
+                for cls in (one for one in classes if one.__module__ == name and contracts_of(one)):
+                    for fault in package.findings(cls, version).faults:
+                        raise EnvironmentUnfitError(f"plugin {source}: {cls.__module__}.{cls.__qualname__}: {fault}")
 
     def names(self, slot: str) -> list[str]:
         """The names that the job file may use in `slot`."""
@@ -121,6 +135,7 @@ def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), prefe
             package = packages.setdefault(source.module.partition(".")[0], Package(source.module))
             for one in _collect(registry, slot, source, hook.function, package):
                 claims.setdefault((slot.name, one.cls.name), []).append(one)
+    registry.loaded.update(sys.modules)
     for key, claimants in claims.items():
         _settle(registry, key, claimants, prefer)
     for fault in registry.faults:
