@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.plugins.discovery import ModuleSource
 from hpctrain.plugins.registry import Registry
 
 
@@ -40,9 +39,7 @@ class Option:
 def list_plugins(registry: Registry) -> list[Listed]:
     """Active plugins by slot and name, then broken and blocked modules."""
     rows = [
-        Listed(
-            slot, name, "active", s.distribution, s.version, s.entry_point, s.module, _told(registry, (slot, name), s)
-        )
+        Listed(slot, name, "active", s.distribution, s.version, s.entry_point, s.module, _told(registry, slot, name))
         for (slot, name), s in ((key, entry.source) for key, entry in sorted(registry.entries.items()))
     ]
     told = {row.module for row in rows} | {fault.source.module for fault in registry.faults}
@@ -62,8 +59,8 @@ def list_plugins(registry: Registry) -> list[Listed]:
     return rows
 
 
-def _told(registry: Registry, key: tuple[str, str], source: ModuleSource) -> str:
-    return "; ".join(one.text for one in registry.remarks if one.key == key or (one.key, one.source) == (None, source))
+def _told(registry: Registry, slot: str, name: str) -> str:
+    return "; ".join(one.text for one in registry.remarks_on(slot, name))
 
 
 def options_schema(plugin: type[Plugin], registry: Registry) -> dict[str, Any]:

@@ -56,9 +56,13 @@ class Registry:
 
     def told(self) -> list[str]:
         """Sentences about the plugins that were asked for."""
-        modules = {self.entries[key].source for key in self.used}
-        remarks = [one for one in self.remarks if (one.source in modules if one.key is None else one.key in self.used)]
-        return [f"plugin {one.source}: {one.text}" for one in remarks]
+        told = [one for key in sorted(self.used) for one in self.remarks_on(*key)]
+        return [f"plugin {one.source}: {one.text}" for one in dict.fromkeys(told)]
+
+    def remarks_on(self, slot: str, name: str) -> list[Remark]:
+        """What a user of a usable plugin should know."""
+        source = self.entries[slot, name].source
+        return [one for one in self.remarks if one.source == source and one.key in (None, (slot, name))]
 
     def refuse_late_imports(self) -> None:
         """Compare what the plugins in use have imported since they were loaded. Raises EnvironmentUnfitError."""

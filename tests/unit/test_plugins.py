@@ -97,15 +97,17 @@ def test_two_of_one_name_are_refused_by_both_names_and_only_when_used(site: Site
 
 def test_a_name_of_hpctrain_leaves_an_installed_plugin_alone(site: Site) -> None:
     """A name that is new in hpctrain may be an older one of another distribution, whose jobs must go on as before."""
-    site.install("acme-hpc", "model.gpt", "acme_gpt", MODEL.format(name="gpt"))
+    helper = "def build(self): ...\n    def problem(self): ..."
+    site.install("acme-hpc", "model.gpt", "acme_gpt", MODEL.format(name="gpt").replace("def build(self): ...", helper))
     registry = build_registry()
     assert registry.find("model", "gpt").source.distribution == "acme-hpc"
-    (line,) = registry.told()
+    close, line = registry.told()
+    assert close.endswith("did you mean Plugin.problems?")
     assert (
         "hpctrain_plugins.model.gpt (hpctrain" in line
         and 'is not used; [plugins] prefer = ["hpctrain"] takes the other' in line
     )
-    assert [row.why in line for row in list_plugins(registry) if row.name == "gpt"] == [True]
+    assert [row.why.endswith("takes the other") for row in list_plugins(registry) if row.name == "gpt"] == [True]
     ours = build_registry(prefer=["hpctrain"])
     assert ours.find("model", "gpt").source.distribution == "hpctrain" and len(ours.told()) == 1
     assert not build_registry(block=["acme-hpc"]).told()
