@@ -61,6 +61,12 @@ class Fault:
     """"broken" or "blocked"."""
 
     why: str
+    key: tuple[str, str] | None = None
+    """The slot and the name of the one plugin that it is about; None for the whole module."""
+
+    def is_about(self, slot: str, name: str) -> bool:
+        """Whether the plugin with this name is unusable; of a whole module, the entry point's name says which it would provide."""
+        return self.key == (slot, name) or (self.key is None and self.source.entry_point == f"{slot}.{name}")
 
 
 def new_manager() -> pluggy.PluginManager:

@@ -54,7 +54,7 @@ def list_plugins(registry: Registry) -> list[Listed]:
         rows += [Listed(slot, name, "broken", s.distribution, s.version, s.entry_point, s.module, why) for s in sources]
     for fault in registry.faults:
         s = fault.source
-        slot, _, name = s.entry_point.partition(".")
+        slot, _, name = ".".join(fault.key or (s.entry_point,)).partition(".")
         rows.append(Listed(slot, name, fault.state, s.distribution, s.version, s.entry_point, s.module, fault.why))
     return rows
 

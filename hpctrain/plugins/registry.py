@@ -62,7 +62,8 @@ class Registry:
     def remarks_on(self, slot: str, name: str) -> list[Remark]:
         """What a user of a usable plugin should know."""
         source = self.entries[slot, name].source
-        return [one for one in self.remarks if one.source == source and one.key in (None, (slot, name))]
+        mine = [one for one in self.remarks if one.source == source and one.key in (None, (slot, name))]
+        return list(dict.fromkeys(mine))
 
     def refuse_late_imports(self) -> None:
         """Compare what the plugins in use have imported since they were loaded. Raises EnvironmentUnfitError."""
@@ -114,7 +115,7 @@ class Registry:
             self.used.add((slot, name))
             return entry
         for fault in self.faults:
-            if fault.source.entry_point == f"{slot}.{name}":
+            if fault.is_about(slot, name):
                 raise EnvironmentUnfitError(f"{slot} plugin {name!r} is {fault.state}: {fault.source}: {fault.why}")
         near = difflib.get_close_matches(name, self.names(slot), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -170,7 +171,8 @@ def _collect(
     for cls in classes:
         fault = _class_fault(slot, cls, package, version, broken)
         if fault is not None:
-            registry.faults.append(Fault(source, "broken", fault))
+            name = getattr(cls, "name", None)
+            registry.faults.append(Fault(source, "broken", fault, (slot.name, name) if isinstance(name, str) else None))
             continue
         usable.append(Registered(slot, cls, source))
         remarks = package.findings(cls, version).remarks
@@ -188,6 +190,10 @@ def _settle(registry: Registry, key: tuple[str, str], claimants: Sequence[Regist
     (chosen,) = others
     registry.entries[key] = chosen
     left = [one.source for one in claimants if one is not chosen]
+    broken = [one for one in registry.faults if one.state == "broken" and one.is_about(*key) and not preferred]
+    if broken and chosen.source.distribution == OWN:
+        text = f"it provides the {key[0]} {key[1]!r}, since {broken[0].source} is broken: {broken[0].why}"
+        registry.remarks.append(Remark(chosen.source, text, key))
     if left:
         how = (
             f'[plugins] prefer = ["{left[0].chooser}"] takes the other' if not preferred else "[plugins] prefer says so"

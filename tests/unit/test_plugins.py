@@ -307,6 +307,23 @@ def test_helpers_of_a_plugin_are_its_own_business(site: Site) -> None:
     assert registry.told() == [] and not registry.faults
 
 
+def test_an_old_plugin_gives_its_name_to_one_of_hpctrain_with_a_line(site: Site) -> None:
+    """Of two in a module, each is told by its own name, whatever the entry point is called."""
+    both = plugin(
+        "logger", "Logger", "def open(self, output_dir, resumed_step): ...\ndef log(self, row): ...\n", ""
+    ).replace("[Old]", "[Old, type('Csv', (Old,), {'name': 'csv', '__module__': __name__})]")
+    site.install("acme-hpc", "logger.both", "acme_both", both)
+    registry = build_registry()
+    with pytest.raises(EnvironmentUnfitError, match="logger plugin 'old' is broken: acme_both"):
+        registry.find("logger", "old")
+    assert registry.find("logger", "csv").source.distribution == "hpctrain"
+    (line,) = registry.told()
+    assert "it provides the logger 'csv', since acme_both (acme-hpc 1.2, entry point 'logger.both') is broken: " in line
+    assert not build_registry(prefer=["hpctrain"]).remarks
+    broken = {(row.slot, row.name) for row in list_plugins(registry) if row.state == "broken"}
+    assert broken == {("logger", "old"), ("logger", "csv")}
+
+
 def test_what_resembles_a_method_is_told_where_the_plugin_is_used(site: Site) -> None:
     body = (
         SPEC
