@@ -13,6 +13,8 @@ from hpctrain.errors import EnvironmentUnfitError, UsageError
 from hpctrain.plugins.changes import API_VERSION, CHANGES
 from hpctrain.plugins.listing import describe_options, list_plugins
 from hpctrain.plugins.registry import Registry, build_registry
+from hpctrain.submission.asking import Submitted
+from hpctrain.submission.record import JOB_FILE, Submission
 
 MODEL = """
 from hpctrain.api import Field, ModelSpec, Options, hookimpl
@@ -33,6 +35,8 @@ class Mine(ModelSpec):
 def hpctrain_model():
     return [Mine]
 """
+
+API = "from hpctrain.api import *\nfrom hpctrain.api import hookimpl\n\n"
 
 
 class Site:
@@ -95,6 +99,22 @@ def test_two_of_one_name_are_refused_by_both_names_and_only_when_used(site: Site
     ]
 
 
+@pytest.mark.parametrize(
+    ("prefer", "said"), [("['bob-hpc']", "bob-hpc"), ("['acme-hpc']", "acme-hpc"), ("5", "claimed by")]
+)
+def test_a_submitted_job_is_asked_about_with_the_launcher_that_it_prefers(site: Site, prefer: str, said: str) -> None:
+    for owner in ("acme", "bob"):
+        body = "def render(self, launch): ...\ndef submit(self, script, launch): ...\ndef cancel(self, id): ...\n"
+        body += f"def state(self, id): return JobState('done', 'says {owner}-hpc')\n"
+        site.install(f"{owner}-hpc", "launcher.old", f"{owner}_queue", plugin("launcher", "Launcher", body))
+    (site.path / JOB_FILE).write_text(f"[plugins]\nprefer = {prefer}\n")
+    try:
+        found = Submitted(site.path, Submission(target="old", id="1")).state().detail
+    except EnvironmentUnfitError as error:
+        found = str(error)
+    assert said in found
+
+
 def test_a_name_of_hpctrain_leaves_an_installed_plugin_alone(site: Site) -> None:
     """A name that is new in hpctrain may be an older one of another distribution, whose jobs must go on as before."""
     helper = "def build(self): ...\n    def problem(self): ..."
@@ -144,9 +164,6 @@ def test_a_broken_plugin_is_a_fault_with_a_reason(site: Site, source: str, sente
         registry.find("model", "m")
     row = next(row for row in list_plugins(registry) if row.entry_point == "model.m")
     assert row.state == "broken" and sentence in row.why
-
-
-API = "from hpctrain.api import *\nfrom hpctrain.api import hookimpl\n\n"
 
 
 def plugin(slot: str, bases: str, body: str, before: str = "") -> str:
