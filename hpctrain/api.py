@@ -93,7 +93,7 @@ from hpctrain.json_values import encode as encode_value
 from hpctrain.model.tied import tie, tied_parameters
 from hpctrain.mpi import Settings as MPISettings
 from hpctrain.mpi import shared_zeros
-from hpctrain.plugins.discovery import API_VERSION
+from hpctrain.plugins.changes import API_VERSION
 from hpctrain.seeded import fill_normal
 from hpctrain.torch_private import (
     PythonGroup,

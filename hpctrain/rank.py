@@ -182,6 +182,7 @@ def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, be
             with alarmed():
                 session = assemble(checked, world, device, resume, hooks, begin)
             try:
+                checked.registry.refuse_late_imports()
                 with alarmed():
                     position.move(BETWEEN)
                     result = train(session, stop)
@@ -284,7 +285,7 @@ def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:
         for fault in checked.registry.faults:
             if fault.state == "broken":
                 print(f"hpctrain: warning: plugin {fault.source} is not used: {fault.why}", file=sys.stderr, flush=True)
-        for remark in remarks:
+        for remark in (*checked.registry.told(), *remarks):
             print(f"hpctrain: warning: {remark}", file=sys.stderr, flush=True)
     return checked
 

@@ -67,11 +67,11 @@ def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJo
 def _check(raw: RawJob, world_size: int | None, tries: bool, depth: int = 0) -> CheckedJob:
     """depth: how many times wrong values of the job were replaced."""
     loading = raw.tables.get("plugins")
-    lists = {key: _texts(loading.get(key)) for key in ("load", "block")} if isinstance(loading, dict) else {}
-    registry = build_registry(lists.get("load", ()), lists.get("block", ()))
+    lists = {key: _texts(loading.get(key)) for key in ("load", "block", "prefer")} if isinstance(loading, dict) else {}
+    registry = build_registry(*(lists.get(key, ()) for key in ("load", "block", "prefer")))
     if depth:
         register_stand_in(registry)
-    problems = _block_problems(lists.get("block", ()), registry)
+    problems = [one for key in ("block", "prefer") for one in _name_problems(key, lists.get(key, ()), registry)]
     job = _core_tables(raw, problems)
     made = _Maker(raw, registry, problems).make_all()
     if problems or job is None:
@@ -128,15 +128,15 @@ def _layout(job: Job, parts: Parts, world_size: int | None, problems: list[Place
         return None
 
 
-def _block_problems(block: Sequence[str], registry: Registry) -> list[PlacedProblem]:
-    """Problems for unknown names in [plugins] block."""
+def _name_problems(key: str, names: Sequence[str], registry: Registry) -> list[PlacedProblem]:
+    """Problems for unknown names in [plugins] block or prefer."""
     sources = [*registry.sources, *(fault.source for fault in registry.faults)]
-    known = {name for one in sources for name in (one.entry_point, one.module, one.distribution) if name}
-    unknown = [(i, name) for i, name in enumerate(block) if name not in known]
+    known = {name for one in sources for name in one.names}
+    unknown = [(i, name) for i, name in enumerate(names) if name not in known]
     return [
         PlacedProblem(
-            ("plugins", "block", i),
-            f"[plugins] block: no installed or loaded plugin has the name {name!r}; expected an entry point, a module or a "
+            ("plugins", key, i),
+            f"[plugins] {key}: no installed or loaded plugin has the name {name!r}; expected an entry point, a module or a "
             "distribution, as listed by `hpctrain plugins`",
         )
         for i, name in unknown

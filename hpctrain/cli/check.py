@@ -24,6 +24,7 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     checked, data = check_thoroughly(read_job(job, overrides), ranks)
     elastic = elastic_note(checked, ranks)
     for note in [
+        *checked.registry.told(),
         *notes(checked.job, checked.parts, checked.plan, checked.registry, ranks),
         *([elastic] if elastic is not None else []),
     ]:

@@ -17,9 +17,8 @@ from types import ModuleType
 import pluggy
 
 from hpctrain.hookspecs import PROJECT, LifeCycleHooks, RegistrationHooks
-
-API_VERSION = 1
-"""A plugin module may state the API version that it was written for as `HPCTRAIN_API`; the default is 1."""
+from hpctrain.plugins.changes import API_VERSION
+from hpctrain.plugins.members import Package, near_hook, unmarked_hooks
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,16 @@ class ModuleSource:
         """The module's name in pluggy."""
         return f"{self.distribution}:{self.entry_point}" if self.distribution else self.module
 
+    @property
+    def chooser(self) -> str:
+        """The widest of its names in [plugins] prefer."""
+        return self.distribution or self.module
+
+    @property
+    def names(self) -> set[str]:
+        """Its names in [plugins] block and prefer."""
+        return {name for name in (self.entry_point, self.module, self.distribution) if name}
+
     def __str__(self) -> str:
         if not self.distribution:
             return f"{self.module} ([plugins] load)"
@@ -52,6 +61,12 @@ class Fault:
     """"broken" or "blocked"."""
 
     why: str
+    key: tuple[str, str] | None = None
+    """The slot and the name of the one plugin that it is about; None for the whole module."""
+
+    def is_about(self, slot: str, name: str) -> bool:
+        """Whether the plugin with this name is unusable; of a whole module, the entry point's name says which it would provide."""
+        return self.key == (slot, name) or (self.key is None and self.source.entry_point == f"{slot}.{name}")
 
 
 def new_manager() -> pluggy.PluginManager:
@@ -86,7 +101,7 @@ def load(
     active: list[ModuleSource] = []
     faults: list[Fault] = []
     for source in sources:
-        if set(block) & {source.entry_point, source.module, source.distribution}:
+        if source.names & set(block):
             faults.append(Fault(source, "blocked", "it is listed in [plugins] block"))
             continue
         why = _register(manager, source)
@@ -108,10 +123,15 @@ def _register(manager: pluggy.PluginManager, source: ModuleSource) -> str | None
         return f"the module cannot be imported: {error}"
     except (Exception, SystemExit) as error:  # a third party's import must not end the command
         return f"importing it raised {type(error).__name__}: {error}"
-    wanted = getattr(module, "HPCTRAIN_API", 1)
-    if wanted != API_VERSION:
-        return f"it asks for plugin API version {wanted}, and this hpctrain has version {API_VERSION}"
+    wanted = version_of(module)
+    if wanted is not None and (type(wanted) is not int or wanted > API_VERSION):
+        return f"it asks for plugin API version {wanted!r}, and this hpctrain has version {API_VERSION}: install a newer hpctrain"
     return hook_fault(manager, module) or _register_hooks(manager, module, source)
+
+
+def version_of(module: ModuleType) -> int | None:
+    """The version of the plugin interface that the module says it was written for."""
+    return getattr(module, "HPCTRAIN_API", None)
 
 
 def _register_hooks(manager: pluggy.PluginManager, module: ModuleType, source: ModuleSource) -> str | None:
@@ -125,12 +145,19 @@ def _register_hooks(manager: pluggy.PluginManager, module: ModuleType, source: M
 def hook_fault(manager: pluggy.PluginManager, module: object) -> str | None:
     """Compare the hook implementations of a module or an object with the specifications before pluggy sees them."""
     found = [name for name in dir(module) if manager.parse_hookimpl_opts(module, name) is not None]
+    hooks = [name for name in vars(manager.hook) if name.startswith(f"{PROJECT}_")]
+    of = module if isinstance(module, ModuleType) else type(module)
+    unmarked = unmarked_hooks(of, hooks, Package(module.__name__ if isinstance(module, ModuleType) else of.__module__))
+    if unmarked:
+        return "; ".join(unmarked)
     if not found:
         return "it implements no hook: expected functions marked with hpctrain.api.hookimpl"
     for name in found:
         caller = getattr(manager.hook, name, None)
         if caller is None or caller.spec is None:
-            return f"it implements the hook {name!r}, which does not exist in plugin API version {API_VERSION}"
+            near = near_hook(name, hooks)
+            hint = f"; did you mean {near!r}?" if near else ""
+            return f"it implements the hook {name!r}, which does not exist in plugin API version {API_VERSION}{hint}"
         expected, actual = caller.spec.argnames, list(inspect.signature(getattr(module, name)).parameters)
         extra = [argument for argument in actual if argument not in expected]
         if extra:

@@ -54,6 +54,13 @@ class LifeCycle:
             LOG.info("a plugin failed", exc_info=error)
             raise TrainingError(raised_in(error, registry)) from error
         fault = hook_fault(self._manager, started)
+        if fault is None and started is not hook:
+            mine = [name for name in dir(hook) if self._manager.parse_hookimpl_opts(hook, name) is not None]
+            fault = (
+                f"the object that start() returns takes part in the run, so nobody calls its {mine[0]}"
+                if mine
+                else None
+            )
         if fault is not None:
             raise UsageError(f"[[hook]] name = {hook.name!r}: {fault}")
         self._manager.register(started, name=key)

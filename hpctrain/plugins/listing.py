@@ -39,8 +39,8 @@ class Option:
 def list_plugins(registry: Registry) -> list[Listed]:
     """Active plugins by slot and name, then broken and blocked modules."""
     rows = [
-        Listed(slot, name, "active", e.source.distribution, e.source.version, e.source.entry_point, e.source.module)
-        for (slot, name), e in sorted(registry.entries.items())
+        Listed(slot, name, "active", s.distribution, s.version, s.entry_point, s.module, _told(registry, slot, name))
+        for (slot, name), s in ((key, entry.source) for key, entry in sorted(registry.entries.items()))
     ]
     told = {row.module for row in rows} | {fault.source.module for fault in registry.faults}
     told |= {source.module for sources in registry.conflicts.values() for source in sources}
@@ -54,9 +54,13 @@ def list_plugins(registry: Registry) -> list[Listed]:
         rows += [Listed(slot, name, "broken", s.distribution, s.version, s.entry_point, s.module, why) for s in sources]
     for fault in registry.faults:
         s = fault.source
-        slot, _, name = s.entry_point.partition(".")
+        slot, _, name = ".".join(fault.key or (s.entry_point,)).partition(".")
         rows.append(Listed(slot, name, fault.state, s.distribution, s.version, s.entry_point, s.module, fault.why))
     return rows
+
+
+def _told(registry: Registry, slot: str, name: str) -> str:
+    return "; ".join(one.text for one in registry.remarks_on(slot, name))
 
 
 def options_schema(plugin: type[Plugin], registry: Registry) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +13,12 @@ from pydantic import ValidationError
 
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.errors import EnvironmentUnfitError, UsageError
-from hpctrain.plugins.discovery import Fault, ModuleSource, load, new_manager
+from hpctrain.plugins.discovery import Fault, ModuleSource, load, new_manager, version_of
+from hpctrain.plugins.members import Package, contracts_of, missing_members
 from hpctrain.plugins.slots import SLOTS, Slot, table_class
+
+OWN = "hpctrain"
+"""The distribution whose plugins give way to another one's of the same name."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,15 @@ class Registered:
     source: ModuleSource
 
 
+@dataclass(frozen=True)
+class Remark:
+    """Something that a user of a plugin should know. key: its slot and name; None for all plugins of the module."""
+
+    source: ModuleSource
+    text: str
+    key: tuple[str, str] | None = None
+
+
 @dataclass
 class Registry:
     """The installed plugins. faults: unusable modules. conflicts: names that two modules claim."""
@@ -34,6 +48,34 @@ class Registry:
     sources: list[ModuleSource] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     conflicts: dict[tuple[str, str], list[ModuleSource]] = field(default_factory=dict)
+    remarks: list[Remark] = field(default_factory=list)
+    used: set[tuple[str, str]] = field(default_factory=set)
+    """The plugins that were asked for."""
+    loaded: set[str] = field(default_factory=set)
+    """The modules that were imported when their classes were compared with the contracts."""
+
+    def told(self) -> list[str]:
+        """Sentences about the plugins that were asked for."""
+        told = [one for key in sorted(self.used) for one in self.remarks_on(*key)]
+        return [f"plugin {one.source}: {one.text}" for one in dict.fromkeys(told)]
+
+    def remarks_on(self, slot: str, name: str) -> list[Remark]:
+        """What a user of a usable plugin should know."""
+        source = self.entries[slot, name].source
+        mine = [one for one in self.remarks if one.source == source and one.key in (None, (slot, name))]
+        return list(dict.fromkeys(mine))
+
+    def refuse_late_imports(self) -> None:
+        """Compare what the plugins in use have imported since they were loaded. Raises EnvironmentUnfitError."""
+        late = [name for name in list(sys.modules) if name not in self.loaded]
+        self.loaded.update(late)
+        for source in dict.fromkeys(self.entries[key].source for key in sorted(self.used)):
+            package, version = Package(source.module), version_of(sys.modules[source.module])
+            for name in (one for one in late if package.has(one)):
+                classes = [one for one in vars(sys.modules[name]).values() if isinstance(one, type)]
+                for cls in (one for one in classes if one.__module__ == name and contracts_of(one)):
+                    for fault in package.findings(cls, version).faults:
+                        raise EnvironmentUnfitError(f"plugin {source}: {cls.__module__}.{cls.__qualname__}: {fault}")
 
     def names(self, slot: str) -> list[str]:
         """The names that the job file may use in `slot`."""
@@ -65,14 +107,15 @@ class Registry:
         if (slot, name) in self.conflicts:
             both = " and ".join(map(str, self.conflicts[slot, name]))
             raise EnvironmentUnfitError(
-                f"{slot} plugin {name!r} is claimed by {both}; expected one: uninstall one, or block it with "
-                f'[plugins] block = ["{self.conflicts[slot, name][-1].module}"]'
+                f"{slot} plugin {name!r} is claimed by {both}; expected one: choose it with "
+                f'[plugins] prefer = ["{self.conflicts[slot, name][-1].module}"], or uninstall the other'
             )
         entry = self.entries.get((slot, name))
         if entry is not None:
+            self.used.add((slot, name))
             return entry
         for fault in self.faults:
-            if fault.source.entry_point == f"{slot}.{name}":
+            if fault.is_about(slot, name):
                 raise EnvironmentUnfitError(f"{slot} plugin {name!r} is {fault.state}: {fault.source}: {fault.why}")
         near = difflib.get_close_matches(name, self.names(slot), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -80,55 +123,97 @@ class Registry:
         raise UsageError(f"no installed plugin provides the {slot} {name!r}{hint} (installed: {known})")
 
 
-def build_registry(modules: Sequence[str] = (), block: Sequence[str] = ()) -> Registry:
-    """Load every plugin. Raises EnvironmentUnfitError for a broken module of `modules`, which the job asks for."""
+def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), prefer: Sequence[str] = ()) -> Registry:
+    """Load every plugin. Raises EnvironmentUnfitError for a broken module of `modules`, which the job asks for.
+
+    prefer: entry points, modules or distributions that are taken where several plugins have one name.
+    """
     manager = new_manager()
     sources, faults = load(manager, modules, block)
     registry = Registry(manager, sources=sources, faults=faults)
     by_plugin = {source.key: source for source in sources}
+    claims: dict[tuple[str, str], list[Registered]] = {}
+    packages: dict[str, Package] = {}
     for slot in SLOTS.values():
         for hook in getattr(manager.hook, slot.hook).get_hookimpls():
-            _collect(registry, slot, by_plugin[hook.plugin_name], hook.function)
+            source = by_plugin[hook.plugin_name]
+            package = packages.setdefault(source.module.partition(".")[0], Package(source.module))
+            for one in _collect(registry, slot, source, hook.function, package):
+                claims.setdefault((slot.name, one.cls.name), []).append(one)
+    registry.loaded.update(sys.modules)
+    for key, claimants in claims.items():
+        _settle(registry, key, claimants, prefer)
     for fault in registry.faults:
         if fault.state == "broken" and fault.source.module in modules:
             raise EnvironmentUnfitError(f"[plugins] load: {fault.source}: {fault.why}")
     return registry
 
 
-def _collect(registry: Registry, slot: Slot, source: ModuleSource, function: object) -> None:
-    """Call one registration hook of one module, so that a failure affects only that module."""
+def _collect(
+    registry: Registry, slot: Slot, source: ModuleSource, function: object, package: Package
+) -> list[Registered]:
+    """Call one registration hook of one module, so that a failure affects only that module. Returns its usable plugins."""
+    module = sys.modules[source.module]
     try:
         classes = function()  # type: ignore[operator]
     except Exception as error:  # a third party's code: its failure becomes a fault, not a traceback
         registry.faults.append(Fault(source, "broken", f"hook {slot.hook} raised {type(error).__name__}: {error}"))
-        return
+        return []
     if not isinstance(classes, (list, tuple)):
         why = f"hook {slot.hook}: expected a list of {slot.contract.__name__} classes, found {classes!r}"
         registry.faults.append(Fault(source, "broken", why))
-        return
+        return []
+    version = version_of(module)
+    parts = [one for one in package.classes(module) if not issubclass(one, Plugin)]
+    broken = [f"{one.__qualname__}: {fault}" for one in parts for fault in package.findings(one, version).faults]
+    registry.remarks += [Remark(source, text) for one in parts for text in package.findings(one, version).remarks]
+    usable = []
     for cls in classes:
-        fault = _class_fault(slot, cls)
+        fault = _class_fault(slot, cls, package, version, broken)
         if fault is not None:
-            registry.faults.append(Fault(source, "broken", fault))
+            name = getattr(cls, "name", None)
+            registry.faults.append(Fault(source, "broken", fault, (slot.name, name) if isinstance(name, str) else None))
             continue
-        key = (slot.name, cls.name)
-        if key in registry.entries or key in registry.conflicts:
-            first = registry.entries.pop(key, None)
-            registry.conflicts.setdefault(key, [first.source] if first else []).append(source)
-        else:
-            registry.entries[key] = Registered(slot, cls, source)
+        usable.append(Registered(slot, cls, source))
+        remarks = package.findings(cls, version).remarks
+        registry.remarks += [Remark(source, text, (slot.name, cls.name)) for text in remarks]
+    return usable
 
 
-def _class_fault(slot: Slot, cls: object) -> str | None:
-    """The reason why `cls` cannot be a plugin of `slot`."""
+def _settle(registry: Registry, key: tuple[str, str], claimants: Sequence[Registered], prefer: Sequence[str]) -> None:
+    """Decide who has the name `key`: the preferred one, else another distribution's rather than hpctrain's."""
+    preferred = [one for one in claimants if one.source.names & set(prefer)]
+    others = preferred or [one for one in claimants if one.source.distribution != OWN] or claimants
+    if len(others) > 1:
+        registry.conflicts[key] = [one.source for one in claimants]
+        return
+    (chosen,) = others
+    registry.entries[key] = chosen
+    left = [one.source for one in claimants if one is not chosen]
+    broken = [one for one in registry.faults if one.state == "broken" and one.is_about(*key) and not preferred]
+    if broken and chosen.source.distribution == OWN:
+        text = f"it provides the {key[0]} {key[1]!r}, since {broken[0].source} is broken: {broken[0].why}"
+        registry.remarks.append(Remark(chosen.source, text, key))
+    if left:
+        how = (
+            f'[plugins] prefer = ["{left[0].chooser}"] takes the other' if not preferred else "[plugins] prefer says so"
+        )
+        text = f"it provides the {key[0]} {key[1]!r}, and {' and '.join(map(str, left))} is not used; {how}"
+        registry.remarks.append(Remark(chosen.source, text, key))
+
+
+def _class_fault(slot: Slot, cls: object, package: Package, version: int | None, broken: Sequence[str]) -> str | None:
+    """The reason why `cls` cannot be a plugin of `slot`. broken: faults of the classes that it makes."""
     expected = f"hook {slot.hook}: expected subclasses of {slot.contract.__name__}"
     if not isinstance(cls, type) or not issubclass(cls, slot.contract):
         return f"{expected}, found {cls!r}"
     if not isinstance(getattr(cls, "name", None), str) or not cls.name:
         return f"{expected} with a `name`, and {cls.__qualname__} has none"
-    missing = sorted(getattr(cls, "__abstractmethods__", ()))
-    if missing:
-        return f"{expected}, and {cls.__qualname__} ({cls.name}) lacks {', '.join(missing)}"
+    called, missing = f"{cls.__qualname__} ({cls.name})", missing_members(cls)
+    wrong = [f"{called} lacks {', '.join(missing)}"] if missing else []
+    wrong += [f"{called}: {fault}" for fault in package.findings(cls, version).faults] + [*broken]
+    if wrong:
+        return f"{expected}, and {'; '.join(wrong)}"
     taken = sorted({} if slot.inner else table_class(slot).model_fields.keys() & cls.Options.model_fields.keys())
     if taken:
         return f"{expected}, and {cls.__qualname__} ({cls.name}) has the options {', '.join(taken)}, which are keys of the core's"

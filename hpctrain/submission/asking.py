@@ -77,7 +77,10 @@ class Submitted:
     def _launcher(self) -> Iterator[Launcher]:
         from hpctrain.plugins.registry import build_registry  # here: with the plugins it imports torch
 
-        registry = build_registry(self.load)
+        plugins = self._tables().get("plugins")
+        prefer = plugins.get("prefer") if isinstance(plugins, dict) else None
+        names = [name for name in prefer if isinstance(name, str)] if isinstance(prefer, list) else []
+        registry = build_registry(self.load, prefer=names)
         with blamed(registry):
             yield self._made(registry)
 

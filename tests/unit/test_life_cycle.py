@@ -13,8 +13,10 @@ import torch
 from conftest import TINY
 
 import hpctrain
+from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Control
 from hpctrain.errors import CheckpointError, HpctrainError, TrainingError, UsageError
+from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.registry import build_registry
 
 PATIENCE = """
@@ -385,6 +387,58 @@ def test_what_a_plugin_raises_is_told_with_its_name(name: str, sentence: str) ->
     with pytest.raises(HpctrainError) as found:
         hpctrain.run({**TINY, "sharding": {"name": name}, "plugins": {"load": [load]}})
     assert sentence.format(name) in str(found.value) and found.value.exit_code == 4
+
+
+HOOKS = """
+from hpctrain.api import Hook, hookimpl
+
+
+class Watch:
+    @hookimpl
+    def hpctrain_job_end(self): ...
+
+
+class Misspelt(Hook):
+    name = "misspelt"
+
+    def start(self):
+        class Run(Watch):
+            def hpctrain_step_ende(self, step): ...
+        return Run()
+
+
+class Misplaced(Hook):
+    name = "misplaced"
+
+    def start(self):
+        return Watch()
+
+    @hookimpl
+    def hpctrain_step_end(self, step): ...
+
+
+@hookimpl
+def hpctrain_hook():
+    return [Misspelt, Misplaced]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "misspelt",
+            "it has the function 'hpctrain_step_ende', which is no hook; did you mean 'hpctrain_step_end', marked",
+        ),
+        ("misplaced", "the object that start() returns takes part in the run, so nobody calls its hpctrain_step_end"),
+    ],
+)
+def test_a_method_of_a_hook_that_nobody_would_call_is_refused(name: str, sentence: str) -> None:
+    registry = build_registry([write("never_called", HOOKS)])
+    cls = registry.find("hook", name).cls
+    with pytest.raises(UsageError) as found:
+        LifeCycle(registry, Identity(), [cls(cls.Options())])
+    assert str(found.value).startswith(f"[[hook]] name = {name!r}: {sentence}")
 
 
 def test_an_evaluation_that_is_no_number_is_none_that_is_better() -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import plugin_api
 import pytest
 
+from hpctrain.api import CompressionOptions
 from hpctrain.errors import EnvironmentUnfitError, UsageError
+from hpctrain.plugins.changes import API_VERSION, CHANGES
 from hpctrain.plugins.listing import describe_options, list_plugins
 from hpctrain.plugins.registry import Registry, build_registry
+from hpctrain.submission.asking import Submitted
+from hpctrain.submission.record import JOB_FILE, Submission
 
 MODEL = """
 from hpctrain.api import Field, ModelSpec, Options, hookimpl
@@ -30,6 +35,8 @@ class Mine(ModelSpec):
 def hpctrain_model():
     return [Mine]
 """
+
+API = "from hpctrain.api import *\nfrom hpctrain.api import hookimpl\n\n"
 
 
 class Site:
@@ -74,15 +81,56 @@ def test_a_third_party_enters_through_the_door_of_the_first(site: Site) -> None:
 
 
 def test_two_of_one_name_are_refused_by_both_names_and_only_when_used(site: Site) -> None:
-    site.install("acme-hpc", "model.gpt", "acme_gpt", MODEL.format(name="gpt"))
+    site.install("acme-hpc", "model.theirs", "acme_theirs", MODEL.format(name="theirs"))
+    site.install("bob-hpc", "model.theirs", "bob_theirs", MODEL.format(name="theirs"))
     registry = build_registry()
     with pytest.raises(EnvironmentUnfitError) as error:
-        registry.find("model", "gpt")
-    assert "acme-hpc 1.2" in str(error.value) and "hpctrain_plugins.model.gpt" in str(error.value)
-    assert registry.find("optimizer", "adamw")
-    blocked = build_registry(block=["acme-hpc"])
-    assert blocked.find("model", "gpt").source.distribution == "hpctrain"
-    assert [row.state for row in list_plugins(registry) if row.name == "gpt"] == ["broken", "broken"]
+        registry.find("model", "theirs")
+    assert "acme-hpc 1.2" in str(
+        error.value
+    ) and 'expected one: choose it with [plugins] prefer = ["bob_theirs"]' in str(error.value)
+    assert registry.find("optimizer", "adamw") and not registry.told()
+    assert [row.state for row in list_plugins(registry) if row.name == "theirs"] == ["broken", "broken"]
+    for chosen in (build_registry(block=["acme-hpc"]), build_registry(prefer=["bob-hpc"])):
+        assert chosen.find("model", "theirs").source.distribution == "bob-hpc"
+    assert chosen.told() == [
+        "plugin bob_theirs (bob-hpc 1.2, entry point 'model.theirs'): it provides the model 'theirs', and acme_theirs (acme-hpc "
+        "1.2, entry point 'model.theirs') is not used; [plugins] prefer says so"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prefer", "said"), [("['bob-hpc']", "bob-hpc"), ("['acme-hpc']", "acme-hpc"), ("5", "claimed by")]
+)
+def test_a_submitted_job_is_asked_about_with_the_launcher_that_it_prefers(site: Site, prefer: str, said: str) -> None:
+    for owner in ("acme", "bob"):
+        body = "def render(self, launch): ...\ndef submit(self, script, launch): ...\ndef cancel(self, id): ...\n"
+        body += f"def state(self, id): return JobState('done', 'says {owner}-hpc')\n"
+        site.install(f"{owner}-hpc", "launcher.old", f"{owner}_queue", plugin("launcher", "Launcher", body))
+    (site.path / JOB_FILE).write_text(f"[plugins]\nprefer = {prefer}\n")
+    try:
+        found = Submitted(site.path, Submission(target="old", id="1")).state().detail
+    except EnvironmentUnfitError as error:
+        found = str(error)
+    assert said in found
+
+
+def test_a_name_of_hpctrain_leaves_an_installed_plugin_alone(site: Site) -> None:
+    """A name that is new in hpctrain may be an older one of another distribution, whose jobs must go on as before."""
+    helper = "def build(self): ...\n    def problem(self): ..."
+    site.install("acme-hpc", "model.gpt", "acme_gpt", MODEL.format(name="gpt").replace("def build(self): ...", helper))
+    registry = build_registry()
+    assert registry.find("model", "gpt").source.distribution == "acme-hpc"
+    close, line = registry.told()
+    assert close.endswith("did you mean Plugin.problems?")
+    assert (
+        "hpctrain_plugins.model.gpt (hpctrain" in line
+        and 'is not used; [plugins] prefer = ["hpctrain"] takes the other' in line
+    )
+    assert [row.why.endswith("takes the other") for row in list_plugins(registry) if row.name == "gpt"] == [True]
+    ours = build_registry(prefer=["hpctrain"])
+    assert ours.find("model", "gpt").source.distribution == "hpctrain" and len(ours.told()) == 1
+    assert not build_registry(block=["acme-hpc"]).told()
 
 
 @pytest.mark.parametrize(
@@ -93,9 +141,12 @@ def test_two_of_one_name_are_refused_by_both_names_and_only_when_used(site: Site
         ("import no_such_package", "it needs the package 'no_such_package'"),
         ("x = 1", "it implements no hook"),
         (
-            "HPCTRAIN_API = 2\n" + MODEL.format(name="m"),
-            "asks for plugin API version 2, and this hpctrain has version 1",
+            "HPCTRAIN_API = 99\n" + MODEL.format(name="m"),
+            f"asks for plugin API version 99, and this hpctrain has version {API_VERSION}: install a newer hpctrain",
         ),
+        ("HPCTRAIN_API = '2'\n" + MODEL.format(name="m"), "asks for plugin API version '2'"),
+        (MODEL.format(name="m").replace("def hpctrain_model", "def hpctrain_modell"), "did you mean 'hpctrain_model'?"),
+        (MODEL.format(name="m").replace("def build", "def builds"), "Mine (m) lacks build (it has builds)"),
         (MODEL.format(name="m").replace("def hpctrain_model()", "def hpctrain_model(self_made)"), "found (self_made)"),
         (MODEL.format(name="m").replace("def build(self): ...", ""), "Mine (m) lacks build"),
         (MODEL.format(name="m").replace('name = "m"', ""), "with a `name`"),
@@ -115,6 +166,258 @@ def test_a_broken_plugin_is_a_fault_with_a_reason(site: Site, source: str, sente
     assert row.state == "broken" and sentence in row.why
 
 
+def plugin(slot: str, bases: str, body: str, before: str = "") -> str:
+    """A module with one class, which has the methods of an earlier version."""
+    body = "".join(f"    {line}\n" for line in body.splitlines())
+    return f"{API}{before}\nclass Old({bases}):\n    name = 'old'\n{body}\n@hookimpl\ndef hpctrain_{slot}():\n    return [Old]\n"
+
+
+SPEC = "".join(
+    f"def {method}: ...\n"
+    for method in ("build(self)", "forward(self, module, batch)", "count(self, batch)", "loss(self, a, b)")
+)
+BACKEND = "def backend(self): ...\ndef device(self, identity): ...\n"
+NO_LONGER = f"plugin API version {API_VERSION} does not call"
+OLD: dict[str, tuple[str, str]] = {
+    "a model on the meta device": (
+        plugin("model", "ModelSpec", SPEC + "meta = True\ndef initialize(self, name, tensor, rows, seed): ...\n"),
+        f"{NO_LONGER} `meta`, `initialize`: a model that is built on the meta device derives from `MetaModel`",
+    ),
+    "a model of a pipeline": (
+        plugin(
+            "model", "ModelSpec", SPEC + "def embed(self, module, batch): ...\ndef head(self, module, hidden): ...\n"
+        ),
+        f"{NO_LONGER} `embed`, `head`: a model with all three derives from `PipelineModel`",
+    ),
+    "a communicator that is asked whether it can": (
+        plugin("communicator", "Communicator", BACKEND + "def unavailable(self, identity): return 'no network'\n"),
+        f"{NO_LONGER} `unavailable`: `missing(machine)` says what the machine lacks",
+    ),
+    "the same, called by a method of its own": (
+        plugin(
+            "communicator",
+            "Communicator",
+            BACKEND + "def unavailable(self, identity): ...\ndef choose(self, identity, installed):\n"
+            "    return next(one for one in installed if one.unavailable(identity) is None)\n",
+        ),
+        f"{NO_LONGER} `unavailable`",
+    ),
+    "a checkpointing that refuses": (
+        plugin(
+            "activation_checkpointing",
+            "ActivationCheckpointing",
+            "def apply(self, module, spec, replicas): ...\ndef refuse(self, spec, splits_backward): return 'never'\n",
+        ),
+        f"{NO_LONGER} `refuse`: `problems(plan)` returns a list of `Problem`",
+    ),
+    "a checkpointing without replicas": (
+        plugin("activation_checkpointing", "ActivationCheckpointing", "def apply(self, module, spec): ...\n"),
+        "`apply` is called with (module, spec, replicas), and takes (module, spec) (it takes `replicas` as its third argument)",
+    ),
+    "a compressor that settles": (
+        plugin(
+            "compression",
+            "LossyCompression",
+            "def compressor(self, bucket, group): return Sum(bucket, group)\n",
+            "class Sum(Compressor):\n    def all_reduce(self, gradients, scale): ...\n    def settle(self): self.settle_all()\n",
+        ),
+        f"Sum: {NO_LONGER} `settle`: it is `consolidate()` now",
+    ),
+    "a precision with a scale": (
+        plugin(
+            "precision",
+            "Precision",
+            "parameter_dtype = None\ndef forward(self, device): ...\ndef scale(self, loss): ...\ndef state(self): ...\n",
+        ),
+        f"{NO_LONGER} `scale`, `state`: `start()` returns a `LossScaler`",
+    ),
+    "an axis with its traits as attributes": (
+        plugin("parallelism", "Parallelism", "axis = 'rows'\norder = 50\ndef apply(self, module, spec, mesh): ...\n"),
+        f"lacks traits; Old (old): {NO_LONGER} `axis`, `order`: the property `traits` returns them as an `AxisTraits`",
+    ),
+    "an axis that cuts batches": (
+        plugin(
+            "parallelism",
+            "Parallelism",
+            "traits = None\ndef apply(self, module, spec, mesh): ...\ndef split_batch(self, batch): ...\n",
+        ),
+        f"{NO_LONGER} `split_batch`: the `AppliedAxis` that `apply` returns has it",
+    ),
+    "an axis whose traits are no property": (
+        plugin("parallelism", "Parallelism", "def traits(self): ...\ndef apply(self, module, spec, mesh): ...\n"),
+        "`traits` must be a property or a value, found a method",
+    ),
+    "a strategy that runs": (
+        plugin("sharding", "Sharding", "def axes(self, ranks, replicate): ...\ndef synchronize(self): ...\n"),
+        f"lacks shard; Old (old): {NO_LONGER} `synchronize`: `shard(module, spec, mesh, sums)` returns a `ShardedModel`",
+    ),
+    "a strategy whose trait is a method": (
+        plugin(
+            "sharding",
+            "Sharding",
+            "def axes(self, ranks, replicate): ...\ndef shard(self, module, spec, mesh, sums): ...\ndef tells_spans(self): ...\n",
+        ),
+        "`tells_spans` must be a value, found a method",
+    ),
+    "a format that writes": (
+        plugin("checkpoint", "CheckpointFormat", "def snapshot(self, state): ...\n"),
+        f"{NO_LONGER} `snapshot`: `writer()` returns a `CheckpointWriter`",
+    ),
+    "a logger that logs": (
+        plugin("logger", "Logger", "def open(self, output_dir, resumed_step): ...\ndef log(self, row): ...\n"),
+        f"{NO_LONGER} `log`: the `LogWriter` that `open` returns has it",
+    ),
+    "a logger of a stated version": (
+        "HPCTRAIN_API = 1\n" + plugin("logger", "Logger", "def open(self, output_dir, resumed_step): ...\n"),
+        "`open` has changed in plugin API version 2: it returns a `LogWriter`",
+    ),
+    "a hook without its mark": (
+        plugin("schedule", "Schedule", "def factor(self, step, steps): ...\n", "def hpctrain_step_end(step): ...\n"),
+        "it has the function 'hpctrain_step_end' without the mark of hpctrain.api.hookimpl, so nobody calls it",
+    ),
+    "a misspelt hook without its mark": (
+        plugin("schedule", "Schedule", "def factor(self, step, steps): ...\n", "def hpctrain_step_ende(step): ...\n"),
+        "it has the function 'hpctrain_step_ende', which is no hook; did you mean 'hpctrain_step_end', marked with hookimpl?",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OLD)
+def test_an_old_plugin_is_refused_with_what_to_write_instead(site: Site, kind: str) -> None:
+    source, sentence = OLD[kind]
+    slot = source.rpartition("def hpctrain_")[2].partition("(")[0]
+    site.install("acme-hpc", f"{slot}.old", "acme_old", source)
+    registry = build_registry()
+    assert sentence in fault(registry, f"{slot}.old")
+    with pytest.raises(EnvironmentUnfitError, match=r"acme_old \(acme-hpc 1\.2"):
+        registry.find(slot, "old")
+
+
+HELPERS = """
+class Sum(Compressor):
+    def all_reduce(self, gradients, scale): self.settle(gradients)
+    def settle(self, gradients): "Its own: another contract's name with other parameters."
+    def residuals(self): ...
+
+class Row(Schedule):
+    name = "row"
+    def factor(self, step, steps): return self.factors(step) + self.missin
+    def factors(self, step): "Close to a name that the class has."
+    def problem(self): "Close to a name, and used."
+    missin = property(problem)
+    def figures(self): "A name of another contract."
+    def _problems(self): ...
+
+def hpctrain_version(): "Close to no hook."
+"""
+
+
+def test_helpers_of_a_plugin_are_its_own_business(site: Site) -> None:
+    """Unless they resemble a name that would do something: a line says so where the job uses the plugin."""
+    source = plugin(
+        "compression", "LossyCompression", "def compressor(self, bucket, group): return Sum(bucket, group)", HELPERS
+    )
+    source += "\n@hookimpl\ndef hpctrain_schedule():\n    return [Row]\n"
+    site.install("acme-hpc", "compression.old", "acme_helpers", source)
+    registry = build_registry()
+    assert registry.find("compression", "old") and registry.find("schedule", "row")
+    assert registry.told() == [] and not registry.faults
+
+
+def test_an_old_plugin_gives_its_name_to_one_of_hpctrain_with_a_line(site: Site) -> None:
+    """Of two in a module, each is told by its own name, whatever the entry point is called."""
+    both = plugin(
+        "logger", "Logger", "def open(self, output_dir, resumed_step): ...\ndef log(self, row): ...\n", ""
+    ).replace("[Old]", "[Old, type('Csv', (Old,), {'name': 'csv', '__module__': __name__})]")
+    site.install("acme-hpc", "logger.both", "acme_both", both)
+    registry = build_registry()
+    with pytest.raises(EnvironmentUnfitError, match="logger plugin 'old' is broken: acme_both"):
+        registry.find("logger", "old")
+    assert registry.find("logger", "csv").source.distribution == "hpctrain"
+    (line,) = registry.told()
+    assert "it provides the logger 'csv', since acme_both (acme-hpc 1.2, entry point 'logger.both') is broken: " in line
+    assert not build_registry(prefer=["hpctrain"]).remarks
+    broken = {(row.slot, row.name) for row in list_plugins(registry) if row.state == "broken"}
+    assert broken == {("logger", "old"), ("logger", "csv")}
+
+
+def test_what_resembles_a_method_is_told_where_the_plugin_is_used(site: Site) -> None:
+    body = (
+        SPEC
+        + "def problem(self, plan): ...\ndef flop(self, batch): ...\ndef targets(self, batch): return self.targets\n"
+    )
+    site.install("acme-hpc", "model.old", "acme_close", plugin("model", "ModelSpec", body))
+    registry = build_registry()
+    assert registry.told() == []
+    registry.find("model", "old")
+    assert [line.partition("'model.old'): ")[2] for line in registry.told()] == [
+        "Old has 'problem', which nobody calls; did you mean Plugin.problems?",
+        "Old has 'flop', which nobody calls; did you mean ModelSpec.flops?",
+        "Old has 'targets', which nobody calls; did you mean ModelSpec.target?",
+    ]
+
+
+def test_what_a_plugin_imports_later_is_compared_before_the_first_step(site: Site) -> None:
+    (site.path / "acme_late").mkdir()
+    (site.path / "acme_late" / "__init__.py").write_text(
+        plugin(
+            "compression",
+            "LossyCompression",
+            "def compressor(self, bucket, group):\n    from acme_late.sums import Sum\n    return Sum(bucket, group)\n",
+        )
+    )
+    (site.path / "acme_late" / "sums.py").write_text(
+        f"{API}class Sum(Compressor):\n    def all_reduce(self, gradients, scale): ...\n    def settle(self): ...\n"
+    )
+    (site.path / "acme_late-1.dist-info").mkdir()
+    (site.path / "acme_late-1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: acme-late\nVersion: 1\n"
+    )
+    (site.path / "acme_late-1.dist-info" / "entry_points.txt").write_text("[hpctrain]\ncompression.late = acme_late\n")
+    registry = build_registry()
+    made = registry.make(registry.find("compression", "old").cls, CompressionOptions())
+    registry.refuse_late_imports()
+    made.compressor(None, None)
+    with pytest.raises(
+        EnvironmentUnfitError, match=r"acme-late 1, .*: acme_late\.sums\.Sum: .*`settle`: it is `consolidate"
+    ):
+        registry.refuse_late_imports()
+
+
+def test_the_interface_is_that_of_its_version() -> None:
+    """Who changes it raises the version and says what changed: no plugin may find out by training something else."""
+    version, lines = plugin_api.recorded()
+    changes = plugin_api.difference(lines, plugin_api.describe())
+    assert not changes, "the interface has changed: run python tests/plugin_api.py"
+    assert version == API_VERSION, "the version was raised: run python tests/plugin_api.py"
+    page = plugin_api.PAGE.read_text()
+    for number in range(2, API_VERSION + 1):
+        assert f"\n## Version {number}\n" in page, "the page says what changed in each version"
+    for change in CHANGES:
+        section = page.partition(f"\n## Version {change.version}\n")[2].partition("\n## ")[0]
+        rows = [line for line in section.splitlines() if line.startswith(f"| `{change.contract}` |")]
+        assert any(f"`{change.member}`" in row and change.instead in row for row in rows), change
+    known = {line.partition("hpctrain.api.")[2].partition(".")[0] for line in lines}
+    assert {change.contract for change in CHANGES} <= known
+
+
+def test_a_changed_interface_is_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A method that another one replaced, an argument more, a hook less: each is a line that came or went."""
+    _, lines = plugin_api.recorded()
+    old = [line.replace("Sharding.home(self, device", "Sharding.house(self, device") for line in lines]
+    old = [line for line in old if not line.startswith("hook hpctrain_outputs")]
+    monkeypatch.setattr(plugin_api, "RECORD", tmp_path / "record")
+    plugin_api.RECORD.write_text("\n".join([f"plugin API version {API_VERSION}", *old]))
+    assert plugin_api.main() == 1
+    said = capsys.readouterr().out
+    assert "-hpctrain.api.Sharding.house(self" in said and "+hpctrain.api.Sharding.home(self" in said
+    assert "+hook hpctrain_outputs(batch: Batch)" in said and "raise API_VERSION" in said
+    plugin_api.RECORD.write_text("\n".join([f"plugin API version {API_VERSION - 1}", *old]))
+    assert plugin_api.main() == 0 and plugin_api.recorded() == (API_VERSION, lines)
+
+
 def test_blocking_and_unknown_names() -> None:
     registry = build_registry(block=["hpctrain_plugins.model.gpt"])
     with pytest.raises(EnvironmentUnfitError, match="blocked"):
@@ -125,7 +428,7 @@ def test_blocking_and_unknown_names() -> None:
 
 def test_every_first_party_plugin_is_active() -> None:
     registry = build_registry()
-    assert not registry.faults and not registry.conflicts
+    assert not registry.faults and not registry.conflicts and not registry.remarks
     assert {slot for slot, _ in registry.entries} >= {
         "model", "dataset", "optimizer", "schedule", "sharding", "precision", "activation_checkpointing", "compression",
         "checkpoint", "communicator", "logger",
