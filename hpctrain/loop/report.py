@@ -9,6 +9,7 @@ from typing import Any
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.logger import Logger
 from hpctrain.loop.console import Console
+from hpctrain.loop.metrics import plain_row
 from hpctrain.loop.records import Records
 from hpctrain.world.launcher_channel import LauncherChannel
 
@@ -39,6 +40,7 @@ class Report:
     def row(self, row: Mapping[str, Any], steps: int, counts: str, remark: str = "") -> None:
         """Report a row of metrics. counts: "tokens" or "samples". remark: extra text for the screen."""
         if self._records is not None:
+            row = plain_row(row)
             self._records.write(row)
             self._console.progress(row, steps, counts, remark)
 

@@ -16,6 +16,9 @@ from hpctrain.plugins.discovery import Fault, ModuleSource, load, new_manager
 from hpctrain.plugins.slots import SLOTS, Slot, table_class
 
 
+_HUB = '; names of the Hugging Face hub are not taken: name a function that loads it, as "package.module:function"'
+
+
 @dataclass(frozen=True)
 class Registered:
     """One plugin: its class and its origin."""
@@ -75,7 +78,7 @@ class Registry:
             if fault.source.entry_point == f"{slot}.{name}":
                 raise EnvironmentUnfitError(f"{slot} plugin {name!r} is {fault.state}: {fault.source}: {fault.why}")
         near = difflib.get_close_matches(name, self.names(slot), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else _HUB if slot in ("model", "dataset") else ""
         known = ", ".join(self.names(slot)) or "none"
         raise UsageError(f"no installed plugin provides the {slot} {name!r}{hint} (installed: {known})")
 

@@ -214,7 +214,7 @@ def test_what_helps_a_job_without_memory(tables: dict[str, Any], expected: list[
     job = {name: {**TINY.get(name, {}), **tables.get(name, {})} for name in {**TINY, **tables}}
     job["batch"] = {**TINY["batch"], "micro_size": 3, **tables.get("batch", {})}
     checked = check(RawJob(job, {}, "job"), 4)
-    told = advice(checked.job, checked.parts, 4).split(": ", 1)[1].split("; ")
+    told = advice(checked.job, checked.parts, 4, torch.device("cuda")).split(": ", 1)[1].split("; ")
     assert len(told) == len(expected) and all(word in one for word, one in zip(expected, told, strict=True)), told
     assert (
         "tensor" not in told[-1] if "parallelism" in tables else "tensor = 2 or context = 2 or pipeline = 2" in told[-1]
