@@ -46,6 +46,7 @@ from hpctrain.world.failure import end_on_signals, leave
 from hpctrain.world.launcher_channel import LauncherChannel
 from hpctrain.world.meeting import World, compare_ranks, meet, start_communication, take_device
 from hpctrain.world.objects import allow_objects
+from hpctrain.world.prints import labelled_prints, own
 
 LOG = logging.getLogger("hpctrain")
 
@@ -168,7 +169,8 @@ def _run_in(
         _tell_environment(checked, identity)
         for sentence in world.strangers:  # from before the log existed
             LOG.info("%s", sentence)
-        return _train(world, checked, resume, stop, begin)
+        with labelled_prints(identity, world.channel.terminal):
+            return _train(world, checked, resume, stop, begin)
 
 
 def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, begin: float) -> dict[str, Any]:
@@ -196,15 +198,17 @@ def _tell_environment(checked: CheckedJob, identity: Identity) -> None:
     """The variables of [environment] as this rank has them, in its log, and rank 0's on the screen."""
     text = described(checked.raw.tables)
     if text:
-        LOG.info("environment: %s", text)
+        if identity.rank:
+            LOG.info("environment: %s", text)
         _say(identity, "environment", text)
 
 
 def _say(identity: Identity, name: str, text: str) -> None:
     """A line of the start on rank 0's screen."""
     if identity.rank == 0:
+        LOG.info("%-12s %s", name, text)
         with suppress(OSError):  # nobody reads it
-            print(f"{name:<12} {text}", flush=True)
+            print(f"{name:<12} {text}", file=own(sys.stdout), flush=True)
 
 
 @contextmanager
@@ -227,6 +231,7 @@ def _communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJ
                 if checked.job.compile.enabled:
                     torch.compiler.reset()  # else the compiler would treat this job's and the next job's shapes as one model's
     except Exception as error:
+        LOG.info("%s: %s", type(error).__name__, error)  # the log has what the screen has
         if hooks is not None:
             with suppress(HpctrainError):  # it is in the log; the first error is the one to report
                 hooks.call("hpctrain_exception", exception=error, identity=identity)

@@ -95,4 +95,4 @@ def _shapes(batch: object) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith(("<", *_LIBRARIES))
+    return not file.startswith(("<", *_LIBRARIES)) and f"{os.sep}hpctrain_plugins{os.sep}" not in file

@@ -40,7 +40,7 @@ def assemble(
     hooks.refuse_differences()
     layout = layout_of(job, parts, identity.size)
     meshes = build_meshes(layout, device)
-    report = Report(identity, world.channel)
+    report = Report(identity, world.channel, job.checkpoint.keep_best, begin)
     building = memory_explained(job, parts, identity, device, "while the model was built", has_batch=False)
     with hooks.phase("build", 0), building:
         model = TrainedModel(job, parts, meshes, identity.node, device, hooks)
