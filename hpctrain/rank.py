@@ -22,6 +22,7 @@ from hpctrain.conformance.trials import try_communicator
 from hpctrain.contracts.identity import Identity
 from hpctrain.data.pool import refuse_in_worker
 from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, HpctrainError, UsageError, reason
+from hpctrain.exchange import gather_values
 from hpctrain.foreign.calling import retell_model_error
 from hpctrain.foreign.given import given_objects
 from hpctrain.foreign.model import CALLS
@@ -34,6 +35,7 @@ from hpctrain.loop.inference import Question, answer
 from hpctrain.loop.log_file import logged_to_file
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import StopRequest
+from hpctrain.loop.starts import note_start
 from hpctrain.loop.training import train
 from hpctrain.plugins.blame import retell_plugin_error
 from hpctrain.plugins.life_cycle import LifeCycle
@@ -178,6 +180,7 @@ def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, be
     with _communicating(world, checked) as (checked, device, hooks, binding):
         if binding.told:
             _say(world.identity, "cores", binding.told)
+        _note_start(world, checked)
         job, position = checked.job, hooks.position
         limit = job.watchdog.timeout_seconds or _EARLIER * job.communicator.timeout_seconds
         with watched(world, position, limit, job.output_dir) as alarmed:
@@ -192,6 +195,13 @@ def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, be
                 session.close()
     _say_goodbye(session, result, time.monotonic() - begin)
     return result
+
+
+def _note_start(world: World, checked: CheckedJob) -> None:
+    """Write down versions, command and hosts. Collective."""
+    hosts = gather_values(world.identity.node)
+    plugins = dict.fromkeys(f"{one.distribution} {one.version}" for one in checked.registry.sources if one.distribution)
+    world.share("start", lambda: note_start(checked.job.output_dir, world.identity, hosts, list(plugins)))
 
 
 def _tell_environment(checked: CheckedJob, identity: Identity) -> None:

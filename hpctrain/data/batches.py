@@ -54,8 +54,10 @@ def collated(source: Source, collate: Collate, items: list[Any], seed: int, plan
 
 
 def _misfit(items: Sequence[Any], numbers: Sequence[int] | None, error: Exception) -> str:
-    """A sentence about samples that torch's default_collate can't stack. numbers: the samples' indices; None for items of a stream."""
-    remedy = 'expected samples of one form, or [dataset] collate = "package.module:function" that pads them into a batch'
+    """A sentence about samples that torch's default_collate can't stack. numbers: their indices; None for items of a stream."""
+    remedy = (
+        'expected samples of one form, or [dataset] collate = "package.module:function" that pads them into a batch'
+    )
     forms = [dict(_form(item)) for item in items]
     usual = Counter(tuple(form.items()) for form in forms).most_common(1)[0][0]
     odd = next((place for place, form in enumerate(forms) if tuple(form.items()) != usual), None)

@@ -49,10 +49,8 @@ def first_nonfinite(model: LiveModel, losses: Sequence[float], identity: Identit
     return "; ".join(told)
 
 
-def nonfinite_samples(
-    micro_batches: Sequence[MicroBatch], indices: Sequence[Sequence[int]], kind: str
-) -> str | None:
-    """A clause about the samples of a step, over all ranks, that have nan or inf; None if there are none. Collective over all ranks.
+def nonfinite_samples(micro_batches: Sequence[MicroBatch], indices: Sequence[Sequence[int]], kind: str) -> str | None:
+    """A clause about the samples of a step, on any rank, that have nan or inf; None if there are none. Collective over all ranks.
 
     indices: of each micro batch's samples. kind: what the clause calls a sample. A value of -inf does not count: masks have it.
     """
@@ -67,7 +65,9 @@ def nonfinite_samples(
         return None
     index, place, value = min(found, key=lambda one: (one[2] != "nan", one[0], one[1]))
     others = {one[0] for one in found} - {index}
-    return f"{kind} {index} has {value} in its {place}" + (f", and others have too, such as {min(others)}" if others else "")
+    return f"{kind} {index} has {value} in its {place}" + (
+        f", and others have too, such as {min(others)}" if others else ""
+    )
 
 
 def _entries(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

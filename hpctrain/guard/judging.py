@@ -16,7 +16,6 @@ from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.errors import CheckpointError
 from hpctrain.job.watching import GuardTable
 
-
 _MEND = "mend the samples, or leave them out of the data"
 
 

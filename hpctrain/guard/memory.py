@@ -8,7 +8,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from hpctrain.contracts.identity import Identity
@@ -28,8 +28,10 @@ _OF_THE_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocato
 def memory_explained(
     job: Job, parts: Parts, identity: Identity, device: torch.device, doing: str, has_batch: bool = True
 ) -> Iterator[None]:
-    """A lack of memory becomes a TrainingError with a sentence. doing: what the rank is about, such as "in step 3". has_batch: whether
-    there is a micro batch meanwhile, so that a smaller one would help."""
+    """A lack of memory becomes a TrainingError with a sentence.
+
+    doing: what the rank is about, such as "in step 3". has_batch: whether there is a micro batch, so that a smaller one would help.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:

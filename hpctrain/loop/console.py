@@ -28,6 +28,8 @@ _SECONDS_BETWEEN_DRAWS = 0.2
 """Between updates of the bar on a terminal."""
 _WEIGHT = 0.1
 """The weight of a step in the mean step time."""
+_KEPT = 3
+"""The first words of a line stay while the word "elapsed" can be left out instead: loss, best and epoch."""
 _NARROWEST_BAR = 8
 """Columns; parts of the line are left out until there are as many."""
 
@@ -82,7 +84,7 @@ class Console:
         if self._live and (last or now - self._last_draw >= _SECONDS_BETWEEN_DRAWS):
             self._last_draw = now
             words = _words(row, counts, remark, self._best.words(with_step=False))
-            self._draw(row, steps, words, f"elapsed {elapsed}  ETA {eta}")
+            self._draw(row, steps, words, elapsed, eta)
 
     def _tell_evaluation(self, row: Mapping[str, Any], steps: int, counts: str) -> None:
         told = {
@@ -98,13 +100,16 @@ class Console:
         self._step_seconds = seconds if self._steps <= 2 else before + _WEIGHT * (seconds - before)
         return self._step_seconds
 
-    def _draw(self, row: Mapping[str, Any], steps: int, words: Sequence[str], times: str) -> None:
+    def _draw(self, row: Mapping[str, Any], steps: int, words: Sequence[str], elapsed: str, eta: str) -> None:
         """Draw one line in place of the last bar; what has no room is left out, the last words first."""
         assert self._terminal is not None
-        begin, shown = f"{row['step']}/{steps}", list(words)
+        begin, shown, times = f"{row['step']}/{steps}", list(words), f"elapsed {elapsed}  ETA {eta}"
         width = self._terminal.width - 1  # a full line would wrap on some terminals
         while shown and sum(map(cell_len, [begin, *shown, times])) + 2 * len(shown) + 4 + _NARROWEST_BAR > width:
-            shown.pop()
+            if len(shown) == _KEPT and times.startswith("elapsed"):
+                times = f"{elapsed}  ETA {eta}"
+            else:
+                shown.pop()
         line = Table.grid(padding=(0, 2, 0, 0), expand=True, pad_edge=False)
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)

@@ -125,8 +125,8 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
         except TypeError:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise TrainingError(
-                f"a hook has put {name!r} into the metrics of step {row.get('step')}: found a {type(value).__name__}{shape}, expected a "
-                "number or text, or a list or dict of them"
+                f"a hook has put {name!r} into the metrics of step {row.get('step')}: found a {type(value).__name__}{shape}, "
+                "expected a number or text, or a list or dict of them"
             ) from None
     return found
 

@@ -20,7 +20,11 @@ class Report:
     """Active on rank 0, silent on the other ranks."""
 
     def __init__(
-        self, identity: Identity, channel: LauncherChannel, keep: KeepBestTable | None = None, begin: float | None = None
+        self,
+        identity: Identity,
+        channel: LauncherChannel,
+        keep: KeepBestTable | None = None,
+        begin: float | None = None,
     ) -> None:
         """keep: by which metric an evaluation is the best. begin: of the run, on time.monotonic(); None: now."""
         self._speaks = identity.rank == 0

@@ -79,8 +79,8 @@ class TrainedModel:
         self.optimizer, self.optimizer_begun = self.new_optimizer(), False
         if any("lr" not in group for group in self.optimizer.param_groups):
             raise UsageError(
-                f"[optimizer] name = {parts.optimizer.name!r}: its parameter groups have no 'lr', which the schedule sets in each step; "
-                "expected an optimizer that reads its learning rate from group[\"lr\"]",
+                f"[optimizer] name = {parts.optimizer.name!r}: its parameter groups have no 'lr', which the schedule sets; "
+                'expected an optimizer that reads its learning rate from group["lr"]',
                 everywhere=True,
             )
         self._base_rates = [group["lr"] * self._rate_factor() for group in self.optimizer.param_groups]

@@ -39,8 +39,9 @@ def raised_in(error: BaseException, registry: Registry) -> str:
 
 
 def failing_layer(trace: TracebackType | None) -> str:
-    """The innermost module in whose call an error was raised, with its input, such as ", in the layer blocks.2 of Model, Linear(...),
-    on (8, 16) float32"; "" without one.
+    """The innermost module in whose call an error was raised, with its input; "" without one.
+
+    Such as ", in the layer blocks.2 of Model, Linear(...), on (8, 16) float32".
     """
     calls = [frame.f_locals for frame, _ in traceback.walk_tb(trace) if frame.f_code is MODULE_CALL]
     calls = [call for call in calls if not type(call["self"]).__module__.startswith("hpctrain_plugins.parallelism.")]
@@ -52,7 +53,9 @@ def failing_layer(trace: TracebackType | None) -> str:
     told = ", ".join(f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in inputs)
     kind = repr(inner)
     kind = type(inner).__name__ if "\n" in kind else kind
-    return f", in {f'the layer {name} of {type(outer).__name__}, ' if name else ''}{kind}" + (f", on {told}" if told else "")
+    return f", in {f'the layer {name} of {type(outer).__name__}, ' if name else ''}{kind}" + (
+        f", on {told}" if told else ""
+    )
 
 
 def retell_plugin_error(error: BaseException | None, registry: Registry, identity: Identity | None = None) -> None:

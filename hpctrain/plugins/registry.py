@@ -15,7 +15,6 @@ from hpctrain.errors import EnvironmentUnfitError, UsageError
 from hpctrain.plugins.discovery import Fault, ModuleSource, load, new_manager
 from hpctrain.plugins.slots import SLOTS, Slot, table_class
 
-
 _HUB = '; names of the Hugging Face hub are not taken: name a function that loads it, as "package.module:function"'
 
 

@@ -78,7 +78,9 @@ def tell(text: str) -> None:
     """Print hpctrain's own lines on standard error, in place of a progress bar if there is one."""
     has_bar = isinstance(sys.stderr, Labelled) and sys.stderr.label.startswith(CLEAR_LINE)
     with suppress(OSError):
-        print(f"{CLEAR_LINE}{text}\n{Labelled.bar}" if has_bar else f"{text}\n", end="", file=own(sys.stderr), flush=True)
+        print(
+            f"{CLEAR_LINE}{text}\n{Labelled.bar}" if has_bar else f"{text}\n", end="", file=own(sys.stderr), flush=True
+        )
 
 
 def label_of_prints() -> str | None:

@@ -169,19 +169,27 @@ def test_outputs_of_any_form_reach_the_loss(root, schedule: str) -> None:
     for number, parallelism in enumerate(({"pipeline": {"size": 2, "schedule": schedule}}, {})):
         tables["job"] = {**tables["job"], "output_dir": str(root / str(number))}
         rows = train_here({**tables, "parallelism": parallelism})
-        found.append([(row["loss"], row["grad_norm"]) for row in rows.rows] + [(row["evaluation_loss"],) for row in rows.evaluations])
+        found.append(
+            [(row["loss"], row["grad_norm"]) for row in rows.rows]
+            + [(row["evaluation_loss"],) for row in rows.evaluations]
+        )
     for pipelined, plain in zip(*found, strict=True):
         assert pipelined == pytest.approx(plain, rel=1e-10)
 
 
 @pytest.mark.shown_on(2)
 def test_an_error_of_shapes_in_a_stage_names_the_layer(root) -> None:
-    tables = {**knotted(root, {"stage": 0}, name="test_pipeline:crooked", loss="torch.nn.functional:cross_entropy"), "plugins": {}}
+    tables = {
+        **knotted(root, {"stage": 0}, name="test_pipeline:crooked", loss="torch.nn.functional:cross_entropy"),
+        "plugins": {},
+    }
     with session_of(tables) as session:
         stage = session.model.runner._stages.get(1)  # type: ignore[attr-defined]
         if stage is None:
             return
-        with pytest.raises(TrainingError, match=r"in the layer wide of Half, Linear\(in_features=2, .*, on \(3, 3, 1\) float64: "):
+        with pytest.raises(
+            TrainingError, match=r"in the layer wide of Half, Linear\(in_features=2, .*, on \(3, 3, 1\) float64: "
+        ):
             try:
                 stage(torch.zeros(3, 3, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
             except RuntimeError as error:

@@ -296,7 +296,9 @@ def test_a_sample_that_hangs_is_told_by_its_line() -> None:
             return torch.zeros(2)
 
     source = ForeignSamples("here:Hangs", Hangs([0]), None, None)
-    loader = Loader(Pool(Batches(source)), iter([Planned([0], 0)]), lambda batch: batch, torch.device("cpu"), torch.float32)
+    loader = Loader(
+        Pool(Batches(source)), iter([Planned([0], 0)]), lambda batch: batch, torch.device("cpu"), torch.float32
+    )
     assert entered.wait(60)
     position = Position()
     with position.inside("data", 0), position.inside("data", 1):
@@ -308,7 +310,9 @@ def test_a_sample_that_hangs_is_told_by_its_line() -> None:
 
 def test_an_error_of_shapes_names_the_layer_and_its_input() -> None:
     job = tables("out", {"name": "own:odd", "kind": "fine"}, model={"name": "own:Crooked"})
-    with pytest.raises(TrainingError, match=r"in the layer blocks\.1 of Crooked, Linear\(in_features=7, .*, on \(4, 4, 6\) float32: "):
+    with pytest.raises(
+        TrainingError, match=r"in the layer blocks\.1 of Crooked, Linear\(in_features=7, .*, on \(4, 4, 6\) float32: "
+    ):
         hpctrain.run(job)
 
 

@@ -54,8 +54,8 @@ class Encoder:
             ) from None
         if not os.path.isfile(path):  # unlike Path.is_file, it accepts names that are too long
             raise UsageError(
-                f"[dataset] tokenizer: there is no file {path}; expected the path of a tokenizer.json (names of the Hugging Face hub "
-                "are not taken)"
+                f"[dataset] tokenizer: there is no file {path}; expected the path of a tokenizer.json (names of the Hugging "
+                "Face hub are not taken)"
             )
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))

@@ -101,7 +101,7 @@ class PipelineRunner(Runner):
 
     @property
     def _outputs(self) -> Any:
-        """The model's outputs for the newest micro batch, on the rank of the last stage; torch's schedules give a tensor of them."""
+        """The model's outputs for the newest micro batch, on the last stage's rank; torch's schedules give a tensor of them."""
         return self._stages[self._count - 1].outputs
 
     def _loss(self, _: Tensor, index: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ class Stage(nn.Module):
         """Whether the latest `value` required a gradient."""
 
     def forward(self, value: Tensor, index: Tensor) -> Tensor:
-        """The hidden state for the next stage; in the last stage a tensor of the outputs, which `outputs` has as the model gives them.
+        """The hidden state for the next stage; in the last stage a tensor of the model's outputs, all of which `outputs` has.
 
         value: from the previous stage; in the first stage, `index` again. index: (1,), the number of the micro batch.
         """
@@ -136,8 +136,8 @@ class Stage(nn.Module):
         leaves = list(_tensors(outputs))
         if not leaves:
             raise UsageError(
-                f"[parallelism] pipeline: the outputs of {self._spec.name} are {type(outputs).__name__} without a tensor, expected a "
-                "tensor, or a dict, list or named tuple of tensors"
+                f"[parallelism] pipeline: the outputs of {self._spec.name} are {type(outputs).__name__} without a tensor, expected "
+                "a tensor, or a dict, list or named tuple of tensors"
             )
         return next((one for one in leaves if one.requires_grad), leaves[0])
 
