@@ -57,9 +57,11 @@ def shortage(error: BaseException, device: torch.device) -> str:
     """What was asked for, and what there is."""
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
     told = f"asked for {_readable(asked[1])}" if asked else (str(error).splitlines() or ["no size is known"])[0]
-    left = memory_left(device)
-    if left is None or not isinstance(error, torch.OutOfMemoryError):
+    if not isinstance(error, torch.OutOfMemoryError):
         return f"{told}, {_on_this_machine()}"
+    left = memory_left(device)
+    if left is None:
+        return told
     free, total = (f"{one / 2**30:.2f} GiB" for one in left)
     return f"{told}, {free} of {total} are free on {device_name(device)} {device.index or 0}"
 

@@ -77,12 +77,6 @@ class TrainedModel:
         self.totals = PieceTotals(self.pieces, meshes)
         self._whole = WholeTensors(self.pieces, self.shapes, meshes, device)
         self.optimizer, self.optimizer_begun = self.new_optimizer(), False
-        if any("lr" not in group for group in self.optimizer.param_groups):
-            raise UsageError(
-                f"[optimizer] name = {parts.optimizer.name!r}: its parameter groups have no 'lr', which the schedule sets; "
-                'expected an optimizer that reads its learning rate from group["lr"]',
-                everywhere=True,
-            )
         self._base_rates = [group["lr"] * self._rate_factor() for group in self.optimizer.param_groups]
         repeated = [one.axis for one in axes if one.ranks_have == "the same samples"]
         self.loss_share = 0.0 if any(meshes.axis(axis).get_local_rank() for axis in repeated) else 1.0

@@ -233,7 +233,7 @@ def test_tensors_that_hooks_hand_over_are_numbers_or_refused() -> None:
 def test_an_optimizer_without_a_learning_rate_is_refused() -> None:
     write("rates", "import torch\n\n\nclass Own(torch.optim.Optimizer):\n    def __init__(self, groups, lr):\n"
           "        super().__init__(groups, {'rate': lr})\n\n    def step(self, closure=None):\n        pass\n")  # fmt: skip
-    with pytest.raises(UsageError, match="its parameter groups have no 'lr', which the schedule sets"):
+    with pytest.raises(UsageError, match="its parameter groups or its defaults have no 'lr', which the schedule sets"):
         hpctrain.run({**TINY, "optimizer": {"name": "rates:Own", "lr": 0.1}})
 
 
