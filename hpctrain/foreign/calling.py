@@ -62,7 +62,7 @@ def retell_model_error(error: BaseException, calls: Mapping[CodeType, str]) -> N
     frames = traceback.extract_tb(trace)[1:]
     called = trace.tb_frame.f_locals
     what = f"[model] name = {called['self'].name!r}: its {calls[trace.tb_frame.f_code]}"
-    said = f"{what} raised {type(error).__name__}{failing_layer(trace)}" + (f": {error}" if str(error) else "")
+    said = f"{what} raised {type(error).__name__}" + (f": {error}" if str(error) else "") + failing_layer(trace)
     users = "".join(traceback.format_list([frame for frame in frames if _is_users(frame.filename)]))
     LOG.info("%s failed", what, exc_info=error)
     raise TrainingError(f"{said}, on a batch of {_shapes(called.get('batch'))}\n{users}".rstrip()) from error
@@ -76,9 +76,9 @@ def _retell_layer_error(error: BaseException | None) -> None:
         return
     LOG.info("the model's forward failed", exc_info=error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    said = f"the model's forward raised {type(error).__name__}{failing_layer(error.__traceback__)}"
+    said = f"the model's forward raised {type(error).__name__}" + (f": {error}" if str(error) else "")
     users = "".join(traceback.format_list(frames))
-    raise TrainingError(f"{said}" + (f": {error}" if str(error) else "") + f"\n{users}".rstrip()) from error
+    raise TrainingError(f"{said}{failing_layer(error.__traceback__)}\n{users}".rstrip()) from error
 
 
 def _shapes(batch: object) -> str:

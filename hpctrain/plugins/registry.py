@@ -77,9 +77,10 @@ class Registry:
             if fault.source.entry_point == f"{slot}.{name}":
                 raise EnvironmentUnfitError(f"{slot} plugin {name!r} is {fault.state}: {fault.source}: {fault.why}")
         near = difflib.get_close_matches(name, self.names(slot), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else _HUB if slot in ("model", "dataset") else ""
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        of_hub = _HUB if slot in ("model", "dataset") and not near else ""
         known = ", ".join(self.names(slot)) or "none"
-        raise UsageError(f"no installed plugin provides the {slot} {name!r}{hint} (installed: {known})")
+        raise UsageError(f"no installed plugin provides the {slot} {name!r}{hint} (installed: {known}){of_hub}")
 
 
 def build_registry(modules: Sequence[str] = (), block: Sequence[str] = ()) -> Registry:

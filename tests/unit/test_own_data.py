@@ -311,7 +311,8 @@ def test_a_sample_that_hangs_is_told_by_its_line() -> None:
 def test_an_error_of_shapes_names_the_layer_and_its_input() -> None:
     job = tables("out", {"name": "own:odd", "kind": "fine"}, model={"name": "own:Crooked"})
     with pytest.raises(
-        TrainingError, match=r"in the layer blocks\.1 of Crooked, Linear\(in_features=7, .*, on \(4, 4, 6\) float32: "
+        TrainingError,
+        match=r"in the layer blocks\.1 of Crooked, Linear\(in_features=7, .*, on \(4, 4, 6\) float32, on a batch of ",
     ):
         hpctrain.run(job)
 
