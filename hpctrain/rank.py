@@ -208,8 +208,7 @@ def _tell_environment(checked: CheckedJob, identity: Identity) -> None:
     """The variables of [environment] as this rank has them, in its log, and rank 0's on the screen."""
     text = described(checked.raw.tables)
     if text:
-        if identity.rank:
-            LOG.info("environment: %s", text)
+        LOG.info("environment: %s", text)
         _say(identity, "environment", text)
 
 
