@@ -49,6 +49,8 @@ def failing_layer(trace: TracebackType | None) -> str:
         return ""
     outer, inner, last = calls[0]["self"], calls[-1]["self"], calls[-1]
     name = next((name for name, one in outer.named_modules() if one is inner), "")
+    if not (name or type(inner).__module__.startswith("torch.")):
+        return ""  # the user's own model: the sentence and the frames say so
     inputs = [one for one in (*last["args"], *last["kwargs"].values()) if isinstance(one, Tensor)]
     told = ", ".join(f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in inputs)
     kind = repr(inner)
