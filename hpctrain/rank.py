@@ -22,6 +22,7 @@ from hpctrain.conformance.trials import try_communicator
 from hpctrain.contracts.identity import Identity
 from hpctrain.data.pool import refuse_in_worker
 from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, HpctrainError, UsageError, reason
+from hpctrain.exchange import gather_values
 from hpctrain.foreign.calling import retell_model_error
 from hpctrain.foreign.given import given_objects
 from hpctrain.foreign.model import CALLS
@@ -34,6 +35,7 @@ from hpctrain.loop.inference import Question, answer
 from hpctrain.loop.log_file import logged_to_file
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import StopRequest
+from hpctrain.loop.starts import note_start
 from hpctrain.loop.training import train
 from hpctrain.plugins.blame import retell_plugin_error
 from hpctrain.plugins.life_cycle import LifeCycle
@@ -46,6 +48,7 @@ from hpctrain.world.failure import end_on_signals, leave
 from hpctrain.world.launcher_channel import LauncherChannel
 from hpctrain.world.meeting import World, compare_ranks, meet, start_communication, take_device
 from hpctrain.world.objects import allow_objects
+from hpctrain.world.prints import labelled_prints, own
 
 LOG = logging.getLogger("hpctrain")
 
@@ -168,7 +171,8 @@ def _run_in(
         _tell_environment(checked, identity)
         for sentence in world.strangers:  # from before the log existed
             LOG.info("%s", sentence)
-        return _train(world, checked, resume, stop, begin)
+        with labelled_prints(identity, world.channel.terminal):
+            return _train(world, checked, resume, stop, begin)
 
 
 def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, begin: float) -> dict[str, Any]:
@@ -176,6 +180,7 @@ def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, be
     with _communicating(world, checked) as (checked, device, hooks, binding):
         if binding.told:
             _say(world.identity, "cores", binding.told)
+        _note_start(world, checked)
         job, position = checked.job, hooks.position
         limit = job.watchdog.timeout_seconds or _EARLIER * job.communicator.timeout_seconds
         with watched(world, position, limit, job.output_dir) as alarmed:
@@ -193,6 +198,13 @@ def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, be
     return result
 
 
+def _note_start(world: World, checked: CheckedJob) -> None:
+    """Write down versions, command and hosts. Collective."""
+    hosts = gather_values(world.identity.node)
+    plugins = dict.fromkeys(f"{one.distribution} {one.version}" for one in checked.registry.sources if one.distribution)
+    world.share("start", lambda: note_start(checked.job.output_dir, world.identity, hosts, list(plugins)))
+
+
 def _tell_environment(checked: CheckedJob, identity: Identity) -> None:
     """The variables of [environment] as this rank has them, in its log, and rank 0's on the screen."""
     text = described(checked.raw.tables)
@@ -204,8 +216,9 @@ def _tell_environment(checked: CheckedJob, identity: Identity) -> None:
 def _say(identity: Identity, name: str, text: str) -> None:
     """A line of the start on rank 0's screen."""
     if identity.rank == 0:
+        LOG.info("%-12s %s", name, text)
         with suppress(OSError):  # nobody reads it
-            print(f"{name:<12} {text}", flush=True)
+            print(f"{name:<12} {text}", file=own(sys.stdout), flush=True)
 
 
 @contextmanager
@@ -228,6 +241,7 @@ def _communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJ
                 if checked.job.compile.enabled:
                     torch.compiler.reset()  # else the compiler would treat this job's and the next job's shapes as one model's
     except Exception as error:
+        LOG.info("%s: %s", type(error).__name__, error)  # the log has what the screen has
         if hooks is not None:
             with suppress(HpctrainError):  # it is in the log; the first error is the one to report
                 hooks.call("hpctrain_exception", exception=error, identity=identity)

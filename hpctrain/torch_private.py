@@ -202,6 +202,10 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+MODULE_CALL = nn.Module._call_impl.__code__
+"""The code of a module's call, whose frame has `self`, `args` and `kwargs`."""
+
+
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The module's own dict of its buffers; changes to it change the module."""
     return module._buffers

@@ -26,7 +26,8 @@ def _weights_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
     if weights is None:
         return []
     if not os.access(weights, os.R_OK):
-        return [PlacedProblem(key, f"[model] weights: there are none at {weights}, or no permission to read them")]
+        why = f"[model] weights: there are none at {weights}, or no permission to read them"
+        return [PlacedProblem(key, f"{why}; expected a path (names of the Hugging Face hub are not taken)")]
     try:
         open_weights(weights, parts.formats)  # reads only their table
     except (HpctrainError, OSError) as error:

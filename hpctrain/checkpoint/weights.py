@@ -52,7 +52,9 @@ def load_weights(
     """
     try:
         if not share(group, path.exists):
-            raise UsageError(f"there are no weights at {path}")
+            raise UsageError(
+                f"there are no weights at {path}; expected a path (names of the Hugging Face hub are not taken)"
+            )
         source = together(group, lambda: open_weights(path, formats, kept_by))
         share(group, source.check)
         shapes = {piece.name: piece.shape for piece in pieces}

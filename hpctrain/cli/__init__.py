@@ -16,24 +16,17 @@ from hpctrain.version import __version__
 from hpctrain.world.detection import launched
 from hpctrain.world.ending import end_process
 
-COMMANDS = (
-    "run",
-    "submit",
-    "status",
-    "cancel",
-    "check",
-    "evaluate",
-    "predict",
-    "sample",
-    "where",
-    "doctor",
-    "new",
-    "checkpoint",
-    "plugins",
-    "schema",
-    "bench",
-    "horovodrun",
-)
+GROUPS = {
+    "Train": ("new", "check", "run"),
+    "On a scheduler": ("submit", "status", "cancel"),
+    "With a trained model": ("evaluate", "predict", "sample", "checkpoint"),
+    "Machine": ("doctor", "where", "bench"),
+    "More": ("plugins", "schema", "horovodrun"),
+}
+"""The commands as the help shows them."""
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+_LONGEST_LINE = 1000
+"""Characters of a command's description in the help, which wraps them: no description is cut."""
 
 
 class _Commands(click.Group):
@@ -48,6 +41,16 @@ class _Commands(click.Group):
         command: click.Command = importlib.import_module(f"hpctrain.cli.{cmd_name}").command
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        indent = max(map(len, COMMANDS))
+        for group, names in GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl([(name.ljust(indent), self._describe(ctx, name)) for name in names])
+
+    def _describe(self, ctx: click.Context, name: str) -> str:
+        command = self.get_command(ctx, name)
+        return "" if command is None else command.get_short_help_str(_LONGEST_LINE)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -55,7 +58,17 @@ class _Commands(click.Group):
             sys.exit(128 + signal.SIGPIPE)  # not click's 1, which for `checkpoint diff` means a difference
 
 
-@click.command(cls=_Commands)
+_EXAMPLE = """\b
+Example:
+  hpctrain new job.toml            a commented job file, to be edited
+  hpctrain check job.toml -n 4     its mistakes, without training
+  hpctrain run job.toml -n 4       4 ranks on this machine
+  srun hpctrain run job.toml       the ranks of a Slurm allocation
+  hpctrain COMMAND --help          the options of a command
+"""
+
+
+@click.command(cls=_Commands, epilog=_EXAMPLE)
 @click.version_option(__version__, prog_name="hpctrain")
 def cli() -> None:
     """Train PyTorch models on HPC clusters: `srun hpctrain run job.toml`."""

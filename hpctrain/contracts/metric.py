@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.contracts.plugin import Plugin
+from hpctrain.errors import TrainingError, shown
 
 
 class Metric(Plugin):
@@ -40,6 +41,17 @@ class RunningMetric(ABC):
         """
 
 
+def as_number(what: str, value: Any) -> float:
+    """A measured value as a float. Raises TrainingError, whose subject is `what`, for text and for tensors of several elements."""
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
+    raise TrainingError(f"{what} measured {found}, expected a number")
+
+
 class SummedMetric(RunningMetric):
     """A metric that follows from sums over the samples."""
 
@@ -55,7 +67,7 @@ class SummedMetric(RunningMetric):
         """The metrics that follow from the sums over all samples."""
 
     def update(self, outputs: Any, target: Tensor) -> None:
-        sums = [float(one) for one in self.measure(outputs, target)]
+        sums = [as_number(type(self).__name__, one) for one in self.measure(outputs, target)]
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
 
     def compute(self, group: dist.ProcessGroup) -> dict[str, float]:

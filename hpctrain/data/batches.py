@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from hpctrain.contracts.dataset import Collate, Samples, Source
 from hpctrain.contracts.model import Batch
 from hpctrain.data.padding import Padding
 from hpctrain.data.plan import Planned
+from hpctrain.errors import TrainingError
 from hpctrain.seeded import drawing
 
 
@@ -42,7 +44,47 @@ def collated(source: Source, collate: Collate, items: list[Any], seed: int, plan
     """A batch of samples. What `collate` draws follows from the first sample, so that ranks and workers don't matter."""
     first = planned.positions[0] if planned.positions else None
     with drawing(seed, "collate", first, planned.place) if source.draws else nullcontext():
-        return collate(items)
+        try:
+            return collate(items)
+        except Exception as error:
+            if collate is not default_collate:
+                raise
+            numbers = planned.indices if isinstance(source, Samples) else None
+            raise TrainingError(_misfit(items, numbers, error)) from error
+
+
+def _misfit(items: Sequence[Any], numbers: Sequence[int] | None, error: Exception) -> str:
+    """A sentence about samples that torch's default_collate can't stack. numbers: their indices; None for items of a stream."""
+    remedy = (
+        'expected samples of one form, or [dataset] collate = "package.module:function" that pads them into a batch'
+    )
+    forms = [dict(_form(item)) for item in items]
+    usual = Counter(tuple(form.items()) for form in forms).most_common(1)[0][0]
+    odd = next((place for place, form in enumerate(forms) if tuple(form.items()) != usual), None)
+    if odd is None:
+        return f"the samples can't be made into a batch ({error}); {remedy}"
+    names = [f"sample {number}" for number in numbers] if numbers is not None else ["an item"] * len(items)
+    like = next(place for place, form in enumerate(forms) if tuple(form.items()) == usual)
+    place = next(place for place in {**forms[like], **forms[odd]} if forms[like].get(place) != forms[odd].get(place))
+    has = "has"
+    found, other = (forms[which].get(place, "nothing") for which in (odd, like))
+    if type(items[odd]) is not type(items[like]):
+        has, place, found, other = "is", "", *(f"a {type(items[which]).__name__}" for which in (odd, like))
+    where = f" as its {place}" if place else ""
+    return f"{names[odd]} of the data {has} {found}{where}, and {names[like]} in the same micro batch {has} {other}; {remedy}"
+
+
+def _form(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """The places of a sample, each with what is there: ("entry 0", "a Tensor of shape (5,)")."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _form(inner, f"{name}.{key}" if name else repr(key))
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from _form(inner, f"{name}.{number}" if name else f"entry {number}")
+    else:
+        shape = getattr(value, "shape", None)
+        yield name, f"a {type(value).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")
 
 
 class Batches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,10 +17,12 @@ from hpctrain.data.plan import Planned
 from hpctrain.data.pool import Pool
 from hpctrain.devices import is_accelerator, use_device
 from hpctrain.errors import HpctrainError, TrainingError
+from hpctrain.watchdog.position import LOADER
 
 StepEnd: TypeAlias = tuple[int, Mapping[int, Place]]
 """Of a step's last micro batch: the position at which the next step begins, and the places of this rank's readers."""
-Item: TypeAlias = tuple[MicroBatch, StepEnd | None] | BaseException | None
+Item: TypeAlias = tuple[MicroBatch, Sequence[int], StepEnd | None] | BaseException | None
+"""A micro batch and the indices of its samples."""
 
 
 class Loader:
@@ -39,10 +41,12 @@ class Loader:
         self._device, self._dtype = device, dtype
         self.places: Mapping[int, Place] = {}
         """How far this rank's readers of a stream were at the end of the step that `step` returned last, by their shards."""
+        self.indices: list[Sequence[int]] = []
+        """The samples of each micro batch that `step` returned last."""
         self._step_end: StepEnd | None = None
         self._ready: queue.Queue[Item] = queue.Queue(pool.prefetch)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=LOADER, daemon=True)
         self._thread.start()
 
     @property
@@ -59,14 +63,18 @@ class Loader:
             raise StopIteration
         if isinstance(item, HpctrainError):
             _, traceback, said = str(item).partition(f"\n{type(item).__module__}.{type(item).__name__}: ")
-            raise type(item)(said) if traceback else item  # a worker process puts a traceback in front
+            raise type(item)(said.rstrip()) if traceback else item  # a worker process puts a traceback in front
+        if isinstance(item, MemoryError):
+            raise item
         if isinstance(item, BaseException):
             raise TrainingError(f"loading a sample failed: {type(item).__name__}: {item}") from item
-        micro, self._step_end = item
+        micro, indices, self._step_end = item
+        self.indices.append(indices)
         return micro
 
     def step(self) -> tuple[list[MicroBatch], int]:
         """The micro batches of one training step, and the position in the sample order at which the next step begins."""
+        self.indices = []
         micro_batches = [next(self)]
         while self._step_end is None:
             micro_batches.append(next(self))
@@ -90,7 +98,8 @@ class Loader:
                 planned = loaded.planned
                 places.update([loaded.place] if loaded.place else [])
                 micro = MicroBatch(self._move(self._split(loaded.batch)), planned.place, planned.counts)
-                self._put((micro, None if planned.after is None else (planned.after, dict(places))))
+                end = None if planned.after is None else (planned.after, dict(places))
+                self._put((micro, planned.indices, end))
                 if self._closed.is_set():
                     return
             self._put(None)

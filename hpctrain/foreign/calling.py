@@ -14,7 +14,7 @@ from types import CodeType
 import torch
 
 from hpctrain.errors import HpctrainError, TrainingError, UsageError
-from hpctrain.plugins.blame import is_communication
+from hpctrain.plugins.blame import failing_layer, is_communication
 
 LOG = logging.getLogger("hpctrain")
 
@@ -55,16 +55,30 @@ def retell_model_error(error: BaseException, calls: Mapping[CodeType, str]) -> N
     while trace is not None and trace.tb_frame.f_code not in calls:
         trace = trace.tb_next
     if trace is None:
+        _retell_layer_error(error)
         return
     if is_communication(trace):
         return
     frames = traceback.extract_tb(trace)[1:]
     called = trace.tb_frame.f_locals
     what = f"[model] name = {called['self'].name!r}: its {calls[trace.tb_frame.f_code]}"
-    said = f"{what} raised {type(error).__name__}" + (f": {error}" if str(error) else "")
+    said = f"{what} raised {type(error).__name__}" + (f": {error}" if str(error) else "") + failing_layer(trace)
     users = "".join(traceback.format_list([frame for frame in frames if _is_users(frame.filename)]))
     LOG.info("%s failed", what, exc_info=error)
     raise TrainingError(f"{said}, on a batch of {_shapes(called.get('batch'))}\n{users}".rstrip()) from error
+
+
+def _retell_layer_error(error: BaseException | None) -> None:
+    """Raise TrainingError if a layer raised `error`, or its cause, in a forward that an axis cuts into stages."""
+    while error is not None and not failing_layer(error.__traceback__):
+        error = error.__cause__
+    if error is None or is_communication(error.__traceback__):
+        return
+    LOG.info("the model's forward failed", exc_info=error)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    said = f"the model's forward raised {type(error).__name__}" + (f": {error}" if str(error) else "")
+    users = "".join(traceback.format_list(frames))
+    raise TrainingError(f"{said}{failing_layer(error.__traceback__)}\n{users}".rstrip()) from error
 
 
 def _shapes(batch: object) -> str:
@@ -81,4 +95,4 @@ def _shapes(batch: object) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith(("<", *_LIBRARIES))
+    return not file.startswith(("<", *_LIBRARIES)) and f"{os.sep}hpctrain_plugins{os.sep}" not in file

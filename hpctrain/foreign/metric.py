@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpctrain.contracts.metric import Metric, RunningMetric, SummedMetric
+from hpctrain.contracts.metric import Metric, RunningMetric, SummedMetric, as_number
 from hpctrain.errors import TrainingError, UsageError
 from hpctrain.foreign.calling import users_code
 from hpctrain.foreign.reference import refuse_arguments, resolve
@@ -64,7 +64,7 @@ class _Mean(SummedMetric):
         with users_code(f"[[metric]] name = {self._reference!r}"):
             value = self._function(outputs, target, **self._options)
         if isinstance(value, tuple) and len(value) == 2:
-            return value
+            return [as_number(f"[[metric]] name = {self._reference!r}", one) for one in value]
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0):
             return value * len(target), len(target)
         if isinstance(value, Tensor) and len(value) == len(target) == value.numel():
@@ -105,9 +105,11 @@ class _Torchmetrics(RunningMetric):
             )
         for one in (self._metric, *(self._metric.values() if isinstance(self._metric, nn.ModuleDict) else ())):
             one.process_group = group
-        with users_code(f"[[metric]] name = {self._reference!r}"):
+        what, label = f"[[metric]] name = {self._reference!r}", _label(self._reference)
+        with users_code(what):
             found = self._metric.compute()
         if isinstance(found, Mapping):
-            return {str(name): float(value) for name, value in found.items()}
-        label, values = _label(self._reference), torch.as_tensor(found).flatten().tolist()
+            return {str(name): as_number(f"{what}: {name}", value) for name, value in found.items()}
+        found = found.flatten().tolist() if hasattr(found, "flatten") else found
+        values = [as_number(what, value) for value in (found if isinstance(found, (list, tuple)) else [found])]
         return {label: values[0]} if len(values) == 1 else {f"{label}_{i}": value for i, value in enumerate(values)}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import LiveModel
+from hpctrain.contracts.runner import MicroBatch
 from hpctrain.exchange import gather_values
 
 SHOWN = 4
@@ -45,6 +47,47 @@ def first_nonfinite(model: LiveModel, losses: Sequence[float], identity: Identit
     elif not wrong:
         told.append("each gradient is finite")
     return "; ".join(told)
+
+
+def nonfinite_samples(micro_batches: Sequence[MicroBatch], indices: Sequence[Sequence[int]], kind: str) -> str | None:
+    """A clause about the samples of a step, on any rank, that have nan or inf; None if there are none. Collective over all ranks.
+
+    indices: of each micro batch's samples. kind: what the clause calls a sample. A value of -inf does not count: masks have it.
+    """
+    mine = [
+        [index, place, value]
+        for micro, numbers in zip(micro_batches, indices, strict=True)
+        for place, tensor in _entries(micro.batch)
+        for index, value in _faults(tensor, numbers)
+    ]
+    found = [one for rank in gather_values(mine[:SHOWN]) for one in rank]
+    if not found:
+        return None
+    index, place, value = min(found, key=lambda one: (one[2] != "nan", one[0], one[1]))
+    others = {one[0] for one in found} - {index}
+    return f"{kind} {index} has {value} in its {place}" + (
+        f", and others have too, such as {min(others)}" if others else ""
+    )
+
+
+def _entries(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors of a batch and the names of their places."""
+    if isinstance(batch, Tensor) and batch.is_floating_point() and batch.dim():
+        yield f"entry {name}", batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _entries(value, f"{name}.{key}" if name else repr(key))
+    elif isinstance(batch, (list, tuple)):
+        for number, value in enumerate(batch):
+            yield from _entries(value, f"{name}.{number}" if name else str(number))
+
+
+def _faults(tensor: Tensor, numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """The samples with nan or inf in their rows of `tensor`, (samples, ...)."""
+    if len(tensor) == len(numbers):
+        rows = tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach()[:, None]
+        for value, wrong in (("nan", rows.isnan()), ("inf", rows == math.inf)):
+            yield from ((int(numbers[row]), value) for row in wrong.any(1).nonzero().flatten().tolist())
 
 
 def named_ranks(ranks: Sequence[int], nodes: Sequence[str]) -> str:

@@ -16,6 +16,8 @@ from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.errors import CheckpointError
 from hpctrain.job.watching import GuardTable
 
+_MEND = "mend the samples, or leave them out of the data"
+
 
 @dataclass(frozen=True)
 class StepFigures:
@@ -43,6 +45,8 @@ class Verdict:
     said: str
     exhausted: bool = False
     """Whether the job stops because too many steps in a row were left out."""
+    samples: str | None = None
+    """A clause about the step's samples with nan or inf; None if there are none."""
 
     @property
     def updates(self) -> bool:
@@ -67,18 +71,15 @@ def remedy_for(verdict: Verdict, saved: bool) -> str:
     if verdict.action == "rollback":
         if not saved:
             return "there is no checkpoint yet to go back to; lower [checkpoint] every_steps"
-        return (
-            "as many rollbacks led to one checkpoint as [guard] limit allows; try a smaller lr or [optimizer] clip_norm"
-        )
+        remedy = _MEND if verdict.samples else "try a smaller lr or [optimizer] clip_norm"
+        return f"as many rollbacks led to one checkpoint as [guard] limit allows; {remedy}"
     leaves_out = {
         "non_finite": 'non_finite = "skip"',
         "loss_spike": 'loss_spike.action = "skip"',
         "oom": 'oom = "skip"',
     }
-    return (
-        "try a smaller lr, [optimizer] clip_norm or another precision; "
-        f"[guard] {leaves_out[verdict.cause]} leaves such updates out"
-    )
+    remedy = _MEND if verdict.samples else "try a smaller lr, [optimizer] clip_norm or another precision"
+    return f"{remedy}; [guard] {leaves_out[verdict.cause]} leaves such updates out"
 
 
 class Guard:

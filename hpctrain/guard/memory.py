@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import ContextParallelModel, PipelineModel, TensorParallelModel, TokenModel
-from hpctrain.devices import device_name, memory_left
+from hpctrain.devices import device_name, is_accelerator, memory_left
 from hpctrain.errors import TrainingError
 from hpctrain.foreign import is_reference
 from hpctrain.job.parts import Parts
@@ -19,22 +21,44 @@ from hpctrain.job.tables import Job
 
 LOG = logging.getLogger("hpctrain")
 
+_OF_THE_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+
 
 @contextmanager
-def memory_explained(job: Job, parts: Parts, identity: Identity, device: torch.device, doing: str) -> Iterator[None]:
-    """An OutOfMemoryError becomes a TrainingError with a sentence. doing: what the rank is about, such as "in step 3"."""
+def memory_explained(
+    job: Job, parts: Parts, identity: Identity, device: torch.device, doing: str, has_batch: bool = True
+) -> Iterator[None]:
+    """A lack of memory becomes a TrainingError with a sentence.
+
+    doing: what the rank is about, such as "in step 3". has_batch: whether there is a micro batch, so that a smaller one would help.
+    """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        lack = lack_of_memory(error)
+        if lack is None:
+            raise
         LOG.info("out of memory", exc_info=error)
-        found = f"rank {identity.rank} on {identity.node} ran out of memory {doing}: {shortage(error, device)}"
-        raise TrainingError(f"{found}; {advice(job, parts, identity.size)}") from error
+        found = f"rank {identity.rank} on {identity.node} ran out of memory {doing}: {shortage(lack, device)}"
+        raise TrainingError(f"{found}; {advice(job, parts, identity.size, device, has_batch)}") from error
 
 
-def shortage(error: torch.OutOfMemoryError, device: torch.device) -> str:
+def lack_of_memory(error: BaseException | None) -> BaseException | None:
+    """The error, or one that caused it, which says that a device or the machine lacks memory. torch has no class for the CPU's."""
+    while error is not None:
+        said = str(error) if isinstance(error, RuntimeError) else ""
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in said for words in _OF_THE_CPU):
+            return error
+        error = error.__cause__
+    return None
+
+
+def shortage(error: BaseException, device: torch.device) -> str:
     """What was asked for, and what there is."""
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-    told = f"asked for {asked[1]}" if asked else (str(error).splitlines() or ["torch gave no reason"])[0]
+    told = f"asked for {_readable(asked[1])}" if asked else (str(error).splitlines() or ["no size is known"])[0]
+    if not isinstance(error, torch.OutOfMemoryError):
+        return f"{told}, {_on_this_machine()}"
     left = memory_left(device)
     if left is None:
         return told
@@ -42,13 +66,25 @@ def shortage(error: torch.OutOfMemoryError, device: torch.device) -> str:
     return f"{told}, {free} of {total} are free on {device_name(device)} {device.index or 0}"
 
 
-def advice(job: Job, parts: Parts, ranks: int) -> str:
+def _readable(size: str) -> str:
+    """ "1600000000 bytes" as "1.49 GiB"; other sizes unchanged."""
+    number, unit = size.split()
+    return f"{float(number) / 2**30:.2f} GiB" if unit == "bytes" else size
+
+
+def _on_this_machine() -> str:
+    """The machine's memory, and the limit of this process if it has one."""
+    memory, limit = psutil.virtual_memory(), resource.getrlimit(resource.RLIMIT_AS)[0]
+    limited = "" if limit == resource.RLIM_INFINITY else f"; this process may take {limit / 2**30:.2f} GiB (ulimit -v)"
+    return f"{memory.available / 2**30:.2f} GiB of {memory.total / 2**30:.2f} GiB are free on the machine{limited}"
+
+
+def advice(job: Job, parts: Parts, ranks: int, device: torch.device, has_batch: bool = True) -> str:
     """The settings that would help, without those that are on, the cheapest first."""
     found = [
-        *_activations(job),
-        *_sharding(job, parts, ranks),
-        *_batch(job),
-        *_sequence(job, parts),
+        *(_activations(job) if has_batch else []),
+        *_sharding(job, parts, ranks, device),
+        *([*_batch(job), *_sequence(job, parts)] if has_batch else []),
         *_layout(job, parts),
     ]
     return f"what helps, the cheapest first: {'; '.join(found)}" if found else "use more ranks, or a smaller model"
@@ -58,7 +94,7 @@ def _activations(job: Job) -> list[str]:
     return [] if job.activation_checkpointing.mode == "full" else ['[activation_checkpointing] mode = "full"']
 
 
-def _sharding(job: Job, parts: Parts, ranks: int) -> list[str]:
+def _sharding(job: Job, parts: Parts, ranks: int, device: torch.device) -> list[str]:
     spread, options, found = 1, parts.sharding.options, []
     for name in parts.parallelism:
         spread *= job.parallelism[name].size
@@ -68,7 +104,7 @@ def _sharding(job: Job, parts: Parts, ranks: int) -> list[str]:
     found += [
         f"[sharding] {key} = true"
         for key in ("offload_optimizer", "offload_parameters")
-        if getattr(options, key, None) is False
+        if is_accelerator(device) and getattr(options, key, None) is False
     ]
     return found
 

@@ -40,8 +40,8 @@ def assemble(
     hooks.refuse_differences()
     layout = layout_of(job, parts, identity.size)
     meshes = build_meshes(layout, device)
-    report = Report(identity, world.channel)
-    building = memory_explained(job, parts, identity, device, "while the model was built")
+    report = Report(identity, world.channel, job.checkpoint.keep_best, begin)
+    building = memory_explained(job, parts, identity, device, "while the model was built", has_batch=False)
     with hooks.phase("build", 0), building:
         model = TrainedModel(job, parts, meshes, identity.node, device, hooks)
     feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device, model.split)
@@ -50,7 +50,8 @@ def assemble(
     refuse_impure_schedule(parts.schedule, feed.steps)
     progress, guard = Progress(feed.steps), Guard(job.guard)
     saving = Saving(job, parts, identity, hooks, layout, model, feed, progress, report, guard.state())
-    saving.restore(resume)
+    with memory_explained(job, parts, identity, device, "while the optimizer's state was made", has_batch=False):
+        saving.restore(resume)
     model.refuse_optimizer()
     replicas = Replicas(model.module, meshes, identity) if job.guard.replica_check_every else None
     if job.job.epochs is not None and progress.step:  # the earlier run may have had another batch size

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hpctrain.conformance.hooks import refuse_different_values, tensors_kept
+from hpctrain.contracts.metric import as_number
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
@@ -48,7 +49,10 @@ def evaluate(
     named = model.named_losses.take(sums[1].item())
     found = {"loss": (sums[0] / sums[1]).item(), **{f"loss_{name}": value for name, value in named.items()}}
     if running:
-        mine = [one.compute(model.batch_group) for one in running]
+        mine = [
+            {name: as_number(f"[[metric]]: {name!r}", value) for name, value in one.compute(model.batch_group).items()}
+            for one in running
+        ]
         everyone: list[tuple[int, list[dict[str, float]]]] = gather_values((count, mine))
         having = [values for counted, values in everyone if counted]
         for metric, of_ranks in zip(parts.metrics, zip(*having, strict=True), strict=True):

@@ -112,6 +112,11 @@ class Feed:
         return f"a stream, {f'in {self._places.shards} shards' if self._places.shards > 1 else whole}, {told}"
 
     @property
+    def sample_kind(self) -> str:
+        """The words before an index of the training data: "sample 7", "item 7"."""
+        return "sample" if self._places is None else "item"
+
+    @property
     def remark(self) -> str:
         """What of the data set's own settings is used, for the screen; "" for none."""
         return self._training.remark

@@ -12,6 +12,7 @@ from typing import TextIO
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import UsageError, escaped, reason
 from hpctrain.files import make_directory, open_to_change
+from hpctrain.world.prints import tell
 
 LOG = logging.getLogger("hpctrain")
 
@@ -33,6 +34,13 @@ class _LogFile(logging.StreamHandler[TextIO]):
         super().close()
 
 
+class _Screen(logging.Handler):
+    """Standard error as it is when a line comes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tell(self.format(record))
+
+
 class _Escaped(logging.Formatter):
     """Escapes control characters: a line may quote another person's file."""
 
@@ -51,7 +59,7 @@ def logged_to_file(output_dir: Path, identity: Identity) -> Iterator[None]:
     file.setFormatter(_Escaped("%(asctime)s %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [file]
     if identity.rank == 0:
-        screen = logging.StreamHandler()
+        screen = _Screen()
         screen.setLevel(logging.WARNING)
         screen.setFormatter(_Escaped("hpctrain: warning: %(message)s"))
         handlers.append(screen)

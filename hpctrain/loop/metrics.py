@@ -9,18 +9,19 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, StrictInt, ValidationError
 
 from hpctrain.devices import is_accelerator, peak_memory
-from hpctrain.errors import reason
+from hpctrain.errors import TrainingError, reason
 from hpctrain.files import open_regular, reading, replacing
 
 LOG = logging.getLogger("hpctrain")
@@ -108,6 +109,26 @@ class MetricsFile:
     def _append(self) -> None:
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
+
+
+def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with tensors and NumPy numbers of one element as numbers. Raises TrainingError for a value that JSON can't hold."""
+    found = {
+        name: value.item()
+        if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        else value
+        for name, value in row.items()
+    }
+    for name, value in found.items():
+        try:
+            json.dumps(finite(value))
+        except TypeError:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise TrainingError(
+                f"a hook has put {name!r} into the metrics of step {row.get('step')}: found a {type(value).__name__}{shape}, "
+                "expected a number or text, or a list or dict of them"
+            ) from None
+    return found
 
 
 def finite(value: Any) -> Any:

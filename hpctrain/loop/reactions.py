@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hpctrain.contracts.runner import MicroBatch
+from hpctrain.data.loader import Loader
 from hpctrain.errors import TrainingError
 from hpctrain.exchange import gather_values
-from hpctrain.guard.culprit import first_nonfinite
+from hpctrain.guard.culprit import first_nonfinite, nonfinite_samples
 from hpctrain.guard.judging import Verdict, remedy_for
 from hpctrain.loop.saves import finish_saving
 from hpctrain.loop.session import Session
@@ -32,6 +37,14 @@ def act(session: Session, verdict: Verdict) -> bool:
     raise TrainingError(f"step {step}: {why}; {remedy} (newest checkpoint: {newest or 'none'})", everywhere=True)
 
 
+def with_samples(session: Session, verdict: Verdict, micro_batches: Sequence[MicroBatch], loader: Loader) -> Verdict:
+    """The verdict with what is wrong with the step's samples. Collective where the loss or a gradient is not finite."""
+    if verdict.cause != "non_finite":
+        return verdict
+    kind = session.feed.sample_kind
+    return replace(verdict, samples=nonfinite_samples(micro_batches, loader.indices, kind))
+
+
 def reasons(session: Session, verdict: Verdict) -> str:
     """Clauses about what the guard has found. Collective."""
     if verdict.cause == "oom":
@@ -41,7 +54,8 @@ def reasons(session: Session, verdict: Verdict) -> str:
         )
     if verdict.cause == "loss_spike":
         return verdict.said
-    return f"{verdict.said}; {first_nonfinite(session.model, verdict.figures.losses, session.identity)}"
+    told = [verdict.said, *([verdict.samples] if verdict.samples else [])]
+    return "; ".join([*told, first_nonfinite(session.model, verdict.figures.losses, session.identity)])
 
 
 def roll_back(session: Session) -> None:

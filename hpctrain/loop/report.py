@@ -8,7 +8,10 @@ from typing import Any
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.logger import Logger
+from hpctrain.job.tables import KeepBestTable
+from hpctrain.loop.best import BestSoFar
 from hpctrain.loop.console import Console
+from hpctrain.loop.metrics import plain_row
 from hpctrain.loop.records import Records
 from hpctrain.world.launcher_channel import LauncherChannel
 
@@ -16,15 +19,24 @@ from hpctrain.world.launcher_channel import LauncherChannel
 class Report:
     """Active on rank 0, silent on the other ranks."""
 
-    def __init__(self, identity: Identity, channel: LauncherChannel) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        channel: LauncherChannel,
+        keep: KeepBestTable | None = None,
+        begin: float | None = None,
+    ) -> None:
+        """keep: by which metric an evaluation is the best. begin: of the run, on time.monotonic(); None: now."""
         self._speaks = identity.rank == 0
-        self._console = Console(identity, channel)
+        self._best = BestSoFar.by(keep)
+        self._console = Console(identity, channel, self._best, begin)
         self._records: Records | None = None
 
     def open(self, output_dir: Path, loggers: Sequence[Logger], step: int) -> None:
         """Open the records for rows after `step`. Raises the errors of `Records`."""
         if self._speaks:
             self._records = Records(output_dir, loggers, step)
+            self._best.resume(output_dir / "metrics.jsonl")
 
     def go_back(self, output_dir: Path, loggers: Sequence[Logger], step: int) -> None:
         """Drop the rows after `step`, as a resume does. Raises the errors of `Records`."""
@@ -39,6 +51,7 @@ class Report:
     def row(self, row: Mapping[str, Any], steps: int, counts: str, remark: str = "") -> None:
         """Report a row of metrics. counts: "tokens" or "samples". remark: extra text for the screen."""
         if self._records is not None:
+            row = plain_row(row)
             self._records.write(row)
             self._console.progress(row, steps, counts, remark)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts, See
 from hpctrain.devices import give_memory_back
-from hpctrain.guard.memory import shortage
+from hpctrain.guard.memory import lack_of_memory, shortage
 
 
 class PlainRunner(Runner):
@@ -40,10 +40,11 @@ class PlainRunner(Runner):
                     loss = self._loss(micro, step)
                 with parts.phase("backward", step):
                     parts.backward_from(loss, divisor).backward()
-        except torch.OutOfMemoryError as error:
-            if not self._survives:
+        except (RuntimeError, MemoryError) as error:
+            lack = lack_of_memory(error)
+            if lack is None or not self._survives:
                 raise
-            self.out_of_memory = shortage(error, parts.device)
+            self.out_of_memory = shortage(lack, parts.device)
         else:
             return loss.detach()
         give_memory_back(parts.device)  # here the error's frames, which hold activations, are gone

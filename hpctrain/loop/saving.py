@@ -30,10 +30,11 @@ from hpctrain.conformance.trials import refuse_lossy_scaler
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece, State
-from hpctrain.errors import CheckpointError, UsageError, shown
+from hpctrain.errors import CheckpointError, TrainingError, UsageError, shown
 from hpctrain.exchange import sum_of, together
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
+from hpctrain.json_values import encode
 from hpctrain.loop.feed import Feed
 from hpctrain.loop.progress import Progress
 from hpctrain.loop.report import Report
@@ -285,7 +286,7 @@ class Saving:
         if stream is not None:
             values["stream"] = stream
         if states:
-            values["plugins"] = {state.name: state.values() for state in states}
+            values["plugins"] = {state.name: _plain(state) for state in states}
         if any(groups):
             values["optimizer_groups"] = groups
         if model.tied:
@@ -298,6 +299,16 @@ class Saving:
     def _scaler_state(self) -> dict[str, Any]:
         refuse_lossy_scaler(self._parts.precision, self._model.scaler)
         return self._model.scaler.state()
+
+
+def _plain(state: PluginState) -> dict[str, Any]:
+    """The values of a plugin's state. Raises TrainingError for those that a checkpoint can't hold."""
+    values = state.values()
+    try:
+        encode(values)
+    except TypeError as error:
+        raise TrainingError(f"the state {state.name!r} of a plugin can't be saved: {error}") from error
+    return values
 
 
 def refuse_same_names(states: Sequence[PluginState]) -> None:

@@ -24,7 +24,7 @@ from hpctrain.guard.memory import memory_explained
 from hpctrain.job.parts import Parts
 from hpctrain.loop.evaluation import evaluate, row_of
 from hpctrain.loop.metrics import StepTimes, gather_row, memory_bytes
-from hpctrain.loop.reactions import act
+from hpctrain.loop.reactions import act, with_samples
 from hpctrain.loop.saves import save_if_due
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import INTERRUPTED, STOPPED, StopRequest
@@ -65,7 +65,8 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
             if not stops:  # a job that is asked to stop may be killed soon: save first
                 evaluate_if_due(session)
             end_if_asked(session)
-            code = save_if_due(session, bool(stops))
+            with explained(session, f"while step {progress.step} was saved"):
+                code = save_if_due(session, bool(stops))
     finally:
         loader.close()
     result = {
@@ -127,6 +128,8 @@ def train_step(
     overflow = not finite and model.scaler.skips_nonfinite
     found = StepFigures(step + 1, loss, norm, losses.tolist(), out_of_memory, overflow)
     verdict = session.guard.judge(found)
+    if verdict is not None:
+        verdict = with_samples(session, verdict, micro_batches, loader)
     apply = finite and (verdict is None or verdict.updates)
 
     lr = model.set_learning_rate(step, progress.steps)

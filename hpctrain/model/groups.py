@@ -37,11 +37,19 @@ def parameter_groups(
 def build_optimizer(plugin: Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
     """The plugin's optimizer over `groups`, each of which gets the plugin's options that it doesn't set.
 
-    Raises ContractError unless the optimizer has every parameter once, at a learning rate that the job names.
+    Raises UsageError for an optimizer that knows no `lr`, and ContractError unless it has every parameter once, at a learning
+    rate that the job names.
     """
     options = plugin.options.model_dump()
     completed = [{**options, **group} for group in groups]
     optimizer = plugin.build([dict(group) for group in completed])
+    known = [*optimizer.param_groups, *([optimizer.defaults] if optimizer.defaults else [])]
+    if any("lr" not in one for one in known):
+        raise UsageError(
+            f"[optimizer] name = {plugin.name!r}: its parameter groups or its defaults have no 'lr', which the schedule sets; "
+            'expected an optimizer that reads its learning rate from group["lr"]',
+            everywhere=True,
+        )
     wanted = {id(p): group["lr"] for group in completed for p in group["params"]}
     held = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     if sorted(id(p) for p, _ in held) != sorted(wanted):

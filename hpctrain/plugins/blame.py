@@ -1,17 +1,21 @@
-"""Finds the plugin whose code raised an error."""
+"""Finds the plugin whose code raised an error, and the layer of the model."""
 
 from __future__ import annotations
 
 import logging
 import os
 import traceback
+from dataclasses import replace
 from types import TracebackType
+
+from torch import Tensor
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import HpctrainError, TrainingError
 from hpctrain.mpi.errors import CommunicationError
 from hpctrain.plugins.discovery import ModuleSource
 from hpctrain.plugins.registry import Registry
+from hpctrain.torch_private import MODULE_CALL
 
 LOG = logging.getLogger("hpctrain")
 
@@ -31,7 +35,29 @@ def raised_in(error: BaseException, registry: Registry) -> str:
     if call is None:
         return f"the plugin {said}"
     frames = "".join(traceback.format_tb(call[1])).rstrip()
-    return f"the plugin {call[0]} {said} in {_method(call[1])}\n{frames}"
+    return f"the plugin {call[0]} {said} in {_method(call[1])}{failing_layer(call[1])}\n{frames}"
+
+
+def failing_layer(trace: TracebackType | None) -> str:
+    """The innermost module in whose call an error was raised, with its input; "" without one.
+
+    Such as ", in the layer blocks.2 of Model, Linear(...), on (8, 16) float32".
+    """
+    calls = [frame.f_locals for frame, _ in traceback.walk_tb(trace) if frame.f_code is MODULE_CALL]
+    calls = [call for call in calls if not type(call["self"]).__module__.startswith("hpctrain_plugins.parallelism.")]
+    if not calls:
+        return ""
+    outer, inner, last = calls[0]["self"], calls[-1]["self"], calls[-1]
+    name = next((name for name, one in outer.named_modules() if one is inner), "")
+    if not (name or type(inner).__module__.startswith("torch.")):
+        return ""  # the user's own model: the sentence and the frames say so
+    inputs = [one for one in (*last["args"], *last["kwargs"].values()) if isinstance(one, Tensor)]
+    told = ", ".join(f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in inputs)
+    kind = repr(inner)
+    kind = type(inner).__name__ if "\n" in kind else kind
+    return f", in {f'the layer {name} of {type(outer).__name__}, ' if name else ''}{kind}" + (
+        f", on {told}" if told else ""
+    )
 
 
 def retell_plugin_error(error: BaseException | None, registry: Registry, identity: Identity | None = None) -> None:
@@ -51,14 +77,15 @@ def retell_plugin_error(error: BaseException | None, registry: Registry, identit
 def _call_of(error: BaseException, registry: Registry) -> tuple[ModuleSource, TracebackType] | None:
     """The plugin whose code was called last before the error, and that call; None if no plugin was involved.
 
-    A plugin's code is everything in its distribution's package.
+    A plugin's code is everything in its distribution's package. The source's module is the one that was called.
     """
     found, before, trace = None, None, error.__traceback__
     while trace is not None:
         module = str(trace.tb_frame.f_globals.get("__name__", ""))
-        source = next((one for one in registry.sources if _holds(one.module, module)), None)
+        holding = [one for one in registry.sources if _holds(one.module, module)]
+        source = next((one for one in holding if one.module == module), holding[0] if holding else None)
         if source is not None and before is None:
-            found = source, trace
+            found = replace(source, module=module), trace
         before, trace = source, trace.tb_next
     return found
 

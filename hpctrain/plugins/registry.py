@@ -19,6 +19,7 @@ from hpctrain.plugins.slots import SLOTS, Slot, table_class
 
 OWN = "hpctrain"
 """The distribution whose plugins give way to another one's of the same name."""
+_HUB = '; names of the Hugging Face hub are not taken: name a function that loads it, as "package.module:function"'
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,9 @@ class Registry:
                 raise EnvironmentUnfitError(f"{slot} plugin {name!r} is {fault.state}: {fault.source}: {fault.why}")
         near = difflib.get_close_matches(name, self.names(slot), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        of_hub = _HUB if slot in ("model", "dataset") and not near else ""
         known = ", ".join(self.names(slot)) or "none"
-        raise UsageError(f"no installed plugin provides the {slot} {name!r}{hint} (installed: {known})")
+        raise UsageError(f"no installed plugin provides the {slot} {name!r}{hint} (installed: {known}){of_hub}")
 
 
 def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), prefer: Sequence[str] = ()) -> Registry:

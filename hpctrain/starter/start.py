@@ -72,7 +72,8 @@ def start_ranks(
                 print(f"starting     {count} rank{'s' if count > 1 else ''}{_where(hosts)}", flush=True)
             time_told = ("--begun", f"{begin:.3f}") if command == "run" else ()
             program = [command, str(job), *sets, *words, *time_told]
-            ended = _start_once(program, hosts, count, Requests(signals, placement.has_more), command == "run")
+            saves = _checkpoints_of(tables) if command == "run" else None
+            ended = _start_once(program, hosts, count, Requests(signals, placement.has_more), saves)
             if ended.host is not None:
                 placement.note_failure(ended.host)
             if signals or not (ended.grows or (ended.again and restart < restarts)):
@@ -80,13 +81,13 @@ def start_ranks(
             if not ended.grows:
                 restart += 1
                 print(f"hpctrain: restart {restart} of {restarts}", file=sys.stderr, flush=True)
-            words = RESUME_NEWEST if _has_saved(tables, begin) else words
+            words = RESUME_NEWEST if _has_saved(_checkpoints_of(tables), begin) else words
 
 
 def start_command(words: Sequence[str], ranks: int) -> int:
     """Start `hpctrain WORDS...` on `ranks` ranks and return their exit code."""
     with noted_signals() as signals:
-        return _start_once(words, None, ranks, Requests(signals), saves=False).code
+        return _start_once(words, None, ranks, Requests(signals)).code
 
 
 def _least(tables: Mapping[str, Any]) -> int | None:
@@ -100,15 +101,21 @@ def _where(hosts: Hosts | None) -> str:
     return "" if hosts is None or hosts.are_here else f" on {', '.join(name for name, _ in hosts.named)}"
 
 
-def _has_saved(tables: Mapping[str, Any], begin: float) -> bool:
-    """Whether the run has a checkpoint from after `begin`. Until then, ranks start again as they did."""
+def _checkpoints_of(tables: Mapping[str, Any]) -> Path:
+    """The directory of the run's checkpoints."""
     table = tables["job"]
-    directory = Path(table.get("output_dir") or Path("runs") / table["name"]) / "checkpoints"
-    return any(path.stat().st_mtime >= begin - _COARSE for path in directory.glob("step-*[0-9]"))
+    return Path(table.get("output_dir") or Path("runs") / table["name"]) / "checkpoints"
 
 
-def _start_once(words: Sequence[str], hosts: Hosts | None, ranks: int, requests: Requests, saves: bool) -> _Ended:
-    """hosts: with as many slots as ranks; None for this machine. saves: whether the same command continues a job."""
+def _has_saved(checkpoints: Path, begin: float = 0.0) -> bool:
+    """Whether the run has a checkpoint from after `begin`. Until then, ranks start again as they did."""
+    return any(path.stat().st_mtime >= begin - _COARSE for path in checkpoints.glob("step-*[0-9]"))
+
+
+def _start_once(
+    words: Sequence[str], hosts: Hosts | None, ranks: int, requests: Requests, saves: Path | None = None
+) -> _Ended:
+    """hosts: with as many slots as ranks; None for this machine. saves: where the command's checkpoints are, if it makes any."""
     command = [sys.executable, "-m", "hpctrain", *words]
     if hosts is not None and not hosts.are_here:
         remote = OnHosts(command, hosts)
@@ -128,7 +135,7 @@ def _start_once(words: Sequence[str], hosts: Hosts | None, ranks: int, requests:
     return _Ended(code, again, host if again else None, requests.grows and code == EXIT_STOPPED)
 
 
-def _attend(launched: Launched, link: Channel, ranks: int, requests: Requests, saves: bool) -> int:
+def _attend(launched: Launched, link: Channel, ranks: int, requests: Requests, saves: Path | None) -> int:
     """Pass signals on and wait. If a rank is killed from outside, `launched` ends the others."""
     try:
         status = _wait(launched, link, ranks, requests)
@@ -148,10 +155,16 @@ def _attend(launched: Launched, link: Channel, ranks: int, requests: Requests, s
     where = "" if link.failed_host is None else f" on {link.failed_host}"
     print(
         f"hpctrain: {who}{where} ended without an error message (status {status}): killed, or out of memory?"
-        + (" The same command continues from the newest checkpoint" if saves else ""),
+        + ("" if saves is None else _what_continues(saves)),
         file=sys.stderr,
     )
     return EXIT_TRAINING
+
+
+def _what_continues(checkpoints: Path) -> str:
+    if _has_saved(checkpoints):
+        return " The same command continues from the newest checkpoint"
+    return " There is no checkpoint yet: the same command begins at step 0; [checkpoint] every_steps saves on the way"
 
 
 def _wait(launched: Launched, link: Channel, ranks: int, requests: Requests) -> int | None:

@@ -18,6 +18,7 @@ from hpctrain.watchdog.position import END, UNLIMITED, Position
 from hpctrain.watchdog.stand import Beat, Stand
 from hpctrain.watchdog.watcher import IGNORED, Watcher, aside, log_stacks
 from hpctrain.world.meeting import World
+from hpctrain.world.prints import tell
 
 LOG = logging.getLogger("hpctrain")
 
@@ -126,8 +127,7 @@ class Chief(Watcher):
             *(f"  {line}" for line in sentences(stands, silent, limit)),
             "  the stacks of all threads are in the ranks' logs; [watchdog] timeout_seconds is the limit of a phase",
         ]
-        with contextlib.suppress(OSError):
-            print("\n".join(shown), file=sys.stderr, flush=True)
+        tell("\n".join(shown))
         aside(partial(LOG.info, "%s", "\n".join(shown)))
 
     def _end_job(self, why: str, stands: list[Stand], silent: list[Silent], limit: float | None = None) -> None:

@@ -60,7 +60,7 @@ def _told(group: Sequence[Stand]) -> str:
     shown = ", ".join(list(nodes)[:3]) + (f" and {len(nodes) - 3} more nodes" if len(nodes) > 3 else "")
     verb = "is" if len(group) == 1 else "are"
     waits = f"; waits for {one.waits_for}" if one.communication else ""
-    workers = f"; a process that loads samples is at {' and '.join(one.workers[:3])}" if one.workers else ""
+    workers = f"; {' and '.join(one.workers[:3])}" if one.workers else ""
     idle = max(member.idle for member in group)
     since = f" for {idle:.0f} s" if idle else ""
     who = f"{name_ranks([member.rank for member in group])} on {shown}"

@@ -11,6 +11,8 @@ BETWEEN = "between phases"
 START, FIRST, END = "start", "first samples", "end"
 UNLIMITED = (START, "build", FIRST, END)
 """Phases that may take any time, since data and weights can be large. The watchdog only tells of long ones."""
+LOADER = "loader"
+"""The name of a thread that loads samples."""
 
 
 class Position:

@@ -105,6 +105,16 @@ def worker_line(stack: str) -> str | None:
     return None
 
 
+def loading_line(thread: int | None) -> str | None:
+    """The innermost line of a thread that is the user's, else that is a package's; None if it runs neither."""
+    frames = [
+        one for one in _outwards(frame_of(thread or 0))
+        if not (_is_library(one.f_code.co_filename) or _is_ours(one.f_code.co_filename))
+    ]  # fmt: skip
+    shown = next(filter(_is_users, frames), next(iter(frames), None))
+    return None if shown is None else _line(shown)
+
+
 def _outwards(frame: FrameType | None) -> Iterable[FrameType]:
     while frame is not None:
         yield frame

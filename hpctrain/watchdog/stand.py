@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import torch.distributed as dist
 
 from hpctrain.contracts.identity import Identity
-from hpctrain.watchdog.position import FIRST, UNLIMITED, Position
-from hpctrain.watchdog.stacks import Spot, frame_of, spot_of, worker_line
+from hpctrain.watchdog.position import FIRST, LOADER, UNLIMITED, Position
+from hpctrain.watchdog.stacks import Spot, frame_of, loading_line, spot_of, worker_line
 from hpctrain.watchdog.workers import worker_stacks
 
 _LOADING = ("data", FIRST, "evaluation")
 """Phases that wait for samples."""
+_PROCESS, _THREAD = "a process that loads samples", "the thread that loads samples"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Beat:
 @dataclass(frozen=True)
 class Stand:
     """Where a rank is, and what it waits for. line: file, line and source. pending: operations over MPI that have not finished.
-    workers: the lines at which processes load samples, if training waits for them.
+    workers: clauses with the lines at which samples are loaded, if training waits for them.
     """
 
     rank: int
@@ -93,13 +95,18 @@ def stand_of(identity: Identity, position: Position) -> Stand:
     """This rank's stand."""
     failure = position.failure
     spot = spot_of(frame_of(position.thread)) if failure is None else Spot(failure, "an operation that has failed")
-    workers = (
-        dict.fromkeys(filter(None, map(worker_line, worker_stacks().values()))) if position.phase in _LOADING else {}
-    )
+    workers = _loading() if position.phase in _LOADING else []
     return Stand(
         identity.rank, identity.node, position.phase, position.step, position.idle, spot.line, spot.communication,
-        _pending(), list(workers),
+        _pending(), workers,
     )  # fmt: skip
+
+
+def _loading() -> list[str]:
+    """The lines at which processes load samples, and at which this process's thread does."""
+    processes = dict.fromkeys(filter(None, map(worker_line, worker_stacks().values())))
+    threads = [line for one in threading.enumerate() if one.name == LOADER and (line := loading_line(one.ident))]
+    return [f"{what} is at {line}" for what, lines in ((_PROCESS, processes), (_THREAD, threads)) for line in lines]
 
 
 def _pending() -> list[str]:

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from hpctrain.watchdog.stand import Stand, beat_of, stand_of
 from hpctrain.watchdog.workers import worker_stacks
 from hpctrain.world.failure import end_now
 from hpctrain.world.meeting import World
+from hpctrain.world.prints import tell
 
 LOG = logging.getLogger("hpctrain")
 
@@ -170,11 +170,9 @@ class Watcher:
         stand = self.stand()
         aside(log_stacks)
         if self.identity.local_rank == 0 or self.identity.rank == 1:  # one line of each node
-            print(
+            tell(
                 f"hpctrain: watchdog: rank 0 has ended, or its node is out of reach ({error}); rank {stand.rank} on {stand.node} "
-                f"was in {stand.beat.where}, at {stand.line}",
-                file=sys.stderr,
-                flush=True,
+                f"was in {stand.beat.where}, at {stand.line}"
             )
         self.end(EXIT_TRAINING)
 

@@ -21,7 +21,9 @@ def on_terminal() -> bool:
 
     Open MPI's mpiexec gives its ranks a terminal of their own, wherever its own output goes. That terminal does not count.
     """
-    return sys.stdout is not None and sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    if sys.stdout is None or os.environ.get("TERM") == "dumb":  # it can't draw a bar
+        return False
+    return sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
 
 
 @dataclass(frozen=True)

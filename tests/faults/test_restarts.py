@@ -37,8 +37,11 @@ def test_killed_ranks_start_again(communicator: str, killed: JobFile, tmp_path: 
 
 def test_restarts_have_an_end(killed: JobFile, tmp_path: Path) -> None:
     words = hpctrain("run", "job.toml", "-n", "2", "--restarts", "1")
-    done = run(words, tmp_path, 120, environment("1:3 1:4"))
+    done = run(words, tmp_path, 120, environment("1:2 1:4"))
     assert done.code == 4 and "restart 1 of 1" in done.err and "restart 2" not in done.err, done
+    first, second = done.err.split("restart 1 of 1")
+    assert "There is no checkpoint yet: the same command begins at step 0" in first, done
+    assert "The same command continues from the newest checkpoint" in second, done
     again = run(hpctrain("run", "job.toml", "-n", "2"), tmp_path, 60, environment(""))
     assert again.code == 0 and "resuming     from step 2" in again.out, again
 

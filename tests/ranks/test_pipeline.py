@@ -5,20 +5,22 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from hpctrain_plugins.parallelism.pipeline.stages import Stage
-from modules import built, foreign_steps, sequence_of_halves
+from modules import Half, built, foreign_steps, samples, sequence_of_halves
 from plain import module_of
 from test_stages import OPTIMIZERS, compare, reference
 from torch import nn
+from torch.nn.functional import cross_entropy
 from training import Rows, job, session_of, train_here
 
 from hpctrain.api import hookimpl
-from hpctrain.errors import UsageError
+from hpctrain.errors import TrainingError, UsageError
+from hpctrain.foreign.calling import retell_model_error
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
 
@@ -127,6 +129,71 @@ def test_an_nn_sequential_of_ones_own_tells_its_blocks(root, layout: dict[str, A
     expected = foreign_steps(built(tables, sequence_of_halves), tables, torch.optim.SGD, **options)
     compare(train_here(tables).rows, expected, losses=2e-6, norms=1e-5)
     assert "no blocks" not in caplog.text
+
+
+class Outputs(NamedTuple):
+    logits: torch.Tensor
+    kind: str
+
+
+class NamedHead(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Outputs(super().forward(x), "logits")
+
+
+def named() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(7, 5), Half(), Half(), nn.Flatten(), NamedHead(15, 7))
+
+
+def both(split: str) -> Any:
+    return samples("train")
+
+
+def loss_of_named(outputs: Outputs, target: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(outputs.logits, target)
+
+
+def crooked() -> nn.Sequential:
+    blocks = [Half(), Half()]
+    blocks[1].wide = nn.Linear(2, 5)
+    return nn.Sequential(nn.Embedding(7, 5), *blocks, nn.Flatten(), nn.Linear(15, 7))
+
+
+@pytest.mark.shown_on(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_outputs_of_any_form_reach_the_loss(root, schedule: str) -> None:
+    """In training and in evaluations, as without a pipeline."""
+    tables = knotted(root, {"stage": 0}, name="test_pipeline:named", loss="test_pipeline:loss_of_named")
+    tables |= {"plugins": {}, "evaluation": {"every_steps": 3}, "dataset": {"name": "test_pipeline:both"}}
+    found = []
+    for number, parallelism in enumerate(({"pipeline": {"size": 2, "schedule": schedule}}, {})):
+        tables["job"] = {**tables["job"], "output_dir": str(root / str(number))}
+        rows = train_here({**tables, "parallelism": parallelism})
+        found.append(
+            [(row["loss"], row["grad_norm"]) for row in rows.rows]
+            + [(row["evaluation_loss"],) for row in rows.evaluations]
+        )
+    for pipelined, plain in zip(*found, strict=True):
+        assert pipelined == pytest.approx(plain, rel=1e-10)
+
+
+@pytest.mark.shown_on(2)
+def test_an_error_of_shapes_in_a_stage_names_the_layer(root) -> None:
+    tables = {
+        **knotted(root, {"stage": 0}, name="test_pipeline:crooked", loss="torch.nn.functional:cross_entropy"),
+        "plugins": {},
+    }
+    with session_of(tables) as session:
+        stage = session.model.runner._stages.get(1)  # type: ignore[attr-defined]
+        if stage is None:
+            return
+        with pytest.raises(
+            TrainingError, match=r"in the layer wide of Half, Linear\(in_features=2, .*, on \(3, 3, 1\) float64"
+        ):
+            try:
+                stage(torch.zeros(3, 3, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
+            except RuntimeError as error:
+                retell_model_error(error, {})
 
 
 class Noisy(nn.Module):

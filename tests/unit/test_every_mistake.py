@@ -57,7 +57,10 @@ MISTAKES: dict[str, tuple[Callable[[Tables], None], str]] = {
     "dataset.name": (put("dataset", "name")("imagenet"), "no installed plugin provides the dataset 'imagenet'"),
     "optimizer.name": (put("optimizer", "name")("lion"), "no installed plugin provides the optimizer 'lion'"),
     "optimizer.name ": (put("optimizer", "name")("adamm"), "the optimizer 'adamm'; did you mean 'adam'?"),
-    "model.weights": (put("model", "weights")("gone.pt"), "[model] weights: there are none at gone.pt"),
+    "model.weights": (
+        put("model", "weights")("gone.pt"),
+        "[model] weights: there are none at gone.pt, or no permission to read them; expected a path (names of the Hugging Face",
+    ),
     "model.freeze": (put("model", "freeze")(["nothing.*"]), "[model] freeze: no parameter matches 'nothing.*'"),
     "dataset": (put("dataset")({"name": "text", "files": ["gone.txt"]}), "gone.txt"),
     "job.steps": (put("job", "steps")("many"), "[job] steps: expected a valid integer"),

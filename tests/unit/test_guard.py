@@ -32,9 +32,13 @@ class Model(torch.nn.Linear):
         step = len(SEEN) + 1
         SEEN.append(x.clone())
         found = FAILING.get(step)
+        if found == "CPU":
+            torch.empty(2**50)  # more than there can be
         if found == "oom":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 1 GiB free.")
         return super().forward(x) * (1.0 if found is None else found)
+def dirty(split):
+    return [(torch.full_like(x, {3: float("nan"), 5: float("-inf")}.get(i, 1)), y) for i, (x, y) in enumerate(data(split))]
 def data(split):
     values = torch.randn(400, 5, generator=torch.Generator().manual_seed(0))
     return [(value[:3], value[3:]) for value in values] if split == "train" else None
@@ -214,7 +218,7 @@ def test_what_helps_a_job_without_memory(tables: dict[str, Any], expected: list[
     job = {name: {**TINY.get(name, {}), **tables.get(name, {})} for name in {**TINY, **tables}}
     job["batch"] = {**TINY["batch"], "micro_size": 3, **tables.get("batch", {})}
     checked = check(RawJob(job, {}, "job"), 4)
-    told = advice(checked.job, checked.parts, 4).split(": ", 1)[1].split("; ")
+    told = advice(checked.job, checked.parts, 4, torch.device("cuda")).split(": ", 1)[1].split("; ")
     assert len(told) == len(expected) and all(word in one for word, one in zip(expected, told, strict=True)), told
     assert (
         "tensor" not in told[-1] if "parallelism" in tables else "tensor = 2 or context = 2 or pipeline = 2" in told[-1]
@@ -259,3 +263,25 @@ def test_a_misspelt_key_of_a_spike_is_told_with_those_there_are() -> None:
     with pytest.raises(HpctrainError) as told:
         check(RawJob(job, {}, "job"), None)
     assert "factor" in str(told.value) and "replica_check_every" not in str(told.value)
+
+
+@pytest.mark.usefixtures("planted")
+def test_the_sample_with_nan_is_named_in_place_of_advice_about_the_optimizer() -> None:
+    everything = {"global_size": 400, "micro_size": 100}
+    with pytest.raises(TrainingError) as found:
+        hpctrain.run(job(2, {}, dataset={"name": "planted:dirty"}, batch=everything))
+    said = str(found.value)
+    assert "; sample 3 has nan in its entry 0; " in said and "mend the samples" in said and "smaller lr" not in said
+
+
+def test_the_lack_of_memory_of_a_cpu_gets_advice_and_can_be_left_out(planted: Any) -> None:
+    """The sizes are those of torch's own allocator: nothing is planted but the request."""
+    planted.FAILING[2] = "CPU"
+    with pytest.raises(TrainingError) as found:
+        hpctrain.run(job(3, {}))
+    said = str(found.value)
+    assert "ran out of memory in step 2: asked for 4194304.00 GiB, " in said and " are free on the machine" in said
+    assert "[batch] micro_size = 2, found 4" in said and "offload" not in said
+    planted.SEEN.clear()
+    hpctrain.run(job(3, {"oom": "skip"}), resume="never")
+    assert [row.get("skipped", False) for row in rows()] == [False, True, False]

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 import tomli
+from click.testing import CliRunner
 
 from hpctrain.cli import COMMANDS, cli
 from hpctrain.hookspecs import LifeCycleHooks, RegistrationHooks
@@ -44,6 +45,18 @@ def test_every_hook_is_documented_and_every_slot_has_one() -> None:
     assert {f"hpctrain_{slot}" for slot in SLOTS} <= set(hooks())
     named = set(re.findall(r"`(hpctrain_[a-z_]+)`", text)) - {"hpctrain_plugins"}
     assert named == set(hooks()), "the page names no hook that does not exist"
+
+
+def test_the_help_cuts_no_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(cli, ["--help"]).output
+    flat = " ".join(shown.split())
+    for name in COMMANDS:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None and command.help is not None
+        first = " ".join(command.help.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
+        assert f" {name} {first}" in flat, (name, shown)
+    assert "Example:\n    hpctrain new job.toml" in shown and max(map(len, shown.splitlines())) <= 80
 
 
 def test_every_command_and_its_options_are_documented() -> None:

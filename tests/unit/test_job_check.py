@@ -681,6 +681,8 @@ def test_a_strategy_by_name_or_by_stage(tmp_path: Path, monkeypatch: pytest.Monk
         "[sharding]: name and stage both choose the strategy; keep one of them"
     )
     assert "no installed plugin provides the sharding 'zero-7'" in problems(sharding={"stage": 7})[0]
+    [found] = problems(model={"name": "meta-llama/Llama-3"})
+    assert "names of the Hugging Face hub are not taken: name a function that loads it" in found
     assert problems(sharding={"name": 2}) and problems(sharding={"stage": True}) and problems(sharding={"stage": -1})
 
 

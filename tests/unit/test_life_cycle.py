@@ -190,6 +190,55 @@ def test_an_error_in_a_plugin_is_told_with_its_name(hook: str) -> None:
     assert "Traceback" in Path("out/log/rank-00000.log").read_text()
 
 
+def test_an_error_in_a_package_names_the_module_that_was_called() -> None:
+    """Not the package's first plugin."""
+    Path("house").mkdir()
+    for module, method in (("first", "hpctrain_job_end"), ("second", "hpctrain_optimizer")):
+        Path("house", f"{module}.py").write_text(
+            "import torch\nfrom hpctrain.api import Optimizer, OptimizerOptions, hookimpl\n\n\nclass Fails(torch.optim.SGD):\n"
+            "    def step(self, closure=None):\n        raise ValueError('boom')\n\n\nclass Own(Optimizer):\n    name = 'fails'\n"
+            "    Options = OptimizerOptions\n\n    def build(self, groups):\n        return Fails(groups, lr=0.1)\n\n\n@hookimpl\n"
+            f"def {method}():\n    return [Own]\n"
+        )  # fmt: skip
+    plugins, optimizer = {"load": ["house.first", "house.second"]}, {"name": "fails", "lr": 0.1}
+    with pytest.raises(TrainingError, match=r"^the plugin house\.second .* raised ValueError: boom in Fails\.step"):
+        hpctrain.run({**TINY, "plugins": plugins, "optimizer": optimizer})
+
+
+HANDS_OVER = """
+import torch
+from hpctrain.api import PluginState, hookimpl
+
+{decorated}
+def hpctrain_state():
+    return PluginState("mine", values=lambda: {{"mean": torch.ones(1)}})
+
+@hookimpl
+def hpctrain_step_end(metrics):
+    metrics["mine"] = torch.ones({elements})
+"""
+
+
+def test_tensors_that_hooks_hand_over_are_numbers_or_refused() -> None:
+    train(write("hands_one", HANDS_OVER.format(decorated="", elements=1)))
+    assert json.loads(Path("out/metrics.jsonl").read_text().splitlines()[0])["mine"] == 1.0
+    for decorated, elements, says in (
+        ("", 2, "a hook has put 'mine' into the metrics of step 1: found a Tensor of shape (2,), expected a number"),
+        ("@hookimpl", 1, "the state 'mine' of a plugin can't be saved: values.mean is a torch.Tensor; "),
+    ):
+        name = write(f"hands_{elements}_over", HANDS_OVER.format(decorated=decorated, elements=elements))
+        with pytest.raises(TrainingError) as found:
+            train(name, job={"output_dir": name})
+        assert says in str(found.value)
+
+
+def test_an_optimizer_without_a_learning_rate_is_refused() -> None:
+    write("rates", "import torch\n\n\nclass Own(torch.optim.Optimizer):\n    def __init__(self, groups, lr):\n"
+          "        super().__init__(groups, {'rate': lr})\n\n    def step(self, closure=None):\n        pass\n")  # fmt: skip
+    with pytest.raises(UsageError, match="its parameter groups or its defaults have no 'lr', which the schedule sets"):
+        hpctrain.run({**TINY, "optimizer": {"name": "rates:Own", "lr": 0.1}})
+
+
 def test_an_hpctrain_error_of_a_plugin_is_told_as_it_is() -> None:
     name = write(
         "refuses", "from hpctrain.api import CheckpointError, hookimpl\n\n\n@hookimpl\n"

@@ -50,6 +50,19 @@ class Micro(MulticlassAccuracy):
 
 class Nothing:
     pass
+
+def words(outputs, target):
+    return "good", len(target)
+
+class Text:
+    def __init__(self, found):
+        self.found = found
+
+    def update(self, outputs, target):
+        pass
+
+    def compute(self):
+        return self.found
 """
 
 
@@ -149,6 +162,9 @@ def test_evaluations_by_epochs() -> None:
     [
         ({"name": "own_metrics:wrong"}, TrainingError, r"own_metrics:wrong.*returned .*expected a number"),
         ({"name": "own_metrics:fails"}, TrainingError, r"(?s)raised ValueError: no such class.*own_metrics.py"),
+        ({"name": "own_metrics:words"}, TrainingError, r"own_metrics:words' measured 'good', expected a number"),
+        ({"name": "own_metrics:Text", "found": "fine"}, TrainingError, r"own_metrics:Text' measured 'fine', expected a number"),
+        ({"name": "own_metrics:Text", "found": {"a": "b"}}, TrainingError, r"own_metrics:Text': a measured 'b', expected a num"),
         ({"name": "own_metrics:Nothing"}, UsageError, r"expected a function of outputs and target, or a class of torchmetrics"),
     ],
 )  # fmt: skip

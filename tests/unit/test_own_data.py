@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,20 @@ from torch.nn.functional import cross_entropy
 
 import hpctrain
 from hpctrain.checking.check import check
+from hpctrain.contracts.identity import Identity
+from hpctrain.data.batches import Batches
+from hpctrain.data.loader import Loader
 from hpctrain.data.order import SampleOrder
+from hpctrain.data.plan import Planned
+from hpctrain.data.pool import Pool
 from hpctrain.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.foreign.dataset import ForeignDataset
+from hpctrain.foreign.samples import ForeignSamples
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
 from hpctrain.seeded import derive_seed
+from hpctrain.watchdog.position import Position
+from hpctrain.watchdog.stand import stand_of
 
 OWN = '''
 import os
@@ -141,6 +150,39 @@ class Sizes(torch.utils.data.Sampler):
         return iter([[1, 2], [3]])
 
 
+class Odd(Words):
+    def __init__(self, split, kind):
+        super().__init__(split)
+        self.kind = kind
+
+    def __getitem__(self, index):
+        words = torch.full((4,), index % 9)
+        if index == 7:
+            if self.kind == "short":
+                words = words[:3]
+            elif self.kind == "none":
+                return None
+            elif self.kind == "mapping":
+                return {"ids": {"words": words[:2]}, "labels": 1}
+        return {"ids": {"words": words}, "labels": 1} if self.kind == "mapping" else (words, torch.tensor(1))
+
+
+def odd(split, kind):
+    return Odd(split, kind) if split == "train" else None
+
+
+class Crooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(10, 6), nn.ModuleList([nn.Linear(6, 6), nn.Linear(7, 3)])
+
+    def forward(self, ids):
+        values = self.embedding(ids)
+        for block in self.blocks:
+            values = block(values)
+        return values.sum(1)
+
+
 def closed(split):
     class Local(Words):
         pass
@@ -228,6 +270,51 @@ def test_a_collate_that_fails_is_told_by_its_key(
     with pytest.raises(kind, match=sentence) as error:
         hpctrain.run(tables("out", {"name": "own:data", "collate": collate, "workers": workers}))
     assert "Traceback" not in str(error.value) and str(error.value).count("File ") == ("raised" in sentence)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("short", "sample 7 of the data has a Tensor of shape (3,) as its entry 0, and sample "),
+        ("none", "sample 7 of the data is a NoneType, and sample "),
+        ("mapping", "sample 7 of the data has a Tensor of shape (2,) as its 'ids'.words, and sample "),
+    ],
+)
+def test_samples_that_do_not_fit_together_are_told_by_their_index(kind: str, sentence: str) -> None:
+    with pytest.raises(TrainingError) as found:
+        hpctrain.run(tables("odd", {"name": "own:odd", "kind": kind}, batch={"global_size": 40, "micro_size": 40}))
+    assert sentence in str(found.value) and '[dataset] collate = "package.module:function"' in str(found.value)
+
+
+def test_a_sample_that_hangs_is_told_by_its_line() -> None:
+    entered, goes_on = threading.Event(), threading.Event()
+
+    class Hangs(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            entered.set()
+            goes_on.wait()  # hangs here
+            return torch.zeros(2)
+
+    source = ForeignSamples("here:Hangs", Hangs([0]), None, None)
+    loader = Loader(
+        Pool(Batches(source)), iter([Planned([0], 0)]), lambda batch: batch, torch.device("cpu"), torch.float32
+    )
+    assert entered.wait(60)
+    position = Position()
+    with position.inside("data", 0), position.inside("data", 1):
+        [told] = stand_of(Identity(), position).workers
+    goes_on.set()
+    loader.close()
+    assert told.startswith("the thread that loads samples is at ") and told.endswith("goes_on.wait()  # hangs here")
+
+
+def test_an_error_of_shapes_names_the_layer_and_its_input() -> None:
+    job = tables("out", {"name": "own:odd", "kind": "fine"}, model={"name": "own:Crooked"})
+    with pytest.raises(
+        TrainingError,
+        match=r"in the layer blocks\.1 of Crooked, Linear\(in_features=7, .*, on \(4, 4, 6\) float32, on a batch of ",
+    ):
+        hpctrain.run(job)
 
 
 def test_a_collate_that_can_not_be_is_told_before_the_start() -> None:

@@ -3,28 +3,126 @@
 from __future__ import annotations
 
 import copy
+import io
+import json
+import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import TINY
 
 import hpctrain
 from hpctrain.contracts.identity import Identity
 from hpctrain.loop.console import Console
 from hpctrain.world.launcher_channel import LauncherChannel
+from hpctrain.world.prints import CLEAR_LINE, Labelled
 
 
-def test_nothing_is_cut_off_on_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_the_bar_is_one_line_that_leaves_out_what_has_no_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other ranks print lines of their own: a bar of two lines would cover them."""
     monkeypatch.setenv("TERM", "xterm")
-    console = Console(Identity(), LauncherChannel(terminal=True))
-    row = {"loss": 10.12345, "lr": 1.23456e-4, "grad_norm": 0.0123456, "tokens_per_second": 123456789.0}
-    for step, seconds in ((99998, 60.0), (99999, 2.0), (100000, 2.0)):  # the first step includes the setup
-        console.progress({**row, "step": step, "step_seconds": seconds}, 100000, "tokens", "bubble 12%")
-    console.close()
+    row = {"loss": 10.12345, "lr": 1.23456e-4, "grad_norm": 0.0123456, "tokens_per_second": 123456789.0, "epoch": 2.5}
+    for columns, least, absent in (
+        (80, "epoch 2.50", "tokens/s"),
+        (120, "123,456,789 tokens/s", "bubble"),
+        (180, "bubble 12%", "…"),
+    ):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        console = Console(Identity(), LauncherChannel(terminal=True))
+        console.progress({"evaluation_loss": 9.5, "step": 100}, 100000, "tokens", "")
+        for step, seconds in ((99998, 60.0), (99999, 2.0), (100000, 2.0)):  # the first step includes the setup
+            console.progress({**row, "step": step, "step_seconds": seconds}, 100000, "tokens", "bubble 12%")
+        console.close()
+        *_, bar = capsys.readouterr().out.rstrip("\n").split(CLEAR_LINE)
+        shown = re.sub("\x1b\\[[0-9;]*m", "", bar)
+        assert shown.startswith("100000/100000  ━━━") and shown.endswith("0:00  ETA 0:00"), shown
+        assert (
+            "loss 10.1235  best 9.5000" in shown and least in shown and absent not in shown and len(shown) < columns
+        ), shown
+        assert "\x1b[3" in bar  # colour
+
+
+def test_prints_are_whole_lines_with_their_rank() -> None:
+    """Not torn where ranks share a file: each line is one write."""
+    written: list[str] = []
+
+    class Screen(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    stream = Labelled(Screen(), "[rank 3] ")
+    for text in ("one", " line\nand", " another\n", "10%\r", "20%\r\n"):
+        stream.write(text)
+        stream.flush()
+    stream.write("no end")
+    assert written == ["[rank 3] one line\n", "[rank 3] and another\n", "[rank 3] 20%\n"]
+    stream.end()
+    assert written[3:] == ["[rank 3] no end\n"]
+
+
+def test_a_prompt_of_the_only_rank_does_not_wait_and_the_bar_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Labelled, "bar", "(bar)")
+    stream = Labelled(screen := io.StringIO(), CLEAR_LINE)
+    stream.write("(Pdb) ")
+    stream.flush()
+    assert screen.getvalue() == f"{CLEAR_LINE}(Pdb) "
+    stream.write("answer\n")
+    assert screen.getvalue() == f"{CLEAR_LINE}(Pdb) answer\n(bar)"
+
+
+def test_lines_and_the_log_tell_epoch_time_and_the_best_after_a_resume_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tables: dict[str, Any] = copy.deepcopy(TINY)
+    tables["evaluation"] = {"every_steps": 2}
+    hpctrain.run(tables)
+    tables["job"]["steps"] = 5
+    hpctrain.run(tables)
     out = capsys.readouterr().out
-    assert "123,456,789" in out and "tokens/s  bubble 12%" in out and "ETA 0:00" in out and "…" not in out, out
+    rows = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    best = min((row["evaluation_loss"], row["step"]) for row in rows if "evaluation_loss" in row and row["step"] < 5)
+    epoch = 5 * 12 / 500
+    assert re.search(
+        rf"step 5/5 .* best {best[0]:.4f} \(step {best[1]}\)  epoch {epoch:.2f} .* elapsed 0:0\d  ETA 0:00\n", out
+    ), out
+    log = Path("out/log/rank-00000.log").read_text()
+    assert all(line in log for line in out.splitlines()), (out, log)
+
+
+def test_each_start_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    monkeypatch.setattr(
+        sys, "argv", ["/usr/bin/hpctrain", "run", "job.toml", "--begun", "1.5", "--started-by", "/tmp/x"]
+    )
+    hpctrain.run(TINY)
+    subprocess.run([*git, "init", "-q"], check=True)
+    Path("code.py").write_text("")
+    for command in (["add", "code.py"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    hpctrain.run({**TINY, "job": {**TINY["job"], "steps": 5}})
+    Path("code.py").write_text("changed")
+    hpctrain.run({**TINY, "job": {**TINY["job"], "steps": 6}})
+    starts = [json.loads(line) for line in Path("out/starts.jsonl").read_text().splitlines()]
+    assert [start["git"] for start in starts] == [
+        None, {"commit": commit, "changed": False}, {"commit": commit, "changed": True},
+    ]  # fmt: skip
+    first = starts[0]
+    assert first["command"] == "hpctrain run job.toml" and first["directory"] == str(tmp_path) and first["ranks"] == 1
+    assert (
+        first["hosts"] == [socket.gethostname().partition(".")[0]] and first["versions"]["torch"] == torch.__version__
+    )
+    assert f"hpctrain {hpctrain.__version__}" in first["plugins"]
 
 
 def test_the_eta_follows_the_latest_steps_smoothly(

@@ -33,6 +33,7 @@ OWNERS: dict[str, Any] = {
     "_allgather_base": dist.ProcessGroup,
     "_apply": nn.Module,
     "_buffers": nn.Module(),
+    "_call_impl": nn.Module,
     "_clear_sharding_prop_cache": "torch.distributed.tensor.debug",
     "_dynamo": torch,
     "_end_coalescing": dist.ProcessGroup,

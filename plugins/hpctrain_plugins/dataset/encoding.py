@@ -53,7 +53,10 @@ class Encoder:
                 "[dataset] tokenizer needs the package tokenizers, which is not installed: pip install 'hpctrain[tokenizers]'"
             ) from None
         if not os.path.isfile(path):  # unlike Path.is_file, it accepts names that are too long
-            raise UsageError(f"[dataset] tokenizer: there is no file {path}")
+            raise UsageError(
+                f"[dataset] tokenizer: there is no file {path}; expected the path of a tokenizer.json (names of the Hugging "
+                "Face hub are not taken)"
+            )
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception

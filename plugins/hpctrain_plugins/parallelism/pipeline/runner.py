@@ -95,12 +95,18 @@ class PipelineRunner(Runner):
             )
         return made
 
-    def _forwarded(self, number: int, outputs: Any) -> None:
+    def _forwarded(self, number: int) -> None:
         self._has_forwarded = True
-        self._parts.forwarded(self._step, outputs, self._given[number].batch)
+        self._parts.forwarded(self._step, self._outputs, self._given[number].batch)
 
-    def _loss(self, outputs: Any, index: Tensor) -> Tensor:
-        parts = self._parts
+    @property
+    def _outputs(self) -> Any:
+        """The model's outputs for the newest micro batch, on the last stage's rank; torch's schedules give a tensor of them."""
+        return self._stages[self._count - 1].outputs
+
+    def _loss(self, _: Tensor, index: Tensor) -> Tensor:
+        """Of the newest micro batch: a schedule asks for it right after the forward."""
+        parts, outputs = self._parts, self._outputs
         micro = self._given[int(index)]
         if not self._has_forwarded:  # torch runs one forward for shapes
             micro = replace(micro, counts=False)
@@ -140,14 +146,14 @@ class PipelineRunner(Runner):
     def _forward(self) -> Any:
         """Run one micro batch through all stages; return the model's outputs on the rank of the last stage."""
         index = torch.zeros(1, dtype=torch.int64, device=self._parts.device)
-        value: Any = index
+        value = index
         for number, stage in self._stages.items():
             if number > 0 and (before := self._rank_of(number - 1)) != self._group.rank():
                 value = receive(before, self._group, self._parts.device)
             value = stage(value, index)
             if number < self._count - 1 and (after := self._rank_of(number + 1)) != self._group.rank():
                 send(value, after, self._group)
-        return value
+        return self._outputs if self._count - 1 in self._stages else value
 
     def _rank_of(self, stage: int) -> int:
         return self._record.rank_of(stage, self._group.size())
@@ -155,7 +161,7 @@ class PipelineRunner(Runner):
     def _give(self, micro_batches: list[MicroBatch]) -> None:
         self._given = micro_batches
         for stage in self._stages.values():
-            stage.micro_batches = micro_batches
+            stage.micro_batches, stage.outputs = micro_batches, None
 
     def describe(self, micro_batches: int) -> str:
         """A line with the bubble: the share of a step in which a rank waits before its first and after its last micro

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -68,6 +69,18 @@ def without_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
             buffers.update(before)
 
 
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """The tensors in a model's outputs."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        yield from _tensors(list(outputs.values()))
+    elif isinstance(outputs, (list, tuple)):
+        yield from (tensor for one in outputs for tensor in _tensors(one))
+    elif is_dataclass(outputs):
+        yield from _tensors(list(vars(outputs).values()))
+
+
 class Stage(nn.Module):
     """The computation of one pipeline stage for a micro batch, which is passed as a number.
 
@@ -95,11 +108,16 @@ class Stage(nn.Module):
         self.micro_batches: list[MicroBatch] = []
         self.in_step = False
         """Whether a micro batch runs. Before that, torch runs one forward for shapes; after the first stage it is noise."""
+        self.outputs: Any = None
+        """Of the latest forward of the last stage."""
         self.input_is_trained = False
         """Whether the latest `value` required a gradient."""
 
     def forward(self, value: Tensor, index: Tensor) -> Tensor:
-        """value: from the previous stage; in the first stage, `index` again. index: (1,), the number of the micro batch."""
+        """The hidden state for the next stage; in the last stage a tensor of the model's outputs, all of which `outputs` has.
+
+        value: from the previous stage; in the first stage, `index` again. index: (1,), the number of the micro batch.
+        """
         whole, self.input_is_trained = self._whole[0], value.requires_grad
         looks = torch.is_grad_enabled() and not self.in_step
         with without_trace(whole, index.device) if looks else nullcontext(), self._precision.forward(index.device):
@@ -108,7 +126,20 @@ class Stage(nn.Module):
             )
             for block in self.blocks:
                 hidden = block(hidden)
-            return self._spec.head(whole, hidden) if self._last else self._passed_on(hidden)
+            if not self._last:
+                return self._passed_on(hidden)
+            self.outputs = self._spec.head(whole, hidden)
+            return self._tensor_of(self.outputs)
+
+    def _tensor_of(self, outputs: Any) -> Tensor:
+        """A tensor that torch's schedules can take for any outputs. Raises UsageError if there is none."""
+        leaves = list(_tensors(outputs))
+        if not leaves:
+            raise UsageError(
+                f"[parallelism] pipeline: the outputs of {self._spec.name} are {type(outputs).__name__} without a tensor, expected "
+                "a tensor, or a dict, list or named tuple of tensors"
+            )
+        return next((one for one in leaves if one.requires_grad), leaves[0])
 
     def _received(self, value: Tensor) -> Tensor:
         """The input of the blocks. `value` is a leaf of this stage's backward and must not be changed in place."""

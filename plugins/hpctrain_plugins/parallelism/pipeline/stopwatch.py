@@ -49,8 +49,8 @@ class TimedStage(PipelineStage):
     """torch's PipelineStage, with `watch` timing its computation."""
 
     watch: Stopwatch
-    forwarded: Callable[[int, Any], None]
-    """Is told the number and the outputs of each micro batch that leaves the last stage."""
+    forwarded: Callable[[int], None]
+    """Is told the number of each micro batch that leaves the last stage."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -65,7 +65,7 @@ class TimedStage(PipelineStage):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
         self.submod.in_step = False  # type: ignore[assignment]
         if self.is_last:
-            self.forwarded(fwd_chunk_id, output)
+            self.forwarded(fwd_chunk_id)
         self._input_is_trained[fwd_chunk_id] = bool(self.submod.input_is_trained)
         return output
 

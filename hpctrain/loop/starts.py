@@ -1,0 +1,106 @@
+"""How a run was started: RUN/starts.jsonl has a line for each start, with versions, command, hosts and the git commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.contracts.identity import Identity
+from hpctrain.errors import UsageError, reason
+from hpctrain.files import open_to_change
+from hpctrain.version import __version__
+from hpctrain.world.detection import launcher_name
+
+FILE_NAME = "starts.jsonl"
+_PACKAGES = ("numpy", "mpi4py", "h5py", "safetensors", "tokenizers", "transformers")
+_OF_THE_STARTER = ("--started-by", "--begun")
+"""Options that a starter gives to its ranks, each with a value."""
+_GIT_SECONDS = 10.0
+
+
+def note_start(output_dir: Path, identity: Identity, hosts: Sequence[str], plugins: Sequence[str]) -> None:
+    """Append a line. hosts: of every rank. plugins: distributions with versions. Raises UsageError if it can't be written."""
+    path = output_dir / FILE_NAME
+    line = json.dumps(describe_start(identity, hosts, plugins)) + "\n"
+    try:
+        fd = open_to_change(path, os.O_WRONLY | os.O_APPEND)
+        with open(fd, "a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        raise UsageError(f"[job] output_dir: {path} cannot be written: {reason(error)}") from None
+
+
+def describe_start(identity: Identity, hosts: Sequence[str], plugins: Sequence[str]) -> dict[str, Any]:
+    """What the line says."""
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(_command()),
+        "directory": os.getcwd(),
+        "ranks": identity.size,
+        "hosts": list(dict.fromkeys(hosts)),
+        "launcher": launcher_name() or identity.source,
+        "versions": _versions(),
+        "plugins": list(plugins),
+        "git": _git(Path.cwd()),
+    }
+
+
+def _command() -> list[str]:
+    """This process's command, without what a starter adds."""
+    words, kept = iter(sys.argv), []
+    for word in words:
+        if word in _OF_THE_STARTER:
+            next(words, None)
+        else:
+            kept.append(word)
+    program = Path(kept[0]) if kept else Path()
+    if program.name == "__main__.py" and program.parent.name == "hpctrain":  # python -m hpctrain
+        return ["hpctrain", *kept[1:]]
+    return [program.name, *kept[1:]] if program.name == "hpctrain" else kept
+
+
+def _versions() -> dict[str, str]:
+    found = {"hpctrain": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is not None:
+        found["mpi"] = " ".join(str(mpi.Get_library_version()).splitlines()[0].split())
+    return found
+
+
+def _git(directory: Path) -> Mapping[str, Any] | None:
+    """The commit of the directory, and whether tracked files differ from it; None outside of a repository."""
+    # no locks, and no program that the repository's settings name
+    words = ["git", "-C", str(directory), "-c", "core.fsmonitor=false"]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+
+    def answer(*more: str) -> str:
+        done = subprocess.run(
+            [*words, *more], capture_output=True, text=True, errors="replace", timeout=_GIT_SECONDS, env=environment,
+            stdin=subprocess.DEVNULL, check=True,
+        )  # fmt: skip
+        return done.stdout.strip()
+
+    try:
+        return {
+            "commit": answer("rev-parse", "HEAD"),
+            "changed": bool(answer("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
