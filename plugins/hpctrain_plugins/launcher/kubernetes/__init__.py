@@ -100,7 +100,7 @@ class Kubernetes(Launcher):
             )
         return _state(json.loads(shown).get("status") or {})
 
-    def cancel(self, id: str) -> None:
+    def cancel(self, id: str, directory: Path) -> None:
         _refuse_other_objects(id)
         self._kubectl("delete", id, "--wait=false")
 
