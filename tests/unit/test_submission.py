@@ -36,6 +36,10 @@ MISTAKES = {
     "no sbatch": (["--to", "slurm"], 3, "found no command sbatch on this machine"),
     "no kubectl": (["--to", "kubernetes", *("--set", "launcher.kubernetes={image='i', claim='c'}")], 3, "no command kubectl"),
     "no image": (["--to", "kubernetes", "--set", "launcher.kubernetes.claim=c"], 2, "[launcher] kubernetes lacks the key 'image'"),
+    "an unknown key of a row": (
+        ["--to", "kubernetes", "--set", "launcher.kubernetes={image='i', claim='c', tolerations=[{kee='x'}]}"], 2,
+        "unknown key 'kee' in [launcher] kubernetes.tolerations; did you mean 'key'?",
+    ),
     "outside of the claim": (
         ["--to", "kubernetes", "--set", "launcher.kubernetes={image='i', claim='c'}", "--set", "job.output_dir=/tmp/x"], 2,
         "found /tmp/x, expected a path in the volume claim, relative or below /work",
