@@ -14,6 +14,7 @@ EXIT_ENVIRONMENT = 3
 EXIT_TRAINING = 4
 EXIT_CHECKPOINT = 5
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start me again
+EXIT_CANCELLED = 143  # as a process that SIGTERM has ended
 
 
 def escaped(text: str) -> str:

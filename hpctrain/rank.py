@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +21,9 @@ from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_
 from hpctrain.checkpoint.directory import behind_latest
 from hpctrain.conformance.trials import try_communicator
 from hpctrain.contracts.identity import Identity
+from hpctrain.contracts.launcher import CANCELLED, JOB_FILE
 from hpctrain.data.pool import refuse_in_worker
-from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, HpctrainError, UsageError, reason
+from hpctrain.errors import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, HpctrainError, UsageError, reason
 from hpctrain.exchange import gather_values
 from hpctrain.foreign.calling import retell_model_error
 from hpctrain.foreign.given import given_objects
@@ -191,6 +193,8 @@ def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, be
                 with alarmed():
                     position.move(BETWEEN)
                     result = train(session, stop)
+                    if result["exit_code"] == EXIT_STOPPED and world.share("cancelled", lambda: _is_cancelled(checked)):
+                        result["exit_code"] = EXIT_CANCELLED
                 position.move(END)
             finally:
                 session.close()
@@ -304,6 +308,15 @@ def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:
     return checked
 
 
+def _is_cancelled(checked: CheckedJob) -> bool:
+    """Whether `hpctrain cancel` has ended the submitted job that this run belongs to."""
+    directory = checked.job.output_dir
+    return (
+        os.path.realpath(checked.raw.source) == os.path.realpath(directory / JOB_FILE)
+        and (directory / CANCELLED).exists()
+    )
+
+
 def _wrap(job: Job) -> Callable[[str, Any], tuple[str, Any]] | None:
     if not job.communicator.check:
         return None
@@ -320,8 +333,11 @@ def _with_communicator(checked: CheckedJob, identity: Identity) -> CheckedJob:
 
 def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> None:
     directory = session.job.output_dir
-    if result["exit_code"] == EXIT_STOPPED:
-        why = ", as its time is nearly over" if session.deadline.is_near else ""
+    if result["exit_code"] in (EXIT_STOPPED, EXIT_CANCELLED):
+        cancelled = result["exit_code"] == EXIT_CANCELLED
+        why = (
+            ", as it was cancelled" if cancelled else ", as its time is nearly over" if session.deadline.is_near else ""
+        )
         session.report.say(
             f"stopped at step {result['step']} of {session.progress.steps}{why}, saved in {session.saving.newest}"
         )

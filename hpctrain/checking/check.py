@@ -305,6 +305,8 @@ def _option_keys(model: type[BaseModel], own: Sequence[str], below: Key) -> list
     """The keys of a plugin's table, or of a table `below` it. own: the core's keys of the same table."""
     if not below:
         return [*model.model_fields, *own]
+    if isinstance(below[0], int):  # a row of a list of tables
+        return _option_keys(model, own, below[1:])
     field = model.model_fields.get(str(below[0]))
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
     inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

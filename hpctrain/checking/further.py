@@ -59,8 +59,8 @@ def _is_within(key: Key, other: Key) -> bool:
 
 
 def _repairs(tables: dict[str, Any], key: Key) -> list[dict[str, Any]]:
-    found = []
-    for value in _STAND_INS:
+    found: list[dict[str, Any]] = []
+    for value in _STAND_INS if key else ():  # a problem of the whole job has no stand-in
         changed = copy.deepcopy(tables)
         inner: Any = changed
         for part in key[:-1]:

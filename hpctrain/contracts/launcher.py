@@ -12,6 +12,10 @@ from hpctrain.contracts.plugin import Plugin
 
 RECORD = "submissions.jsonl"
 """The file of a run's directory that says which jobs it was submitted as."""
+JOB_FILE = "job.submitted.toml"
+"""The job file in the directory of a submitted run."""
+CANCELLED = "cancelled"
+"""The file of a run's directory that `hpctrain cancel` makes and the next submission removes."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,8 @@ class Launcher(Plugin):
 
     @abstractmethod
     def render(self, launch: Launch) -> str:
-        """The script. It must hold no value of the environment, and run the job again after exit code 75, or end with it."""
+        """The script. It must hold no value of the environment, and run the job again after exit code 75, or end with it. The ranks
+        of a cancelled job that have saved exit with 143 instead."""
 
     @abstractmethod
     def submit(self, script: Path, launch: Launch) -> list[str]:
@@ -130,5 +135,5 @@ class Launcher(Plugin):
         """How the job is."""
 
     @abstractmethod
-    def cancel(self, id: str) -> None:
-        """End the job; its ranks should get a signal first, so that they save."""
+    def cancel(self, id: str, directory: Path) -> None:
+        """End the job of the run in `directory`; its ranks should get a signal first, so that they save."""

@@ -35,7 +35,7 @@ def users_code(what: str) -> Iterator[None]:
         yield
     except HpctrainError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         said = f"{what} raised {type(error).__name__}" + (f": {error}" if str(error) else "")
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
         if frames:

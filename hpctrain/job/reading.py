@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +13,11 @@ from typing import Any
 import tomli
 
 from hpctrain.errors import JobFileError, UsageError
+from hpctrain.files import read_bytes
 from hpctrain.job.toml import LimitError, first_beyond, parse
 
+_LONGEST_CHAIN = 50
+"""Files that extend each other."""
 Key = tuple[str | int, ...]
 """A place in the job: ("optimizer", "lr") or ("logger", 0, "name")."""
 
@@ -83,8 +87,16 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
     if resolved in chain:
         loop = " -> ".join(str(p) for p in [*chain[chain.index(resolved) :], resolved])
         raise JobFileError(f"{path}:1: extends goes in a circle: {loop}; remove one of them")
+    if len(chain) > _LONGEST_CHAIN:
+        raise JobFileError(
+            f"{path}:1: extends: found a chain of more than {_LONGEST_CHAIN} files from {chain[0]} on, expected at most so many"
+        )
     try:
-        content = path.read_bytes()
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise JobFileError(
+                f"{path}: found a pipe, a device or a directory, expected a job file, which each rank reads"
+            )
+        content = read_bytes(resolved)
         text = content.decode("utf-8-sig").replace("\r\n", "\n")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise JobFileError(f"{path}: there is no such file; expected a job file (hpctrain new writes one)") from None

@@ -55,6 +55,9 @@ def first_beyond(tables: dict[str, Any]) -> tuple[tuple[str | int, ...], str] | 
             return key[:2], _TOO_DEEP
         if isinstance(value, int) and value not in _INTEGERS:
             return key, f"found an integer of {value.bit_length()} bits, expected one of 64 bits with its sign"
+        texts = [text for text in (value, *key[-1:]) if isinstance(text, str)]
+        if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):  # Python's form of such bytes
+            return key, "found bytes that are no UTF-8, expected text in UTF-8"
         if isinstance(value, str) and "\0" in value:
             return key, "found a text with the character U+0000, expected one without"
         if isinstance(value, (date, time)):

@@ -10,8 +10,8 @@ Start such a script with mpiexec or srun. `pg_options=hpctrain.mpi.Settings(...)
 how the group moves its bytes. A group without options takes those of the world's group.
 
 Importing this package does not start MPI. It sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun does, from
-the variables of mpiexec or srun. It uses only hpctrain.store, hpctrain.errors and hpctrain.torch_private from the rest of
-hpctrain.
+the variables of mpiexec or srun. It uses only hpctrain.store, hpctrain.errors, hpctrain.transports and
+hpctrain.torch_private from the rest of hpctrain.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts the MPI library: importing this module initialises MPI with THREAD_MULTIPLE.
+"""Starts the MPI library: importing this module initialises MPI with THREAD_MULTIPLE, without ports where all ranks share a node.
 
 MPI_Init waits for all ranks. mpi4py would keep Python's other threads from running meanwhile, and no limit could end the wait.
 
@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 
 from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.transports import share_node, shared_memory
 
 try:
     import mpi4py
@@ -28,6 +29,8 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 if not MPI.Is_initialized():
+    if share_node(os.environ):
+        os.environ.update(shared_memory(os.environ))
     _found = [getattr(ctypes.CDLL(library), "MPI_Init_thread", None) for library in (None, MPI.__file__)]
     _init = _found[0] or _found[1]  # a preloaded tool's, MPI's, or none if mpi4py holds a static MPI
     if _init is None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import pluggy
 
@@ -115,13 +117,20 @@ def load(
 def _register(manager: pluggy.PluginManager, source: ModuleSource) -> str | None:
     """Import and register one module; return a sentence if that fails."""
     try:
-        module = import_from_here(source.module) if not source.distribution else importlib.import_module(source.module)
+        module = import_from_here(source.module) if not source.distribution else imported(source.module)
     except ImportError as error:
         missing = getattr(error, "name", None)
         if missing and missing != source.module and not source.module.startswith(f"{missing}."):
             return f"it needs the package {missing!r}, which is not installed ({error})"
         return f"the module cannot be imported: {error}"
-    except (Exception, SystemExit) as error:  # a third party's import must not end the command
+    except Interrupted:
+        raise
+    except (
+        Exception,
+        SystemExit,
+        GeneratorExit,
+        KeyboardInterrupt,
+    ) as error:  # a third party's import must not end the command
         return f"importing it raised {type(error).__name__}: {error}"
     wanted = version_of(module)
     if wanted is not None and (type(wanted) is not int or wanted > API_VERSION):
@@ -170,4 +179,25 @@ def import_from_here(module: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    return importlib.import_module(module)
+    return imported(module)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during an import, in contrast to a module that raises KeyboardInterrupt itself."""
+
+
+def imported(module: str) -> ModuleType:
+    """Import a module of somebody else's. Raises Interrupted, and whatever the module raises."""
+    answered = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not answered or threading.current_thread() is not threading.main_thread():
+        return importlib.import_module(module)
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        return importlib.import_module(module)
+    finally:
+        if signal.getsignal(signal.SIGINT) is _interrupt:  # the module may have taken the signal
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted

@@ -17,6 +17,8 @@ import socket
 import threading
 from contextlib import suppress
 
+from hpctrain.transports import shared_memory
+
 _LONGEST = 2**16
 """The longest line, in bytes. A rank that sends more is no longer served."""
 
@@ -45,8 +47,9 @@ class PmiServer:
         self._thread.start()
 
     def environment(self, rank: int) -> dict[str, str]:
-        """The variables that MPI and hpctrain read, as MPICH's mpiexec sets them."""
+        """The variables that MPI and hpctrain read, as MPICH's mpiexec sets them. Ranks that share a node need no port."""
         return {
+            **shared_memory(os.environ),
             "PMI_FD": str(self._theirs[rank].fileno()),
             "PMI_RANK": str(rank),
             "PMI_SIZE": str(self._ranks),

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from pydantic import ValidationError
 
 from hpctrain.contracts.breach import broken
-from hpctrain.contracts.launcher import RECORD, JobState, Launcher
+from hpctrain.contracts.launcher import JOB_FILE, RECORD, JobState, Launcher
 from hpctrain.errors import UsageError, reason, shown
 from hpctrain.files import read_bytes, reading
 from hpctrain.job.launching import LauncherTable
 from hpctrain.job.problems import validate
 from hpctrain.job.toml import parse
-from hpctrain.submission.record import JOB_FILE, Submission, newest
+from hpctrain.submission.record import Submission, cancelled, newest
 
 if TYPE_CHECKING:
     from hpctrain.plugins.registry import Registry
@@ -54,9 +54,9 @@ class Submitted:
             return state
 
     def cancel(self) -> None:
-        """End it."""
-        with self._launcher() as launcher:
-            launcher.cancel(self.submission.id)
+        """End it; its ranks don't ask to be started again."""
+        with self._launcher() as launcher, cancelled(self.directory):
+            launcher.cancel(self.submission.id, self.directory.absolute())
 
     def progress(self) -> str:
         """ "step 17 of 40"; empty before the first step."""

@@ -15,14 +15,13 @@ from pydantic import ValidationError
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.resolved import resolved_tables
 from hpctrain.checking.thorough import check_thoroughly
-from hpctrain.contracts.launcher import Launch, Launcher, SubmittedRun
+from hpctrain.contracts.launcher import JOB_FILE, Launch, Launcher, SubmittedRun
 from hpctrain.errors import UsageError
 from hpctrain.job.environment import OF_MPIEXEC
 from hpctrain.job.launching import LauncherTable
 from hpctrain.job.problems import validate
 from hpctrain.job.reading import RawJob, read_job
 from hpctrain.starter.mpi_library import MPICH, OPEN_MPI, ask_library
-from hpctrain.submission.record import JOB_FILE
 from hpctrain.submission.staging import described
 from hpctrain.submission.sweep import Variant, variants
 

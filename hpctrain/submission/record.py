@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hpctrain.contracts.launcher import RECORD
+from hpctrain.contracts.launcher import CANCELLED, RECORD
 from hpctrain.errors import UsageError, reason
 from hpctrain.files import open_to_change, read_bytes
 
-JOB_FILE = "job.submitted.toml"
 ID = r"^\w[\w.:/@+=\[\]-]*$"
 """What a scheduler's id may look like."""
 
@@ -47,6 +48,21 @@ def append(directory: Path, submission: Submission) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def cancelled(directory: Path) -> Iterator[None]:
+    """Mark the run as cancelled, for its ranks to see; not any more if that fails. Raises UsageError."""
+    mark = directory / CANCELLED
+    try:
+        os.close(open_to_change(mark, os.O_WRONLY))
+    except OSError as error:
+        raise UsageError(f"{mark} cannot be made, so that the job would start again: {reason(error)}") from None
+    try:
+        yield
+    except BaseException:
+        mark.unlink(missing_ok=True)
+        raise
 
 
 def newest(directory: Path) -> Submission | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hpctrain.contracts.breach import broken
-from hpctrain.contracts.launcher import Launch
+from hpctrain.contracts.launcher import CANCELLED, Launch
 from hpctrain.errors import HpctrainError, TrainingError, UsageError, WriteError, reason, shown
 from hpctrain.files import replacing
 from hpctrain.submission.asking import Submitted, blamed, submitted
@@ -119,6 +119,7 @@ def _write(prepared: Prepared, launches: list[Launch], rendered: list[str]) -> N
             for run in launch.runs:
                 run.directory.mkdir(mode, parents=True, exist_ok=True)
                 _replace(run.job, run.text)
+                (run.directory / CANCELLED).unlink(missing_ok=True)
             _replace(launch.directory / prepared.launcher.script_name, script)
     except OSError as error:
         raise UsageError(f"[job] output_dir: {prepared.directory} cannot be written to: {reason(error)}") from None

@@ -286,9 +286,9 @@ class Odd(Launcher):
         return RETURNED
     def state(self, id):
         return JobState(WORD)
-    def cancel(self, id):
+    def cancel(self, id, directory):
         if launch_of(id) == 0:
-            raise UsageError("not yours")
+            raise UsageError(f"not yours: {directory}")
 
 def launch_of(id):
     return int(id.rpartition(".")[2])
@@ -321,11 +321,18 @@ def test_one_job_of_an_array_that_cannot_be_cancelled(job: JobFile) -> None:
     record.write_text(record.read_text().replace("job.0", "job.1"))
     done = run(hpctrain("cancel", "out", "--load", "odd"), job.directory)
     assert done.code == 2 and done.out == "out/optimizer.lr=0.2: odd job job.1: told to end\n", done
-    assert done.err == "hpctrain: not yours\n", done
+    assert done.err == f"hpctrain: not yours: {job.output.absolute() / 'optimizer.lr=0.1'}\n", done
+    assert [(one / "cancelled").exists() for one in sorted(job.output.glob("optimizer*"))] == [False, True]
+    (record.parent / "cancelled").unlink()
+    (record.parent / "cancelled").symlink_to("/etc/hostname")
+    done = run(hpctrain("cancel", str(record.parent), "--load", "odd"), job.directory)
+    assert done.code == 2 and "cancelled cannot be made, so that the job would start again" in done.err, done
 
 
 def test_after_a_job_that_the_scheduler_has_forgotten(job: JobFile) -> None:
     odd(job, ["job.0"], "unknown")
-    assert submit(job).code == 0
+    job.output.mkdir()
+    (job.output / "cancelled").touch()
+    assert submit(job).code == 0 and not (job.output / "cancelled").exists()
     done = submit(job, "--set", "job.output_dir=next", "--after", "out")
     assert done.code == 2 and "knows nothing any more; expected a job that runs or is done" in done.err, done

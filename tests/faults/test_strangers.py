@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from besieging import besieged, needs_root, open_job
-from launching import hpctrain, run
+from besieging import PYTHON, besieged, needs_root, open_job
+from launching import hpctrain, run, started
 
 pytestmark = [pytest.mark.timeout(400), needs_root]
 
@@ -20,8 +22,38 @@ FLUX = [sys.executable, str(Path(__file__).parent / "programs" / "as_flux.py"), 
 STARTED = {"torchrun": TORCHRUN, "Flux": FLUX}
 
 
-@pytest.fixture
-def inside() -> Iterator[list[str]]:
+HOST = "10.78.0.1"
+OTHER_HOST = """
+import socket, sys, time
+from pathlib import Path
+
+def is_open(port):
+    with socket.socket() as one:
+        return one.connect_ex((sys.argv[1], port)) == 0
+
+end = time.monotonic() + 120
+while not Path(sys.argv[2]).exists() and time.monotonic() < end:
+    time.sleep(0.1)
+print([port for port in range(1, 2**16) if is_open(port)])
+"""
+"""Tries every port of a host once a file is there."""
+TRIED = """
+import pathlib
+import time
+
+from hpctrain.api import hookimpl
+
+
+@hookimpl
+def hpctrain_step_end(step):
+    while step > 100 and not pathlib.Path("tried").exists():
+        time.sleep(0.1)
+"""
+"""A plugin that keeps a job from ending before its ports were tried."""
+
+
+@contextmanager
+def network() -> Iterator[list[str]]:
     """Runs a command in a separate network, because the stranger knocks at every port, also at those of other tests."""
     holder = subprocess.Popen(
         ["unshare", "--net", "bash", "-c", "ip link set lo up && echo up && read"],
@@ -32,18 +64,54 @@ def inside() -> Iterator[list[str]]:
     holder.communicate(timeout=30)  # ends its standard input
 
 
+@pytest.fixture
+def networks() -> Iterator[tuple[list[str], list[str]]]:
+    """Run a command on a host with an address, and on another one that reaches it."""
+    with network() as here, network() as there:
+        link = next(
+            (name for name in os.listdir("/sys/class/net") if name != "lo"), "eth0"
+        )  # UCX looks for names there
+        subprocess.run([*here, "ip", "link", "add", link, "type", "veth", "peer", link, "netns", there[2]], check=True)
+        for enter, address in (here, HOST), (there, "10.78.0.2"):
+            subprocess.run([*enter, "ip", "address", "add", f"{address}/30", "dev", link], check=True)
+            subprocess.run([*enter, "ip", "link", "set", link, "up"], check=True)
+        yield here, there
+
+
+def listening(enter: list[str]) -> list[str]:
+    """The addresses of a network on which a process waits."""
+    shown = subprocess.run([*enter, "ss", "-Hlntu"], capture_output=True, text=True, check=True, timeout=30)
+    return [line.split()[4] for line in shown.stdout.splitlines()]
+
+
 @pytest.mark.parametrize("launcher", ["MPICH", "gloo", "torchrun", "Flux"])
-def test_a_job_trains_as_if_nobody_were_there(launcher: str, inside: list[str]) -> None:
+def test_a_job_trains_as_if_nobody_were_there(launcher: str, networks: tuple[list[str], list[str]]) -> None:
     """Not with Open MPI: its launcher dies of noise on its own port (SECURITY.md)."""
+    inside, outside = networks
     words = [*inside, *STARTED.get(launcher, hpctrain("run", "job.toml", "-n", "2"))]
     env = WITHOUT_MPI if launcher in ("gloo", "Flux") else {}
     with open_job() as job:
         quiet = run([*words, "--set", "job.output_dir='quiet'"], job.directory, env=env)
         assert quiet.code == 0, quiet
         # torchrun's own store trusts everyone; with -n only the ranks' store listens
-        with besieged(job, enter=inside, everywhere=launcher != "torchrun"):
-            done = run(words, job.directory, timeout=200, env=env)
+        (job.directory / "tried.py").write_text(TRIED)
+        knocking = [*outside, PYTHON, "-c", OTHER_HOST, HOST, str(job.output / "metrics.jsonl")]
+        with (
+            subprocess.Popen(knocking, stdout=subprocess.PIPE, text=True) as other_host,
+            besieged(job, enter=inside, everywhere=launcher != "torchrun") as tried,
+            started([*words, "--set", "plugins.load=['attacked', 'tried']"], job.directory, env) as command,
+        ):
+            job.wait_for_steps(1)
+            waiting = listening(inside)
+            opened, _ = other_host.communicate(timeout=120)
+            (job.directory / "tried").touch()
+            done = command.finish(200)
         assert done.code == 0, done
         assert job.losses() == job.losses("quiet") and (launcher != "Flux" or "2 (flux)" in done.out), done
         log = (job.output / "log" / "rank-00000.log").read_text()
         assert log.count("a connection from 127.0.0.1 port") == 1, log
+    if launcher != "torchrun":
+        assert waiting and all(address.startswith("127.0.0.1:") for address in waiting), waiting
+        assert opened == "[]\n", opened
+    if launcher == "MPICH":
+        assert tried["addresses"] == waiting and len(waiting) == 1, (tried, waiting)

@@ -172,7 +172,7 @@ class _Launcher(Launcher):
     def state(self, id):
         return JobState("done")
 
-    def cancel(self, id): ...
+    def cancel(self, id, directory): ...
 
 
 class RendersBytes(_Launcher):

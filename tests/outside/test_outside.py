@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,3 +188,25 @@ def test_a_launcher(long_job: JobFile, python: str) -> None:
     alone = {key: value for key, value in job.tables.items() if key != "launcher"}
     expected = [loss for loss, _ in train_gpt(alone, torch.float32)[1]]
     assert job.losses("out/optimizer.lr=0.01") == pytest.approx(expected, rel=2e-6)
+
+
+def test_a_cancelled_job_of_a_launcher_is_not_run_again(long_job: JobFile, python: str) -> None:
+    job = long_job.set(launcher={"background": {"ranks_per_node": 2}}, job={"steps": 1_000_000})
+    ended = job.output / "ended"
+
+    def ask(*words: str) -> str:
+        done = run(["env", "-u", MARK, *hpctrain(*words, python=python)], job.directory)
+        assert done.code == 0, done
+        return done.out
+
+    group = int(re.findall(r"background job (\d+)@", ask("submit", "job.toml"))[0])
+    try:
+        job.wait_for_steps(1)
+        assert "told to end" in ask("cancel", "out")
+        wait_until(ended.exists, 60, "the cancelled job ends")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    told, printed = ask("status", "out"), Path(f"{ended}.out").read_text()
+    assert "cancelled (exit code 143), step " in told and ", as it was cancelled, saved in " in printed, (told, printed)
+    assert "again" not in printed and "continue with" not in printed, printed

@@ -436,6 +436,12 @@ def test_a_module_of_ones_own_in_a_pipeline_is_told_what_it_lacks() -> None:
         parts.parallelism["pipeline"].apply(parts.model.build(), parts.model, mesh)
 
 
+def test_a_problem_of_the_whole_job_hides_nothing_and_has_no_stand_in() -> None:
+    """Text that is no JSON: `read_job` lets none through."""
+    with pytest.raises(JobError, match=r"the job: Invalid JSON"):
+        check(RawJob(tables(job={"name": "\udcff"}), {}, "j"), None)
+
+
 @pytest.mark.parametrize(
     "tables",
     [

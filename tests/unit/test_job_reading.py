@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,39 @@ def test_bad_files(tmp_path: Path, text: str, sentence: str | None) -> None:
         return
     with pytest.raises(UsageError, match=f"job.toml{sentence}"):
         read_job(path)
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_regular_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/zero"), tmp_path):
+        with pytest.raises(UsageError, match=f"{path}: found a pipe, a device or a directory, expected a job file"):
+            read_job(path)
+    ours, other = os.pipe()
+    with pytest.raises(UsageError, match="found a pipe"):
+        read_job(Path(f"/dev/fd/{ours}"))
+    os.close(ours), os.close(other)
+    with open(tmp_path / "endless", "wb") as file:
+        file.truncate(2**33)
+    with pytest.raises(UsageError, match=f"it has {2**33} bytes, expected at most"):
+        read_job(tmp_path / "endless")
+
+
+def test_files_extend_each_other_fifty_times_at_most(tmp_path: Path) -> None:
+    for number in range(3000):
+        (tmp_path / f"{number}").write_text(f'extends = "{number + 1}"\n')
+    (tmp_path / "3000").write_text("[job]\n")
+    assert read_job(tmp_path / "2950").tables == {"job": {}}
+    with pytest.raises(UsageError, match=r"/51:1: extends: found a chain of more than 50 files from .*/0 on"):
+        read_job(tmp_path / "0")
+
+
+@pytest.mark.parametrize("override", [b"a.b=\xff", b"a.b=[1, '\xe9']", b"a.\xff=1", b"\xff.b=1"])
+def test_an_override_with_bytes_that_are_no_utf_8(tmp_path: Path, override: bytes) -> None:
+    (tmp_path / "job.toml").write_text("[a]\n")
+    with pytest.raises(UsageError, match="found bytes that are no UTF-8"):
+        read_job(tmp_path / "job.toml", [os.fsdecode(override)])
 
 
 def test_merge_leaves_its_inputs_alone() -> None:

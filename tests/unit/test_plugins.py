@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from hpctrain.api import CompressionOptions
 from hpctrain.errors import EnvironmentUnfitError, UsageError
+from hpctrain.foreign.reference import resolve
 from hpctrain.plugins.changes import API_VERSION, CHANGES
 from hpctrain.plugins.listing import describe_options, list_plugins
 from hpctrain.plugins.registry import Registry, build_registry
@@ -138,6 +140,8 @@ def test_a_name_of_hpctrain_leaves_an_installed_plugin_alone(site: Site) -> None
     [
         ("1/0", "importing it raised ZeroDivisionError"),
         ("raise SystemExit(0)", "importing it raised SystemExit"),
+        ("raise GeneratorExit", "importing it raised GeneratorExit"),
+        ("raise KeyboardInterrupt", "importing it raised KeyboardInterrupt"),
         ("import no_such_package", "it needs the package 'no_such_package'"),
         ("x = 1", "it implements no hook"),
         (
@@ -416,6 +420,17 @@ def test_a_changed_interface_is_seen(
     assert "+hook hpctrain_outputs(batch: Batch)" in said and "raise API_VERSION" in said
     plugin_api.RECORD.write_text("\n".join([f"plugin API version {API_VERSION - 1}", *old]))
     assert plugin_api.main() == 0 and plugin_api.recorded() == (API_VERSION, lines)
+
+
+def test_a_signal_ends_an_import_that_survives_what_its_module_raises(site: Site) -> None:
+    (site.path / "waits.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n")
+    (site.path / "raises.py").write_text("raise KeyboardInterrupt\n")
+    for use in (lambda module: build_registry([module]), lambda module: resolve(f"{module}:Net")):
+        with pytest.raises((UsageError, EnvironmentUnfitError), match="KeyboardInterrupt"):
+            use("raises")
+        with pytest.raises(KeyboardInterrupt):
+            use("waits")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_blocking_and_unknown_names() -> None:

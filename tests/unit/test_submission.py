@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import JobFile
+from pydantic import ValidationError
 
 from hpctrain.cli import execute
 from hpctrain.contracts.launcher import JobState, Launch, Launcher, SubmittedRun
@@ -35,6 +36,10 @@ MISTAKES = {
     "no sbatch": (["--to", "slurm"], 3, "found no command sbatch on this machine"),
     "no kubectl": (["--to", "kubernetes", *("--set", "launcher.kubernetes={image='i', claim='c'}")], 3, "no command kubectl"),
     "no image": (["--to", "kubernetes", "--set", "launcher.kubernetes.claim=c"], 2, "[launcher] kubernetes lacks the key 'image'"),
+    "an unknown key of a row": (
+        ["--to", "kubernetes", "--set", "launcher.kubernetes={image='i', claim='c', tolerations=[{kee='x'}]}"], 2,
+        "unknown key 'kee' in [launcher] kubernetes.tolerations; did you mean 'key'?",
+    ),
     "outside of the claim": (
         ["--to", "kubernetes", "--set", "launcher.kubernetes={image='i', claim='c'}", "--set", "job.output_dir=/tmp/x"], 2,
         "found /tmp/x, expected a path in the volume claim, relative or below /work",
@@ -98,6 +103,107 @@ def refuse_unknown(model: str, document: Any) -> None:
     api = client.ApiClient()
     read = api.deserialize(json.dumps(document), model, "application/json")
     assert api.sanitize_for_serialization(read) == document, "the model has no such keys"
+
+
+def pods(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The specs of all pods."""
+    if "TrainingRuntime" in found:
+        jobs = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+        return [one["template"]["spec"]["template"]["spec"] for one in jobs]
+    if "MPIJob" in found:
+        return [one["template"]["spec"] for one in found["MPIJob"]["spec"]["mpiReplicaSpecs"].values()]
+    return [found["Job"]["spec"]["template"]["spec"]]
+
+
+def restricted(pod: dict[str, Any]) -> list[str]:
+    """What the Pod Security Standard "restricted", and "baseline" below it, have against a pod."""
+    own, volumes = pod.get("securityContext", {}), {key for one in pod["volumes"] for key in one.keys() - {"name"}}
+    allowed = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    found = [f"the volume {one}" for one in volumes - allowed]
+    found += [key for key in ("hostNetwork", "hostPID", "hostIPC", "hostUsers") if pod.get(key)]
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        context = {**own, **container.get("securityContext", {})}
+        capabilities = context.get("capabilities", {})
+        found += [f"a host's port {one}" for one in container.get("ports", []) if "hostPort" in one]
+        found += ["privileged"] if context.get("privileged") else []
+        found += [] if context.get("allowPrivilegeEscalation") is False else ["allowPrivilegeEscalation"]
+        found += [] if context.get("runAsNonRoot") is True and context.get("runAsUser") != 0 else ["root"]
+        found += [] if "ALL" in capabilities.get("drop", []) else ["capabilities"]
+        found += [f"capability {one}" for one in capabilities.get("add", []) if one != "NET_BIND_SERVICE"]
+        found += [] if context.get("seccompProfile", {}).get("type") in ("RuntimeDefault", "Localhost") else ["seccomp"]
+        found += [] if context.get("procMount", "Default") == "Default" and not context.get("sysctls") else ["proc"]
+    return found
+
+
+KINDS = ["TrainJob", "MPIJob", "Job"]
+MORE = {
+    "queue": "team-queue", "user": 4711, "pull_secrets": ["registry"], "node_selector": {"gpu": "H100"}, "secrets": [],
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule", "tolerationSeconds": 60}],
+    "extra": {
+        "metadata": {"labels": {"project": "lm"}, "annotations": {"a": "b"}},
+        "pod": {"priorityClassName": "batch", "volumes": [{"name": "own", "emptyDir": {}}]},
+        "container": {"env": [{"name": "A", "value": "1"}], "volumeMounts": [{"name": "own", "mountPath": "/own"}]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_are_restricted_and_request_resources(launch: Launch, kind: str) -> None:
+    plain = replace(launch, cpus_per_rank=None)
+    for pod in pods(manifests(plain, kind=kind, secrets=[], memory=None, gpus_per_rank=0)):
+        refuse_unknown("V1PodSpec", pod)
+        assert restricted(pod) == [] and pod["securityContext"]["runAsUser"] == 1000
+        (container,) = pod["containers"]
+        ranks = {"launcher": 0, "rank": 1}.get(container["name"], 4)
+        wanted = {"cpu": str(ranks), "memory": f"{4 * ranks}Gi"} if ranks else {"cpu": "1", "memory": "1Gi"}
+        assert container["resources"]["requests"] == wanted
+        assert ("limits" in container["resources"]) is (ranks == 0), "a guess must not end a rank"
+    for pod in pods(manifests(launch, kind=kind, secrets=[])):
+        resources = pod["containers"][0]["resources"]
+        assert resources["limits"] == resources["requests"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_site_asks_of_pods(launch: Launch, kind: str) -> None:
+    found = manifests(launch, kind=kind, **MORE)
+    job = found[kind]["metadata"]
+    assert job["labels"]["kueue.x-k8s.io/queue-name"] == "team-queue" and job["annotations"] == {"a": "b"}
+    assert job["labels"].keys() >= {"app.kubernetes.io/managed-by", "project"}
+    refuse_unknown("V1ObjectMeta", job)
+    for pod in pods(found):
+        refuse_unknown("V1PodSpec", pod)
+        assert restricted(pod) == []
+        context = pod["securityContext"]
+        assert [context[key] for key in ("runAsUser", "runAsGroup", "fsGroup")] == [4711] * 3
+        assert pod["tolerations"] == MORE["tolerations"] and pod["nodeSelector"] == {"gpu": "H100"}
+        assert pod["imagePullSecrets"] == [{"name": "registry"}] and pod["priorityClassName"] == "batch"
+        (container,) = pod["containers"]
+        assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]} > {"own"}
+        assert container["env"][-1] == {"name": "A", "value": "1"}
+        assert (kind != "Job") or {"RANK", "WORLD_SIZE"} <= {one["name"] for one in container["env"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"user": 0}, "greater than or equal to 1"),
+        ({"tolerations": [{"key": "a", "effekt": "NoSchedule"}]}, "effekt"),
+        ({"tolerations": [{"operator": "In"}]}, "'Exists' or 'Equal'"),
+        ({"extra": {"pods": {}}}, "pods"),
+    ],
+)
+def test_wrong_values_for_pods(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        launcher("kubernetes", **KUBERNETES, **options)
 
 
 def test_what_every_kind_gets(launch: Launch) -> None:
@@ -224,6 +330,6 @@ def test_the_answers_of_a_scheduler(name: str, tmp_path: Path, monkeypatch: pyte
 )
 def test_kubernetes_touches_jobs_only(id: str) -> None:
     target = launcher("kubernetes", image="i", claim="c")
-    for asks in (target.state, target.cancel):
+    for asks in (target.state, lambda id: target.cancel(id, Path("run"))):
         with pytest.raises(UsageError, match="found the id"):
             asks(id)

@@ -13,6 +13,7 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.errors import EnvironmentUnfitError
 from hpctrain.mpi.launcher import set_variables
 from hpctrain.starter.pmi import PmiServer
+from hpctrain.transports import share_node, shared_memory
 from hpctrain.world.detection import detect, fallback_notice, launched, launcher_name, started_by_srun
 from hpctrain.world.launcher_channel import on_terminal
 from hpctrain.world.meeting import compare_ranks
@@ -135,6 +136,37 @@ def test_scripts_over_mpi_find_the_variables_of_pals_and_flux() -> None:
     flux = dict(FLUX)
     set_variables(flux)
     assert (flux["RANK"], flux["WORLD_SIZE"], flux["LOCAL_RANK"]) == ("1", "2", "1")
+
+
+@pytest.mark.parametrize(
+    ("environment", "shared"),
+    [
+        ({}, False),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, False),
+        ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, True),
+        ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "1"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, False),
+        ({**SRUN, "SLURM_STEP_NUM_NODES": "1"}, True),
+        ({**SRUN, "SLURM_STEP_NUM_NODES": "2"}, False),
+        ({**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_HET_SIZE": "2"}, False),
+        ({**SRUN, "SLURM_STEP_NUM_NODES": "1", "PALS_RANKID": "0"}, False),
+        # of a shell in a step, from which a launcher with PMI starts more ranks
+        ({**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "8"}, False),
+        # Open MPI's or MPICH's mpiexec over two nodes, from a task on one
+        ({**SRUN, "SLURM_STEP_NUM_NODES": "1", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"}, False),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "1", "PMI_SIZE": "2"}, True),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2", "PMI_SIZE": "2"}, False),
+    ],
+)
+def test_ranks_are_on_one_node_only_where_their_launcher_says_so(environment: dict[str, str], shared: bool) -> None:
+    assert share_node(environment) is shared
+
+
+def test_the_transport_that_a_user_chose_stays() -> None:
+    assert shared_memory({}) == {"UCX_TLS": "self,sm", "FI_PROVIDER": "shm", "OMPI_MCA_btl": "^tcp"}
+    assert "UCX_TLS" not in shared_memory({"UCX_TLS": "tcp"}) | shared_memory({"UCX_NET_DEVICES": "mlx5_0:1"})
+    assert shared_memory({"UCX_TLS": "", "FI_PROVIDER": "tcp", "OMPI_MCA_btl": "self,tcp"}) == {}
 
 
 def test_pals_starts_ranks() -> None:

@@ -25,8 +25,8 @@ from hpctrain_plugins.communicator.horovod.group import HorovodGroup
 
 _BACKEND = "horovod"
 _BUILD = (
-    "build one with HOROVOD_WITH_MPI=1 HOROVOD_WITH_PYTORCH=1 pip install --no-build-isolation 'hpctrain[horovod]', or take the "
-    "communicator mpi"
+    "build one with HOROVOD_WITH_MPI=1 HOROVOD_WITH_PYTORCH=1 pip install --no-build-isolation "
+    "git+https://github.com/horovod/horovod, or take the communicator mpi"
 )
 
 

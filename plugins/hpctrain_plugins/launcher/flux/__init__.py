@@ -58,7 +58,7 @@ class Flux(Launcher):
             return JobState("done")
         return JobState("cancelled") if word == "CANCELED" else JobState("failed", f"({word}, exit code {code})")
 
-    def cancel(self, id: str) -> None:
+    def cancel(self, id: str, directory: Path) -> None:
         told_by(["flux", "cancel", id], f"flux refused to end job {id}")
 
     def _resources(self, launch: Launch) -> list[str]:

@@ -25,6 +25,24 @@ _LONGEST = 40
 """Of a name, to which hash, job, index and service add: 63 is the limit of a label."""
 
 
+class Toleration(Options):
+    """A taint of nodes that the pods accept, in Kubernetes' own words."""
+
+    key: Line | None = None
+    operator: Literal["Exists", "Equal"] = "Equal"
+    value: Line | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    tolerationSeconds: int | None = Field(default=None, ge=0)  # noqa: N815
+
+
+class Extra(Options):
+    """What Kubernetes takes besides, in its own words."""
+
+    metadata: dict[str, Any] = Field(default={}, description="of the job, such as labels")
+    pod: dict[str, Any] = Field(default={}, description="of each pod's spec, such as priorityClassName")
+    container: dict[str, Any] = Field(default={}, description="of each container, such as env")
+
+
 class KubernetesOptions(Options):
     image: Line = Field(description="container image that has hpctrain; for TrainJob and MPIJob also Open MPI and sshd")
     claim: Line = Field(description="PersistentVolumeClaim for the run's files, which all pods can write to")
@@ -40,10 +58,20 @@ class KubernetesOptions(Options):
     )
     namespace: Line | None = Field(default=None, description="namespace (default: kubectl's)")
     memory: Line | None = Field(
-        default=None, description='memory of each node, or of each rank of a Job, such as "64Gi"'
+        default=None,
+        description='memory of each node, or of each rank of a Job, such as "64Gi": requested, and the limit (default: 4 GiB for '
+        "each rank are requested, without a limit)",
     )
     gpus_per_rank: int = Field(default=0, ge=0, description="GPUs of each rank")
     gpu: Line = Field(default="nvidia.com/gpu", description="the resource that gpus_per_rank counts")
+    user: int = Field(default=1000, ge=1, description="user and group id of the ranks, as the image has it; never root")
+    queue: Line | None = Field(default=None, description="Kueue's local queue, which admits the job")
+    node_selector: dict[str, Line] = Field(default={}, description="labels that the nodes must have")
+    tolerations: list[Toleration] = Field(default=[], description="taints of nodes that the pods accept")
+    pull_secrets: list[Line] = Field(default=[], description="Secrets with which the nodes pull the image")
+    extra: Extra = Field(
+        default=Extra(), description="more of Kubernetes' own keys: tables metadata, pod and container"
+    )
     secrets: list[Line] = Field(
         default=[],
         description="Secrets whose keys become environment variables: of all ranks of a Job, of node 0's ranks of a TrainJob "
@@ -100,7 +128,7 @@ class Kubernetes(Launcher):
             )
         return _state(json.loads(shown).get("status") or {})
 
-    def cancel(self, id: str) -> None:
+    def cancel(self, id: str, directory: Path) -> None:
         _refuse_other_objects(id)
         self._kubectl("delete", id, "--wait=false")
 

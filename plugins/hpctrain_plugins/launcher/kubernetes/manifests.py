@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,11 @@ _HOSTS = "/etc/mpi/hostfile"
 """Where Trainer and the MPI operator put the hosts."""
 _SSH = "/home/mpiuser/.ssh"
 _SSHD = ["/usr/sbin/sshd", "-De", "-f", "/home/mpiuser/.sshd_config"]
-_USER = 1000
-"""The user mpiuser of the image (slurm/Dockerfile), and the group that the volume is given to."""
+_RANK_MEMORY = 4
+"""GiB that are requested for each rank if the job does not say."""
+_LAUNCHER = {"cpu": "1", "memory": "1Gi"}
+"""What mpirun alone needs."""
+_QUEUE = "kueue.x-k8s.io/queue-name"
 _PORT = 29400
 _PATIENCE = 5
 """Seconds before sshd is probed."""
@@ -35,14 +39,20 @@ class Place:
         own = {} if self.namespace is None else {"namespace": self.namespace}
         return {"name": name or self.name, **own, "labels": {"app.kubernetes.io/managed-by": "hpctrain"}}
 
+    @property
+    def of_job(self) -> Manifest:
+        """`metadata` of the job itself, which Kueue admits."""
+        queue = {} if self.options.queue is None else {"labels": {_QUEUE: self.options.queue}}
+        return merged(merged(self.metadata(), queue), self.options.extra.metadata)
+
     def container(self, ranks: int, name: str = "node", command: list[str] | None = None) -> Manifest:
-        """A container with the volumes; resources of `ranks` ranks."""
+        """A container with the volumes; resources of `ranks` ranks, 0 for an mpirun alone."""
         mounts = [
             {"name": "run", "mountPath": self.options.mount},
             {"name": "job", "mountPath": _JOB},
             {"name": "shm", "mountPath": "/dev/shm"},
         ]
-        return {
+        own = {
             "name": name,
             "image": self.options.image,
             **({} if command is None else {"command": command}),
@@ -52,12 +62,14 @@ class Place:
                 if self.options.secrets
                 else {}
             ),
-            **({"resources": limits} if (limits := self._resources(ranks)) else {}),
+            "resources": self._resources(ranks),
+            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
             "volumeMounts": mounts,
         }
+        return merged(own, self.options.extra.container)
 
     def pod(self, container: Manifest, **more: Any) -> Manifest:
-        """A pod's `spec`. The ranks get as long to save as the job says."""
+        """A pod's `spec`, which the Pod Security Standard "restricted" admits. The ranks get as long to save as the job says."""
         volumes = [
             {"name": "run", "persistentVolumeClaim": {"claimName": self.options.claim}},
             {"name": "job", "configMap": {"name": self.name}},
@@ -66,11 +78,21 @@ class Place:
                 "emptyDir": {"medium": "Memory"},
             },  # the default of 64 MB is too small for MPI and data workers
         ]
+        options, user = self.options, self.options.user
+        where = {
+            "nodeSelector": options.node_selector,
+            "tolerations": [one.model_dump(exclude_none=True) for one in options.tolerations],
+            "imagePullSecrets": [{"name": one} for one in options.pull_secrets],
+        }
         own = {
             "terminationGracePeriodSeconds": self.launch.save_seconds,
-            "securityContext": {"runAsUser": _USER, "fsGroup": _USER},
-        }
-        return {**more, **own, "containers": [container], "volumes": volumes}
+            "securityContext": {
+                "runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            **{key: value for key, value in where.items() if value},
+        }  # fmt: skip
+        return merged({**more, **own, "containers": [container], "volumes": volumes}, options.extra.pod)
 
     @property
     def deadline(self) -> Manifest:
@@ -97,13 +119,29 @@ class Place:
         ]
 
     def _resources(self, ranks: int) -> Manifest:
+        """Requests of all; limits of what the job says, as a default that is too small would end the ranks."""
+        if not ranks:
+            return {"requests": _LAUNCHER, "limits": _LAUNCHER}
         cpus, memory, gpus = self.launch.cpus_per_rank, self.options.memory, self.options.gpus_per_rank
-        asked = {
+        limits = {
             **({"cpu": str(cpus * ranks)} if cpus else {}),
             **({"memory": memory} if memory else {}),
             **({self.options.gpu: str(gpus * ranks)} if gpus else {}),
         }
-        return {"requests": asked, "limits": asked} if asked else {}
+        requests = {"cpu": str(ranks), "memory": f"{_RANK_MEMORY * ranks}Gi"} | limits
+        return {"requests": requests, **({"limits": limits} if limits else {})}
+
+
+def merged(below: Manifest, above: Mapping[str, Any]) -> Manifest:
+    """`above` over `below`: tables key by key, lists one after the other."""
+    found = dict(below)
+    for key, value in above.items():
+        old = found.get(key)
+        if isinstance(old, dict) and isinstance(value, Mapping):
+            found[key] = merged(old, value)
+        else:
+            found[key] = [*old, *value] if isinstance(old, list) and isinstance(value, list) else value
+    return found
 
 
 def volume_claim(place: Place) -> Manifest:
@@ -153,7 +191,7 @@ def train_job(place: Place) -> list[Manifest]:
     trainer = {"numNodes": launch.nodes, "numProcPerNode": launch.ranks_per_node, "command": place.mpirun}
     reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": place.name}
     spec = {"runtimeRef": reference, "trainer": trainer, **place.deadline}
-    return [runtime, {"apiVersion": api, "kind": "TrainJob", "metadata": place.metadata(), "spec": spec}]
+    return [runtime, {"apiVersion": api, "kind": "TrainJob", "metadata": place.of_job, "spec": spec}]
 
 
 def _once(pod: Manifest) -> Manifest:
@@ -176,7 +214,7 @@ def mpi_job(place: Place) -> list[Manifest]:
             "Worker": {"replicas": launch.nodes, "template": {"spec": worker}},
         },
     }
-    return [{"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": place.metadata(), "spec": spec}]
+    return [{"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": place.of_job, "spec": spec}]
 
 
 def indexed_job(place: Place) -> list[Manifest]:
@@ -190,7 +228,9 @@ def indexed_job(place: Place) -> list[Manifest]:
     }  # fmt: skip
     env: list[Manifest] = [{"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}}]
     env += [{"name": name, "value": value} for name, value in told.items()]
-    pod = place.pod(place.container(1, "rank", place.run) | {"env": env}, subdomain=place.name, restartPolicy="Never")
+    pod = place.pod(
+        merged({"env": env}, place.container(1, "rank", place.run)), subdomain=place.name, restartPolicy="Never"
+    )
     disrupted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     stopped = {"action": "Ignore", "onExitCodes": {"containerName": "rank", "operator": "In", "values": [75]}}
     spec = {
@@ -202,5 +242,5 @@ def indexed_job(place: Place) -> list[Manifest]:
     service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"hpctrain-job": place.name}}
     return [
         {"apiVersion": "v1", "kind": "Service", "metadata": place.metadata(), "spec": service},
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": place.metadata(), "spec": spec},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": place.of_job, "spec": spec},
     ]

@@ -79,7 +79,7 @@ class PBS(Launcher):
             return JobState("done")
         return JobState("cancelled" if code == _TOLD or code >= _KILLED else "failed", f"(exit status {code})")
 
-    def cancel(self, id: str) -> None:
+    def cancel(self, id: str, directory: Path) -> None:
         told_by(["qdel", id], f"qdel refused to end job {id}")
 
     def _select(self, launch: Launch) -> str:

@@ -77,7 +77,7 @@ class Slurm(Launcher):
         again = f", {restarts} restart{'s' * (restarts != '1')}" if restarts != "0" else ""
         return _state(fields["JobState"], fields, again)
 
-    def cancel(self, id: str) -> None:
+    def cancel(self, id: str, directory: Path) -> None:
         told_by(["scancel", id], f"scancel refused to end job {id}")
 
 

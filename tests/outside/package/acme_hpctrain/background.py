@@ -30,8 +30,9 @@ class Background(Launcher):
         run = launch.runs[0]
         words = ["nice", "-n", self.options.niceness, *launch.program, "run", run.job, "-n", launch.ranks_per_node]
         head = f"# limit {clock(launch.seconds)}\n" if launch.seconds else ""
+        again = f"{shlex.join(map(str, words))}; code=$?; [ $code -eq 75 ]"
         ended = shlex.quote(str(run.directory / "ended"))
-        return f"#!/bin/sh\n{head}{shlex.join(map(str, words))} >{ended}.out 2>&1\necho $? >{ended}\n"
+        return f"#!/bin/sh\n{head}exec >{ended}.out 2>&1\nwhile {again}; do echo again; done\necho $code >{ended}\n"
 
     def submit(self, script: Path, launch: Launch) -> list[str]:
         running = subprocess.Popen(["sh", script], cwd=launch.working_directory, start_new_session=True,
@@ -43,10 +44,11 @@ class Background(Launcher):
         ended = Path(directory, "ended")
         if ended.exists():
             code = ended.read_text().strip()
-            return JobState("done") if code == "0" else JobState("failed", f"(exit code {code})")
+            word = {"0": "done", "143": "cancelled"}.get(code, "failed")
+            return JobState(word, "" if word == "done" else f"(exit code {code})")
         return JobState("running", f"as process {number}") if Path("/proc", number).exists() else JobState("cancelled")
 
-    def cancel(self, id: str) -> None:
+    def cancel(self, id: str, directory: Path) -> None:
         number = id.partition("@")[0]
         for child in Path("/proc", number, "task", number, "children").read_text().split():
             kill(int(child), signal.SIGTERM)

@@ -1,0 +1,66 @@
+"""The distributions, built as an index would get them, and the installation in place."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
+from mypy.modulefinder import FindModuleCache, SearchPaths, get_search_dirs
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel, and the unpacked sdist."""
+    directory = tmp_path_factory.mktemp("dist")
+    wheel, sdist = (
+        Path(next(iter(builder(str(ROOT)).build(directory=str(directory), versions=["standard"]))))
+        for builder in (WheelBuilder, SdistBuilder)
+    )
+    with tarfile.open(sdist) as tar:
+        tar.extractall(directory, filter="data")
+    return wheel, directory / sdist.name.removesuffix(".tar.gz")
+
+
+def test_the_wheel_has_both_packages_and_a_page_that_an_index_can_show(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[0]) as wheel:
+        names = wheel.namelist()
+        metadata = wheel.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"hpctrain", "hpctrain_plugins"}
+    assert not any("alias" in name.partition("/")[0] for name in names)
+    for package, folder in (
+        ("hpctrain", ROOT / "hpctrain"),
+        ("hpctrain_plugins", ROOT / "plugins" / "hpctrain_plugins"),
+    ):
+        files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        assert {f"{package}/{path.relative_to(folder)}" for path in files} <= set(names)
+    head, _, page = metadata.partition("\n\n")
+    assert "git+" not in head and " @ " not in head, "an index refuses requirements with an address"
+    links = re.findall(r"\]\(([^)]*)\)", page)
+    assert len(links) > 10 and [link for link in links if not link.startswith(("https://", "#"))] == []
+
+
+def test_the_sdist_has_what_readme_names(built: tuple[Path, Path]) -> None:
+    text = (ROOT / "README.md").read_text()
+    linked = [
+        link.partition("#")[0] for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith(("https:", "#"))
+    ]
+    typed = re.findall(r"\b(?:examples|tests|slurm|docs|constraints)[\w./-]*\w", text)
+    assert len(linked) > 10 and "examples/quickstart.toml" in typed and "constraints.txt" in typed
+    missing = {name for name in (*linked, *typed) if not (built[1] / name).exists()}
+    assert missing == set() and (built[1] / "pyproject.toml").exists()
+
+
+def test_type_checkers_find_a_package_that_is_installed_in_place() -> None:
+    on_path, in_site = get_search_dirs(sys.executable)
+    finder = FindModuleCache(SearchPaths((), (), (*on_path, *in_site), ()), None, None)
+    for name, folder in (("hpctrain.api", ROOT), ("hpctrain_plugins.model.gpt", ROOT / "plugins")):
+        found = finder.find_module(name)
+        assert isinstance(found, str) and Path(found).is_relative_to(folder), found
