@@ -17,6 +17,7 @@ from types import ModuleType
 import pluggy
 
 from hpctrain.hookspecs import PROJECT, LifeCycleHooks, RegistrationHooks
+from hpctrain.horovod.alias import offer
 
 API_VERSION = 1
 """A plugin module may state the API version that it was written for as `HPCTRAIN_API`; the default is 1."""
@@ -139,8 +140,9 @@ def hook_fault(manager: pluggy.PluginManager, module: object) -> str | None:
 
 
 def import_from_here(module: str) -> ModuleType:
-    """Import a module that the job names, also from the current directory, as `python -m` does."""
+    """Import a module that the job names, also from the current directory, as `python -m` does. It may import `horovod`."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
+    offer()
     return importlib.import_module(module)

@@ -18,6 +18,8 @@ from hpctrain.starter.launch import Launched, launch_over_mpi
 from hpctrain.starter.mpi_library import ask_library
 from hpctrain.starter.mpiexec import UnderMpiexec, find_mpiexec
 
+HERE_AS = "localhost"
+"""The name of this machine where the user gives none."""
 _POLL = 0.1  # seconds between two looks at the ranks
 _NO_MPI = (
     "horovodrun: found no MPI library, expected one; load your site's MPI module, or pip install 'hpctrain[mpich]'"
@@ -36,15 +38,19 @@ class Numbers:
     start_timeout: float
 
 
-def with_output_in(directory: Path | None, ranks: int, words: Sequence[str]) -> list[str]:
-    """The command of a rank whose output goes to files below `directory`; the words themselves without one. Raises UsageError."""
-    if directory is None:
-        return list(words)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output-filename {directory}: the directory cannot be made: {error.strerror}") from None
-    return [sys.executable, str(Path(__file__).with_name("redirect.py")), str(directory.absolute()), str(ranks), *words]
+def as_worker(words: Sequence[str], ranks: int, output: Path | None, hosts: Sequence[str] | None) -> list[str]:
+    """The command of a rank that finds out who it is in HOROVOD_ variables. Raises UsageError.
+
+    output: the directory of files for what the ranks print. hosts: the host of each rank; None where the launcher places them.
+    """
+    options = ["--hosts", ",".join(hosts)] if hosts else []
+    if output is not None:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--output-filename {output}: the directory cannot be made: {error.strerror}") from None
+        options += ["--output", str(output.absolute()), "--ranks", str(ranks)]
+    return [sys.executable, str(Path(__file__).with_name("as_worker.py")), *options, *words]
 
 
 def run_over_mpi(
@@ -54,8 +60,9 @@ def run_over_mpi(
 
     Raises EnvironmentUnfitError without an MPI, UsageError without the program.
     """
-    command = with_output_in(output, ranks, [_program(words), *words[1:]])
     remote = hosts is not None and not hosts.are_here
+    places = None if mpi_words else hosts.first(ranks).by_rank if hosts is not None else [HERE_AS] * ranks
+    command = as_worker([_program(words), *words[1:]], ranks, output, places)
     launched: Launched | None
     if remote or mpi_words:
         library = ask_library()
@@ -94,7 +101,7 @@ def run_without_mpi(
     least, most = numbers.least or count, max(numbers.most or count, count)
     if least > count:
         raise UsageError(f"found --min-np {least} and -np {count}, expected at most as many")
-    fixed = hosts or Hosts((("localhost", most),))
+    fixed = hosts or Hosts(((HERE_AS, most),))
 
     def discover() -> Hosts:
         return fixed if script is None else discovered(script, numbers.slots)
@@ -108,7 +115,8 @@ def run_without_mpi(
     except ValueError:
         raise UsageError(f"found HOROVOD_ELASTIC_TIMEOUT={text}, expected seconds such as 600") from None
     limits = Limits(least, most, elastic, numbers.reset_limit, numbers.start_timeout, returns)
-    command = with_output_in(output, most, [_program(words), *words[1:]])
+    places = None if elastic else fixed.first(most).by_rank
+    command = as_worker([_program(words), *words[1:]], most, output, places)
     directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
     try:
         return _wait(Elastic(command, limits, discover, directory, ssh))

@@ -11,7 +11,8 @@ import pytest
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import EnvironmentUnfitError
-from hpctrain.mpi.launcher import set_variables
+from hpctrain.horovod.engine.variables import of_launcher, of_place
+from hpctrain.launcher_variables import set_variables
 from hpctrain.starter.pmi import PmiServer
 from hpctrain.world.detection import detect, fallback_notice, launched, launcher_name, started_by_srun
 from hpctrain.world.launcher_channel import on_terminal
@@ -135,6 +136,22 @@ def test_scripts_over_mpi_find_the_variables_of_pals_and_flux() -> None:
     flux = dict(FLUX)
     set_variables(flux)
     assert (flux["RANK"], flux["WORLD_SIZE"], flux["LOCAL_RANK"]) == ("1", "2", "1")
+
+
+def test_horovods_variables_of_a_launcher_and_of_places() -> None:
+    """A launcher tells nothing of several nodes; torchrun's variables are not asked."""
+    mine = of_launcher({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "RANK": "9"})
+    assert {name: mine[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CONTROLLER")} == {
+        "RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CONTROLLER": "mpi"
+    }  # fmt: skip
+    assert "HOROVOD_CROSS_RANK" not in mine and of_launcher({"RANK": "0", "PATH": "/bin"}) == {}
+    names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME"
+    for rank, by_name, expected in (
+        (0, False, "0 4 0 2 0 3 b"), (1, False, "1 4 1 2 0 1 b"), (2, False, "2 4 0 1 1 3 c"), (3, False, "3 4 0 1 2 3 a"),
+        (0, True, "0 4 0 2 1 3 b"), (3, True, "3 4 0 1 0 3 a"),
+    ):  # fmt: skip
+        place = of_place(["b", "b", "c", "a"], rank, by_name)
+        assert [place[f"HOROVOD_{name}"] for name in names] == expected.split(), (rank, by_name)
 
 
 def test_pals_starts_ranks() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpctrain.horovod.engine import runtime
-from hpctrain.mpi.errors import name_ranks
 
 
 class ProcessSet:
@@ -119,7 +118,7 @@ def _checked(one: ProcessSet) -> list[int]:
     if not ranks or ranks[0] < 0 or ranks[-1] >= size:
         raise ValueError(f"found a process set of the ranks {ranks}, expected some of 0 to {size - 1}")
     if one.process_set_id is not None or ranks in active.sets().values():
-        raise ValueError(f"found a second process set of {name_ranks(ranks)}, expected one that is not registered yet")
+        raise ValueError(f"found a second process set of the ranks {ranks}, expected one that is not registered yet")
     return ranks
 
 

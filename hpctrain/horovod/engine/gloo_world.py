@@ -23,14 +23,13 @@ from hpctrain.horovod.engine.errors import HorovodInternalError
 from hpctrain.horovod.engine.lane import GlooLane, Lane
 from hpctrain.horovod.engine.links import Links
 from hpctrain.horovod.engine.socket_links import SocketLinks
+from hpctrain.horovod.engine.variables import WORKER
 from hpctrain.store.client import GuardedStore, open_store
 from hpctrain.store.gloo import create_group
 from hpctrain.store.network import bind_communication
 
 STARTER = "HPCTRAIN_HOROVOD_STARTER"
 """The file with the address and the secret of the starter's store."""
-WORKER = "HPCTRAIN_HOROVOD_WORKER"
-"""The name by which the starter knows this process."""
 _TIMEOUT = timedelta(minutes=30)
 _CONNECT = 60.0  # seconds to reach the starter
 _ASK_AGAIN = timedelta(hours=1)

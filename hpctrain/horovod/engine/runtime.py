@@ -7,17 +7,19 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hpctrain.horovod.engine import gloo_world
+from hpctrain.horovod.engine import gloo_world, variables
 from hpctrain.horovod.engine.errors import HorovodInternalError
 from hpctrain.horovod.engine.negotiation import Agreed, Negotiation
 from hpctrain.horovod.engine.request import JOIN, PROCESS_SET, Request
 from hpctrain.horovod.engine.settings import EngineSettings
 from hpctrain.horovod.engine.submission import Submission
-from hpctrain.horovod.engine.team import Team
 from hpctrain.horovod.engine.timeline import Timeline
 from hpctrain.horovod.engine.world import World
+
+if TYPE_CHECKING:
+    from hpctrain.horovod.engine.team import Team
 
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -51,6 +53,8 @@ class Runtime:
 
     def register(self, ranks: Sequence[int]) -> int:
         """A new process set and its number. All ranks call this in the same order; only members make a team."""
+        from hpctrain.horovod.engine.team import Team  # imports hpctrain.mpi, which sets RANK and its kin
+
         number = next(self._next_set)
         self._sets[number] = list(ranks)
         if self.world.rank in ranks:
@@ -182,6 +186,7 @@ def start(comm: Any, dynamic: bool) -> None:
         from hpctrain.horovod.engine.mpi_world import open_world  # starts MPI
 
         world = open_world(comm)
+    variables.settle(world)
     _runtime = Runtime(world, settings)
     _last_rank = world.rank
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from hpctrain.horovod.engine import request as kinds
 from hpctrain.horovod.engine import runtime
 from hpctrain.horovod.engine.request import Request
 from hpctrain.horovod.engine.submission import Submission
-from hpctrain.horovod.engine.team import Team
+
+if TYPE_CHECKING:
+    from hpctrain.horovod.engine.team import Team
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 _NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
