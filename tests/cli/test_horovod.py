@@ -108,7 +108,11 @@ def test_the_modules_that_scripts_import(tmp_path: Path) -> None:
     done = ran(
         tmp_path,
         "import horovod, horovod.torch.mpi_ops, horovod.torch.compression, horovod.torch.sync_batch_norm, hpctrain.horovod.torch\n"
-        "import horovod.common.process_sets\n"
+        "import horovod.common.process_sets, horovod.torch.elastic.sampler, horovod.torch.elastic.state\n"
+        "from horovod.torch.optimizer import _DistributedOptimizer, _DistributedAdasumOptimizer\n"
+        "from horovod.runner.launch import run_commandline\n"
+        "assert horovod.torch.elastic.state.TorchState is hvd.elastic.TorchState\n"
+        "assert horovod.torch.elastic.sampler.ElasticSampler is hvd.elastic.ElasticSampler\n"
         "from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt\n"
         "from horovod.common.util import env, _cache, extension_available, gloo_built, mpi_built\n"
         "assert horovod.torch is hpctrain.horovod.torch is hvd and hvd.HorovodInternalError is HorovodInternalError\n"
@@ -495,13 +499,18 @@ def test_the_example_over_gloo(alone: str, tmp_path: Path) -> None:
 
 JOB = """
 import functools
+import sys
 import threading
 
 import horovod
 import mine
 
+MORE = {
+    "start_timeout": 60, "cooldown_range": (1, 2), "disable_cache": True, "output_filename": "logs", "verbose": True,
+    "network_interface": "lo", "executable": sys.executable, "ssh_port": 2222, "host_discovery_script": None,
+}
 if __name__ == "__main__":
-    for options in ({"num_proc": 3}, {"np": 2, "use_gloo": True}):
+    for options in ({"num_proc": 3}, {"np": 2, "use_gloo": True, **MORE}):
         print(horovod.run(mine.work, (10,), {"add": 5}, **options), flush=True)
     for bad, error in ((mine.fails, RuntimeError), (functools.partial(mine.work, threading.Lock()), ValueError)):
         try:
@@ -525,10 +534,13 @@ def fails():
 def test_a_function_on_several_ranks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(JOB)
     (tmp_path / "mine.py").write_text(MINE)
-    done = run([PYTHON, "-m", "hpctrain.horovod", "script.py"], tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    done = run([PYTHON, "-m", "hpctrain.horovod", "script.py"], tmp_path)
     lines = done.out.splitlines()
     assert lines[:2] == ["[(18, 0), (18, 1), (18, 2)]", "[(16, 0), (16, 1)]"], done
     assert lines[2].startswith("RuntimeError: horovod.run: the ranks ended with exit code 1") and "mine" in done.err, (
         done
     )
     assert lines[3].startswith("ValueError: horovod.run: found a function that cannot be sent"), done
+    assert (tmp_path / "logs" / "rank.1" / "stderr").exists(), done
+    for name in ("--disable-cache", "--network-interface", "--blacklist-cooldown-range"):
+        assert f"horovodrun: {name} has no effect here: " in done.err, done

@@ -33,8 +33,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
         raise
     if twice:
         raise ValueError(
-            f"found process sets of the ranks {', '.join(map(str, twice))} more than once (all ranks are a set, too), expected each "
-            "once; Horovod is initialized, and has registered each once"
+            f"found process sets of the ranks {', '.join(map(str, twice))} more than once (all ranks are a set, too), "
+            "expected each once; Horovod is initialized, and has registered each once"
         )
 
 
