@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -74,20 +75,20 @@ def cli() -> None:
     """Train PyTorch models on HPC clusters: `srun hpctrain run job.toml`."""
 
 
-def main() -> None:
-    """The process of the command."""
+def main(words: Sequence[str] | None = None) -> None:
+    """The process of the command. words: None for those of the command line."""
     _open_streams()
-    code = execute()
+    code = execute(words)
     if launched() or "torch.distributed" in sys.modules:  # a single rank has a group, too
         end_process(code)
     _flush()
     sys.exit(code)
 
 
-def execute() -> int:
+def execute(words: Sequence[str] | None = None) -> int:
     """Run the command. Errors become sentences on stderr, and the exit code tells their kind."""
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(words, prog_name=None if words is None else "hpctrain", standalone_mode=False)
     except HpctrainError as error:
         from hpctrain.job.problems import sentence  # here: it imports pydantic, which `--help` does not need
 

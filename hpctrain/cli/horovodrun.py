@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 import click
 
+from hpctrain.cli import main as hpctrain
 from hpctrain.errors import UsageError
+from hpctrain.horovod import __version__ as HOROVOD_VERSION  # noqa: N812 - whose interface it is
+from hpctrain.horovod.alias import hand_down
+from hpctrain.horovod.engine.variables import SWITCHES, VALUES
 from hpctrain.starter.horovod_ranks import Numbers, run_over_mpi, run_without_mpi
 from hpctrain.starter.hosts import read_hosts
 from hpctrain.starter.mpi_library import ask_library
@@ -32,40 +39,86 @@ _IN_CONFIG = {
     ("stall_check", "warning_time_seconds"): "stall_check_warning_time_seconds",
     ("stall_check", "shutdown_time_seconds"): "stall_check_shutdown_time_seconds",
 }
-_FLAGS_WITHOUT_EFFECT = (
-    "--disable-cache", "--autotune", "--hierarchical-allreduce", "--no-hierarchical-allreduce", "--hierarchical-allgather",
-    "--no-hierarchical-allgather", "--torus-allreduce", "--no-torus-allreduce", "--tcp", "--mpi-threads-disable",
-    "--log-without-timestamp",
-)  # fmt: skip
-_OPTIONS_WITHOUT_EFFECT = (
-    "--cycle-time-ms", "--log-level", "--network-interfaces", "--network-interface", "--autotune-log-file",
-    "--autotune-warmup-samples", "--autotune-steps-per-sample", "--autotune-bayes-opt-max-samples",
-    "--autotune-gaussian-process-noise", "--binding-args", "--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds",
-)  # fmt: skip
-"""Of the original, so that its command lines work."""
+_FLAGS_WITHOUT_EFFECT = {
+    "--disable-cache": "no check of the hosts is remembered",
+    "--autotune": SWITCHES["HOROVOD_AUTOTUNE"],
+    "--hierarchical-allreduce": SWITCHES["HOROVOD_HIERARCHICAL_ALLREDUCE"],
+    "--no-hierarchical-allreduce": SWITCHES["HOROVOD_HIERARCHICAL_ALLREDUCE"],
+    "--hierarchical-allgather": SWITCHES["HOROVOD_HIERARCHICAL_ALLGATHER"],
+    "--no-hierarchical-allgather": SWITCHES["HOROVOD_HIERARCHICAL_ALLGATHER"],
+    "--torus-allreduce": SWITCHES["HOROVOD_TORUS_ALLREDUCE"],
+    "--no-torus-allreduce": SWITCHES["HOROVOD_TORUS_ALLREDUCE"],
+    "--tcp": "the MPI library chooses the network; tell it by --mpi-args or its own variables",
+    "--mpi-threads-disable": SWITCHES["HOROVOD_MPI_THREADS_DISABLE"],
+    "--log-with-timestamp": SWITCHES["HOROVOD_LOG_TIMESTAMP"],
+    "--log-without-timestamp": SWITCHES["HOROVOD_LOG_HIDE_TIME"],
+    "--log-hide-timestamp": SWITCHES["HOROVOD_LOG_HIDE_TIME"],
+    "--no-log-hide-timestamp": SWITCHES["HOROVOD_LOG_HIDE_TIME"],
+    "--prefix-output-with-timestamp": "the ranks write to this terminal themselves; --output-filename has a file for each",
+}
+_OPTIONS_WITHOUT_EFFECT = {
+    "--cycle-time-ms": VALUES["HOROVOD_CYCLE_TIME"],
+    "--log-level": VALUES["HOROVOD_LOG_LEVEL"],
+    "--network-interfaces": VALUES["HOROVOD_GLOO_IFACE"],
+    "--network-interface": VALUES["HOROVOD_GLOO_IFACE"],
+    "--autotune-log-file": VALUES["HOROVOD_AUTOTUNE_LOG"],
+    "--autotune-warmup-samples": VALUES["HOROVOD_AUTOTUNE_WARMUP_SAMPLES"],
+    "--autotune-steps-per-sample": VALUES["HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"],
+    "--autotune-bayes-opt-max-samples": VALUES["HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES"],
+    "--autotune-gaussian-process-noise": VALUES["HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE"],
+    "--binding-args": "the MPI library binds the ranks; tell it by --mpi-args",
+    "--num-nccl-streams": VALUES["HOROVOD_NUM_NCCL_STREAMS"],
+    "--thread-affinity": VALUES["HOROVOD_THREAD_AFFINITY"],
+    "--gloo-timeout-seconds": VALUES["HOROVOD_GLOO_TIMEOUT_SECONDS"],
+    "--blacklist-cooldown-range": "no host is blacklisted; one that ssh has lost is tried again after 10 seconds",
+}
+"""Of the original, so that its command lines work, and why they change nothing."""
+_SO_ANYWAY = ("--no-autotune", "--no-mpi-threads-disable")
+_SHORT = {"--prefix-output-with-timestamp": "-prefix-timestamp"}
+_NUMBERS = {"--blacklist-cooldown-range": 2}
+_NO_JSRUN = "--jsrun: jsrun starts the script itself: `jsrun -n N python -m hpctrain.horovod train.py`"
 
 
 def _without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
-    for names, is_flag in ((_FLAGS_WITHOUT_EFFECT, True), (_OPTIONS_WITHOUT_EFFECT, False)):
-        for name in names:
-            option = click.option(name, is_flag=is_flag, hidden=True, expose_value=False, callback=_tell_useless)
-            command = option(command)
+    for name in (*_FLAGS_WITHOUT_EFFECT, *_OPTIONS_WITHOUT_EFFECT, *_SO_ANYWAY):
+        names = [name, *([_SHORT[name]] if name in _SHORT else [])]
+        option = click.option(
+            *names, is_flag=name not in _OPTIONS_WITHOUT_EFFECT, nargs=_NUMBERS.get(name, 1), hidden=True, expose_value=False,
+            callback=None if name in _SO_ANYWAY else _tell_useless,
+        )  # fmt: skip
+        command = option(command)
     return command
 
 
 def _tell_useless(context: click.Context, option: click.Parameter, value: object) -> None:
     if value:
-        click.echo(f"horovodrun: {option.opts[0]} has no effect here", err=True)
+        name = next(name for name in option.opts if name.startswith("--"))
+        why = (_FLAGS_WITHOUT_EFFECT | _OPTIONS_WITHOUT_EFFECT)[name]
+        click.echo(f"horovodrun: {name} has no effect here: {why}", err=True)
+
+
+def _refuse_jsrun(context: click.Context, option: click.Parameter, value: object) -> None:
+    if value:
+        raise UsageError(_NO_JSRUN)
+
+
+def _show_version(context: click.Context, option: click.Parameter, value: object) -> None:
+    if value:
+        click.echo(HOROVOD_VERSION)
+        context.exit()
 
 
 @click.command("horovodrun", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("-np", "-n", "--num-proc", "ranks", type=click.IntRange(1), metavar="N", help="The number of ranks.")
 @click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="The hosts, and how many ranks each may run.")
-@click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("--hostfile", "-hostfile", "hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="A file with a line `HOST slots=SLOTS` for each host.")  # fmt: skip
+@click.option("-v", "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+              help="Show the version of Horovod whose interface this is, and exit.")  # fmt: skip
 @click.option("-cb", "--check-build", is_flag=True, help="Show what this installation can do, and exit.")
 @click.option("--verbose", is_flag=True, help="Print the command that starts the ranks.")
 @click.option("--mpi", is_flag=True, help="Communicate over MPI. The default.")
+@click.option("--jsrun", is_flag=True, hidden=True, expose_value=False, callback=_refuse_jsrun)
 @click.option("--gloo", is_flag=True, help="Communicate over gloo, without MPI.")
 @click.option("--min-np", "--min-num-proc", "least", type=click.IntRange(1), metavar="N",
               help="Go on with as few ranks as this, over gloo; lost ranks are replaced.")  # fmt: skip
@@ -80,8 +133,8 @@ def _tell_useless(context: click.Context, option: click.Parameter, value: object
 @click.option(
     "--reset-limit", type=click.IntRange(0), metavar="N", help="End the job when its ranks have changed more often."
 )
-@click.option("--start-timeout", type=click.FloatRange(1), default=600.0, metavar="S",
-              help="Wait this long for enough ranks (default: 600).")  # fmt: skip
+@click.option("--start-timeout", type=click.FloatRange(1), default=600.0, metavar="S", envvar="HOROVOD_START_TIMEOUT",
+              help="Wait this long for enough ranks (default: 600, or HOROVOD_START_TIMEOUT).")  # fmt: skip
 @click.option("--output-filename", "output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
               help="Write each rank's output to files, DIR/rank.N/stdout and stderr.")  # fmt: skip
 @click.option(
@@ -98,8 +151,11 @@ def _tell_useless(context: click.Context, option: click.Parameter, value: object
     "--cache-capacity", type=click.IntRange(0), metavar="N", help="Requests that are sent as numbers (default: 1024)."
 )
 @click.option("--timeline-filename", metavar="FILE", help="Write the operations' history for Chrome's trace viewer.")
-@click.option("--timeline-mark-cycles", is_flag=True, help="Mark in it when the ranks agreed.")
-@click.option("--no-stall-check", is_flag=True, help="Do not report operations that some ranks never submit.")
+@click.option(
+    "--timeline-mark-cycles/--no-timeline-mark-cycles", default=None, help="Mark in it when the ranks agreed."
+)
+@click.option("--stall-check/--no-stall-check", default=None,
+              help="Report operations that some ranks never submit, or do not (default: report).")  # fmt: skip
 @click.option("--stall-check-warning-time-seconds", type=click.FloatRange(0), metavar="S",
               help="Report them after this time (default: 60).")  # fmt: skip
 @click.option("--stall-check-shutdown-time-seconds", type=click.FloatRange(0), metavar="S",
@@ -110,7 +166,7 @@ def command(
     ranks: int | None, hosts: str | None, hostfile: Path | None, check_build: bool, verbose: bool, mpi: bool,
     gloo: bool, least: int | None, most: int | None, host_discovery_script: Path | None, slots: int, reset_limit: int | None,
     start_timeout: float, mpi_args: str | None, output: Path | None, ssh_port: int | None, ssh_identity_file: Path | None,
-    config_file: Path | None, command: tuple[str, ...], no_stall_check: bool, **options: Any,
+    config_file: Path | None, command: tuple[str, ...], stall_check: bool | None, **options: Any,
 ) -> int:  # fmt: skip
     """Run COMMAND, such as `python train.py`, on N ranks; `import horovod` gives hpctrain's in them.
 
@@ -124,9 +180,10 @@ def command(
         raise UsageError("found both --hosts and --hostfile, expected one")
     found = read_hosts(hosts, hostfile)
     if config_file is not None:
-        no_stall_check |= _take_config(config_file, options)
-    os.environ.update(_variables(options, no_stall_check))
-    _put_alias_first()
+        in_file = _take_config(config_file, options)
+        stall_check = in_file if stall_check is None else stall_check
+    os.environ.update(_variables(options, stall_check))
+    hand_down()
     ssh = [*(["-p", str(ssh_port)] if ssh_port else []), *(["-i", str(ssh_identity_file)] if ssh_identity_file else [])]
     if least is not None or host_discovery_script is not None or gloo:
         if mpi or mpi_args:
@@ -152,7 +209,6 @@ def build() -> str:
     """What `--check-build` prints: X for what is available."""
     import torch
 
-    from hpctrain.horovod import __version__
     from hpctrain.horovod.common.util import nccl_built
 
     library = ask_library()
@@ -161,7 +217,7 @@ def build() -> str:
         return f"    [{'X' if available else ' '}] {name}"
 
     parts = [
-        f"hpctrain's Horovod v{__version__}:", "", "Available Frameworks:",
+        f"hpctrain's Horovod v{HOROVOD_VERSION}:", "", "Available Frameworks:",
         line(False, "TensorFlow"), line(True, f"PyTorch {torch.__version__}"), line(False, "MXNet"), "",
         "Available Controllers:", line(library, f"MPI{f' ({library.flavour})' if library else ''}"), line(True, "Gloo"), "",
         "Available Tensor Operations:", line(nccl_built(), "NCCL"), line(False, "DDL"), line(False, "CCL"), line(library, "MPI"),
@@ -170,8 +226,8 @@ def build() -> str:
     return "\n".join(parts)
 
 
-def _take_config(file: Path, options: dict[str, Any]) -> bool:
-    """Fill in the options that the command line left open; whether the file disables the report of stalls. Raises UsageError."""
+def _take_config(file: Path, options: dict[str, Any]) -> bool | None:
+    """Fill in the options that the command line left open; what the file says of the report of stalls. Raises UsageError."""
     import yaml
 
     try:
@@ -191,9 +247,10 @@ def _take_config(file: Path, options: dict[str, Any]) -> bool:
             name = _IN_CONFIG.get((section, key))
             if name is None and (section, key) != ("stall_check", "enabled"):
                 click.echo(f"horovodrun: {section}.{key} of {file} has no effect here", err=True)
-            elif name is not None and (options[name] is None or options[name] is False):
+            elif name is not None and options[name] is None:
                 options[name] = _converted(name, value, f"--config-file {file}: {section}.{key}")
-    return (tables.get("stall_check") or {}).get("enabled") is False
+    enabled: bool | None = (tables.get("stall_check") or {}).get("enabled")
+    return enabled
 
 
 def _converted(name: str, value: object, where: str) -> object:
@@ -205,7 +262,7 @@ def _converted(name: str, value: object, where: str) -> object:
         raise UsageError(f"{where}: {error.message}") from None
 
 
-def _variables(options: dict[str, Any], no_stall_check: bool) -> dict[str, str]:
+def _variables(options: dict[str, Any], stall_check: bool | None) -> dict[str, str]:
     """HOROVOD_ variables for the options that were given. Raises UsageError for numbers that are none."""
     given = {key: value for key, value in options.items() if value is not None and value is not False}
     for key, value in given.items():
@@ -214,12 +271,12 @@ def _variables(options: dict[str, Any], no_stall_check: bool) -> dict[str, str]:
     if "fusion_threshold_mb" in given:
         given["fusion_threshold_mb"] = int(given["fusion_threshold_mb"] * 1024 * 1024)
     found = {_VARIABLES[key]: "1" if value is True else str(value) for key, value in given.items()}
-    return found | ({"HOROVOD_STALL_CHECK_DISABLE": "1"} if no_stall_check else {})
+    return found if stall_check is None else found | {"HOROVOD_STALL_CHECK_DISABLE": "0" if stall_check else "1"}
 
 
-def _put_alias_first() -> None:
-    import hpctrain
-
-    directory = Path(hpctrain.__file__).parent / "horovod" / "top_level"
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(directory) + (os.pathsep + before if before else "")
+def main() -> None:
+    """The program `horovodrun`. Where a real Horovod is installed, too, its own: pip lets the later one of two programs stand."""
+    with suppress(PackageNotFoundError):
+        for entry in distribution("horovod").entry_points.select(group="console_scripts", name="horovodrun"):
+            sys.exit(entry.load()())
+    hpctrain(["horovodrun", *sys.argv[1:]])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
 
 from hpctrain.errors import EXIT_USAGE
-from hpctrain.horovod.alias import install
+from hpctrain.horovod.alias import hand_down, install
+from hpctrain.horovod.engine.variables import of_launcher
 
 
 def main(words: list[str]) -> int:
@@ -19,6 +21,8 @@ def main(words: list[str]) -> int:
         )
         return EXIT_USAGE
     install()
+    hand_down()
+    os.environ.update(of_launcher(os.environ))
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path[0] = ""

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 NAME, TARGET = "horovod", "hpctrain.horovod"
 _HIDDEN = ("alias", "engine", "top_level", "__main__")
 """Modules that Horovod does not have."""
+DIRECTORY = str(Path(__file__).with_name("top_level"))
+"""An entry of sys.path from which `import horovod` finds hpctrain.horovod."""
 
 
 class _Loader(Loader):
@@ -55,3 +59,20 @@ def install() -> None:
     """From now on `import horovod` gives hpctrain.horovod, in this process, whatever is installed. Idempotent."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
+
+
+def hand_down() -> None:
+    """As `install`, for the Python processes that this one starts. Idempotent.
+
+    Those of multiprocessing begin with a copy of sys.path, also where they are forked from a server; all others read PYTHONPATH.
+    """
+    if DIRECTORY not in sys.path:
+        sys.path.insert(1, DIRECTORY)  # behind the script's own directory
+    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", DIRECTORY)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([DIRECTORY, *others])
+
+
+def offer() -> None:
+    """Where nothing else is installed, `import horovod` gives hpctrain.horovod, also in children of multiprocessing. Idempotent."""
+    if DIRECTORY not in sys.path:
+        sys.path.append(DIRECTORY)

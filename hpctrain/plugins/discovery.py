@@ -19,6 +19,7 @@ from types import FrameType, ModuleType
 import pluggy
 
 from hpctrain.hookspecs import PROJECT, LifeCycleHooks, RegistrationHooks
+from hpctrain.horovod.alias import offer
 from hpctrain.plugins.changes import API_VERSION
 from hpctrain.plugins.members import Package, near_hook, unmarked_hooks
 
@@ -175,10 +176,11 @@ def hook_fault(manager: pluggy.PluginManager, module: object) -> str | None:
 
 
 def import_from_here(module: str) -> ModuleType:
-    """Import a module that the job names, also from the current directory, as `python -m` does."""
+    """Import a module that the job names, also from the current directory, as `python -m` does. It may import `horovod`."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
+    offer()
     return imported(module)
 
 

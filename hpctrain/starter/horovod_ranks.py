@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import EnvironmentUnfitError, UsageError
+from hpctrain.starter import supervised
 from hpctrain.starter.hosts import Hosts, discovered
-from hpctrain.starter.launch import Launched, launch_over_mpi
+from hpctrain.starter.launch import Launched
 from hpctrain.starter.mpi_library import ask_library
 from hpctrain.starter.mpiexec import UnderMpiexec, find_mpiexec
+from hpctrain.starter.processes import over_pmi
 
+HERE_AS = "localhost"
+"""The name of this machine where the user gives none."""
 _POLL = 0.1  # seconds between two looks at the ranks
 _NO_MPI = (
     "horovodrun: found no MPI library, expected one; load your site's MPI module, or pip install 'hpctrain[mpich]'"
@@ -36,15 +40,19 @@ class Numbers:
     start_timeout: float
 
 
-def with_output_in(directory: Path | None, ranks: int, words: Sequence[str]) -> list[str]:
-    """The command of a rank whose output goes to files below `directory`; the words themselves without one. Raises UsageError."""
-    if directory is None:
-        return list(words)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output-filename {directory}: the directory cannot be made: {error.strerror}") from None
-    return [sys.executable, str(Path(__file__).with_name("redirect.py")), str(directory.absolute()), str(ranks), *words]
+def as_worker(words: Sequence[str], ranks: int, output: Path | None, hosts: Sequence[str] | None) -> list[str]:
+    """The command of a rank that finds out who it is in HOROVOD_ variables. Raises UsageError.
+
+    output: the directory of files for what the ranks print. hosts: the host of each rank; None where the launcher places them.
+    """
+    options = ["--hosts", ",".join(hosts)] if hosts else []
+    if output is not None:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--output-filename {output}: the directory cannot be made: {error.strerror}") from None
+        options += ["--output", str(output.absolute()), "--ranks", str(ranks)]
+    return [sys.executable, str(Path(__file__).with_name("as_worker.py")), *options, *words]
 
 
 def run_over_mpi(
@@ -54,25 +62,39 @@ def run_over_mpi(
 
     Raises EnvironmentUnfitError without an MPI, UsageError without the program.
     """
-    command = with_output_in(output, ranks, [_program(words), *words[1:]])
     remote = hosts is not None and not hosts.are_here
-    launched: Launched | None
-    if remote or mpi_words:
-        library = ask_library()
-        if library is None:
-            raise EnvironmentUnfitError(_NO_MPI)
-        mpiexec = find_mpiexec(library.flavour)
-        more = [*(hosts.words(mpiexec.flavour) if hosts is not None and remote else []), *mpi_words]
-        if verbose:
-            print(" ".join([*mpiexec.command(ranks), *more, *command]), file=sys.stderr)
-        launched = UnderMpiexec(mpiexec, [*more, *command], ranks)
-    else:
+    places = None if mpi_words else hosts.first(ranks).by_rank if hosts is not None else [HERE_AS] * ranks
+    command = as_worker([_program(words), *words[1:]], ranks, output, places)
+    library = ask_library()
+    if library is None:
+        raise EnvironmentUnfitError(_NO_MPI)
+    if library.speaks_pmi and not remote and not mpi_words:
         if verbose:
             print(f"{ranks} ranks here: {' '.join(command)}", file=sys.stderr)
-        launched = launch_over_mpi(command, ranks)
-        if launched is None:
-            raise EnvironmentUnfitError(_NO_MPI)
-    return _wait(launched)
+        started = over_pmi(command, ranks)
+        status = _wait(started)
+        if started.failed_rank is not None:
+            end = supervised.sentence(started.failed_rank, os.uname().nodename, started.failed_status)
+            early = (
+                "" if started.failed_status else " before MPI_Finalize, so that the others would wait for it forever"
+            )
+            print(end + early, file=sys.stderr, flush=True)
+        return status
+    mpiexec = find_mpiexec(library.flavour)
+    more = [*(hosts.words(mpiexec.flavour) if hosts is not None and remote else []), *mpi_words]
+    command = [*more, sys.executable, "-I", supervised.__file__, *command]
+    if verbose:
+        print(" ".join([*mpiexec.command(ranks), *command]), file=sys.stderr)
+    ends = _FirstEnd()
+    status = _wait(UnderMpiexec(mpiexec, command, ranks, ends=ends))
+    if status and ends.code is None and status < 128:
+        print(
+            f"horovodrun: the ranks ended with exit code {status}: their output has the reason, unless one left before "
+            "MPI_Finalize or was lost with its host",
+            file=sys.stderr,
+            flush=True,
+        )
+    return status if status == 0 or ends.code is None else ends.code
 
 
 def run_without_mpi(
@@ -94,7 +116,7 @@ def run_without_mpi(
     least, most = numbers.least or count, max(numbers.most or count, count)
     if least > count:
         raise UsageError(f"found --min-np {least} and -np {count}, expected at most as many")
-    fixed = hosts or Hosts((("localhost", most),))
+    fixed = hosts or Hosts(((HERE_AS, most),))
 
     def discover() -> Hosts:
         return fixed if script is None else discovered(script, numbers.slots)
@@ -108,12 +130,31 @@ def run_without_mpi(
     except ValueError:
         raise UsageError(f"found HOROVOD_ELASTIC_TIMEOUT={text}, expected seconds such as 600") from None
     limits = Limits(least, most, elastic, numbers.reset_limit, numbers.start_timeout, returns)
-    command = with_output_in(output, most, [_program(words), *words[1:]])
+    places = None if elastic else fixed.first(most).by_rank
+    command = as_worker([_program(words), *words[1:]], most, output, places)
     directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
     try:
         return _wait(Elastic(command, limits, discover, directory, ssh))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+class _FirstEnd:
+    """Takes note of the first rank that has not ended well, as supervised.py tells of it; passes everything on."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self._line = b""
+
+    def take(self, chunk: bytes) -> bytes:
+        *lines, self._line = (self._line + chunk).split(b"\n")
+        found = next((one for line in lines if (one := supervised.ENDED.search(line))), None)
+        if found is not None and self.code is None:
+            self.code = int(found[2]) + (128 if found[1] == b"signal" else 0)
+        return chunk
+
+    def rest(self) -> bytes:
+        return b""
 
 
 def _program(words: Sequence[str]) -> str:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import platform
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from launching import Finished, hpctrain, run
+from launching import Finished, hpctrain, run, started, wait_until
+
+from hpctrain.cli import horovodrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod"
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
@@ -57,19 +61,14 @@ def test_another_python_is_told(tmp_path: Path) -> None:
     assert done.code == 1 and "/bare/bin/python has no hpctrain; start the script with" in done.err, done
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["-m", "hpctrain.horovod"], "gives hpctrain.horovod.torch, which is hpctrain's own; build one with"),
-        ([], "no Horovod with PyTorch can be imported"),
-    ],
-    ids=["the shim", "none"],
-)
-def test_hpctrain_on_no_real_horovod(words: list[str], sentence: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["-m", "hpctrain.horovod"], []], ids=["as a script", "as a job"])
+def test_hpctrain_on_no_real_horovod(words: list[str], tmp_path: Path) -> None:
+    """A job that names modules of its own finds the shim, too."""
     if not words and importlib.util.find_spec("horovod"):
         pytest.skip("a Horovod is installed")
     _, *command = hpctrain("run", str(EXAMPLE / "job.toml"), "--set", "communicator.name=horovod")
     done = run([MPIEXEC, "-n", "2", PYTHON, *words, *command], tmp_path, env={"PYTHONPATH": str(EXAMPLE)})
+    sentence = "gives hpctrain.horovod.torch, which is hpctrain's own; build one with"
     assert done.code == 3 and done.err.count(sentence) == 1 and "Traceback" not in done.err, done
 
 
@@ -111,7 +110,11 @@ def test_the_modules_that_scripts_import(tmp_path: Path) -> None:
     done = ran(
         tmp_path,
         "import horovod, horovod.torch.mpi_ops, horovod.torch.compression, horovod.torch.sync_batch_norm, hpctrain.horovod.torch\n"
-        "import horovod.common.process_sets\n"
+        "import horovod.common.process_sets, horovod.torch.elastic.sampler, horovod.torch.elastic.state\n"
+        "from horovod.torch.optimizer import _DistributedOptimizer, _DistributedAdasumOptimizer\n"
+        "from horovod.runner.launch import run_commandline\n"
+        "assert horovod.torch.elastic.state.TorchState is hvd.elastic.TorchState\n"
+        "assert horovod.torch.elastic.sampler.ElasticSampler is hvd.elastic.ElasticSampler\n"
         "from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt\n"
         "from horovod.common.util import env, _cache, extension_available, gloo_built, mpi_built\n"
         "assert horovod.torch is hpctrain.horovod.torch is hvd and hvd.HorovodInternalError is HorovodInternalError\n"
@@ -162,9 +165,61 @@ def test_a_rank_that_ends_early_fails_the_others_at_once(tmp_path: Path) -> None
     assert done.out.splitlines() == [expected] * 2, done
 
 
+@pytest.mark.parametrize("options", [[], ["--gloo"]], ids=["mpi", "gloo"])
+def test_handles_that_nobody_waits_for(options: list[str], tmp_path: Path) -> None:
+    """The first rank ends long before the other one submits the same operations."""
+    text = (
+        "time.sleep(3 * hvd.rank())\n"
+        "handles = [hvd.allreduce_async(torch.ones(4), name=f'grad.{n}') for n in range(5)]\n"
+        "if hvd.rank() == 1:\n    print(hvd.synchronize(handles[-1]).tolist())\n"
+    )
+    done = ran(tmp_path, text, *options)
+    assert done.code == 0 and done.out == "[1.0, 1.0, 1.0, 1.0]\n" and not done.err, done
+
+
 def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
     done = ran(tmp_path, "if hvd.rank() == 1:\n    raise RuntimeError('my mistake')\nhvd.allreduce(torch.ones(1))\n")
     assert done.code == 1 and "my mistake" in done.err, done
+
+
+LOST = """
+import os, signal, sys, time
+from mpi4py import MPI
+
+if MPI.COMM_WORLD.rank == 1:
+    {end}
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--mpi-args=-l"]], ids=["own start", "mpiexec"])
+def test_a_lost_rank_is_told_and_its_code_is_the_commands(options: list[str], tmp_path: Path) -> None:
+    for end, code, words in (
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9 (Killed)"),
+        ("os._exit(3)", 3, "exit code 3"),
+        (
+            "os._exit(0)",
+            9 if options else 1,
+            "exit code 0 before MPI_Finalize, so that the others would wait for it forever",
+        ),
+    ):
+        (tmp_path / "script.py").write_text(LOST.format(end=end))
+        done = run(hpctrain("horovodrun", "-np", "3", *options, PYTHON, "script.py"), tmp_path, timeout=50)
+        assert done.code == code and not done.out.strip(), done
+        if options and "Finalize" in words:  # only mpiexec notices, and does not tell which rank
+            assert "unless one left before MPI_Finalize" in done.err, done
+        else:
+            assert done.err.count(f"horovodrun: rank 1 on {platform.node()} ended with {words}\n") == 1, done
+
+
+def test_ranks_under_mpiexec_end_with_a_signal_to_the_starter(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LOST.format(end="open('ready', 'w')"))
+    words = hpctrain("horovodrun", "-np", "3", "--mpi-args=-l", PYTHON, "script.py")
+    with started(words, tmp_path) as command:
+        wait_until((tmp_path / "ready").exists, 60, "the ranks")
+        command.process.terminate()
+        done = command.finish(30)  # fails if a process is left
+    assert done.code == 128 + signal.SIGTERM and "horovodrun" not in done.err, done
 
 
 def test_the_timeline(tmp_path: Path) -> None:
@@ -173,9 +228,17 @@ def test_the_timeline(tmp_path: Path) -> None:
         "    handles = [hvd.allreduce_async(torch.ones(4), name=f'grad.{n}') for n in range(5)]\n"
         "    [hvd.synchronize(handle) for handle in handles]\n"
         "hvd.broadcast(torch.ones(1), 0, name='start')\n"
+        "if hvd.rank() == 0:\n"
+        "    import json, os\n"
+        "    found = json.loads(open('trace.json').read().rstrip(',\\n') + ']')\n"
+        "    print(sorted({event['name'] for event in found if event.get('ph') == 'X' and 'MPI' in event['name']}))\n"
+        "    os.mkfifo('pipe')\n    read = os.open('pipe', os.O_RDONLY | os.O_NONBLOCK)\n"
+        "    hvd.start_timeline('pipe')\n    os.close(read)\n"
+        "for step in range(2):\n    hvd.allreduce(torch.ones(1))\n"
     )
     done = ran(tmp_path, text, "--timeline-filename", "trace.json", "--timeline-mark-cycles")
-    assert done.code == 0, done
+    assert done.code == 0 and done.out == "['MPI_ALLREDUCE', 'MPI_BROADCAST']\n", "in the file while the script runs"
+    assert done.err == "hpctrain.horovod: the timeline pipe ends here: Broken pipe\n", done
     events = json.loads((tmp_path / "trace.json").read_text())
     names = [event.get("name") for event in events]
     for name in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE", "MPI_ALLREDUCE"):
@@ -197,6 +260,7 @@ def test_the_timeline(tmp_path: Path) -> None:
         (["-np", "3", "-H", "localhost:2", "python"], "the hosts have 2 slots"),
         (["-np", "2", "-H", "a b:2", "python"], "expected HOST:SLOTS"),
         (["-np", "2", "--timeline-file", "x", "python"], "No such option"),
+        (["-np", "2", "--jsrun", "python"], "jsrun -n N python -m hpctrain.horovod train.py"),
         (["-np", "2", "-p", "2222", "python"], "found -p or -i for ranks under MPI"),
         (["-np", "2", "--config-file", __file__, "python"], "is not YAML"),
         (["-np", "2", "--config-file", sys.executable, "python"], "cannot be read"),
@@ -244,7 +308,62 @@ def test_options_from_a_file(tmp_path: Path) -> None:
     done = ran(tmp_path, text, *options, ranks=1)
     assert done.code == 0 and done.out == f"{32 * 2**20} 0 1\n" and (tmp_path / "history.json").exists(), done
     useless = ["--autotune", "--log-level", "params.cycle_time_ms of horovod.yaml"]
-    assert sorted(done.err.splitlines()) == [f"horovodrun: {one} has no effect here" for one in useless], done
+    found = [line.removeprefix("horovodrun: ").partition(" has no effect here") for line in done.err.splitlines()]
+    assert sorted(name for name, _, _ in found) == useless and all(middle for _, middle, _ in found), done
+
+
+FLAGS = """
+-v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces --network-interface
+--output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file --fusion-threshold-mb --cycle-time-ms
+--cache-capacity --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather
+--torus-allreduce --no-torus-allreduce --autotune --no-autotune --autotune-log-file --autotune-warmup-samples
+--autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --min-np --min-num-proc --max-np
+--max-num-proc --slots-per-host --elastic-timeout --reset-limit --blacklist-cooldown-range --timeline-filename
+--timeline-mark-cycles --no-timeline-mark-cycles --no-stall-check --stall-check --stall-check-warning-time-seconds
+--stall-check-shutdown-time-seconds --mpi-threads-disable --no-mpi-threads-disable --mpi-args --tcp --binding-args
+--num-nccl-streams --thread-affinity --gloo-timeout-seconds --log-level --log-with-timestamp --log-without-timestamp
+-prefix-timestamp --prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp -H --hosts -hostfile --hostfile
+--host-discovery-script --gloo --mpi --jsrun
+"""
+
+
+def test_every_flag_of_the_original(capsys: pytest.CaptureFixture[str]) -> None:
+    known = {name for option in horovodrun.command.params for name in (*option.opts, *option.secondary_opts)}
+    assert set(FLAGS.split()) <= known
+    words = [
+        "--no-autotune",
+        "--no-mpi-threads-disable",
+        "--blacklist-cooldown-range",
+        "1",
+        "2",
+        "-prefix-timestamp",
+        "-cb",
+    ]
+    assert horovodrun.command.main(words, standalone_mode=False) == 0
+    told = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
+    assert sorted(told) == ["--blacklist-cooldown-range", "--prefix-output-with-timestamp"]
+
+
+def test_the_stall_check_of_the_command_line_comes_before_that_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "horovod.yaml").write_text("timeline:\n  mark_cycles: true\nstall_check:\n  enabled: false\n")
+    text = "import os\nprint([os.environ.get('HOROVOD_' + name) for name in ('STALL_CHECK_DISABLE', 'TIMELINE_MARK_CYCLES')])"
+    options = ["--config-file", "horovod.yaml", "--stall-check", "--no-timeline-mark-cycles"]
+    done = run(hpctrain("horovodrun", "-np", "1", *options, PYTHON, "-c", text), tmp_path)
+    assert done.code == 0 and done.out == "['0', None]\n", done
+
+
+def test_the_program_horovodrun_is_a_real_ones_where_there_is_one(tmp_path: Path) -> None:
+    program = str(Path(sys.executable).parent / "horovodrun")
+    done = run([program, "-v"], tmp_path)
+    assert done.code == 0 and done.out.startswith("0.28.1+hpctrain."), done
+    (tmp_path / "real.py").write_text("import sys\n\ndef main():\n    print('real', sys.argv[1:])\n    return 5\n")
+    (tmp_path / "horovod-0.28.1.dist-info").mkdir()
+    (tmp_path / "horovod-0.28.1.dist-info" / "METADATA").write_text("Name: horovod\nVersion: 0.28.1\n")
+    (tmp_path / "horovod-0.28.1.dist-info" / "entry_points.txt").write_text(
+        "[console_scripts]\nhorovodrun = real:main\n"
+    )
+    done = run([program, "-np", "2"], tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert done.code == 5 and done.out == "real ['-np', '2']\n", done
 
 
 def test_a_wrong_number_in_a_file(tmp_path: Path) -> None:
@@ -265,11 +384,135 @@ def test_mistakes_of_the_module(words: list[str], tmp_path: Path) -> None:
     assert done.code == 2 and len(done.err.splitlines()) == 1, done
 
 
-def test_an_import_starts_no_mpi(tmp_path: Path) -> None:
-    """Login nodes and data workers import scripts, too."""
-    text = "import sys, hpctrain.horovod.torch as hvd; assert 'mpi4py.MPI' not in sys.modules; hvd.rank()"
-    done = run([PYTHON, "-c", text], tmp_path)
+def test_an_import_starts_no_mpi_and_sets_nothing(tmp_path: Path) -> None:
+    """Login nodes and data workers import scripts, too; other libraries look for torchrun's variables."""
+    text = (
+        "import os, sys; before = dict(os.environ); import hpctrain.horovod.torch as hvd\n"
+        "assert 'mpi4py.MPI' not in sys.modules and dict(os.environ) == before\nhvd.rank()\n"
+    )
+    done = run([PYTHON, "-c", text], tmp_path, env={"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"})
     assert "ValueError: Horovod has not been initialized; use hvd.init()" in done.err, done
+
+
+CHILDREN = """
+import os
+
+import torch
+
+import horovod.torch as hvd
+
+NAMES = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "CONTROLLER"
+
+def known():
+    return [os.environ.get(f"HOROVOD_{name}") for name in NAMES]
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, place):
+        print(f"{hvd.__name__} in worker of {os.environ['HOROVOD_RANK']}\\n", end="", flush=True)
+        return torch.ones(3), torch.tensor(place)
+
+def work():
+    before = known()
+    hvd.init()
+    assert os.environ["HOROVOD_HOSTNAME"] and known() == before, (before, known())
+    for method in "spawn", "forkserver":
+        loader = torch.utils.data.DataLoader(Samples(), num_workers=1, multiprocessing_context=method)
+        assert len(list(loader)) == 2
+    return known()
+
+def model():
+    hvd.init()
+    return torch.nn.Linear(3, 2)
+
+def samples(split):
+    return Samples()
+"""
+CHILDREN_JOB = """
+[job]
+name = "children"
+steps = 1
+[model]
+name = "children:model"
+loss = "torch.nn.functional:cross_entropy"
+[dataset]
+name = "children:samples"
+workers = 1
+start_method = "METHOD"
+[batch]
+global_size = 2
+micro_size = 1
+[optimizer]
+name = "sgd"
+lr = 0.1
+"""
+
+
+def children(tmp_path: Path, *words: str) -> str:
+    """What ranks print whose DataLoaders import Horovod in children of spawn and forkserver."""
+    (tmp_path / "children.py").write_text(CHILDREN)
+    (tmp_path / "script.py").write_text(
+        "import children\nif __name__ == '__main__':\n    print(f'{children.work()}\\n', end='')\n"
+    )
+    done = run([*words, "script.py"], tmp_path)
+    assert done.code == 0 and "Traceback" not in done.err, done
+    assert done.out.count("hpctrain.horovod.torch in worker of 0\n") == 4, done
+    assert done.out.count("hpctrain.horovod.torch in worker of 1\n") == 4, done
+    return done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "controller"),
+    [
+        (hpctrain("horovodrun", "-np", "2", PYTHON), "mpi"),
+        (hpctrain("horovodrun", "-np", "2", "--gloo", PYTHON), "gloo"),
+        ([MPIEXEC, "-n", "2", PYTHON, "-m", "hpctrain.horovod"], "mpi"),
+    ],
+    ids=["horovodrun", "gloo", "module"],
+)
+def test_children_find_horovod_and_workers_know_who_they_are(words: list[str], controller: str, tmp_path: Path) -> None:
+    out = children(tmp_path, *words)
+    for rank in "01":
+        assert str([rank, "2", rank, "2", "0", "1", controller]) in out.splitlines(), out
+
+
+def test_children_of_a_function_on_several_ranks(tmp_path: Path) -> None:
+    """It is in a module beside the script, which is run from elsewhere."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "children.py").write_text(CHILDREN)
+    (tmp_path / "home" / "job.py").write_text(
+        "import children, horovod\nif __name__ == '__main__':\n    print(horovod.run(children.work, np=2))\n"
+    )
+    done = run([PYTHON, "-m", "hpctrain.horovod", "home/job.py"], tmp_path)
+    expected = [[rank, "2", rank, "2", "0", "1", "mpi"] for rank in "01"]
+    assert done.code == 0 and str(expected) in done.out and done.out.count(" in worker of ") == 8, done
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_children_of_a_job(method: str, tmp_path: Path) -> None:
+    """Modules of a job may still import Horovod."""
+    (tmp_path / "children.py").write_text(CHILDREN)
+    (tmp_path / "job.toml").write_text(CHILDREN_JOB.replace("METHOD", method))
+    done = run(hpctrain("run", "job.toml", "-n", "2"), tmp_path)
+    assert done.code == 0 and {f"hpctrain.horovod.torch in worker of {rank}" for rank in "01"} <= set(
+        done.out.splitlines()
+    ), done
+
+
+def test_variables_without_effect_are_told_once(tmp_path: Path) -> None:
+    variables = {
+        "HOROVOD_CYCLE_TIME": "5",
+        "HOROVOD_AUTOTUNE": "0",
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CACHE_CAPACITY": "9",
+    }
+    text = script(tmp_path, "hvd.shutdown()\nhvd.init()\nimport os\nprint(os.environ['HOROVOD_CONTROLLER'])\n")
+    done = run(hpctrain("horovodrun", "-np", "2", PYTHON, text), tmp_path, env=variables)
+    assert done.code == 0 and done.out.split() == ["mpi", "mpi"], done
+    expected = ["HOROVOD_CONTROLLER=gloo", "HOROVOD_CYCLE_TIME=5"]
+    assert sorted(re.findall(r"^horovod: (\S+) has no effect here: \w", done.err, re.MULTILINE)) == expected, done
 
 
 OVER_GLOO = """
@@ -318,13 +561,18 @@ def test_the_example_over_gloo(alone: str, tmp_path: Path) -> None:
 
 JOB = """
 import functools
+import sys
 import threading
 
 import horovod
 import mine
 
+MORE = {
+    "start_timeout": 60, "cooldown_range": (1, 2), "disable_cache": True, "output_filename": "logs", "verbose": True,
+    "network_interface": "lo", "executable": sys.executable, "ssh_port": 2222, "host_discovery_script": None,
+}
 if __name__ == "__main__":
-    for options in ({"num_proc": 3}, {"np": 2, "use_gloo": True}):
+    for options in ({"num_proc": 3}, {"np": 2, "use_gloo": True, **MORE}):
         print(horovod.run(mine.work, (10,), {"add": 5}, **options), flush=True)
     for bad, error in ((mine.fails, RuntimeError), (functools.partial(mine.work, threading.Lock()), ValueError)):
         try:
@@ -348,10 +596,13 @@ def fails():
 def test_a_function_on_several_ranks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(JOB)
     (tmp_path / "mine.py").write_text(MINE)
-    done = run([PYTHON, "-m", "hpctrain.horovod", "script.py"], tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    done = run([PYTHON, "-m", "hpctrain.horovod", "script.py"], tmp_path)
     lines = done.out.splitlines()
     assert lines[:2] == ["[(18, 0), (18, 1), (18, 2)]", "[(16, 0), (16, 1)]"], done
     assert lines[2].startswith("RuntimeError: horovod.run: the ranks ended with exit code 1") and "mine" in done.err, (
         done
     )
     assert lines[3].startswith("ValueError: horovod.run: found a function that cannot be sent"), done
+    assert (tmp_path / "logs" / "rank.1" / "stderr").exists(), done
+    for name in ("--disable-cache", "--network-interface", "--blacklist-cooldown-range"):
+        assert f"horovodrun: {name} has no effect here: " in done.err, done

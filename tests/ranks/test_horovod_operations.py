@@ -179,8 +179,9 @@ def test_reducescatter(rows: int, dtype: torch.dtype) -> None:
     average = expected / size if dtype.is_floating_point else (expected / size).trunc()
     found = hvd.synchronize(hvd.reducescatter_async(of_rank(rank, rows, 2, dtype=dtype)))
     torch.testing.assert_close(found, average.to(dtype), rtol=1e-2, atol=0)
-    with pytest.raises(ValueError, match="Average"):
-        hvd.reducescatter(torch.ones(rows), op=hvd.Max)
+    for op in (hvd.Max, hvd.Adasum):
+        with pytest.raises(hvd.HorovodInternalError, match="reducescatter with op="):
+            hvd.reducescatter(torch.ones(rows), op=op)
 
 
 @pytest.mark.ranks(2)
@@ -404,6 +405,28 @@ def test_shutdown_and_init_again() -> None:
         hvd.init(process_sets="dynamic")
         hvd.init()
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@pytest.mark.ranks(2)
+def test_process_sets_that_init_is_given_twice() -> None:
+    """It raises, and is initialized; a second call finds the sets."""
+    size, first, rest = hvd.size(), hvd.ProcessSet([0]), hvd.ProcessSet(range(1, hvd.size()))
+    hvd.shutdown()
+    with pytest.raises(ValueError, match=r"process sets of the ranks \[0\], \[0, .* more than once"):
+        hvd.init(process_sets=[first, hvd.ProcessSet([0]), hvd.ProcessSet(range(size)), rest])
+    assert hvd.is_initialized() and (first.process_set_id, rest.process_set_id) == (1, 2)
+    again, everyone = hvd.ProcessSet(reversed(range(1, size))), hvd.ProcessSet(range(size))
+    hvd.init(process_sets=[again, everyone])
+    assert (again.process_set_id, everyone.process_set_id) == (2, 0)
+    if again.included():
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=again).item() == size - 1
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=everyone).item() == size
+    if size > 2:
+        with pytest.raises(ValueError, match="which registers none"):
+            hvd.init(process_sets=[[1]])
+    hvd.shutdown()
+    assert again.process_set_id is everyone.process_set_id is first.process_set_id is None
+    hvd.init(process_sets="dynamic")
 
 
 @pytest.mark.ranks(2)

@@ -126,13 +126,38 @@ def test_passes_for_each_step() -> None:
 
 
 def test_gradients_may_be_cleared_before_the_first_backward_pass() -> None:
-    """As Horovod's own scripts do: on several ranks its optimizer makes them."""
+    """There are none yet, as in Horovod since 0.21."""
     model = model_of()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    made = [parameter.grad for parameter in model.parameters()]
-    assert all((one is None) == (hvd.size() == 1) for one in made)
     optimizer.zero_grad(set_to_none=False)
-    assert all(one is None or not one.any() for one in made)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_other_libraries_read_of_an_optimizer() -> None:
+    from hpctrain.horovod.torch import optimizer as module
+
+    model = model_of()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), backward_passes_per_step=2)
+    assert "horovod" in str(type(optimizer)) and isinstance(optimizer, module._DistributedOptimizer)
+    assert optimizer._parameter_names == {parameter: name for name, parameter in model.named_parameters()}
+    assert (optimizer.op, optimizer.process_set, optimizer._compression) == (
+        hvd.Average, hvd.global_process_set, hvd.Compression.none
+    )  # fmt: skip
+    everyone = set(model.parameters()) if hvd.size() > 1 else set()
+    assert optimizer._requires_update == everyone and not optimizer._handles
+    for left in (1, 0) if hvd.size() > 1 else (2, 2):
+        loss_of(model, *map(mine, batch(0))).backward()
+        assert set(optimizer._allreduce_delay.values()) == {left}
+    assert set(optimizer._handles) == everyone
+    optimizer.step()
+    assert set(optimizer._allreduce_delay.values()) == {2} and not optimizer._handles
+    optimizer.set_backward_passes_per_step(1)
+    assert optimizer.backward_passes_per_step == 1
+    for op in (hvd.Average, hvd.Adasum) if hvd.size() in (1, 2, 4) else (hvd.Average,):
+        wrapped = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
+        with pytest.raises(TypeError, match="wrap it once"):
+            hvd.DistributedOptimizer(wrapped, model.named_parameters())
 
 
 def test_clipping_between_synchronize_and_step() -> None:
@@ -215,25 +240,37 @@ def test_wrong_options() -> None:
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), root_rank=0)
 
 
-@pytest.mark.parametrize("dense", [True, False])
-def test_sparse_gradients(dense: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"sparse_as_dense": True}, {"num_groups": 1}], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
+@pytest.mark.parametrize("clears", ["before", "after", "with zeros", "a broadcast"])
+def test_sparse_gradients(options: dict[str, Any], kind: Any, clears: str) -> None:
+    """They stay sparse: SparseAdam takes no others. In the last step rank 0 has none."""
+
     def embedding() -> nn.Embedding:
         torch.manual_seed(1)
         return nn.Embedding(10, 4, sparse=True).double()
 
-    words = torch.randint(0, 10, (SAMPLES,), generator=torch.Generator().manual_seed(3))
-    weights = torch.arange(float(SAMPLES), dtype=torch.float64).unsqueeze(1)
+    words = torch.randint(0, 10, (3, SAMPLES), generator=torch.Generator().manual_seed(3))
+    weights = torch.arange(1.0, SAMPLES + 1, dtype=torch.float64).unsqueeze(1)
     model, expected = embedding(), embedding()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), sparse_as_dense=dense
-    )
-    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        (model(mine(words)) * mine(weights)).mean().backward()
+    made = kind(list(model.parameters()), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(made, list(model.named_parameters()), **options)
+    plain = kind(list(expected.parameters()), lr=0.1)
+    if clears == "a broadcast":
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for step in range(3):
+        parts = range(0 if step < 2 or hvd.size() == 1 else 1, hvd.size())
+        if clears != "after":
+            optimizer.zero_grad(set_to_none=clears != "with zeros")
+        if hvd.rank() in parts:
+            (model(mine(words[step])) * mine(weights)).mean().backward()
         optimizer.step()
+        assert model.weight.grad is not None and (model.weight.grad.is_sparse or clears == "a broadcast")
+        if clears == "after":
+            optimizer.zero_grad()
         plain.zero_grad()
-        (expected(words) * weights).mean().backward()
+        pieces = list(zip(words[step].chunk(hvd.size()), weights.chunk(hvd.size()), strict=True))
+        sum((expected(pieces[part][0]) * pieces[part][1]).mean() / hvd.size() for part in parts).backward()  # type: ignore[union-attr]
         plain.step()
     same(model, expected)
 

@@ -11,7 +11,8 @@ import pytest
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import EnvironmentUnfitError
-from hpctrain.mpi.launcher import set_variables
+from hpctrain.horovod.engine.variables import of_launcher, of_place
+from hpctrain.launcher_variables import set_variables
 from hpctrain.starter.pmi import PmiServer
 from hpctrain.transports import share_node, shared_memory
 from hpctrain.world.detection import detect, fallback_notice, launched, launcher_name, started_by_srun
@@ -167,6 +168,22 @@ def test_the_transport_that_a_user_chose_stays() -> None:
     assert shared_memory({}) == {"UCX_TLS": "self,sm", "FI_PROVIDER": "shm", "OMPI_MCA_btl": "^tcp"}
     assert "UCX_TLS" not in shared_memory({"UCX_TLS": "tcp"}) | shared_memory({"UCX_NET_DEVICES": "mlx5_0:1"})
     assert shared_memory({"UCX_TLS": "", "FI_PROVIDER": "tcp", "OMPI_MCA_btl": "self,tcp"}) == {}
+
+
+def test_horovods_variables_of_a_launcher_and_of_places() -> None:
+    """A launcher tells nothing of several nodes; torchrun's variables are not asked."""
+    mine = of_launcher({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "RANK": "9"})
+    assert {name: mine[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CONTROLLER")} == {
+        "RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CONTROLLER": "mpi"
+    }  # fmt: skip
+    assert "HOROVOD_CROSS_RANK" not in mine and of_launcher({"RANK": "0", "PATH": "/bin"}) == {}
+    names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME"
+    for rank, by_name, expected in (
+        (0, False, "0 4 0 2 0 3 b"), (1, False, "1 4 1 2 0 1 b"), (2, False, "2 4 0 1 1 3 c"), (3, False, "3 4 0 1 2 3 a"),
+        (0, True, "0 4 0 2 1 3 b"), (3, True, "3 4 0 1 0 3 a"),
+    ):  # fmt: skip
+        place = of_place(["b", "b", "c", "a"], rank, by_name)
+        assert [place[f"HOROVOD_{name}"] for name in names] == expected.split(), (rank, by_name)
 
 
 def test_pals_starts_ranks() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpctrain.horovod.engine import runtime
-from hpctrain.mpi.errors import name_ranks
 
 
 class ProcessSet:
@@ -55,25 +54,46 @@ class ProcessSet:
 global_process_set = ProcessSet([])
 """All ranks; process set 0."""
 
-_added: dict[int, ProcessSet] = {}
+_added: dict[int, list[ProcessSet]] = {}
+"""By number; a script may have several objects of a set."""
 
 
-def initialize(process_sets: Sequence[ProcessSet | Sequence[int]]) -> None:
-    """Number the sets that `init` was given, in their order, and the one of all ranks."""
+def initialize(process_sets: Sequence[ProcessSet | Sequence[int]]) -> list[list[int]]:
+    """Number the sets that `init` was given, in their order, and the one of all ranks. Returns the ranks of those that come again.
+
+    Raises ValueError for ranks that do not exist.
+    """
     active = runtime.known()
     global_process_set.process_set_id = 0
     global_process_set.ranks = list(range(active.world.size))
     global_process_set.mpi_comm = active.world.comm
     _added.clear()
-    for given in process_sets:
-        one = given if isinstance(given, ProcessSet) else ProcessSet(given)
-        ranks = _checked(one)
-        _note(one, ranks, active.register(ranks))
+    twice = []
+    for one in map(_as_set, process_sets):
+        ranks = _existing(one)
+        if ranks in active.sets().values():
+            twice.append(ranks)
+        else:
+            _note(one, ranks, active.register(ranks))
+    return twice
+
+
+def look_up(process_sets: Sequence[ProcessSet | Sequence[int]]) -> None:
+    """Give the sets the numbers under which `init` has registered their ranks before. Raises ValueError for others."""
+    numbers = {tuple(ranks): number for number, ranks in runtime.known().sets().items()}
+    for one in map(_as_set, process_sets):
+        ranks = _existing(one)
+        if tuple(ranks) not in numbers:
+            raise ValueError(
+                f"found a process set of the ranks {ranks} in a second hvd.init, which registers none; pass it to the first, or to "
+                "hvd.add_process_set"
+            )
+        _note(one, ranks, numbers[tuple(ranks)])
 
 
 def forget() -> None:
     """After a shutdown no set is registered."""
-    for one in (global_process_set, *_added.values()):
+    for one in (global_process_set, *(one for ones in _added.values() for one in ones)):
         one.process_set_id = None
     _added.clear()
 
@@ -86,7 +106,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     active = runtime.known()
     _need_dynamic()
-    one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    one = _as_set(process_set)
     ranks = _checked(one)
     _note(one, ranks, active.add_set(ranks))
     return one
@@ -97,10 +117,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     active = runtime.known()
     _need_dynamic()
     number = process_set.process_set_id
-    if number is None or number not in _added:
+    if not number or number not in _added:
         return False
     active.remove_set(number)
-    _added.pop(number).process_set_id = None
+    for one in _added.pop(number):
+        one.process_set_id = None
     return True
 
 
@@ -111,15 +132,25 @@ def _need_dynamic() -> None:
         )
 
 
-def _checked(one: ProcessSet) -> list[int]:
-    """The set's ranks. Raises ValueError."""
+def _as_set(given: ProcessSet | Sequence[int]) -> ProcessSet:
+    return given if isinstance(given, ProcessSet) else ProcessSet(given)
+
+
+def _existing(one: ProcessSet) -> list[int]:
+    """The set's ranks. Raises ValueError if there are no such ranks."""
     active = runtime.known()
     ranks = active.world.ranks_of(one.mpi_comm) if one.ranks is None else one.ranks
     size = active.world.size
     if not ranks or ranks[0] < 0 or ranks[-1] >= size:
         raise ValueError(f"found a process set of the ranks {ranks}, expected some of 0 to {size - 1}")
-    if one.process_set_id is not None or ranks in active.sets().values():
-        raise ValueError(f"found a second process set of {name_ranks(ranks)}, expected one that is not registered yet")
+    return ranks
+
+
+def _checked(one: ProcessSet) -> list[int]:
+    """The ranks of a set to register. Raises ValueError."""
+    ranks = _existing(one)
+    if one.process_set_id is not None or ranks in runtime.known().sets().values():
+        raise ValueError(f"found a second process set of the ranks {ranks}, expected one that is not registered yet")
     return ranks
 
 
@@ -128,4 +159,4 @@ def _note(one: ProcessSet, ranks: list[int], number: int) -> None:
     active = runtime.known()
     if active.world.rank in ranks:
         one.mpi_comm = active.world.comm_of(ranks)
-    _added[number] = one
+    _added.setdefault(number, []).append(one)

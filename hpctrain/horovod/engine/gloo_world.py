@@ -23,14 +23,13 @@ from hpctrain.horovod.engine.errors import HorovodInternalError
 from hpctrain.horovod.engine.lane import GlooLane, Lane
 from hpctrain.horovod.engine.links import Links
 from hpctrain.horovod.engine.socket_links import SocketLinks
+from hpctrain.horovod.engine.variables import WORKER
 from hpctrain.store.client import GuardedStore, open_store
 from hpctrain.store.gloo import create_group
 from hpctrain.store.network import bind_communication
 
 STARTER = "HPCTRAIN_HOROVOD_STARTER"
 """The file with the address and the secret of the starter's store."""
-WORKER = "HPCTRAIN_HOROVOD_WORKER"
-"""The name by which the starter knows this process."""
 _TIMEOUT = timedelta(minutes=30)
 _CONNECT = 60.0  # seconds to reach the starter
 _ASK_AGAIN = timedelta(hours=1)
@@ -111,6 +110,9 @@ class GlooWorld:
 
     def has_updates(self) -> bool:
         return self._guarded.check([f"update/{self.generation}"])
+
+    def has_synchronized(self) -> None:
+        self._guarded.set(f"holds/{os.environ[WORKER]}", "")
 
     def ranks_of(self, comm: Any) -> list[int]:
         raise ValueError("found a process set of an MPI communicator, expected ranks: this job uses no MPI")

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.horovod.engine import runtime
 from hpctrain.horovod.runner import FUNCTION, RESULT
-from hpctrain.mpi.launcher import set_variables
+from hpctrain.launcher_variables import set_variables
 
 
 def main(directory: Path) -> None:

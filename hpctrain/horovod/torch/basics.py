@@ -11,23 +11,31 @@ from hpctrain.horovod.engine import runtime
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
-    """Start communicating with the other processes of the job, which all call this. Does nothing if it has been called.
+    """Start communicating with the other processes of the job, which all call this. A second call only looks the sets up.
 
     comm: ranks of MPI's world, or an mpi4py communicator; every process of MPI's world calls init, each with its own.
     process_sets: sets of ranks to register now, or "dynamic" to allow `add_process_set` later.
-    Raises ValueError for a comm without this process, and for process sets that do not exist.
+    Raises ValueError for a comm without this process, and for process sets of ranks that do not exist; for a set that is given
+    twice too, but then Horovod is initialized, with each set registered once.
     """
-    if runtime.is_running():
-        return
     dynamic = isinstance(process_sets, str)
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f'found process_sets={process_sets!r}, expected a list of process sets or "dynamic"')
+    given = [] if process_sets is None or isinstance(process_sets, str) else process_sets
+    if runtime.is_running():
+        sets.look_up(given)
+        return
     runtime.start(comm, dynamic)
     try:
-        sets.initialize([] if process_sets is None or isinstance(process_sets, str) else process_sets)
+        twice = sets.initialize(given)
     except BaseException:
         shutdown()
         raise
+    if twice:
+        raise ValueError(
+            f"found process sets of the ranks {', '.join(map(str, twice))} more than once (all ranks are a set, too), "
+            "expected each once; Horovod is initialized, and has registered each once"
+        )
 
 
 def shutdown() -> None:

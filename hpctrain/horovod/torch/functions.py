@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hpctrain.horovod.common.process_sets import ProcessSet, global_process_set
 from hpctrain.horovod.engine import runtime
+from hpctrain.horovod.torch.gradients import zeros_of
 from hpctrain.horovod.torch.mpi_ops import allgather, broadcast_, broadcast_async_, synchronize
 
 
@@ -62,7 +63,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give all ranks the root's state and options of an optimizer. A rank that has made no step yet gets the state, too.
 
-    Before the first step, gradients that are None become zeros, as in Horovod: scripts read them.
+    Before the first step, gradients that are None become zeros, as in Horovod: scripts read them. SparseAdam gets sparse ones.
 
     Raises ValueError for LBFGS, whose state holds functions' histories of its own.
     """
@@ -70,10 +71,11 @@ def broadcast_optimizer_state(
         raise ValueError("found an LBFGS optimizer, whose state cannot be broadcast; every rank has to keep its own")
     state = optimizer.state_dict()
     if not state["state"]:
+        sparse_dims = 1 if isinstance(optimizer, torch.optim.SparseAdam) else None
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = zeros_of(parameter, sparse_dims)
     is_root = runtime.known().world.rank == root_rank
     tensors: list[Tensor] = []
 

@@ -28,37 +28,38 @@ class GradientReduction:
 
     def __init__(
         self, names: dict[Tensor, str], groups: Sequence[Sequence[Tensor]], compression: type[Compressor], passes: int, op: int,
-        predivide: float, sparse_as_dense: bool, process_set: ProcessSet,
+        predivide: float, sparse_as_dense: bool, sparse: bool, process_set: ProcessSet,
     ) -> None:  # fmt: skip
-        """names: of the parameters. groups: parameters that are reduced together. passes: backward passes for each step."""
+        """names: of the parameters. groups: parameters that are reduced together. passes: backward passes for each step.
+
+        sparse: whether the optimizer takes no dense gradients.
+        """
         self.passes = passes
         self._names, self._compression, self._op, self._process_set = names, compression, op, process_set
         self._scales = (1.0 / predivide, predivide) if op == Average else (1.0, 1.0)
         self._sparse_as_dense = sparse_as_dense
         self._group_of = {parameter: tuple(group) for group in groups for parameter in group}
-        self._left = dict.fromkeys(names, passes)
+        self.left = dict.fromkeys(names, passes)
+        """The backward passes of each parameter that are still to come before its gradient is reduced."""
+        self._sparse_dims = dict.fromkeys(names, 1) if sparse else {}
+        """Of the gradients that are known to be sparse."""
         self._ready: set[Tensor] = set()
         self._results: dict[Tensor, Callable[[], None]] = {}
         self._watch(names)
 
     @property
-    def is_running(self) -> bool:
-        """Whether gradients have been submitted since the last `finish`."""
-        return bool(self._results)
+    def running(self) -> list[Tensor]:
+        """The parameters whose gradients have been submitted since the last `finish`."""
+        return list(self._results)
 
-    def add(self, parameters: Iterable[Tensor]) -> None:
+    def add(self, names: dict[Tensor, str]) -> None:
         """Reduce the gradients of these parameters, too."""
-        new = {parameter: f"gradient.added.{len(self._names) + place}" for place, parameter in enumerate(parameters)}
-        self._names |= new
-        self._left |= dict.fromkeys(new, self.passes)
-        self._watch(new)
+        self._names |= names
+        self.left |= dict.fromkeys(names, self.passes)
+        self._watch(names)
 
     def _watch(self, parameters: Iterable[Tensor]) -> None:
-        """Call `_arrived` for each gradient, as long as this object lives: a model may get another optimizer.
-
-        As with Horovod, a parameter without a gradient gets zeros now, so that a script may clear gradients before the first
-        backward pass.
-        """
+        """Call `_arrived` for each gradient, as long as this object lives: a model may get another optimizer."""
         this = weakref.ref(self)
 
         def arrived(parameter: Tensor) -> None:
@@ -68,13 +69,12 @@ class GradientReduction:
 
         for parameter in parameters:
             if parameter.requires_grad:
-                _fill(parameter)
                 parameter.register_post_accumulate_grad_hook(arrived)
 
     def set_passes(self, passes: int) -> None:
         """The backward passes for each step, from now on."""
         self.passes = passes
-        self._left = dict.fromkeys(self._names, passes)
+        self.left = dict.fromkeys(self._names, passes)
 
     def forget(self) -> None:
         """Wait for what is in flight, and drop it, whatever has become of it."""
@@ -87,7 +87,7 @@ class GradientReduction:
         """Submit the gradients that did not arrive, as zeros; wait for all."""
         for parameter in self._names:
             if parameter.requires_grad and parameter not in self._results and parameter not in self._ready:
-                _fill(parameter)
+                self._fill(parameter)
                 self._submit_with_group(parameter)
         self.finish_submitted()
 
@@ -100,17 +100,17 @@ class GradientReduction:
         """What was in flight; from now on nothing is."""
         results, self._results = self._results, {}
         self._ready.clear()
-        self._left = dict.fromkeys(self._names, self.passes)
+        self.left = dict.fromkeys(self._names, self.passes)
         return results
 
     def _arrived(self, parameter: Tensor) -> None:
-        if self._left[parameter] <= 0:
+        if self.left[parameter] <= 0:
             raise AssertionError(
                 f"found another backward pass for {self._names[parameter]} before optimizer.step(), expected {self.passes} for "
                 "each step; pass backward_passes_per_step to DistributedOptimizer to accumulate gradients"
             )
-        self._left[parameter] -= 1
-        if self._left[parameter] == 0:
+        self.left[parameter] -= 1
+        if self.left[parameter] == 0:
             self._submit_with_group(parameter)
 
     def _submit_with_group(self, parameter: Tensor) -> None:
@@ -122,8 +122,13 @@ class GradientReduction:
         if self._ready.issuperset(one for one in group if one.requires_grad):
             self._submit_group([one for one in group if one.requires_grad])
 
+    def _fill(self, parameter: Tensor) -> None:
+        """Zeros for a gradient that is not there: without entries if it is a sparse one elsewhere."""
+        if parameter.grad is None:
+            parameter.grad = zeros_of(parameter, self._sparse_dims.get(parameter))
+
     def _submit(self, parameter: Tensor) -> None:
-        gradient = _gradient(parameter)
+        gradient = self._gradient(parameter)
         if gradient.is_sparse and not self._sparse_as_dense:
             gather = sparse_allreduce_async(gradient, self._names[parameter], self._op, self._process_set)
             self._results[parameter] = lambda: setattr(parameter, "grad", gather())
@@ -150,17 +155,24 @@ class GradientReduction:
         for parameter in group[1:]:
             self._results[parameter] = _nothing
 
-    def _packed(self, parameter: Tensor) -> tuple[Tensor, Any]:
-        gradient = _gradient(parameter)
+    def _gradient(self, parameter: Tensor) -> Tensor:
+        gradient = parameter.grad
+        assert gradient is not None  # its hook has run, or zeros were put there
         if gradient.is_sparse:
-            gradient = parameter.grad = gradient.to_dense()
-        tensor, context = self._compression.compress(gradient)
+            self._sparse_dims[parameter] = gradient.sparse_dim()
+        return gradient
+
+    def _packed(self, parameter: Tensor) -> tuple[Tensor, Any]:
+        gradient = self._gradient(parameter)
+        tensor, context = self._compression.compress(gradient.to_dense() if gradient.is_sparse else gradient)
         return tensor.contiguous(), context
 
     def _put(self, parameter: Tensor, result: Tensor, context: Any) -> None:
         found = self._compression.decompress(result, context)
         gradient = parameter.grad
-        if gradient is None or gradient.is_sparse or gradient.shape != found.shape:
+        if parameter in self._sparse_dims:
+            parameter.grad = found.to_sparse(self._sparse_dims[parameter])
+        elif gradient is None or gradient.shape != found.shape:
             parameter.grad = found
         elif found.data_ptr() != gradient.data_ptr():
             gradient.copy_(found)
@@ -192,15 +204,11 @@ def grouped(parameters: Sequence[Tensor], groups: Any, num_groups: int) -> list[
     return made
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None  # its hook has run, or zeros were put there
-    return parameter.grad
-
-
-def _fill(parameter: Tensor) -> None:
-    """Zeros for a gradient that is not there."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+def zeros_of(parameter: Tensor, sparse_dims: int | None) -> Tensor:
+    """A gradient of zeros; with `sparse_dims`, a sparse one without entries."""
+    if sparse_dims is None:
+        return torch.zeros_like(parameter)
+    return torch.zeros_like(parameter).to_sparse(sparse_dims)
 
 
 def _nothing() -> None:

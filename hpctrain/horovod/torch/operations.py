@@ -1,14 +1,14 @@
 """The asynchronous operations: each checks its arguments, submits, and returns a handle for `synchronize`.
 
-All raise ValueError for what this rank passes wrongly. What differs between ranks is a HorovodInternalError of `synchronize`, on
-every rank; the next operation works again.
+All raise ValueError for what this rank passes wrongly, but for reducescatter's op, which is a HorovodInternalError as in the
+original. What differs between ranks is a HorovodInternalError of `synchronize`, on every rank; the next operation works again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from torch import Tensor
 from hpctrain.horovod.common.process_sets import ProcessSet, global_process_set
 from hpctrain.horovod.engine import request as kinds
 from hpctrain.horovod.engine import runtime
+from hpctrain.horovod.engine.errors import HorovodInternalError
 from hpctrain.horovod.engine.request import Request
 from hpctrain.horovod.engine.submission import Submission
-from hpctrain.horovod.engine.team import Team
+
+if TYPE_CHECKING:
+    from hpctrain.horovod.engine.team import Team
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 _NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
@@ -163,7 +166,7 @@ def scatter_async(
     """Reduce the tensors and scatter the rows of the results over the ranks."""
     team = _team(process_set)
     if op not in (Average, Sum):
-        raise ValueError(f"found a reducescatter with op={_NAMES[op]}, expected hvd.Average or hvd.Sum")
+        raise HorovodInternalError(f"found a reducescatter with op={_NAMES[op]}, expected hvd.Average or hvd.Sum")
     requests = []
     names = _names(len(tensors), name, "grouped_reducescatter" if grouped else None)
     for tensor, own_name in zip(tensors, names, strict=True):

@@ -19,12 +19,36 @@ from hpctrain.horovod.torch.mpi_ops import Adasum, Average, allreduce_async_, si
 _Options = Callable[[], float] | None
 
 
-class _Reducing(torch.optim.Optimizer):
-    """Put in front of the optimizer's own class."""
+class _DistributedOptimizer(torch.optim.Optimizer):
+    """Put in front of the optimizer's own class. Other libraries read the attributes that have the original's names."""
 
+    op: int
+    process_set: ProcessSet
+    _compression: type[Compressor]
+    backward_passes_per_step: int
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
+    _parameter_names: dict[Tensor, str]
     _reduction: GradientReduction | None
-    _synchronizes = True
+    _should_synchronize = True
     _synchronized = False
+
+    @property
+    def _requires_update(self) -> set[Tensor]:
+        """The parameters whose gradients are reduced."""
+        return {one for one in self._parameter_names if one.requires_grad} if self._reduction is not None else set()
+
+    @property
+    def _handles(self) -> list[Tensor]:
+        """The parameters whose gradients are being reduced."""
+        return [] if self._reduction is None else self._reduction.running
+
+    @property
+    def _allreduce_delay(self) -> dict[Tensor, int]:
+        """How many backward passes of each parameter are still to come before its gradient is reduced."""
+        if self._reduction is None:
+            return dict.fromkeys(self._parameter_names, self.backward_passes_per_step)
+        return self._reduction.left
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced. `step` does this unless called inside `skip_synchronize`."""
@@ -35,24 +59,25 @@ class _Reducing(torch.optim.Optimizer):
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """A block in which `step` does not wait: the caller has called `synchronize`, to clip gradients, say."""
-        self._synchronizes = False
+        self._should_synchronize = False
         try:
             yield
         finally:
-            self._synchronizes = True
+            self._should_synchronize = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """The backward passes for each step, from now on."""
+        self.backward_passes_per_step = passes
         if self._reduction is not None:
             self._reduction.set_passes(passes)
 
     def step(self, closure: _Options = None) -> Any:
         """Wait for the gradients and update the parameters. A closure's gradients are waited for each time that it is called."""
-        if closure is not None and self._synchronizes:
+        if closure is not None and self._should_synchronize:
             result = super().step(self._reduced(closure))
             self._synchronized = False
             return result
-        if self._synchronizes:
+        if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize(): it reduces the gradients again after "
@@ -74,12 +99,15 @@ class _Reducing(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters' gradients are reduced, too. All ranks add the same groups in the same order."""
         super().add_param_group(param_group)
+        known, added = len(self._parameter_names), self.param_groups[-1]["params"]
+        new = {parameter: f"added.{known + place}" for place, parameter in enumerate(added)}
+        self._parameter_names |= new
         if self._reduction is not None:
-            self._reduction.add(self.param_groups[-1]["params"])
+            self._reduction.add(_operations(new))
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """As torch's. Raises AssertionError between backward and step."""
-        if self._reduction is not None and self._reduction.is_running:
+        if self._reduction is not None and self._reduction.running:
             self._reduction.forget()
             raise AssertionError(
                 "found optimizer.zero_grad() between loss.backward() and optimizer.step() or optimizer.synchronize(), which "
@@ -94,11 +122,11 @@ class _Reducing(torch.optim.Optimizer):
         super().load_state_dict(*arguments, **options)
 
 
-class _Adaptive(torch.optim.Optimizer):
+class _DistributedAdasumOptimizer(torch.optim.Optimizer):
     """Each rank makes its own step; the ranks' updates are combined by Adasum."""
 
     _compression: type[Compressor]
-    _names: dict[Tensor, str]
+    _parameter_names: dict[Tensor, str]
 
     def synchronize(self) -> None:
         """Nothing: `step` combines the updates."""
@@ -114,10 +142,10 @@ class _Adaptive(torch.optim.Optimizer):
 
     def step(self, closure: _Options = None) -> Any:
         """Make this rank's step, and replace it by the adaptive sum of all."""
-        before = {parameter: parameter.detach().clone() for parameter in self._names}
+        before = {parameter: parameter.detach().clone() for parameter in self._parameter_names}
         result = super().step(closure)
         moving = []
-        for parameter, name in self._names.items():
+        for parameter, name in _operations(self._parameter_names).items():
             update, context = self._compression.compress((parameter.detach() - before[parameter]).contiguous())
             moving.append((parameter, update, context, allreduce_async_(update, name=name, op=Adasum)))
         for parameter, update, context, handle in moving:
@@ -139,8 +167,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     this many backward passes are added before they are reduced. gradient_predivide_factor: divides before the sum and
     multiplies after it. groups: lists of parameters that are reduced together, or their number (also as `num_groups`), for lists
     of about equal length.
-    Raises ValueError for names or options that do not go together.
+    Raises ValueError for names or options that do not go together, TypeError for an optimizer that this function has made.
     """
+    if isinstance(optimizer, (_DistributedOptimizer, _DistributedAdasumOptimizer)):
+        raise TypeError(
+            f"found a {type(optimizer).__name__} that hvd.DistributedOptimizer has made, expected a plain optimizer: gradients "
+            "would be reduced twice; wrap it once, with all options"
+        )
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("found gradient_predivide_factor with another op, expected op=hvd.Average")
     if backward_passes_per_step < 1:
@@ -150,20 +183,23 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     adaptive = op == Adasum
     if adaptive and process_set is not global_process_set:
         raise ValueError("found op=hvd.Adasum with a process set, expected the set of all ranks")
-    mixin = _Adaptive if adaptive else _Reducing
-    made: Any = object.__new__(
-        type(type(optimizer).__name__, (mixin, type(optimizer)), {"__module__": type(optimizer).__module__})
-    )
+    mixin = _DistributedAdasumOptimizer if adaptive else _DistributedOptimizer
+    # by "horovod" in the name of its type other libraries tell an optimizer that is wrapped
+    made: Any = object.__new__(type(type(optimizer).__name__, (mixin, type(optimizer)), {"__module__": __name__}))
     # a scheduler that was made before has put its wrapper of the plain step there
     made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    made._compression, made._parameter_names = compression, names
+    made.backward_passes_per_step, made.op, made.process_set = backward_passes_per_step, op, process_set
     if adaptive:
-        made._compression, made._names = compression, names
         return made
+    made.gradient_predivide_factor, made.sparse_as_dense = gradient_predivide_factor, sparse_as_dense
     made._reduction = None
     grows = os.environ.get("HOROVOD_ELASTIC") == "1"  # other workers may come
     if process_set.included() and (size() > 1 or grows):
+        sparse = isinstance(optimizer, torch.optim.SparseAdam)
         made._reduction = GradientReduction(
-            names, together, compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense, process_set,
+            _operations(names), together, compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense,
+            sparse, process_set,
         )  # fmt: skip
     return made
 
@@ -172,7 +208,7 @@ def _names_of(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tenso
     """A name for each of the optimizer's parameters. Raises ValueError."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named is None:
-        return {parameter: f"gradient.{place}" for place, parameter in enumerate(parameters)}
+        return {parameter: str(place) for place, parameter in enumerate(parameters)}
     pairs = list(named)
     if any(not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) for pair in pairs):
         raise ValueError("found named_parameters that are not (name, parameter) pairs; pass model.named_parameters()")
@@ -187,4 +223,9 @@ def _names_of(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tenso
             f"found {missing} parameters of the optimizer that named_parameters lacks; pass model.named_parameters() of "
             "every model that it trains"
         )
-    return {parameter: f"gradient.{known[parameter]}" for parameter in parameters}
+    return {parameter: known[parameter] for parameter in parameters}
+
+
+def _operations(names: dict[Tensor, str]) -> dict[Tensor, str]:
+    """The names of the operations that reduce the gradients of parameters with these names."""
+    return {parameter: f"gradient.{name}" for parameter, name in names.items()}
