@@ -1,28 +1,23 @@
 """Starts Horovod workers without MPI, replaces those that are lost, and gives the ranks out.
 
 The workers meet in this process's store. A worker that calls `hvd.init` asks for a rank there. When every live worker has asked,
-and there are enough of them, all get their places in a new generation. Those with the longest service get the lowest ranks:
-rank 0 has the state that the others take over.
+and there are enough of them, all get their places in a new generation. Those that hold the training state, then those with the
+longest service, get the lowest ranks: rank 0 has the state that the others take over. Without such a worker the job ends.
 """
 
 from __future__ import annotations
 
-import json
-import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
+from hpctrain.errors import EXIT_TRAINING, UsageError
 from hpctrain.starter.hosts import Hosts
-from hpctrain.starter.workers import Worker, start_worker
-from hpctrain.store.client import open_store
-from hpctrain.store.messages import SECRET_BYTES
-from hpctrain.store.network import LOOPBACK, listeners, reachable_addresses
-from hpctrain.store.server import StoreServer
+from hpctrain.starter.worker_store import WorkerStore
+from hpctrain.starter.workers import Worker, places, start_worker, with_slots
 
 _POLL = 0.1  # seconds between two looks
 _DISCOVER = 1.0  # seconds between two looks for hosts
@@ -53,8 +48,18 @@ class _State:
     last_code: int = 0
     finished: bool = False
     too_few_since: float | None = None
-    updates: int = 0
+    held: bool = False
+    """A worker holds the state, or has held it. A script without `hvd.elastic.run` has none."""
     stuck: list[Worker] = field(default_factory=list)
+
+    @property
+    def present(self) -> list[Worker]:
+        """The workers that take part, or wait to."""
+        return [worker for worker in self.workers.values() if not worker.dropped]
+
+    def can_lead(self, workers: Iterable[Worker]) -> bool:
+        """Whether one of the workers has what training has reached so far."""
+        return self.generation == 0 or any(one.holds if self.held else one.since > 0 for one in workers)
 
 
 class Elastic:
@@ -66,23 +71,15 @@ class Elastic:
     def __init__(
         self, command: Sequence[str], limits: Limits, discover: Callable[[], Hosts], directory: Path, ssh: Sequence[str]
     ) -> None:
-        """discover: the hosts at present. directory: private, for the secret. ssh: options of ssh."""
-        self._command, self._limits, self._discover, self._directory = list(command), limits, discover, directory
-        self._ssh = list(ssh)
+        """discover: the hosts at present; may raise UsageError. directory: private, for the secret. ssh: options of ssh."""
+        self._command, self._limits, self._discover, self._ssh = list(command), limits, discover, list(ssh)
         self._hosts = discover()
-        secret = secrets.token_bytes(SECRET_BYTES)
-        where = [LOOPBACK] if self._hosts.are_here and limits.replaces is False else [LOOPBACK, *reachable_addresses()]
-        self._server = StoreServer(secret, listeners(where), limits.most)
-        self._store = open_store(self._server.addresses, lambda _: secret, 30.0, timedelta(seconds=30))
-        self._where = json.dumps({"addresses": self._server.addresses, "secret": secret.hex()})
-        file = directory / "starter"
-        file.touch(0o600)
-        file.write_text(self._where)
-        self._file = file
+        self._store = WorkerStore(directory, limits.most, everywhere=limits.replaces or not self._hosts.are_here)
         self._state = _State()
         self._resting: dict[str, float] = {}
         self._code: int | None = None
         self._discovered = time.monotonic()
+        self._not_discovered = ""
 
     def poll(self) -> int | None:
         """The exit code, once the job has ended."""
@@ -104,11 +101,12 @@ class Elastic:
         for worker in self._state.workers.values():
             worker.kill()
         self._store.close()
-        self._server.close()
 
     def _look(self) -> None:
         self._find_hosts()
         self._count_ended()
+        if self._code is None:
+            self._hear()
         if self._code is None:
             self._start_missing()
             self._give_ranks()
@@ -118,7 +116,12 @@ class Elastic:
     def _find_hosts(self) -> None:
         if time.monotonic() - self._discovered > _DISCOVER:
             self._discovered = time.monotonic()
-            self._hosts = self._discover()
+            try:
+                self._hosts, self._not_discovered = self._discover(), ""
+            except UsageError as error:
+                if self._not_discovered != str(error):
+                    self._not_discovered = str(error)
+                    self._tell(f"{error}; the hosts stay as they were")
 
     def _count_ended(self) -> None:
         state = self._state
@@ -136,18 +139,31 @@ class Elastic:
                 elif code > 0:
                     state.failures += 1
                 self._tell(f"worker {name} ended with {_status(code)}")
-        over = not state.workers and (state.finished or state.last_code)
-        if over:
-            recovered = state.finished and (self._limits.replaces or not state.last_code)
-            self._code = 0 if recovered else state.last_code
-        elif state.last_code and not self._limits.replaces:
+        if not state.workers and state.finished:
+            self._code = 0 if self._limits.replaces else state.last_code
+        elif state.last_code and (not self._limits.replaces or not (state.workers or state.generation)):
             self._code = state.last_code
         elif state.failures >= _MOST_FAILURES:
             self._tell(f"{state.failures} workers ended with an error of their own; the job ends")
             self._code = state.last_code
 
-    def _start_missing(self) -> None:
+    def _hear(self) -> None:
+        """Learn what the workers ask and hold; end the job when no worker that has the state is left."""
         state = self._state
+        self._store.hear(state.present)
+        state.held = state.held or any(worker.holds for worker in state.present)
+        if not state.finished and not state.can_lead(state.present):
+            self._lose_state("is left", state.last_code)
+
+    def _lose_state(self, why: str, code: int) -> None:
+        self._tell(
+            f"no worker that holds the training state {why}: others would train from the beginning, so the job ends. Start it "
+            "again to go on from the script's own checkpoint, if it writes one"
+        )
+        self._code = code or EXIT_TRAINING
+
+    def _start_missing(self) -> None:
+        state, store = self._state, self._store
         if state.finished or (state.started and not self._limits.replaces):
             return
         for host, slots in self._hosts.named:
@@ -158,27 +174,28 @@ class Elastic:
                 if len(state.workers) >= self._limits.most:
                     return
                 name = str(state.started)
-                state.workers[name] = start_worker(name, host, self._command, self._file, self._where, self._ssh)
+                state.workers[name] = start_worker(name, host, self._command, store.file, store.where, self._ssh)
                 state.started += 1
 
     def _give_ranks(self) -> None:
-        state, store = self._state, self._store
+        state = self._state
         self._send_home()
-        here = [worker for worker in state.workers.values() if not worker.dropped]
-        for worker in here:
-            if worker.asked == worker.answered and store.check([f"asks/{worker.name}"]):
-                worker.asked = int(store.get(f"asks/{worker.name}"))
-                worker.asked_at = time.monotonic()
+        here = state.present
         waiting = [worker for worker in here if worker.asked > worker.answered]
         if state.finished:
             self._dismiss(waiting)
             return
+        kept = with_slots(here, self._hosts, self._limits.most)
         if len(waiting) < len(here):
-            if waiting and state.generation:
-                self._say_update(len(waiting))
+            if state.generation and (waiting or any(one.since and one not in kept for one in here)):
+                self._store.say_update(state.generation)
             self._end_stuck(here, waiting)
             return
-        kept = self._kept(waiting)
+        enough = min(self._hosts.slots, len(here)) >= self._limits.least
+        if enough and not state.can_lead(kept):
+            there, slots = {one.host for one in here if one.since}, [host for host, _ in self._hosts.named]
+            self._lose_state(f"has a slot ({_listed(there)} had it, slots are on {_listed(slots)})", EXIT_TRAINING)
+            return
         if len(kept) < self._limits.least:
             self._count_too_few(len(kept))
             return
@@ -205,58 +222,33 @@ class Elastic:
 
     def _send_home(self) -> None:
         """Workers on other hosts that were ended but live: only their ssh has gone."""
-        for worker in self._state.stuck:
-            key = f"asks/{worker.name}"
-            if self._store.check([key]) and int(self._store.get(key)) > worker.answered:
-                worker.asked = int(self._store.get(key))
-                self._answer(worker, {"leave": True})
-
-    def _kept(self, waiting: Sequence[Worker]) -> list[Worker]:
-        """The workers that have a slot, those with the longest service first."""
-        slots = dict(self._hosts.named)
-        kept: list[Worker] = []
-        for worker in sorted(waiting, key=lambda one: (one.since or sys.maxsize, int(one.name))):
-            if slots.get(worker.host, 0) > 0 and len(kept) < self._limits.most:
-                slots[worker.host] -= 1
-                kept.append(worker)
-        return kept
+        stuck = self._state.stuck
+        self._store.hear(stuck)
+        self._dismiss(worker for worker in stuck if worker.asked > worker.answered)
 
     def _publish(self, kept: Sequence[Worker], dropped: Sequence[Worker]) -> None:
         generation = self._state.generation
-        hosts = {host: [worker for worker in kept if worker.host == host] for host in {one.host for one in kept}}
-        for rank, worker in enumerate(kept):
-            here = hosts[worker.host]
-            local = here.index(worker)
-            across = [host for host, ones in sorted(hosts.items()) if len(ones) > local]
-            place = {
-                "generation": generation, "rank": rank, "size": len(kept), "local_rank": local, "local_size": len(here),
-                "cross_rank": across.index(worker.host), "cross_size": len(across),
-                "homogeneous": len({len(ones) for ones in hosts.values()}) == 1,
-            }  # fmt: skip
+        for worker, place in zip(kept, places(kept, generation), strict=True):
             worker.since = worker.since or generation
-            self._answer(worker, place)
+            self._store.answer(worker, place)
+        for worker in dropped:
+            if worker.since:
+                self._tell(f"worker {worker.name} on {worker.host} leaves: the hosts have no slot for it")
         self._dismiss(dropped)
 
     def _dismiss(self, workers: Iterable[Worker]) -> None:
         """Tell workers that ask for a rank to leave: there is no slot, or nothing left to do."""
         for worker in workers:
-            worker.dropped = True
-            self._answer(worker, {"leave": True})
-
-    def _answer(self, worker: Worker, place: Mapping[str, object]) -> None:
-        self._store.set(f"rank/{worker.name}/{worker.asked}", json.dumps(place))
-        worker.answered = worker.asked
-
-    def _say_update(self, waiting: int) -> None:
-        """New workers wait: the others notice at their next commit."""
-        if self._state.updates != self._state.generation:
-            self._state.updates = self._state.generation
-            self._store.set(f"update/{self._state.generation}", str(waiting))
+            self._store.dismiss(worker)
 
     def _count_too_few(self, found: int) -> None:
         state = self._state
         if state.too_few_since is None:
             state.too_few_since = time.monotonic()
+            self._tell(
+                f"found slots for {found} of at least {self._limits.least} workers; waiting up to "
+                f"{self._limits.start_seconds:g} s for more"
+            )
         if time.monotonic() - state.too_few_since < self._limits.start_seconds:
             return
         self._tell(f"found {found} workers after {self._limits.start_seconds:g} s, expected {self._limits.least}")
@@ -269,3 +261,7 @@ class Elastic:
 
 def _status(code: int) -> str:
     return f"exit code {code}" if code > 0 else f"signal {-code}"
+
+
+def _listed(hosts: Iterable[str]) -> str:
+    return ", ".join(sorted(hosts))

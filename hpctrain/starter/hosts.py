@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,19 +99,18 @@ def read_hostfile(file: Path) -> Hosts:
 
 
 def discovered(script: Path, slots: int) -> Hosts:
-    """The hosts that a program prints, a line `HOST` or `HOST:SLOTS` each; none if it fails or takes too long."""
+    """The hosts that a program prints, a line `HOST` or `HOST:SLOTS` each. Raises UsageError if it fails or prints others."""
+    where = f"--host-discovery-script {script}"
     try:
         done = subprocess.run([script.absolute()], stdout=subprocess.PIPE, text=True, timeout=_PATIENCE)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"horovodrun: the host discovery script failed: {error}", file=sys.stderr)
-        return Hosts(())
-    found = []
-    for line in done.stdout.splitlines() if done.returncode == 0 else []:
-        try:
-            found.append(_host(line if ":" in line else f"{line}:{slots}", r"([\w.-]+)(?::(\d+))?", "HOST:SLOTS"))
-        except UsageError as error:  # in the middle of a job: it goes on
-            print(f"horovodrun: the host discovery script printed a line that is no host: {error}", file=sys.stderr)
-    return Hosts(tuple(found))
+    except (OSError, UnicodeDecodeError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"{where} failed: {error}") from None
+    if done.returncode:
+        raise UsageError(
+            f"{where} ended with exit code {done.returncode}, expected 0 and a line HOST:SLOTS for each host"
+        )
+    lines = [line if ":" in line else f"{line}:{slots}" for line in done.stdout.splitlines() if line.strip()]
+    return Hosts(tuple(_host(line, r"([\w.-]+)(?::(\d+))?", "HOST:SLOTS", where) for line in lines))
 
 
 def _host(part: str, pattern: str, expected: str, where: str = "hosts") -> tuple[str, int]:

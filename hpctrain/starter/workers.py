@@ -1,4 +1,4 @@
-"""Processes of a job without MPI, here or on another host."""
+"""Processes of a job without MPI, here or on another host, and the ranks that they get."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from hpctrain.starter.hosts import HERE
+from hpctrain.starter.hosts import HERE, Hosts
 
 STARTER, WORKER = "HPCTRAIN_HOROVOD_STARTER", "HPCTRAIN_HOROVOD_WORKER"
 _SSH_FAILED = 255
@@ -22,7 +24,8 @@ _PASSED_ON = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 @dataclass(eq=False)
 class Worker:
     """asked, answered: how often it has asked for a rank and got one. asked_at: when it last asked, by time.monotonic.
-    since: the generation in which it came, 0 before. dropped: it was told to leave."""
+    since: the generation in which it came, 0 before. holds: it has the training state, from a `state.sync()`. dropped: it was told
+    to leave."""
 
     name: str
     host: str
@@ -32,6 +35,7 @@ class Worker:
     asked_at: float = 0.0
     started_at: float = field(default_factory=time.monotonic)
     since: int = 0
+    holds: bool = False
     dropped: bool = False
 
     def has_lost_host(self, code: int) -> bool:
@@ -67,3 +71,30 @@ def start_worker(name: str, host: str, command: Sequence[str], file: Path, where
         process.stdin.write(where.encode())
         process.stdin.close()
     return Worker(name, host, process)
+
+
+def with_slots(workers: Iterable[Worker], hosts: Hosts, most: int) -> list[Worker]:
+    """The workers that have a slot, up to `most`, in the order of their ranks: rank 0 has the state that the others take over."""
+    slots = dict(hosts.named)
+    kept: list[Worker] = []
+    for worker in sorted(workers, key=lambda one: (not one.holds, one.since or sys.maxsize, int(one.name))):
+        if slots.get(worker.host, 0) > 0 and len(kept) < most:
+            slots[worker.host] -= 1
+            kept.append(worker)
+    return kept
+
+
+def places(workers: Sequence[Worker], generation: int) -> list[dict[str, Any]]:
+    """What each of the workers is told of its rank in a generation."""
+    hosts = {host: [worker for worker in workers if worker.host == host] for host in {one.host for one in workers}}
+    told = []
+    for rank, worker in enumerate(workers):
+        here = hosts[worker.host]
+        local = here.index(worker)
+        across = [host for host, ones in sorted(hosts.items()) if len(ones) > local]
+        told.append({
+            "generation": generation, "rank": rank, "size": len(workers), "local_rank": local, "local_size": len(here),
+            "cross_rank": across.index(worker.host), "cross_size": len(across),
+            "homogeneous": len({len(ones) for ones in hosts.values()}) == 1,
+        })  # fmt: skip
+    return told

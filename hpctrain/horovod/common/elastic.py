@@ -94,6 +94,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
             try:
                 if synchronizes:
                     state.sync()
+                    runtime.working().world.has_synchronized()
                 return func(state, *arguments, **options)
             except HorovodInternalError:
                 if runtime.is_running() and runtime.known().has_lost_ranks():

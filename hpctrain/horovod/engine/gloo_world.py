@@ -112,6 +112,9 @@ class GlooWorld:
     def has_updates(self) -> bool:
         return self._guarded.check([f"update/{self.generation}"])
 
+    def has_synchronized(self) -> None:
+        self._guarded.set(f"holds/{os.environ[WORKER]}", "")
+
     def ranks_of(self, comm: Any) -> list[int]:
         raise ValueError("found a process set of an MPI communicator, expected ranks: this job uses no MPI")
 

@@ -98,6 +98,9 @@ class MPIWorld:
         """MPI's processes stay the same."""
         return False
 
+    def has_synchronized(self) -> None:
+        """Nobody comes who could take the state over."""
+
     def ranks_of(self, comm: MPI.Comm) -> list[int]:
         """The ranks of an mpi4py communicator in this world. Raises ValueError if some are outside."""
         ranks = MPI.Group.Translate_ranks(comm.group, list(range(comm.size)), world().group)

@@ -29,7 +29,10 @@ class World(Protocol):
         """Called by `shutdown`, when no operation runs any more."""
 
     def has_updates(self) -> bool:
-        """Whether other processes wait to take part."""
+        """Whether other processes wait to take part, or some of these are to leave."""
+
+    def has_synchronized(self) -> None:
+        """Called when this process has the training state of rank 0: others may take it over from now on."""
 
     def ranks_of(self, comm: Any) -> list[int]:
         """The ranks of an mpi4py communicator. Raises ValueError if some are outside."""
