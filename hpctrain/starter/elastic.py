@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hpctrain.errors import EXIT_TRAINING, UsageError
 from hpctrain.starter.hosts import Hosts
+from hpctrain.starter.supervised import how
 from hpctrain.starter.worker_store import WorkerStore
 from hpctrain.starter.workers import Worker, places, start_worker, with_slots
 
@@ -138,7 +139,7 @@ class Elastic:
                     self._resting[worker.host] = time.monotonic() + _REST
                 elif code > 0:
                     state.failures += 1
-                self._tell(f"worker {name} ended with {_status(code)}")
+                self._tell(f"worker {name} on {worker.host} ended with {how(code)}")
         if not state.workers and state.finished:
             self._code = 0 if self._limits.replaces else state.last_code
         elif state.last_code and (not self._limits.replaces or not (state.workers or state.generation)):
@@ -257,10 +258,6 @@ class Elastic:
     @staticmethod
     def _tell(sentence: str) -> None:
         print(f"horovodrun: {sentence}", file=sys.stderr, flush=True)
-
-
-def _status(code: int) -> str:
-    return f"exit code {code}" if code > 0 else f"signal {-code}"
 
 
 def _listed(hosts: Iterable[str]) -> str:

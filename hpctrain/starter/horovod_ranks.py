@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import EnvironmentUnfitError, UsageError
+from hpctrain.starter import supervised
 from hpctrain.starter.hosts import Hosts, discovered
-from hpctrain.starter.launch import Launched, launch_over_mpi
+from hpctrain.starter.launch import Launched
 from hpctrain.starter.mpi_library import ask_library
 from hpctrain.starter.mpiexec import UnderMpiexec, find_mpiexec
+from hpctrain.starter.processes import over_pmi
 
 _POLL = 0.1  # seconds between two looks at the ranks
 _NO_MPI = (
@@ -55,24 +57,37 @@ def run_over_mpi(
     Raises EnvironmentUnfitError without an MPI, UsageError without the program.
     """
     command = with_output_in(output, ranks, [_program(words), *words[1:]])
+    library = ask_library()
+    if library is None:
+        raise EnvironmentUnfitError(_NO_MPI)
     remote = hosts is not None and not hosts.are_here
-    launched: Launched | None
-    if remote or mpi_words:
-        library = ask_library()
-        if library is None:
-            raise EnvironmentUnfitError(_NO_MPI)
-        mpiexec = find_mpiexec(library.flavour)
-        more = [*(hosts.words(mpiexec.flavour) if hosts is not None and remote else []), *mpi_words]
-        if verbose:
-            print(" ".join([*mpiexec.command(ranks), *more, *command]), file=sys.stderr)
-        launched = UnderMpiexec(mpiexec, [*more, *command], ranks)
-    else:
+    if library.speaks_pmi and not remote and not mpi_words:
         if verbose:
             print(f"{ranks} ranks here: {' '.join(command)}", file=sys.stderr)
-        launched = launch_over_mpi(command, ranks)
-        if launched is None:
-            raise EnvironmentUnfitError(_NO_MPI)
-    return _wait(launched)
+        started = over_pmi(command, ranks)
+        status = _wait(started)
+        if started.failed_rank is not None:
+            end = supervised.sentence(started.failed_rank, os.uname().nodename, started.failed_status)
+            early = (
+                "" if started.failed_status else " before MPI_Finalize, so that the others would wait for it forever"
+            )
+            print(end + early, file=sys.stderr, flush=True)
+        return status
+    mpiexec = find_mpiexec(library.flavour)
+    more = [*(hosts.words(mpiexec.flavour) if hosts is not None and remote else []), *mpi_words]
+    command = [*more, sys.executable, "-I", supervised.__file__, *command]
+    if verbose:
+        print(" ".join([*mpiexec.command(ranks), *command]), file=sys.stderr)
+    ends = _FirstEnd()
+    status = _wait(UnderMpiexec(mpiexec, command, ranks, ends=ends))
+    if status and ends.code is None and status < 128:
+        print(
+            f"horovodrun: the ranks ended with exit code {status}: their output has the reason, unless one left before "
+            "MPI_Finalize or was lost with its host",
+            file=sys.stderr,
+            flush=True,
+        )
+    return status if status == 0 or ends.code is None else ends.code
 
 
 def run_without_mpi(
@@ -114,6 +129,24 @@ def run_without_mpi(
         return _wait(Elastic(command, limits, discover, directory, ssh))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+class _FirstEnd:
+    """Takes note of the first rank that has not ended well, as supervised.py tells of it; passes everything on."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self._line = b""
+
+    def take(self, chunk: bytes) -> bytes:
+        *lines, self._line = (self._line + chunk).split(b"\n")
+        found = next((one for line in lines if (one := supervised.ENDED.search(line))), None)
+        if found is not None and self.code is None:
+            self.code = int(found[2]) + (128 if found[1] == b"signal" else 0)
+        return chunk
+
+    def rest(self) -> bytes:
+        return b""
 
 
 def _program(words: Sequence[str]) -> str:

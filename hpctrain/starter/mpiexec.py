@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.errors import EnvironmentUnfitError
 from hpctrain.starter.mpi_library import MPICH, OPEN_MPI
-from hpctrain.starter.relay import Relay
+from hpctrain.starter.relay import Filter, Relay
 from hpctrain.starter.streams import Heard
 
 
@@ -51,8 +51,18 @@ class Mpiexec:
 class UnderMpiexec:
     """A running mpiexec; its output is passed on until it ends."""
 
-    def __init__(self, mpiexec: Mpiexec, command: Sequence[str], ranks: int, heard: Heard | None = None) -> None:
-        """heard: listens to ranks on several hosts, which no pipe of this process's reaches. mpiexec must then end with it."""
+    def __init__(
+        self,
+        mpiexec: Mpiexec,
+        command: Sequence[str],
+        ranks: int,
+        heard: Heard | None = None,
+        ends: Filter | None = None,
+    ) -> None:
+        """heard: listens to ranks on several hosts, which no pipe of this process's reaches. mpiexec must then end with it.
+
+        ends: listens to the ends of the ranks (supervised.py).
+        """
         words = [*mpiexec.command(ranks), *command]
         if heard is not None:
             words = [sys.executable, str(Path(__file__).with_name("with_parent.py")), str(os.getpid()), *words]
@@ -64,7 +74,7 @@ class UnderMpiexec:
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C must reach the ranks through the starter: mpiexec would kill them
         )
-        self._relay = Relay(self._process, heard)
+        self._relay = Relay(self._process, heard, ends)
 
     failed_rank: int | None = None
     """Unknown: mpiexec does not tell."""

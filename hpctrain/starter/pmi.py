@@ -37,7 +37,10 @@ class PmiServer:
             "finalize": "finalize_ack rc=0",
         }
         self._in_barrier: set[int] = set()
+        self._initialized: set[int] = set()
         self._finalized: set[int] = set()
+        self.left: list[int] = []
+        """Ranks that have ended after MPI_Init without MPI_Finalize: the others would wait for them forever."""
         pairs = [socket.socketpair() for _ in range(ranks)]
         self._ours = [ours for ours, _ in pairs]
         self._theirs = [theirs for _, theirs in pairs]
@@ -87,6 +90,8 @@ class PmiServer:
                     if not data or len(unread[rank]) > _LONGEST:
                         selector.unregister(self._ours[rank])
                         self._ours[rank].close()
+                        if rank in self._initialized - self._finalized:
+                            self.left.append(rank)
 
     def _answer(self, rank: int, line: str) -> None:
         """Answer the rank's command. `abort` needs no answer: the rank exits, and the starter handles that."""
@@ -102,7 +107,9 @@ class PmiServer:
         elif command == "get":
             self._send(rank, "get_result rc=-1 msg=key_not_found value=unknown")
         elif command in self._constants:
-            if command == "finalize":
+            if command == "init":
+                self._initialized.add(rank)
+            elif command == "finalize":
                 self._finalized.add(rank)
             self._send(rank, self._constants[command])
         elif command != "abort":

@@ -17,6 +17,8 @@ _GRACE = 10.0
 """Seconds that the other ranks have to exit by themselves after one has failed: they notice its closed connections."""
 _GRACE_OF_MPI = 1.0
 """Like _GRACE, for ranks under MPI, which do not notice the failure of another rank."""
+_LEFT_EARLY = 1
+"""The status of a rank that leaves with exit code 0 while the others wait for it."""
 
 
 class Processes:
@@ -28,9 +30,13 @@ class Processes:
         environments: Sequence[Mapping[str, str]],
         descriptors: Sequence[tuple[int, ...]] | None = None,
         grace: float = _GRACE,
+        left: Sequence[int] = (),
     ) -> None:
-        """Start a rank for each of `environments`, added to this process's, with its `descriptors`, if any."""
-        self._grace = grace
+        """Start a rank for each of `environments`, added to this process's, with its `descriptors`, if any.
+
+        left: gets the ranks that leave too early; they have failed even if their exit code is 0.
+        """
+        self._grace, self._left = grace, left
         self._ranks = [
             subprocess.Popen(
                 command,
@@ -43,13 +49,16 @@ class Processes:
         ]
         self._failed_at: float | None = None
         self.failed_rank: int | None = None
+        self.failed_status = 0
+        """How it ended; 0 if it has left too early."""
 
     def poll(self) -> int | None:
-        """None while a rank runs, then the first status that is not zero, or 0."""
+        """None while a rank runs, then the status of the first rank that failed, or 0."""
         statuses = [rank.poll() for rank in self._ranks]
         if any(status is None for status in statuses):
             return None
-        return next((status for status in statuses if status), 0)
+        self._look_for_failure()
+        return 0 if self.failed_rank is None else self.failed_status or _LEFT_EARLY
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for all ranks. When one fails, the others have a grace period to exit and are then killed."""
@@ -58,13 +67,19 @@ class Processes:
             now = time.monotonic()
             if give_up is not None and now > give_up:
                 raise subprocess.TimeoutExpired("ranks", timeout or 0)
-            if self._failed_at is None:
-                self.failed_rank = next((number for number, rank in enumerate(self._ranks) if rank.poll()), None)
-                self._failed_at = None if self.failed_rank is None else now
+            self._look_for_failure()
             if self._failed_at is not None and now > self._failed_at + self._grace:
                 self.kill()
             time.sleep(_POLL)
         return status
+
+    def _look_for_failure(self) -> None:
+        if self._failed_at is None:
+            for number, rank in enumerate(self._ranks):
+                status = rank.poll()
+                if status or (status is not None and number in self._left):
+                    self.failed_rank, self.failed_status, self._failed_at = number, status, time.monotonic()
+                    return
 
     def kill(self) -> None:
         """Kill every rank that still runs."""
@@ -95,6 +110,6 @@ def over_pmi(command: Sequence[str], ranks: int) -> Processes:
     server = PmiServer(ranks)
     environments = [server.environment(rank) for rank in range(ranks)]
     descriptors = [server.descriptors(rank) for rank in range(ranks)]
-    started = Processes(command, environments, descriptors, _GRACE_OF_MPI)
+    started = Processes(command, environments, descriptors, _GRACE_OF_MPI, server.left)
     server.started()
     return started

@@ -17,6 +17,7 @@ _RULE = b"-" * 74 + b"\n"
 _LONGEST = 2**12
 """A longer text between two rules is no message of Open MPI's."""
 _ENDINGS = (b"MPI_ABORT was invoked", b'calling\n"abort"', b"exited with non-zero status")
+_BANNER, _BANNER_END = b"=" * 83 + b"\n=   BAD TERMINATION", b"debugging suggestions\n"
 _LEFT = 5.0
 """Seconds for the remaining output after the launcher has ended."""
 
@@ -33,15 +34,20 @@ class Relay:
     """Reads the launcher's pipes from its start on. Drops output that cannot be written (full disk, closed pipe), and Open MPI's
     messages about ranks that have ended with an error code: the ranks have printed the reason."""
 
-    def __init__(self, launcher: subprocess.Popen[bytes], heard: Heard | None = None) -> None:
-        """heard: gets what the ranks tell the starter, which is left out."""
+    def __init__(
+        self, launcher: subprocess.Popen[bytes], heard: Heard | None = None, ends: Filter | None = None
+    ) -> None:
+        """heard: gets what the ranks tell the starter, which is left out.
+
+        ends: gets standard error, in which the ranks' ends are told; MPICH's own message about them is then left out, too.
+        """
         listeners = [] if heard is None else [Listener(heard), Listener(heard)]
         assert launcher.stdout is not None and launcher.stderr is not None
         self._threads = [
             threading.Thread(target=_pass_on, args=arguments, daemon=True)
             for arguments in (
-                (launcher.stdout, sys.stdout.fileno(), listeners[:1]),
-                (launcher.stderr, sys.stderr.fileno(), [*listeners[1:], Unruled()]),
+                (launcher.stdout, sys.stdout.fileno(), [*listeners[:1], *([Unbannered()] if ends else [])]),
+                (launcher.stderr, sys.stderr.fileno(), [*listeners[1:], *([ends] if ends else []), Unruled()]),
             )
         ]
         for thread in self._threads:
@@ -74,6 +80,35 @@ class Unruled:
         complete = text.rstrip(b"-") if len(text) - len(text.rstrip(b"-")) < len(_RULE) else text
         self._held = text[len(complete) :]
         return out + complete
+
+    def rest(self) -> bytes:
+        """What is held at the end."""
+        return self._held
+
+
+class Unbannered:
+    """Leaves out MPICH's message about an ended rank. It names a process, and often one that MPICH itself has killed."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def take(self, chunk: bytes) -> bytes:
+        """What can be passed on. Anything from a rule of `=` on is held, until it is clear whether the message follows."""
+        text, out = self._held + chunk, b""
+        while (begin := text.find(_BANNER[:1])) >= 0:
+            out, text = out + text[:begin], text[begin:]
+            if len(text) < len(_BANNER) and _BANNER.startswith(text):
+                break
+            end = text.find(_BANNER_END)
+            if text.startswith(_BANNER) and end < 0 and len(text) < _LONGEST:
+                break
+            cut = end + len(_BANNER_END) if text.startswith(_BANNER) and end >= 0 else 0
+            keep = 0 if cut else 1
+            out, text = out + text[:keep], text[cut or keep :]
+        else:
+            out, text = out + text, b""
+        self._held = text
+        return out
 
     def rest(self) -> bytes:
         """What is held at the end."""

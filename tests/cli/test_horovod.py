@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import platform
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from launching import Finished, hpctrain, run
+from launching import Finished, hpctrain, run, started, wait_until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod"
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
@@ -165,6 +167,46 @@ def test_a_rank_that_ends_early_fails_the_others_at_once(tmp_path: Path) -> None
 def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
     done = ran(tmp_path, "if hvd.rank() == 1:\n    raise RuntimeError('my mistake')\nhvd.allreduce(torch.ones(1))\n")
     assert done.code == 1 and "my mistake" in done.err, done
+
+
+LOST = """
+import os, signal, sys, time
+from mpi4py import MPI
+
+if MPI.COMM_WORLD.rank == 1:
+    {end}
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--mpi-args=-l"]], ids=["own start", "mpiexec"])
+def test_a_lost_rank_is_told_and_its_code_is_the_commands(options: list[str], tmp_path: Path) -> None:
+    for end, code, words in (
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9 (Killed)"),
+        ("os._exit(3)", 3, "exit code 3"),
+        (
+            "os._exit(0)",
+            9 if options else 1,
+            "exit code 0 before MPI_Finalize, so that the others would wait for it forever",
+        ),
+    ):
+        (tmp_path / "script.py").write_text(LOST.format(end=end))
+        done = run(hpctrain("horovodrun", "-np", "3", *options, PYTHON, "script.py"), tmp_path, timeout=50)
+        assert done.code == code and not done.out.strip(), done
+        if options and "Finalize" in words:  # only mpiexec notices, and does not tell which rank
+            assert "unless one left before MPI_Finalize" in done.err, done
+        else:
+            assert done.err.count(f"horovodrun: rank 1 on {platform.node()} ended with {words}\n") == 1, done
+
+
+def test_ranks_under_mpiexec_end_with_a_signal_to_the_starter(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LOST.format(end="open('ready', 'w')"))
+    words = hpctrain("horovodrun", "-np", "3", "--mpi-args=-l", PYTHON, "script.py")
+    with started(words, tmp_path) as command:
+        wait_until((tmp_path / "ready").exists, 60, "the ranks")
+        command.process.terminate()
+        done = command.finish(30)  # fails if a process is left
+    assert done.code == 128 + signal.SIGTERM and "horovodrun" not in done.err, done
 
 
 def test_the_timeline(tmp_path: Path) -> None:

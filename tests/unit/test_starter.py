@@ -15,7 +15,7 @@ from hpctrain.loop.signals import StopRequest
 from hpctrain.starter.mpiexec import Mpiexec, UnderMpiexec
 from hpctrain.starter.pmi import PmiServer
 from hpctrain.starter.processes import Processes
-from hpctrain.starter.relay import Unruled
+from hpctrain.starter.relay import Unbannered, Unruled
 
 
 def test_ranks_that_do_not_follow_a_failed_one_are_ended() -> None:
@@ -24,7 +24,7 @@ def test_ranks_that_do_not_follow_a_failed_one_are_ended() -> None:
     ranks = Processes([sys.executable, "-S", "-c", program], [{"RANK": "0"}, {"RANK": "1"}], grace=0.3)
     for _ in range(100):
         try:
-            assert ranks.wait(timeout=0.1) != 0
+            assert ranks.wait(timeout=0.1) == 4 and ranks.failed_rank == 1, "not the signal that ended rank 0"
             return
         except subprocess.TimeoutExpired:
             continue
@@ -90,6 +90,22 @@ def test_what_open_mpi_adds_to_an_error_is_left_out() -> None:
             assert (taken + unruled.rest()).decode() == shown, (text, size)
 
 
+def test_what_mpich_adds_about_ended_ranks_is_left_out() -> None:
+    rule = "=" * 83 + "\n"
+    banner = f"{rule}=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   EXIT CODE: 9\n{rule}"
+    banner += "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\nPlease see the page for debugging suggestions\n"
+    for text, shown in (
+        (f"a = b\n{banner}==\n{banner}", "a = b\n==\n"),
+        (f"{rule}mine\n{rule}", f"{rule}mine\n{rule}"),
+        (f"{rule}=   BAD TERMINATION{'x' * 5000}", f"{rule}=   BAD TERMINATION{'x' * 5000}"),
+        ("no banner ===", "no banner ==="),
+    ):
+        for size in (1, 7, 10**5):
+            unbannered, content = Unbannered(), text.encode()
+            taken = b"".join(unbannered.take(content[at : at + size]) for at in range(0, len(content), size))
+            assert (taken + unbannered.rest()).decode() == shown, (text, size)
+
+
 class PmiRank:
     """A rank's end of PMI, line by line, as an MPI library would speak it."""
 
@@ -129,6 +145,7 @@ def test_a_pmi_server_tells_ranks_of_each_other() -> None:
     one.send("x" * 2**17)  # lost: nobody waits for it
     two.leave()
     assert not server.join(5.0)
+    assert server.left == [0], "it has not finalized"
     with pytest.raises(OSError):
         one.send("cmd=init\n")
 
