@@ -164,6 +164,18 @@ def test_a_rank_that_ends_early_fails_the_others_at_once(tmp_path: Path) -> None
     assert done.out.splitlines() == [expected] * 2, done
 
 
+@pytest.mark.parametrize("options", [[], ["--gloo"]], ids=["mpi", "gloo"])
+def test_handles_that_nobody_waits_for(options: list[str], tmp_path: Path) -> None:
+    """The first rank ends long before the other one submits the same operations."""
+    text = (
+        "time.sleep(3 * hvd.rank())\n"
+        "handles = [hvd.allreduce_async(torch.ones(4), name=f'grad.{n}') for n in range(5)]\n"
+        "if hvd.rank() == 1:\n    print(hvd.synchronize(handles[-1]).tolist())\n"
+    )
+    done = ran(tmp_path, text, *options)
+    assert done.code == 0 and done.out == "[1.0, 1.0, 1.0, 1.0]\n" and not done.err, done
+
+
 def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
     done = ran(tmp_path, "if hvd.rank() == 1:\n    raise RuntimeError('my mistake')\nhvd.allreduce(torch.ones(1))\n")
     assert done.code == 1 and "my mistake" in done.err, done
@@ -215,9 +227,17 @@ def test_the_timeline(tmp_path: Path) -> None:
         "    handles = [hvd.allreduce_async(torch.ones(4), name=f'grad.{n}') for n in range(5)]\n"
         "    [hvd.synchronize(handle) for handle in handles]\n"
         "hvd.broadcast(torch.ones(1), 0, name='start')\n"
+        "if hvd.rank() == 0:\n"
+        "    import json, os\n"
+        "    found = json.loads(open('trace.json').read().rstrip(',\\n') + ']')\n"
+        "    print(sorted({event['name'] for event in found if event.get('ph') == 'X' and 'MPI' in event['name']}))\n"
+        "    os.mkfifo('pipe')\n    read = os.open('pipe', os.O_RDONLY | os.O_NONBLOCK)\n"
+        "    hvd.start_timeline('pipe')\n    os.close(read)\n"
+        "for step in range(2):\n    hvd.allreduce(torch.ones(1))\n"
     )
     done = ran(tmp_path, text, "--timeline-filename", "trace.json", "--timeline-mark-cycles")
-    assert done.code == 0, done
+    assert done.code == 0 and done.out == "['MPI_ALLREDUCE', 'MPI_BROADCAST']\n", "in the file while the script runs"
+    assert done.err == "hpctrain.horovod: the timeline pipe ends here: Broken pipe\n", done
     events = json.loads((tmp_path / "trace.json").read_text())
     names = [event.get("name") for event in events]
     for name in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE", "MPI_ALLREDUCE"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,9 @@ from hpctrain.horovod.engine.team import Team
 from hpctrain.horovod.engine.timeline import Timeline
 from hpctrain.horovod.engine.world import World
 
+_GRACE = 1.0  # seconds for operations in flight when this rank ends
+_GRACE_AT_EXIT = 10.0
+"""The same at the end of a script, whose handles nobody may have waited for: the other ranks submit these operations, too."""
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
@@ -140,10 +144,10 @@ class Runtime:
         """Whether a rank has ended for good: MPI's ranks do not come back."""
         return self.world.uses_mpi and self.team(0).ended is not None
 
-    def end(self) -> None:
-        """Fail what is in flight, here and on the other ranks, and end the threads."""
+    def end(self, grace: float) -> None:
+        """Fail what is still in flight after `grace` seconds, here and on the other ranks, and end the threads."""
         for team in self._teams.values():
-            team.end(f"Horovod has been shut down: rank {self.world.rank} called shutdown() or has ended")
+            team.end(f"Horovod has been shut down: rank {self.world.rank} called shutdown() or has ended", grace)
         self.timeline.stop()
         self.world.close()
 
@@ -160,7 +164,7 @@ class Runtime:
         team = self._teams.pop(int(number), None)
         del self._sets[int(number)]
         if team is not None:
-            team.end(f"process set {number} was removed")
+            team.end(f"process set {number} was removed", _GRACE)
         return None
 
 
@@ -184,15 +188,21 @@ def start(comm: Any, dynamic: bool) -> None:
         world = open_world(comm)
     _runtime = Runtime(world, settings)
     _last_rank = world.rank
+    atexit.unregister(_stop_at_exit)
+    atexit.register(_stop_at_exit)  # only now: before what the world has registered, the end of its store
 
 
-@atexit.register
-def stop() -> None:
+def stop(grace: float = _GRACE) -> None:
     """End the runtime, if there is one."""
     global _runtime
     runtime, _runtime = _runtime, None
     if runtime is not None:
-        runtime.end()
+        runtime.end(grace)
+
+
+def _stop_at_exit() -> None:
+    failed = hasattr(sys, "last_value")  # Python has printed a traceback: the others need not wait for this rank
+    stop(_GRACE if failed else _GRACE_AT_EXIT)
 
 
 def last_rank() -> int | None:

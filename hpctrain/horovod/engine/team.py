@@ -27,7 +27,6 @@ from hpctrain.horovod.engine.timeline import Timeline
 from hpctrain.mpi.transfer.waiting import Patience, wait_until
 
 _IDLE = 0.1  # seconds between two looks for messages without submissions of this rank
-_GRACE = 1.0  # seconds for operations in flight when this rank ends
 _LOOK = 1.0  # seconds between two looks at stalled operations
 
 
@@ -100,8 +99,8 @@ class Team:
                 self._waiters -= 1
                 self._changed.notify_all()
 
-    def end(self, reason: str) -> None:
-        """Fail all operations, here and on all other ranks, and end the worker."""
+    def end(self, reason: str, grace: float) -> None:
+        """Wait up to `grace` seconds for this rank's operations; fail all others, here and on all ranks, and end the worker."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
@@ -109,8 +108,8 @@ class Team:
             continue
         try:
             # what the others have been told to run needs this rank
-            give_up = time.perf_counter() + _GRACE
-            wait_until(self._has_nothing_left, give_up, Patience.LONG, notice_after=_GRACE, notice=lambda: None)
+            give_up = time.perf_counter() + grace
+            wait_until(self._has_nothing_left, give_up, Patience.LONG, notice_after=grace, notice=lambda: None)
             if self._negotiation.ended is None:
                 self._negotiation.end(reason)
             self._fail_all(reason)

@@ -1,11 +1,16 @@
-"""The history of the operations in the format of Chrome's trace viewer, written by rank 0."""
+"""The history of the operations in the format of Chrome's trace viewer, written by rank 0 as it goes.
+
+The viewer needs no end of the file: a job that is killed leaves all operations that have run.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,6 +40,7 @@ class Timeline:
             # the moment of `ts` 0, with which files of several jobs can be laid side by side
             moment = {"name": "start_time_since_epoch_in_micros", "ph": "M", "pid": 0}
             self._write(moment | {"args": {"value": int(time.time() * 1e6)}})
+            self._file.flush()
 
     def stop(self) -> None:
         """Finish the file."""
@@ -60,6 +66,7 @@ class Timeline:
                 self._span(one.key, kind, begin, end)
                 transport = "MPI" if one.request.device == "cpu" else "NCCL"
                 self._span(one.key, f"{transport}_{kind}", begin, end)
+            self._flush()
 
     def _span(self, key: Key, name: str, begin: float, end: float) -> None:
         event = {"name": name, "ph": "X", "pid": self._number(title(key)), "ts": self._since(begin)}
@@ -80,8 +87,24 @@ class Timeline:
         if self._file is not None:
             self._file.write(json.dumps(event) + ",\n")
 
+    def _flush(self) -> None:
+        """Give all events to the system. Where that fails, the timeline ends and training goes on."""
+        if self._file is None:
+            return
+        try:
+            self._file.flush()
+        except OSError as error:
+            file, self._file = self._file, None
+            print(
+                f"hpctrain.horovod: the timeline {file.name} ends here: {error.strerror}", file=sys.stderr, flush=True
+            )
+            with suppress(OSError):
+                file.close()
+
     def _close(self) -> None:
         if self._file is not None:
             self._file.write("{}]\n")
+            self._flush()
+        if self._file is not None:
             self._file.close()
             self._file = None
