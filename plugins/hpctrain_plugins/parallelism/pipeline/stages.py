@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +14,9 @@ from hpctrain.api import (
     PipelineModel,
     Precision,
     UsageError,
-    buffers_of,
     children_of,
-    forked_random_state,
     is_view,
+    without_trace,
 )
 from hpctrain_plugins.parallelism.pipeline.passing import MOST_DIMS
 
@@ -51,21 +50,6 @@ def drop(module: nn.Module, unwanted: Sequence[nn.Module]) -> None:
         ):  # named_children lists a module in several places only once
             if any(child is one for one in unwanted):
                 setattr(parent, name, None)
-
-
-@contextmanager
-def without_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Undo the changes of a forward to buffers and random state."""
-    kept = [(buffers, dict(buffers)) for buffers in map(buffers_of, module.modules()) if buffers]
-    for buffers, before in kept:
-        buffers.update({name: None if one is None else one.clone() for name, one in before.items()})
-    try:
-        with forked_random_state(device):
-            yield
-    finally:
-        for buffers, before in kept:
-            buffers.clear()
-            buffers.update(before)
 
 
 class Stage(nn.Module):
