@@ -17,11 +17,13 @@ import tomli
 import tomli_w
 import torch
 from conftest import TINY
+from plain import module_of
 
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.counts import why_not
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
 from hpctrain.checking.schema import job_schema
+from hpctrain.checking.sizes import sizes
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plan import Machine
 from hpctrain.data.opening import open_data, sequence_multiple
@@ -740,3 +742,13 @@ def test_an_axis_of_ones_own(
     else:
         with pytest.raises(HpctrainError, match=re.escape(sentence)):
             checked(4, **changes)
+
+
+@pytest.mark.parametrize(("stage", "per_element"), [(0, 16), (1, 12), (2, 10), (3, 8)])
+def test_sizes_of_a_job_on_two_ranks(stage: int, per_element: int) -> None:
+    """AdamW in fp32: 4 bytes each for a parameter, its gradient and two moments."""
+    tables = {**TINY, "precision": {"mode": "fp32"}, "sharding": {"stage": stage}}
+    elements = sum(one.numel() for one in module_of(tables, torch.float32).parameters())
+    assert sizes(check(RawJob(tables, {}, "job"), 2)) == (f"{elements:,} parameters", elements * per_element)
+    tables["model"] = {**TINY["model"], "trainable": ["token_embedding.*"]}
+    assert sizes(check(RawJob(tables, {}, "job"), None)) == (f"{elements:,} parameters, 1,024 of them trained", None)
