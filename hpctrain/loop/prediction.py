@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpctrain.contracts.model import Batch, ContextParallelModel

@@ -87,7 +87,9 @@ def _next_logits(model: TrainedModel, ids: list[int], length: int, device: torch
         whole = values.full_tensor() if isinstance(values, DTensor) else values
         if whole.shape[:2] != (1, length):
             shape = tuple(whole.shape)
-            raise UsageError(f"sample needs a model that returns logits (batch, seq, vocabulary), found the shape {shape}")
+            raise UsageError(
+                f"sample needs a model that returns logits (batch, seq, vocabulary), found the shape {shape}"
+            )
         found.append(whole[0, len(ids) - 1].detach().float().cpu())
 
     model.runner.evaluate([MicroBatch({"input_ids": row, "labels": row}, 0)], see)

@@ -17,7 +17,7 @@ from hpctrain.contracts.breach import broken
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
-from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
+from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
 from hpctrain.exchange import gather_values, sum_of, together
 from hpctrain.guard.judging import StepFigures, Verdict
 from hpctrain.guard.memory import memory_explained

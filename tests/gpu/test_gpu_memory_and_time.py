@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hpctrain import devices
+from hpctrain.api import without_trace
 
 pytestmark = [needs_gpu, pytest.mark.timeout(180)]
 

@@ -137,7 +137,9 @@ def test_the_logits_among_a_model_s_outputs() -> None:
                 "name": lambda: nn.LSTM(4, CLASSES, batch_first=True),
                 "loss": lambda outputs, target: cross_entropy(outputs[0][:, -1], target),
             },
-            dataset={"name": {one: [(torch.rand(5, 4), i % CLASSES) for i in range(ROWS)] for one in ("train", "validation")}},
+            dataset={
+                "name": {one: [(torch.rand(5, 4), i % CLASSES) for i in range(ROWS)] for one in ("train", "validation")}
+            },
         )
 
 
