@@ -273,7 +273,8 @@ def _add(raw: RawJob, override: str, table: dict[str, Any], array: Key, value: A
     if len(array) == 1 and not isinstance(value, dict):
         value = {"name": str(value)}
     table[last] = [*values, value]
-    raw.places[(*array, len(values))] = f"--set {override}"
+    row: Key = (*array, len(values))
+    raw.places[row] = f"--set {override}"
 
 
 def _table_of(raw: RawJob, override: str, parts: Sequence[str]) -> tuple[dict[str, Any], Key]:
