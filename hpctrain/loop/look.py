@@ -20,7 +20,6 @@ from hpctrain.loop.evaluation import add_measured, refuse_unmeasured, show
 from hpctrain.loop.session import Session
 from hpctrain.model.traceless import without_trace
 from hpctrain.plugins.blame import is_communication
-from hpctrain.watchdog.position import BETWEEN, FIRST
 
 
 def look(session: Session) -> None:
@@ -35,8 +34,10 @@ def look(session: Session) -> None:
         session.report.say("look         left out: what the compiler makes of a step could depend on it")
         return
     doing = f"in a look at the evaluation before step {session.progress.step + 1}"
-    with memory_explained(job, parts, session.identity, session.device, doing):
-        position.move(FIRST, session.progress.step)
+    with (
+        position.inside("evaluation", session.progress.step),
+        memory_explained(job, parts, session.identity, session.device, doing),
+    ):
         micro = _first(session)
         if sum_of(micro is None):  # a stream that is too short: its evaluation says so
             return
@@ -46,7 +47,6 @@ def look(session: Session) -> None:
     if names is not None:
         refuse_unmeasured(job, names)
         session.hooks.call("hpctrain_measured", names=names)
-    position.move(BETWEEN)
 
 
 def is_compiled(module: nn.Module) -> bool:
