@@ -91,6 +91,7 @@ from hpctrain.job.tables import Job
 from hpctrain.json_values import decode as decode_value
 from hpctrain.json_values import encode as encode_value
 from hpctrain.model.tied import tie, tied_parameters
+from hpctrain.model.traceless import without_trace
 from hpctrain.mpi import Settings as MPISettings
 from hpctrain.mpi import shared_zeros
 from hpctrain.plugins.changes import API_VERSION
@@ -251,4 +252,5 @@ __all__ = [
     "tie",
     "tied_parameters",
     "version_of",
+    "without_trace",
 ]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,11 @@ class LifeCycleHooks:
     @hookspec
     def hpctrain_job_start(self, job: Job, identity: Identity, step: int, model: LiveModel, control: Control) -> None:
         """Everything is built and restored; training begins after `step`, which is 0 in a new run."""
+
+    @hookspec
+    def hpctrain_measured(self, names: Sequence[str]) -> None:
+        """Before the first step: what evaluations measure, such as "loss" and "accuracy", where a micro batch has told. Raise
+        UsageError for a name that is not among them."""
 
     @hookspec
     def hpctrain_outputs(self, step: int, batch: Batch, outputs: Any) -> None:

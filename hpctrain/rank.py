@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_resolved
-from hpctrain.checkpoint.directory import behind_latest
+from hpctrain.checkpoint.directory import behind_name
 from hpctrain.conformance.trials import try_communicator
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.launcher import CANCELLED, JOB_FILE
@@ -100,7 +100,7 @@ def run_rank(
     """
     begin = time.monotonic() - (0.0 if begun is None else max(0.0, time.time() - begun))
     if resume not in ("auto", "never"):
-        resume = str(behind_latest(Path(resume)))
+        resume = str(behind_name(Path(resume)))
     lock = OutputLock()
 
     def work(world: World) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def answer_on_rank(
     identity: Identity, read: Callable[[], RawJob], question: Question, channel: LauncherChannel
 ) -> dict[str, Any]:
     """Meet the other ranks, agree on the job, and ask its model, with the weights of a checkpoint."""
-    question = replace(question, weights=behind_latest(question.weights))
+    question = replace(question, weights=behind_name(question.weights))
     end_on_signals(channel)
 
     def work(world: World) -> dict[str, Any]:

@@ -61,7 +61,13 @@ def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJo
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys()
         else torchrun_variables(Identity(size=world_size or 1))
     ):
-        return _check(raw, world_size, tries)
+        try:
+            return _check(raw, world_size, tries)
+        except JobError as error:
+            again = raw.with_texts(problem.key for problem in error.problems if problem.wants_text)
+            if again is None:
+                raise
+        return _check(again, world_size, tries)
 
 
 def _check(raw: RawJob, world_size: int | None, tries: bool, depth: int = 0) -> CheckedJob:

@@ -53,7 +53,8 @@ def _evaluation_problems(job: Job) -> list[PlacedProblem]:
 
 
 def _best_problems(job: Job) -> list[PlacedProblem]:
-    """Best checkpoints in a job of which no step but the last, which always stays, is both evaluated and saved."""
+    """Best checkpoints in a job of which no step but the last, which always stays, is both evaluated and saved. A job that is too
+    short for its intervals is a trial of a longer one: its last step is both."""
     table, evaluation, steps = job.checkpoint, job.evaluation, job.job.steps
     if table.keep_best is None:
         return []
@@ -63,7 +64,8 @@ def _best_problems(job: Job) -> list[PlacedProblem]:
         return [PlacedProblem(key, f"[checkpoint] keep_best: {why}")]
     apart = [table.every_epochs, evaluation.every_epochs]
     both = lcm(table.every_steps, evaluation.every_steps)
-    if any(apart) or steps is None or both < steps:
+    is_short = steps is not None and steps <= max(table.every_steps, evaluation.every_steps)
+    if any(apart) or steps is None or is_short or both < steps:
         return []
     why = (
         f"no step of {steps} but the last is both evaluated (every {evaluation.every_steps} steps) and saved (every "

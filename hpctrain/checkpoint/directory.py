@@ -19,7 +19,7 @@ from hpctrain.files import is_own_directory, make_directory, read_bytes, replaci
 LOG = logging.getLogger("hpctrain")
 Staying = Callable[[Sequence[Path], set[str]], set[Path]]
 """Returns the checkpoints to keep; see Retention.staying."""
-_LATEST_BYTES = 1000
+_NAME_BYTES = 1000
 _STEP = re.compile(r"step-([0-9]{8,18})")
 
 
@@ -29,12 +29,12 @@ def step_of(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def behind_latest(path: Path) -> Path:
-    """If `path` is a file `latest`, the checkpoint that it names; else `path` itself."""
-    if path.name != "latest":
+def behind_name(path: Path) -> Path:
+    """If `path` is a file `latest` or `best`, the checkpoint that it names; else `path` itself."""
+    if path.name not in ("latest", "best"):
         return path
     try:
-        name = read_bytes(path, _LATEST_BYTES).decode(errors="replace").strip()
+        name = read_bytes(path, _NAME_BYTES).decode(errors="replace").strip()
     except OSError:
         return path
     return path.with_name(name) if _STEP.fullmatch(name) else path
@@ -70,7 +70,7 @@ class CheckpointDirectory:
     def clean(self) -> None:
         """Remove the remains of earlier crashes as far as possible; restore a checkpoint whose replacement never finished."""
         self._put_back()
-        for pattern in ("step-*.tmp", "step-*.old", "step-*.del", ".latest.*.tmp", ".abandoned.*.tmp"):
+        for pattern in ("step-*.tmp", "step-*.old", "step-*.del", ".latest.*.tmp", ".best.*.tmp", ".abandoned.*.tmp"):
             for left in self.root.glob(pattern):
                 try:
                     _remove(left)
@@ -103,10 +103,7 @@ class CheckpointDirectory:
             final.rename(temporary)  # to be discarded: a failed save must not replace the old checkpoint
             raise
         self._own.add(final.name)
-        try:
-            _write_text(self.root / "latest", final.name + "\n")
-        except OSError as error:  # only a hint for people: the checkpoint itself is safe
-            LOG.warning("could not update %s: %s", self.root / "latest", reason(error))
+        self._name("latest", final)
         if replaced:
             self._delete(final.with_suffix(".old"))
         return final
@@ -116,15 +113,25 @@ class CheckpointDirectory:
         shutil.rmtree(temporary, ignore_errors=True)
         self._put_back()
 
-    def retain(self, staying: Staying, saved: Path) -> None:
-        """Delete all checkpoints except those that `staying` returns and the one just saved."""
+    def retain(self, staying: Staying, saved: Path, best: Callable[[], Path | None] = lambda: None) -> None:
+        """Delete all checkpoints except those that `staying` returns and the one just saved. best: asked then which is the best."""
         links = [path for path in self.root.iterdir() if step_of(path) >= 0 and path.is_symlink()]
         candidates, last = [*self.candidates(), *links], {path.name for path in links}
         kept = {saved, *staying(candidates, self._abandoned() | last)}
+        leading = best()
+        if leading is not None:
+            self._name("best", leading)
         for path in candidates:
             if path not in kept:
                 self._delete(path)
         self._abandon({name for name in self._abandoned() if (self.root / name).exists()})
+
+    def _name(self, file: str, checkpoint: Path) -> None:
+        """Write a checkpoint's name into a file beside it. Only a hint for people: the checkpoint is safe without it."""
+        try:
+            _write_text(self.root / file, checkpoint.name + "\n")
+        except OSError as error:
+            LOG.warning("could not update %s: %s", self.root / file, reason(error))
 
     def _put_back(self) -> None:
         for old in self.root.glob("step-*.old"):

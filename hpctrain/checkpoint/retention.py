@@ -52,6 +52,8 @@ class Retention:
     every: int | None
     best: Best | None
     read_values: Callable[[Path], dict[str, Any]]
+    leading: Path | None = field(default=None, init=False)
+    """The best of the candidates that `staying` was given last; None if none was evaluated, or without `best`."""
     _costs: dict[Path, float] = field(default_factory=dict)
 
     def saved(self, path: Path, values: dict[str, Any]) -> None:
@@ -68,7 +70,9 @@ class Retention:
             stay |= {path for path in own if step_of(path) % self.every == 0}
         if self.best is not None:
             ranked = sorted((self._cost_of(path), -step_of(path), path) for path in own)
-            stay |= {path for cost, _, path in ranked[: self.best.count] if cost < math.inf}
+            leading = [path for cost, _, path in ranked[: self.best.count] if cost < math.inf]
+            self.leading = leading[0] if leading else None
+            stay |= set(leading)
         return stay
 
     def _cost_of(self, path: Path) -> float:

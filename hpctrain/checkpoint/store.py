@@ -192,7 +192,7 @@ class CheckpointStore:
         if group.rank() == 0:
             self._retention.saved(final, state.values)
             try:
-                self._directory.retain(self._retention.staying, final)
+                self._directory.retain(self._retention.staying, final, lambda: self._retention.leading)
             except OSError as error:  # too many checkpoints do no harm
                 LOG.warning("could not delete old checkpoints in %s: %s", self._directory.root, reason(error))
         return final

@@ -17,8 +17,10 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     If only this machine lacks something, such as a GPU for fp8, that is a note: the job may be meant for another machine.
     """
     from hpctrain.checking.counts import elastic_note
+    from hpctrain.checking.sizes import sizes
     from hpctrain.checking.thorough import check_thoroughly
     from hpctrain.checking.trial import notes
+    from hpctrain.cli.checkpoint.common import size_text
     from hpctrain.job.reading import read_job
 
     checked, data = check_thoroughly(read_job(job, overrides), ranks)
@@ -33,3 +35,9 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     told = f"{about}{data.samples:,} training samples" if data.samples is not None else "a stream of training samples"
     steps = f"{about if checked.job.job.epochs else ''}{data.steps} steps"
     click.echo(f"{job}: ok, {steps}, {told}" + (f", on {ranks} ranks" if ranks else ""))
+    measured = sizes(checked)
+    if measured is not None:
+        parameters, nbytes = measured
+        needs = "parameters, gradients and optimizer state, and more for activations"
+        told = "" if nbytes is None else f"; a rank needs about {size_text(nbytes)} for {needs}"
+        click.echo(f"{job}: {parameters}{told}")

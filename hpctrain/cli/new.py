@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,20 +11,30 @@ import click
 from hpctrain.errors import UsageError
 
 TEMPLATES = ("gpt", "module", "finetune")
+_PROGRAMS = {"finetune": "finetune.py"}
+"""The module that a template's job names; it goes beside the job."""
 
 
 @click.command("new")
 @click.argument("path", default="job.toml", type=click.Path(path_type=Path))
-@click.option("--template", default="gpt", type=click.Choice(TEMPLATES), show_default=True, help="Train a GPT from scratch, "
-              "a torch.nn.Module of your own, or from given weights.")  # fmt: skip
+@click.option("--template", default="gpt", type=click.Choice(TEMPLATES), show_default=True, help="Train a GPT from scratch or "
+              "a torch.nn.Module of your own, or fine-tune a model of transformers.")  # fmt: skip
 def command(path: Path, template: str) -> None:
-    """Write a commented job file to PATH (job.toml). An existing file stays as it is."""
-    text = (files("hpctrain.cli") / "templates" / f"{template}.toml").read_text(encoding="utf-8")
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UsageError(f"{path} exists already; expected a new file: give another name") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
-    click.echo(f"wrote {path}; edit it, then: hpctrain check {path} && hpctrain run {path}")
+    """Write a commented job file to PATH (job.toml), and beside it the Python that it needs. Existing files stay as they are."""
+    written = {path: f"{template}.toml"}
+    if template in _PROGRAMS:
+        written[path.parent / _PROGRAMS[template]] = _PROGRAMS[template]
+    for target in written:
+        if os.path.lexists(target):
+            raise UsageError(
+                f"{target} exists already; expected a new file: give another name, in another directory perhaps"
+            )
+    for target, name in written.items():
+        text = (files("hpctrain.cli") / "templates" / name).read_text(encoding="utf-8")
+        try:
+            with open(target, "x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise UsageError(f"{target} cannot be written: {error.strerror}") from None
+    told = " and ".join(map(str, written))
+    click.echo(f"wrote {told}; edit {path}, then: hpctrain check {path} && hpctrain run {path}")

@@ -27,7 +27,7 @@ def job_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
 
 checkpoint_option = click.option(
     "--checkpoint", required=True, type=click.Path(path_type=Path), metavar="CHECKPOINT",
-    help="A checkpoint's directory, .../checkpoints/latest, or a file of weights.",
+    help="A checkpoint's directory, .../checkpoints/latest or best, or a file of weights.",
 )  # fmt: skip
 weights_of_option = click.option(
     "--weights-of", metavar="HOOK",

@@ -1,4 +1,4 @@
-"""hpctrain status: where a submitted run is."""
+"""hpctrain status: where a run is."""
 
 from __future__ import annotations
 
@@ -7,19 +7,29 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.options import load_option
-from hpctrain.errors import escaped
+from hpctrain.errors import UsageError, escaped
 
 
 @click.command("status")
 @click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @load_option
 def command(directory: Path, load: tuple[str, ...]) -> None:
-    """Say whether the job of RUN_DIR is pending, running, done, failed or cancelled, and its last step.
+    """Say whether the run in RUN_DIR is running or done, its last step and its newest checkpoint.
 
-    For the directory of an array there is a line for each run.
+    Of a run that `hpctrain submit` submitted, say what the scheduler says: pending, running, done, failed or cancelled. For the
+    directory of an array there is a line for each run.
     """
     from hpctrain.submission.asking import submitted
+    from hpctrain.submission.record import newest
+    from hpctrain.submission.standing import standing
 
+    if newest(directory) is None:
+        told = standing(directory)
+        if told is None:
+            what = "no run in it" if directory.is_dir() else "no directory"
+            raise UsageError(f"{directory}: found {what}, expected the directory of a run, such as runs/NAME")
+        click.echo(escaped(f"{directory}: {told}"))
+        return
     for one in submitted(directory, load):
         state, progress = one.state(), one.progress()
         words = " ".join(word for word in (state.word, state.detail) if word)

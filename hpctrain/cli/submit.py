@@ -16,7 +16,9 @@ from hpctrain.cli.options import set_option
               "table of [launcher]).")  # fmt: skip
 @click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes to ask for.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), metavar="M", help="Ranks on each node.")
-@click.option("--time", metavar="TIME", help="Time limit of one start, such as 24h, 90m or 1-12:00:00.")
+@click.option(
+    "--time", metavar="TIME", help="Time limit of one start, such as 24h, or as in Slurm 90 (minutes) or 1-12:00:00."
+)
 @click.option("--stage", is_flag=True, default=None, help="Pack this Python environment once; each node unpacks it on its own "
               "disk.")  # fmt: skip
 @set_option

@@ -17,6 +17,9 @@ from hpctrain.errors import TrainingError, shown
 class Metric(Plugin):
     """One of the job's `[[metric]]`."""
 
+    takes_logits: bool = False
+    """Whether it measures the logits in the outputs (`ModelSpec.logits`), not all of the outputs."""
+
     @abstractmethod
     def start(self) -> RunningMetric:
         """What measures one evaluation on one rank."""
@@ -28,6 +31,7 @@ class RunningMetric(ABC):
     @abstractmethod
     def update(self, outputs: Any, target: Tensor) -> None:
         """A micro batch's outputs, as the model's loss gets them but never DTensors, and its target (`ModelSpec.target`).
+        Of a metric that `takes_logits`, the logits in them.
 
         Under an axis that cuts samples (context parallelism), each rank has the tokens of its part.
         Called on the ranks that have outputs: those of a pipeline's last stage.

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from hpctrain.contracts.plugin import Plugin
+from hpctrain.errors import UsageError
 
 Batch = Any
 """What the collated samples of a micro batch are: a dict of tensors, or a list of tensors whose last is the target."""
@@ -50,6 +51,18 @@ class ModelSpec(Plugin):
         target: Tensor = batch["labels"] if isinstance(batch, Mapping) else batch[-1]
         return target
 
+    def logits(self, outputs: Any) -> Tensor:
+        """What of the `outputs` of `forward` is the prediction, for metrics such as accuracy, for `predict` and `sample`: a tensor
+        itself, else `outputs.logits`, as in transformers, else `outputs["logits"]`. Raises UsageError for other outputs."""
+        found = outputs["logits"] if isinstance(outputs, Mapping) and "logits" in outputs else outputs
+        found = found if isinstance(found, Tensor) else getattr(found, "logits", None)
+        if isinstance(found, Tensor):
+            return found
+        raise UsageError(
+            f"the model {self.name!r} returned {_described(outputs)}, in which the prediction is unknown; expected a tensor, "
+            "`.logits`, or a dict with `logits`; a model plugin says which it is with the method logits"
+        )
+
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         """The repeated blocks, outermost first: what is checkpointed, compiled and wrapped one by one."""
         return []
@@ -57,6 +70,14 @@ class ModelSpec(Plugin):
     def flops(self, batch: Batch) -> int | None:
         """Floating point operations of forward and backward on `batch`; None where nobody has counted them."""
         return None
+
+
+def _described(outputs: Any) -> str:
+    """ "dict of scores, features" """
+    kind = type(outputs).__name__
+    if isinstance(outputs, Mapping):
+        return f"{kind} of {', '.join(map(str, outputs))}"
+    return f"{kind} of {len(outputs)}" if isinstance(outputs, (tuple, list)) else kind
 
 
 class MetaModel(ModelSpec):

@@ -30,6 +30,10 @@ class Sharding(Plugin):
     """Whether it sums each parameter over `sums.group(axis, piece.axes)`, not over the whole axis. An axis with parameters of its
     own (AxisTraits.has_own_parameters) needs that."""
 
+    divides: ClassVar[frozenset[str] | None] = None
+    """Of "parameters", "gradients" and "optimizer state", what the data-parallel ranks of a replica share out, so that each keeps a
+    part, for the estimate of `hpctrain check`; None: unknown."""
+
     ranks_diverge: ClassVar[bool] = False
     """Whether ranks have different values of one parameter between calls of `ShardedModel.consolidate`. What keeps tensors of its
     own beside the pieces, such as averages of the weights, refuses that."""

@@ -25,6 +25,8 @@ class ForeignMetric(Metric):
         super().__init__(options)
         self.name = self.reference = reference  # type: ignore[misc]  # for messages: what the job file calls it
         self._function = function
+        # what is named by the job itself and can't know a model's outputs
+        self.takes_logits = inspect.isclass(function) and function.__module__.partition(".")[0] == "torchmetrics"
 
     @classmethod
     def from_table(cls, reference: str, options: dict[str, Any]) -> ForeignMetric:

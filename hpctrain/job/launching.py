@@ -31,7 +31,7 @@ class LauncherTable(SlotTable):
     cpus_per_rank: int | None = Field(default=None, ge=1)
     """Cores of each rank (default: the site's)."""
     time: Annotated[str, AfterValidator(_time)] | None = None
-    """Time limit of one start of the job, such as "24h", "90m" or "1-12:00:00" (default: the site's)."""
+    """Time limit of one start of the job, such as "24h", or as in Slurm "90" (minutes) or "1-12:00:00" (default: the site's)."""
     save_seconds: int = Field(default=120, ge=1)
     """How long before the time limit the ranks are told to finish their step and save."""
     stage: bool = False

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from hpctrain.errors import UsageError, escaped
-from hpctrain.files import open_to_change, temporary_name
+from hpctrain.files import open_to_change, reading, temporary_name
 
 FILE_NAME = "lock"
 PATIENCE_SECONDS = 30.0
@@ -57,6 +57,24 @@ class OutputLock:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def owner_of(directory: Path) -> str | None:
+    """Who runs in `directory`, such as "process 12 on node3"; None if nobody does, or if the file system has no locks.
+
+    Not for a process that holds the lock itself: it would lose it.
+    """
+    try:
+        with reading(directory / FILE_NAME) as fd:
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    return None
+                return os.read(fd, 200).decode(errors="replace").partition("\n")[0].strip() or "another process"
+    except OSError:
+        pass
+    return None
 
 
 def set_aside(directory: Path) -> Path | None:

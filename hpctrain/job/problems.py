@@ -17,12 +17,13 @@ from hpctrain.job.toml import written
 
 @dataclass(frozen=True)
 class PlacedProblem:
-    """One problem, at `key`. lacks: the key that isn't there."""
+    """One problem, at `key`. lacks: the key that isn't there. wants_text: whether the value is to be a text."""
 
     key: Key
     message: str
     exit_code: int = EXIT_USAGE
     lacks: Key | None = None
+    wants_text: bool = False
 
 
 class JobError(HpctrainError):
@@ -77,7 +78,8 @@ def _problem(
     message = message.replace("a valid boolean", "true or false")
     if message.startswith(("expected either", "expected lr_reference_batch")):
         return PlacedProblem(place, f"{dotted(place)}: {message}")
-    return PlacedProblem(place, f"{dotted(place)}: {message}, found {written(item['input'])}")
+    wants_text = item["type"] == "string_type"
+    return PlacedProblem(place, f"{dotted(place)}: {message}, found {written(item['input'])}", wants_text=wants_text)
 
 
 def unknown_key(name: str, table: Key, known: Sequence[str], owners: str | None = None) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class RawJob:
     tables: dict[str, Any] = field(default_factory=dict)
     places: dict[Key, str] = field(default_factory=dict)
     source: str = ""
+    texts: dict[Key, str] = field(default_factory=dict)
+    """How a value of --set that is TOML but no text was typed: `nan` may be meant as a name."""
 
     def place(self, key: Key) -> str:
         """The place of `key`, or of the nearest table around it."""
@@ -62,12 +65,24 @@ class RawJob:
             "tables": self.tables,
             "places": [[list(key), place] for key, place in self.places.items()],
             "source": self.source,
+            "texts": [[list(key), text] for key, text in self.texts.items()],
         }
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> RawJob:
         """The raw job in a value from `as_json`."""
-        return RawJob(value["tables"], {tuple(key): place for key, place in value["places"]}, value["source"])
+        places, texts = ({tuple(key): text for key, text in value[name]} for name in ("places", "texts"))
+        return RawJob(value["tables"], places, value["source"], texts)
+
+    def with_texts(self, wanted: Iterable[Key]) -> RawJob | None:
+        """The job with the values of --set at the `wanted` places as text; None if it is the same job."""
+        keys = [key for key in dict.fromkeys(wanted) if key in self.texts]
+        if not keys:
+            return None
+        tables = copy.deepcopy(self.tables)
+        for key in keys:
+            _value_at(tables, key[:-1])[key[-1]] = self.texts[key]
+        return replace(self, tables=tables, texts={key: text for key, text in self.texts.items() if key not in keys})
 
 
 def read_job(path: Path, overrides: Sequence[str] = ()) -> RawJob:
@@ -228,11 +243,14 @@ def _leaves(value: Any, key: Key = ()) -> Iterator[Key]:
 
 
 def _apply_override(raw: RawJob, override: str) -> None:
-    """Apply one --set. The value is TOML; anything else is taken as text, and an empty value removes the key."""
+    """Apply one --set. The value is TOML; anything else is taken as text. An empty value removes the key, += adds to an array."""
     name, equals, value = override.partition("=")
-    key = tuple(name.strip().split("."))
-    if not equals or len(key) < 2 or not all(key):
-        raise UsageError(f"--set {override}: expected table.key=value, such as optimizer.lr=0.001")
+    adds = name.endswith("+")
+    key = tuple(name.removesuffix("+").strip().split("."))
+    if not equals or len(key) < 2 - adds or not all(key) or (adds and not value.strip()):
+        raise UsageError(
+            f"--set {override}: expected table.key=value, such as optimizer.lr=0.001, or array+=value, such as logger+=csv"
+        )
     try:
         found = parse(f"value = {value}")
     except tomli.TOMLDecodeError:
@@ -243,14 +261,32 @@ def _apply_override(raw: RawJob, override: str) -> None:
         raise UsageError(f"--set {override!r}: found several keys, expected one; repeat --set for each")
     table, place = _table_of(raw, override, key[:-1])
     last, target = key[-1], (*place, key[-1])
-    if value.strip():
+    raw.texts.pop(target, None)
+    if adds:
+        _add(raw, override, table, target, found["value"])
+    elif value.strip():
         table[last] = found["value"]
         raw.places[target] = f"--set {override}"
+        if not isinstance(found["value"], (str, list, dict)):
+            raw.texts[target] = value.strip()
     elif last not in table:
         raise UsageError(f"--set {override}: there is no {name.strip()} to remove; expected table.key=value")
     else:
         del table[last]
         raw.places = {place: where for place, where in raw.places.items() if place[: len(target)] != target}
+
+
+def _add(raw: RawJob, override: str, table: dict[str, Any], array: Key, value: Any) -> None:
+    """Append to an array of `table`. A row of the job's own arrays may be its name: `logger+=csv`."""
+    last = str(array[-1])
+    values = table.setdefault(last, [])
+    if not isinstance(values, list):
+        raise UsageError(f"--set {override}: {dotted(array)} is no array; += adds to arrays, such as logger+=csv")
+    if len(array) == 1 and not isinstance(value, dict):
+        value = {"name": str(value)}
+    table[last] = [*values, value]
+    row: Key = (*array, len(values))
+    raw.places[row] = f"--set {override}"
 
 
 def _table_of(raw: RawJob, override: str, parts: Sequence[str]) -> tuple[dict[str, Any], Key]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hpctrain.conformance.hooks import refuse_different_values, tensors_kept
-from hpctrain.contracts.metric import as_number
+from hpctrain.contracts.metric import RunningMetric, as_number
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.errors import TrainingError, UsageError
 from hpctrain.exchange import gather_values, sum_of
 from hpctrain.job.parts import Parts
+from hpctrain.job.tables import Job
 from hpctrain.loop.metrics import gather_row
 from hpctrain.loop.trained_model import TrainedModel
 
@@ -32,11 +33,7 @@ def evaluate(
     running = [metric.start() for metric in parts.metrics]
 
     def see(outputs: Any, batch: Batch) -> None:
-        if running:
-            whole = outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
-            for metric, one in zip(parts.metrics, running, strict=True):
-                with tensors_kept(f"the metric {metric.name!r}", whole, batch):
-                    one.update(whole, parts.model.target(batch))
+        show(parts, running, outputs, batch)
 
     try:
         micro_batches = _in_step(loader) if loader.ends_unplanned else loader
@@ -57,13 +54,42 @@ def evaluate(
         having = [values for counted, values in everyone if counted]
         for metric, of_ranks in zip(parts.metrics, zip(*having, strict=True), strict=True):
             refuse_different_values(metric, of_ranks)
-        for values in having[0]:
-            for name, value in values.items():
-                if name in found or name in (*_TAKEN, parts.model.counts):
-                    why = f"[[metric]]: found two values called {name!r}; leave a metric out, or give its function another name"
-                    raise UsageError(why, everywhere=True)
-                found[name] = value
+        add_measured(found, having[0], parts.model.counts)
     return found, int(sums[1])
+
+
+def show(parts: Parts, running: Sequence[RunningMetric], outputs: Any, batch: Batch) -> None:
+    """Give each of the job's metrics the outputs of a micro batch, or their logits."""
+    if not running:
+        return
+    whole, target = _whole(outputs), parts.model.target(batch)
+    for metric, one in zip(parts.metrics, running, strict=True):
+        shown = _whole(parts.model.logits(outputs)) if metric.takes_logits else whole
+        with tensors_kept(f"the metric {metric.name!r}", shown, batch):
+            one.update(shown, target)
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def add_measured(found: dict[str, float], measured: Iterable[Mapping[str, float]], counts: str) -> None:
+    """Add each metric's values to the losses in `found`. counts: "tokens" or "samples". Raises UsageError for a name that is
+    taken."""
+    for name, value in (item for values in measured for item in values.items()):
+        if name in found or name in (*_TAKEN, counts):
+            why = f"[[metric]]: found two values called {name!r}; leave a metric out, or give its function another name"
+            raise UsageError(why, everywhere=True)
+        found[name] = value
+
+
+def refuse_unmeasured(job: Job, names: Iterable[str]) -> None:
+    """Raises UsageError if `[checkpoint] keep_best` goes by something that is not among the `names` of what is measured."""
+    best = job.checkpoint.keep_best
+    if best is not None and best.metric not in names:
+        raise UsageError(
+            f"[checkpoint] keep_best: evaluations measure {', '.join(names)}, and not {best.metric!r}", everywhere=True
+        )
 
 
 def _told(micro_batches: Iterable[MicroBatch], moved: Callable[[], None]) -> Iterator[MicroBatch]:

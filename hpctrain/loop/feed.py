@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -138,11 +139,12 @@ class Feed:
         batches = TrainedStream(self._training, collate, self._job.job.seed, reading)
         return Pool(batches, self._places.workers, table.prefetch, table.start_method)
 
-    def validation_loader(self) -> Loader:
-        """This rank's part of the evaluation."""
+    def validation_loader(self, micro_batches: int | None = None) -> Loader:
+        """This rank's part of the evaluation, or its first `micro_batches`."""
         source, batches = self._validation, self._job.evaluation.batches
         assert source is not None
-        plan = evaluation_plan(self._make_plan(self._validation_lengths), source, batches)
+        whole = evaluation_plan(self._make_plan(self._validation_lengths), source, batches)
+        plan = islice(whole, micro_batches)
         return self._load("validation", lambda: make_pool(self._job, self._parts, source), plan, self._split)
 
     def stream_values(self) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.choices import refuse_machine
 from hpctrain.checking.resolved import FILE_NAME
 from hpctrain.checkpoint.conversion import writing
-from hpctrain.checkpoint.directory import behind_latest
+from hpctrain.checkpoint.directory import behind_name
 from hpctrain.checkpoint.weights import load_weights
 from hpctrain.contracts.dataset import Samples, Split, Stream
 from hpctrain.contracts.model import TokenModel
@@ -143,7 +143,7 @@ def load(
     job.resolved.toml of the checkpoint's run. weights_of: a hook that keeps weights in checkpoints, such as "ema", whose values
     are taken in place of the model's. Collective if torch.distributed is set up. Raises HpctrainError.
     """
-    path = behind_latest(Path(checkpoint))
+    path = behind_name(Path(checkpoint))
     tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else job
     beside = path.absolute().parent.parent / FILE_NAME
     if tables is None and not beside.is_file():

@@ -26,9 +26,10 @@ class NamedLosses:
         for name, value in losses.items():
             self._mine[name] = self._mine.get(name, torch.zeros_like(value, dtype=torch.float64)) + value.detach()
 
-    def forget(self) -> None:
-        """What was added does not count."""
-        self._mine = {}
+    def forget(self) -> list[str]:
+        """Drop what was added on this rank; return its names."""
+        names, self._mine = list(self._mine), {}
+        return names
 
     def take(self, count: float) -> dict[str, float]:
         """Each name's sum over all ranks divided by `count`, and begin anew. Empty for a model with one loss. Collective.

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpctrain.contracts.model import Batch, ContextParallelModel
@@ -83,15 +82,13 @@ class Outputs:
             yield micro
 
     def see(self, outputs: Any, batch: Batch) -> None:
-        whole = outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
+        logits = self._parts.model.logits(outputs)
+        whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
         rows = len(self._parts.model.target(batch))
-        if not isinstance(whole, Tensor) or whole.dim() == 0 or len(whole) != rows:
-            found = (
-                f"the shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"the type {type(whole).__name__}"
-            )
+        if whole.dim() == 0 or len(whole) != rows:
             raise UsageError(
-                f"predict writes a row for each sample; the model {self._parts.model.name!r} returned {found} for {rows} samples, "
-                f"expected one tensor ({rows}, ...)"
+                f"predict writes a row for each sample; the model {self._parts.model.name!r} returned the shape "
+                f"{tuple(whole.shape)} for {rows} samples, expected one tensor ({rows}, ...)"
             )
         values = whole.detach().cpu().contiguous()
         array = (values.float() if values.dtype in (torch.bfloat16, torch.float16) else values).numpy()

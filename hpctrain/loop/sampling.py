@@ -83,13 +83,13 @@ def _next_logits(model: TrainedModel, ids: list[int], length: int, device: torch
     found: list[Tensor] = []
 
     def see(outputs: Any, batch: Batch) -> None:
-        values = getattr(outputs, "logits", outputs)  # the outputs of transformers are records
+        values = model.spec.logits(outputs)
         whole = values.full_tensor() if isinstance(values, DTensor) else values
-        if not isinstance(whole, Tensor) or whole.shape[:2] != (1, length):
-            shape = (
-                f"the shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"the type {type(whole).__name__}"
+        if whole.shape[:2] != (1, length):
+            shape = tuple(whole.shape)
+            raise UsageError(
+                f"sample needs a model that returns logits (batch, seq, vocabulary), found the shape {shape}"
             )
-            raise UsageError(f"sample needs a model that returns logits (batch, seq, vocabulary), found {shape}")
         found.append(whole[0, len(ids) - 1].detach().float().cpu())
 
     model.runner.evaluate([MicroBatch({"input_ids": row, "labels": row}, 0)], see)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, CheckpointError, TrainingError, reason
+from hpctrain.exchange import broadcast_value
 from hpctrain.loop.session import Session
+
+_LOSABLE = 60.0
+"""Seconds of training. A save before every evaluation would write twice as much; one at each start costs little."""
 
 
 def save_if_due(session: Session, stop_agreed: bool) -> int:
@@ -27,6 +31,29 @@ def save_if_due(session: Session, stop_agreed: bool) -> int:
         except (OSError, CheckpointError) as error:
             save_failed(session, session.progress.step, error, excused and not final)
     return EXIT_STOPPED if stop_agreed and not last else EXIT_DONE
+
+
+def save_before_evaluation(session: Session) -> None:
+    """Save before the first evaluation of this start, which may fail, if that would lose more than _LOSABLE. Collective.
+
+    Later evaluations do what the first one did. Where saving changes the training (error feedback is summed, ranks' own weights are
+    averaged), it waits until the job asks for it.
+    """
+    job, parts, progress, saving = session.job, session.parts, session.progress, session.saving
+    has_evaluated = progress.evaluation is not None and progress.evaluation[0] > progress.first_step
+    if has_evaluated or parts.sharding.ranks_diverge or job.compression.name != "none":
+        return
+    if not broadcast_value(saving.seconds_unsaved > _LOSABLE):
+        return
+    finish_saving(session, excused=True)
+    try:
+        session.deadline.save_begins()
+        with session.hooks.phase("save", progress.step):
+            saving.save(final=True)  # complete before the evaluation begins
+        session.deadline.saved()
+        session.report.say(f"saved        step {progress.step}, before its evaluation: {saving.newest}")
+    except (OSError, CheckpointError) as error:
+        save_failed(session, progress.step, error, excused=True)
 
 
 def finish_saving(session: Session, excused: bool) -> None:

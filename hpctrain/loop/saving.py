@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,7 @@ class Saving:
         """The newest checkpoint of this run."""
         self.step = 0
         """The step of the newest background save."""
+        self._saved_at = time.monotonic()
         table, world_group = job.checkpoint, dist.group.WORLD
         assert world_group is not None
         self._group = world_group
@@ -212,6 +214,11 @@ class Saving:
                     f"{what:<12} {count} of its tensors are not in {self.newest}; they begin as in a new run"
                 )
 
+    @property
+    def seconds_unsaved(self) -> float:
+        """Since the newest save of this start, or since the start."""
+        return time.monotonic() - self._saved_at
+
     def is_due(self) -> bool:
         """Whether the job asks for a checkpoint of this step."""
         progress, table = self._progress, self._job.checkpoint
@@ -247,7 +254,7 @@ class Saving:
             self._saved(path, self.step)
 
     def _saved(self, path: Path, step: int) -> None:
-        self.newest = _shown(path)
+        self.newest, self._saved_at = _shown(path), time.monotonic()
         together(self._group, lambda: self._hooks.call("hpctrain_checkpoint_saved", step=step, path=path))
 
     def _pieces(self, optimizer: torch.optim.Optimizer, states: Sequence[PluginState]) -> list[Piece]:

@@ -54,6 +54,7 @@ class TrainedModel:
     ) -> None:
         """Builds the model. Collective. node: this rank's node, for messages."""
         self._job, self._parts, self._hooks, self.meshes = job, parts, hooks, meshes
+        self.spec = parts.model
         self.batch_group = meshes.batch_group()
         self._split_counts: list[int] = []
         """Counts of the first micro batch: the whole one, and what each axis left of it."""

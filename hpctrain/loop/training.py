@@ -17,15 +17,16 @@ from hpctrain.contracts.breach import broken
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
-from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
+from hpctrain.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
 from hpctrain.exchange import gather_values, sum_of, together
 from hpctrain.guard.judging import StepFigures, Verdict
 from hpctrain.guard.memory import memory_explained
 from hpctrain.job.parts import Parts
-from hpctrain.loop.evaluation import evaluate, row_of
+from hpctrain.loop.evaluation import evaluate, refuse_unmeasured, row_of
+from hpctrain.loop.look import look
 from hpctrain.loop.metrics import StepTimes, gather_row, memory_bytes
 from hpctrain.loop.reactions import act, with_samples
-from hpctrain.loop.saves import save_if_due
+from hpctrain.loop.saves import save_before_evaluation, save_if_due
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import INTERRUPTED, STOPPED, StopRequest
 from hpctrain.torch_private import foreach_mul_
@@ -47,6 +48,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     assert world is not None
     start: dict[str, Any] = {"job": session.job, "identity": session.identity, "control": session.control}
     together(world, lambda: show_model(session, "hpctrain_job_start", step=progress.step, **start))
+    look(session)
     if progress.step and progress.evaluation is None:
         evaluate_if_due(session)  # skipped at a signal, to save first
     loader = session.feed.training_loader(progress)
@@ -221,6 +223,7 @@ def evaluate_if_due(session: Session) -> None:
     due = due or progress.completes(session.feed.samples_of(table.every_epochs)) or progress.done
     if not (table.enabled and session.feed.validates and due):
         return
+    save_before_evaluation(session)
     session.model.consolidate()
     show_model(session, "hpctrain_evaluation_start", step=progress.step)
     moved = partial(session.hooks.position.move, "evaluation")
@@ -229,12 +232,7 @@ def evaluate_if_due(session: Session) -> None:
         explained(session, f"in the evaluation of step {progress.step}"),
     ):
         metrics, count = evaluate(session.model, session.parts, session.feed.validation_loader(), moved)
-    best = session.job.checkpoint.keep_best
-    if best is not None and best.metric not in metrics:
-        raise UsageError(
-            f"[checkpoint] keep_best: evaluations measure {', '.join(metrics)}, and not {best.metric!r}",
-            everywhere=True,
-        )
+    refuse_unmeasured(session.job, metrics)
     progress.evaluation = progress.step, metrics
     row = {**moment(session), **row_of(metrics), f"evaluation_{counts}": count}
     show_model(session, "hpctrain_evaluation", step=progress.step, metrics=row, control=session.control)

@@ -5,9 +5,8 @@ The directory may be another person's: no code that its job names is loaded.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -17,18 +16,17 @@ from pydantic import ValidationError
 from hpctrain.contracts.breach import broken
 from hpctrain.contracts.launcher import JOB_FILE, RECORD, JobState, Launcher
 from hpctrain.errors import UsageError, reason, shown
-from hpctrain.files import read_bytes, reading
+from hpctrain.files import read_bytes
 from hpctrain.job.launching import LauncherTable
 from hpctrain.job.problems import validate
 from hpctrain.job.toml import parse
 from hpctrain.submission.record import Submission, cancelled, newest
+from hpctrain.submission.standing import last_row
 
 if TYPE_CHECKING:
     from hpctrain.plugins.registry import Registry
 
 _WORDS = get_args(get_type_hints(JobState)["word"])
-_TAIL = 2**20
-"""Bytes at the end of metrics.jsonl in which the last complete row must be."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Submitted:
 
     def progress(self) -> str:
         """ "step 17 of 40"; empty before the first step."""
-        step = _last_step(self.directory / "metrics.jsonl")
+        step = (last_row(self.directory / "metrics.jsonl") or {}).get("step")
         job = self._tables().get("job")
         steps = job.get("steps") if isinstance(job, dict) else None
         return "" if step is None else f"step {step}" + (f" of {steps}" if isinstance(steps, int) else "")
@@ -125,15 +123,3 @@ def submitted(directory: Path, load: tuple[str, ...] = ()) -> list[Submitted]:
     if len(runs) < len(found.runs) or any(one.submission.runs for one in runs):
         raise UsageError(f"{directory}: found an array with runs that are gone; expected {', '.join(found.runs)} in it")
     return runs
-
-
-def _last_step(path: Path) -> int | None:
-    """The step of the last complete row; the run may be writing the next one."""
-    with suppress(OSError), reading(path) as fd, open(fd, "rb", closefd=False) as file:
-        file.seek(max(0, file.seek(0, 2) - _TAIL))
-        for line in reversed(file.read(_TAIL).split(b"\n")):
-            with suppress(ValueError, RecursionError):
-                row: Any = json.loads(line)
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
-                    return int(row["step"])
-    return None

@@ -227,6 +227,8 @@ def test_a_run_that_was_never_submitted(job: JobFile) -> None:
     for words, found in ((("status", "nowhere"), "no directory"), (("cancel", "."), "no submissions.jsonl in it")):
         done = run(hpctrain(*words), job.directory)
         assert done.code == 2 and f"{words[1]}: found {found}, expected the directory of a run" in done.err, done
+    nothing = run(hpctrain("status", "."), job.directory)
+    assert nothing.code == 2 and ".: found no run in it, expected the directory of a run" in nothing.err, nothing
     (job.directory / "submissions.jsonl").write_text('{"target": "sl')
     torn = run(hpctrain("status", "."), job.directory)
     assert torn.code == 2 and "has no line that `hpctrain submit` wrote" in torn.err, torn

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from hpctrain_plugins.parallelism.context import attention
-from hpctrain_plugins.parallelism.pipeline.stages import without_trace
 from hpctrain_plugins.parallelism.pipeline.stopwatch import Stopwatch
 from on_gpu import DEVICE, SAME_DEVICE, job, losses, needs_gpu, plain, trained
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hpctrain import devices
+from hpctrain.api import without_trace
 
 pytestmark = [needs_gpu, pytest.mark.timeout(180)]
 

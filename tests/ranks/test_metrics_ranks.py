@@ -99,3 +99,28 @@ def test_metrics_are_those_of_one_process(root, layout: dict[str, Any]) -> None:
     )  # the first one is plain data parallelism, which tests/unit holds against a loop
     for row, other in zip(mine, expected, strict=True):
         assert row == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *({"sharding": {"stage": stage}} for stage in range(4)),
+        {"sharding": {"stage": 3, "reshard_after_forward": False}, "precision": {"mode": "bf16"}},
+        {"parallelism": {"tensor": 2}, "sharding": {"stage": 2}},
+        {"parallelism": {"context": 2}, "batch": {"tokens": 80, "micro_tokens": 16}, "dataset": {"min_length": 2}},
+        {"parallelism": {"pipeline": 2}, "batch": {"micro_size": 3}, "sharding": {"stage": 1}},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.shown_on(2, 4)
+def test_the_look_at_the_evaluation_changes_no_step(root, layout: dict[str, Any]) -> None:
+    """To the last bit, and every rank knows what is measured."""
+    tables = job(job={"output_dir": str(root / "without"), "steps": 4}, **layout)
+    if "batch" in layout and "tokens" in layout["batch"]:
+        tables["batch"] = layout["batch"]
+    evaluated = {**tables, "job": {**tables["job"], "output_dir": str(root / "with")}, "metric": METRICS}
+    evaluated |= {"evaluation": {"every_steps": 100}, "dataset": {**tables["dataset"], "validation_samples": 10}}
+    without, found = train_here(tables).rows, train_here(evaluated)
+    assert found.measured == ["loss", "accuracy", "top_3", "perplexity", "micro"] and len(found.evaluations) == 1
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in found.rows] == [row[key] for row in without]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,7 @@ class Rows:
     def __init__(self, at_step: Callable[[], None] | None) -> None:
         self.rows: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
+        self.measured: list[str] = []
         self._at_step = at_step
 
     @hookimpl
@@ -61,6 +62,10 @@ class Rows:
         self.rows.append(dict(metrics))
         if self._at_step is not None:
             self._at_step()
+
+    @hookimpl
+    def hpctrain_measured(self, names: Sequence[str]) -> None:
+        self.measured = list(names)
 
     @hookimpl
     def hpctrain_evaluation(self, step: int, metrics: dict[str, Any]) -> None:

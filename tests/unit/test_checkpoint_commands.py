@@ -61,6 +61,7 @@ def state(step: int) -> State:
     cut = [Piece("model/a.weight", (6, 5), (begin, 0), rows[begin : begin + 2]) for begin in (0, 2, 4)]
     others = [Piece.whole(f"model/{name}", tensor) for name, tensor in whole.items()]
     values = {"layout": {"dp_replicate": 1, "dp_shard": 1}, "evaluation_loss": 3.0 - step}
+    values["evaluation_metrics"] = {"accuracy": step / 8}
     return State([*cut, *others, Piece.whole("optimizer/a.bias/step", torch.tensor(float(step)))], values)
 
 
@@ -96,13 +97,14 @@ def place_of(directory: Path, name: str, number: int = 0) -> int:
 def test_list_names_every_checkpoint_the_next_to_resume_from_first(command: Command, run_directory: Path) -> None:
     (run_directory / "checkpoints" / "step-00000003").mkdir()
     (run_directory / "checkpoints" / "step-00000001" / "manifest.json").write_text("{}")
+    (run_directory / "checkpoints" / "best").write_text("step-00000002\n")
     for named in (run_directory, run_directory / "checkpoints"):
         done = command("list", named)
         assert done.code == 0
         lines = done.out.splitlines()
         assert [next((s for s in "123" if f"step-0000000{s}" in line), "") for line in lines] == ["", "3", "2", "1"]
         assert "unknown format" in lines[1]
-        assert "hdf5" in lines[2] and "1.0000" in lines[2] and "damaged" not in lines[2]
+        assert "hdf5" in lines[2] and lines[2].endswith("loss 1.0000  accuracy 0.2500  best")
         assert "damaged" in lines[3] and "manifest.json" in lines[3]
 
 
@@ -148,7 +150,9 @@ def test_show_prints_tensors_shards_step_and_layout(command: Command, newest: Pa
 
 
 def test_latest_stands_for_the_checkpoint_that_it_names(command: Command, newest: Path) -> None:
-    latest = newest.parent / "latest"
+    best, latest = newest.parent / "best", newest.parent / "latest"
+    best.write_text("step-00000001\n")
+    assert command("show", best).out == command("show", newest.with_name("step-00000001")).out
     assert latest.read_text().strip() == newest.name
     assert command("show", latest).out == command("show", newest).out
     assert command("verify", latest).code == 0

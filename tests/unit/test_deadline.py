@@ -14,7 +14,20 @@ from hpctrain.world.slurm import end_time
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("45s", 45), ("1h", 3600), ("1h30m", 5400), ("2d1s", 172801), ("1-00:00:30", 86430), (90, 90), (0.5, 0.5)],
+    [
+        ("45s", 45),
+        ("1h", 3600),
+        ("1h30m", 5400),
+        ("2d1s", 172801),
+        ("1-00:00:30", 86430),
+        ("10", 600),
+        ("10:30", 630),
+        ("1:00:00", 3600),
+        ("2-3", 183600),
+        ("0-1:30", 5400),
+        (90, 90),
+        (0.5, 0.5),
+    ],
 )
 def test_times(text: object, seconds: float) -> None:
     assert JobTable(name="a", steps=1, time_limit=text).time_limit == seconds  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def hooks() -> list[str]:
 
 def test_every_hook_is_documented_and_every_slot_has_one() -> None:
     text = (ROOT / "docs" / "plugins.md").read_text()
-    assert len(hooks()) == len(SLOTS) + 11
+    assert len(hooks()) == len(SLOTS) + 12
     for name in hooks():
         assert f"`{name}`" in text, name
         spec = getattr(RegistrationHooks, name, None) or getattr(LifeCycleHooks, name)

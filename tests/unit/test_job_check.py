@@ -17,11 +17,13 @@ import tomli
 import tomli_w
 import torch
 from conftest import TINY
+from plain import module_of
 
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.counts import why_not
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
 from hpctrain.checking.schema import job_schema
+from hpctrain.checking.sizes import sizes
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plan import Machine
 from hpctrain.data.opening import open_data, sequence_multiple
@@ -748,3 +750,26 @@ def test_an_axis_of_ones_own(
     else:
         with pytest.raises(HpctrainError, match=re.escape(sentence)):
             checked(4, **changes)
+
+
+@pytest.mark.parametrize(("stage", "per_element"), [(0, 16), (1, 12), (2, 10), (3, 8)])
+def test_sizes_of_a_job_on_two_ranks(stage: int, per_element: int) -> None:
+    """AdamW in fp32: 4 bytes each for a parameter, its gradient and two moments."""
+    made = tables(job={"seed": 1}, precision={"mode": "fp32"}, sharding={"stage": stage})
+    elements = sum(one.numel() for one in module_of(made, torch.float32).parameters())
+    assert sizes(check(RawJob(made, {}, "job"), 2)) == (f"{elements:,} parameters", elements * per_element)
+    made["model"]["trainable"] = ["token_embedding.*"]
+    assert sizes(check(RawJob(made, {}, "job"), None)) == (f"{elements:,} parameters, 1,024 of them trained", None)
+
+
+@pytest.mark.parametrize(("steps", "fits"), [(20, True), (300, True), (1000, False), (1200, False), (1300, True)])
+def test_the_best_of_a_job_that_is_cut_short_for_a_trial(steps: int, fits: bool) -> None:
+    """The last step is both evaluated and saved; of many steps, one that is both has to be among them."""
+    made = tables(
+        job={"steps": steps}, evaluation={"every_steps": 300}, checkpoint={"every_steps": 400, "keep_best": 1}
+    )
+    if fits:
+        check(RawJob(made, {}, "job"), 1)
+        return
+    with pytest.raises(JobError, match=rf"no step of {steps} but the last is both evaluated"):
+        check(RawJob(made, {}, "job"), 1)

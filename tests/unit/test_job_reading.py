@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import tomli
 import tomli_w
+from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.checking.check import check
 from hpctrain.errors import UsageError
 from hpctrain.job import reading
-from hpctrain.job.reading import key_lines, merge, read_job
+from hpctrain.job.problems import JobError
+from hpctrain.job.reading import RawJob, key_lines, merge, read_job
 
 KEYS = st.text('abcdefgh-_ .é"', min_size=1, max_size=4)
 VALUES = st.recursive(
@@ -141,6 +145,47 @@ def test_an_override_of_nothing_takes_a_key_away(tmp_path: Path) -> None:
     assert raw.tables == {"job": {"epochs": 2}, "sharding": {"stage": 1}} and ("job", "steps") not in raw.places
     with pytest.raises(UsageError, match=r"--set job\.stepz=: there is no job\.stepz to remove"):
         read_job(tmp_path / "job.toml", ["job.stepz="])
+
+
+def test_an_override_adds_a_row(tmp_path: Path) -> None:
+    """By its name, or as a table; the next override finds it. Elsewhere += adds a value."""
+    (tmp_path / "job.toml").write_text('[model]\nfreeze = ["a"]\n[[hook]]\nname = "mine"\n')
+    sets = [
+        "logger+=csv",
+        'hook+={name="ema", decay=0.9}',
+        "hook.ema.every_steps=2",
+        "model.freeze+=b.*",
+        "optimizer.groups+={lr=1}",
+    ]
+    raw = read_job(tmp_path / "job.toml", sets)
+    assert raw.tables == {
+        "model": {"freeze": ["a", "b.*"]},
+        "hook": [{"name": "mine"}, {"name": "ema", "decay": 0.9, "every_steps": 2}],
+        "logger": [{"name": "csv"}],
+        "optimizer": {"groups": [{"lr": 1}]},
+    }
+    assert raw.place(("logger", 0)) == "--set logger+=csv" and raw.place(("hook", 1, "decay")).startswith(
+        "--set hook+="
+    )
+    for override, why in (
+        ("model+=x", r"\[model\] is no array"),
+        ("logger+=", r"expected table\.key=value.* or array\+=value"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            read_job(tmp_path / "job.toml", [override])
+
+
+def test_an_override_is_text_where_text_is_wanted(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(TINY))
+    raw = read_job(
+        tmp_path / "job.toml", ["job.name=nan", "model.freeze=['*.bias']", "job.output_dir=007", "job.seed=5"]
+    )
+    job = check(RawJob.from_json(json.loads(json.dumps(raw.as_json()))), 1).job
+    assert (job.job.name, str(job.job.output_dir), job.job.seed) == ("nan", "007", 5)
+    with pytest.raises(JobError, match=r"--set job.seed=nan: \[job\] seed: expected a valid integer, found NaN"):
+        check(read_job(tmp_path / "job.toml", ["job.name=nan", "job.seed=nan"]), 1)
+    with pytest.raises(JobError, match=r"\[job\] name: expected a valid string, found 7"):
+        check(RawJob({**TINY, "job": {**TINY["job"], "name": 7}}), 1)
 
 
 def test_a_job_survives_the_way_to_another_rank(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ def test_the_best_by_a_metric_stay() -> None:
     best = sorted(rows, key=lambda row: (-row["evaluation_accuracy"], -row["step"]))[:2]
     kept = {path.name for path in Path("out/checkpoints").glob("step-*")}
     assert kept == {f"step-{row['step']:08d}" for row in best} | {"step-00000008"}
+    assert Path("out/checkpoints/best").read_text() == f"step-{best[0]['step']:08d}\n"
     assert {row["step"] for row in best} != {7, 8}, "the newest two would have stayed anyway"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,20 +11,22 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import JobFile
+from conftest import TINY, JobFile
 from pydantic import ValidationError
 
+import hpctrain
 from hpctrain.cli import execute
 from hpctrain.contracts.launcher import JobState, Launch, Launcher, SubmittedRun
 from hpctrain.errors import UsageError
 from hpctrain.plugins.registry import build_registry
+from hpctrain.submission.standing import standing
 
 MISTAKES = {
     "no target": ([], 2, "the job has no table such as [launcher.slurm]; say where to submit it, for instance --to slurm"),
     "an unknown target": (["--to", "slrm"], 2, "no installed plugin provides the launcher 'slrm'; did you mean 'slurm'?"),
     "an unknown key": (["--set", "launcher.slurm.qeue=x"], 2, "unknown key 'qeue' in [launcher] slurm"),
     "a line of two": (["--to", "slurm", "--set", 'launcher.slurm.qos="a\\nb"'], 2, "expected one line of printable text"),
-    "a time without unit": (["--to", "slurm", "--time", "60"], 2, "--time 60: [launcher] slurm.time: expected a time such as"),
+    "a time of no unit": (["--to", "slurm", "--time", "60x"], 2, "--time 60x: [launcher] slurm.time: expected a time such as"),
     "no time to train": (["--to", "slurm", "--time", "2m"], 2, "expected either a time above save_seconds"),
     "ranks that do not fit": (["--to", "slurm", "--nodes", "5"], 2, "12 does not divide over 5 data-parallel ranks"),
     "a key of the job": (["--to", "slurm", "--set", "optimizer.lr=fast"], 2, "[optimizer] lr: expected a valid number"),
@@ -333,3 +336,46 @@ def test_kubernetes_touches_jobs_only(id: str) -> None:
     for asks in (target.state, lambda id: target.cancel(id, Path("run"))):
         with pytest.raises(UsageError, match="found the id"):
             asks(id)
+
+
+HOLDS = """
+from pathlib import Path
+from hpctrain.job.output_lock import OutputLock
+
+lock = OutputLock()
+lock.take(Path("out"))
+print("taken", flush=True)
+input()
+"""
+
+
+def test_the_status_of_a_run_that_nobody_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert standing(Path("out")) is None
+    job = {**TINY, "checkpoint": {"every_steps": 3}}
+    loss = hpctrain.run(job)["loss"]
+    newest = Path("out/checkpoints/step-00000004")
+    done = f"done, step 4 of 4, loss {loss:.4f}, newest checkpoint {newest}"
+    assert standing(Path("out")) == done
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "taken\n"
+        found = standing(Path("out")) or ""
+        assert found.startswith(f"running (process {holder.pid} on ") and found.endswith(done.removeprefix("done"))
+    finally:
+        holder.communicate("\n", timeout=60)
+    assert standing(Path("out")) == done
+    resolved = Path("out/job.resolved.toml")
+    resolved.write_text(resolved.read_text().replace("steps = 4", "epochs = 1"))  # 500 samples, 12 a step
+    assert standing(Path("out")) == done.replace("done", "not running").replace("4 of 4", "4, epoch 0.10 of 1")
+    resolved.write_text(resolved.read_text().replace("epochs = 1", "epochs = 0.1"))
+    assert (standing(Path("out")) or "").startswith("done, step 4, epoch 0.10 of 0.1")
+    resolved.write_text("[job")
+    Path("out/metrics.jsonl").write_text('{"step": "\x1b"}\n[1]\n')
+    assert standing(Path("out")) == f"not running, before its first step, newest checkpoint {newest}"

@@ -25,9 +25,9 @@ class CheckpointPath(click.Path):
     """A checkpoint's directory, or the file `latest` that names one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from hpctrain.checkpoint.directory import behind_latest
+        from hpctrain.checkpoint.directory import behind_name
 
-        return behind_latest(Path(os.fsdecode(super().convert(value, param, ctx))))
+        return behind_name(Path(os.fsdecode(super().convert(value, param, ctx))))
 
 
 CHECKPOINT = CheckpointPath(path_type=Path)

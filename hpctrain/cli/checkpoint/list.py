@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -20,6 +22,7 @@ def list_checkpoints(formats: Formats, run: Path) -> None:
 
     Their contents are not checked: use `verify`.
     """
+    from hpctrain.checkpoint.directory import behind_name
     from hpctrain.checkpoint.finding import root_of
 
     with files_of(run):
@@ -28,31 +31,40 @@ def list_checkpoints(formats: Formats, run: Path) -> None:
         directory = root_of(run)
         if directory is None:
             raise UsageError(f"{run} has no checkpoints; expected a run's output_dir, such as runs/NAME")
-        rows = []
+        rows, best = [], behind_name(directory.root / "best")
         for path in directory.candidates():
             with suppress(FileNotFoundError):  # a running job has just deleted it
-                row = _row(formats, path)
+                row = _row(formats, path, path.name == best.name)
                 path.stat()
                 rows.append(row)
-    click.echo(table(("CHECKPOINT", "FORMAT", "SIZE", "FILES", "SAVED", "EVALUATION LOSS", "NOTE"), rows))
+    click.echo(table(("CHECKPOINT", "FORMAT", "SIZE", "FILES", "SAVED", "EVALUATION", "NOTE"), rows))
 
 
-def _row(formats: Formats, path: Path) -> tuple[str, ...]:
+def _row(formats: Formats, path: Path, is_best: bool) -> tuple[str, ...]:
     from hpctrain.checkpoint.finding import Checkpoint, recognize
 
     saved = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
-    name = size = count = loss = "-"
-    note = ""
+    name = size = count = evaluation = "-"
+    note = "best" if is_best else ""
     try:
         format = recognize(path, formats.all)
         if format is None:
-            return str(path), name, size, count, saved, loss, "unknown format"
+            return str(path), name, size, count, saved, evaluation, "unknown format"
         name, files = format.name, Checkpoint(path, format).files()
         size, count = size_text(sum(files.values())), str(len(files))
-        found = format.read_values(path).get("evaluation_loss")
-        loss = f"{found:.4f}" if isinstance(found, float) else "-"
+        evaluation = _evaluation(format.read_values(path))
     except CheckpointError as error:
         note = f"damaged: {error}"
     except OSError as error:
         note = f"unreadable: {reason(error)}"
-    return str(path), name, size, count, saved, loss, note
+    return str(path), name, size, count, saved, evaluation, note
+
+
+def _evaluation(values: Mapping[str, Any]) -> str:
+    """ "loss 1.0972  accuracy 0.4667", or "-" for a step that was not evaluated."""
+    from hpctrain.checkpoint.retention import EVALUATION_LOSS, EVALUATION_METRICS
+
+    others = values.get(EVALUATION_METRICS)
+    found = {"loss": values.get(EVALUATION_LOSS), **(others if isinstance(others, dict) else {})}
+    told = [f"{name} {value:.4f}" for name, value in found.items() if isinstance(value, float)]
+    return "  ".join(told) or "-"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from hpctrain.api import Control, Field, Hook, Options, Plan, PluginState, Problem, UsageError, hookimpl
@@ -58,14 +59,20 @@ class _Watch:
         self._stop_if_due(control)  # an ended run must not continue after a resume
 
     @hookimpl
+    def hpctrain_measured(self, names: Sequence[str]) -> None:
+        if self._options.metric not in names:
+            raise UsageError(
+                f"[[hook]] early-stopping: evaluations measure {', '.join(names)}, and not {self._options.metric!r}",
+                everywhere=True,
+            )
+
+    @hookimpl
     def hpctrain_evaluation(self, metrics: dict[str, Any], control: Control) -> None:
         options, value = self._options, metrics.get(f"evaluation_{self._options.metric}")
         if value is None:
             measured = [name.removeprefix("evaluation_") for name in metrics if name.startswith("evaluation_")]
-            known = ", ".join(name for name in measured if name not in ("tokens", "samples"))
-            raise UsageError(
-                f"[[hook]] early-stopping: evaluations measure {known}, and not {options.metric!r}", everywhere=True
-            )
+            self.hpctrain_measured([name for name in measured if name not in ("tokens", "samples")])
+            return
         gain = self._best - value if options.mode == "min" else value - self._best
         if gain > options.minimum_change:
             self._best, self._since = value, 0

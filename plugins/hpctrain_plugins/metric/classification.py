@@ -19,6 +19,7 @@ class Accuracy(Metric):
     """The part of the samples whose largest output is the target's."""
 
     name = "accuracy"
+    takes_logits = True
 
     def start(self) -> RunningMetric:
         return _Hits("accuracy", 1)
@@ -32,6 +33,7 @@ class TopK(Metric):
     """The part of the samples whose target is among the k largest outputs."""
 
     name = "top-k"
+    takes_logits = True
     Options = TopKOptions
     options: TopKOptions
 
@@ -43,6 +45,7 @@ class Perplexity(Metric):
     """The exponential of the mean cross entropy."""
 
     name = "perplexity"
+    takes_logits = True
 
     def start(self) -> RunningMetric:
         return _Perplexity()

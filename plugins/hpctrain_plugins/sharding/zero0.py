@@ -25,6 +25,7 @@ class Zero0(Sharding):
     name = "zero-0"
     Options = Zero0Options
     options: Zero0Options
+    divides = frozenset()
     tells_spans = True
     sums_by_piece = True
     may_sit_out = True

@@ -20,6 +20,7 @@ class Zero1(Partitioned):
     """ZeRO stage 1: the optimizer's state is sharded. Communicates after backward, or overlapped with the last backward."""
 
     name = "zero-1"
+    divides = frozenset({"optimizer state"})
     Options = Zero1Options
     options: Zero1Options
 

@@ -32,6 +32,7 @@ class Zero2(Partitioned):
     """ZeRO stage 2: gradients are sharded, too. Every backward sums them bucket by bucket."""
 
     name = "zero-2"
+    divides = frozenset({"gradients", "optimizer state"})
     Options = Zero2Options
     options: Zero2Options
 

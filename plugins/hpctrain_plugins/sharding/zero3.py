@@ -100,6 +100,7 @@ class Zero3(Sharding):
     """ZeRO stage 3: everything is sharded."""
 
     name = "zero-3"
+    divides = frozenset({"parameters", "gradients", "optimizer state"})
     Options = Zero3Options
     options: Zero3Options
 

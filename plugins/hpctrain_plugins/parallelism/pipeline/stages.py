@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -15,10 +15,9 @@ from hpctrain.api import (
     PipelineModel,
     Precision,
     UsageError,
-    buffers_of,
     children_of,
-    forked_random_state,
     is_view,
+    without_trace,
 )
 from hpctrain_plugins.parallelism.pipeline.passing import MOST_DIMS
 
@@ -52,21 +51,6 @@ def drop(module: nn.Module, unwanted: Sequence[nn.Module]) -> None:
         ):  # named_children lists a module in several places only once
             if any(child is one for one in unwanted):
                 setattr(parent, name, None)
-
-
-@contextmanager
-def without_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Undo the changes of a forward to buffers and random state."""
-    kept = [(buffers, dict(buffers)) for buffers in map(buffers_of, module.modules()) if buffers]
-    for buffers, before in kept:
-        buffers.update({name: None if one is None else one.clone() for name, one in before.items()})
-    try:
-        with forked_random_state(device):
-            yield
-    finally:
-        for buffers, before in kept:
-            buffers.clear()
-            buffers.update(before)
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:
