@@ -10,13 +10,14 @@ import plugin_api
 import pytest
 
 from hpctrain.api import CompressionOptions
+from hpctrain.contracts.launcher import JOB_FILE
 from hpctrain.errors import EnvironmentUnfitError, UsageError
 from hpctrain.foreign.reference import resolve
 from hpctrain.plugins.changes import API_VERSION, CHANGES
 from hpctrain.plugins.listing import describe_options, list_plugins
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.submission.asking import Submitted
-from hpctrain.submission.record import JOB_FILE, Submission
+from hpctrain.submission.record import Submission
 
 MODEL = """
 from hpctrain.api import Field, ModelSpec, Options, hookimpl
