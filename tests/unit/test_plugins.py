@@ -107,7 +107,7 @@ def test_two_of_one_name_are_refused_by_both_names_and_only_when_used(site: Site
 )
 def test_a_submitted_job_is_asked_about_with_the_launcher_that_it_prefers(site: Site, prefer: str, said: str) -> None:
     for owner in ("acme", "bob"):
-        body = "def render(self, launch): ...\ndef submit(self, script, launch): ...\ndef cancel(self, id): ...\n"
+        body = "def render(self, launch): ...\ndef submit(self, script, launch): ...\ndef cancel(self, id, directory): ...\n"
         body += f"def state(self, id): return JobState('done', 'says {owner}-hpc')\n"
         site.install(f"{owner}-hpc", "launcher.old", f"{owner}_queue", plugin("launcher", "Launcher", body))
     (site.path / JOB_FILE).write_text(f"[plugins]\nprefer = {prefer}\n")
