@@ -64,8 +64,10 @@ class FirstStep:
     def forwarded(self, loss: float) -> None:
         """Raises ContractError if the ranks of an axis have other samples, or parts of samples, than its traits say. Collective.
 
-        loss: of this rank's micro batches.
+        loss: of this rank's micro batches. Their backwards are over, and nothing is watched any more.
         """
+        for handle in self._handles:
+            handle.remove()
         for place, plugin in enumerate(self._axes):
             group, traits = self._model.meshes.axis(plugin.traits.axis).get_group(), plugin.traits
             seen: list[tuple[float, int, int]] = gather_values((loss, *self._counts[place : place + 2]), group)
@@ -82,8 +84,6 @@ class FirstStep:
 
         norm: of the full gradient, without the loss's `scale`.
         """
-        for handle in self._handles:
-            handle.remove()
         figures = torch.tensor([float(self._calls > 0), float(bool(self._parameters))])
         dist.all_reduce(figures)
         if figures[0] == 0 or figures[1] < dist.get_world_size():
@@ -100,10 +100,8 @@ class FirstStep:
         """Raises ContractError if the module's parameter is not what the pieces say, after a step and its refresh. Collective."""
         if self._sharding.ranks_diverge:
             return
-        here, values = (
-            dict(self._model.module.named_parameters()),
-            {name: self._model.value(name) for name in self._names},
-        )
+        here = dict(self._model.module.named_parameters())
+        values = {name: self._model.value(name) for name in self._names}
         late = sum_of(sum(not _is(here.get(name), value) for name, value in values.items()))
         if late:
             found = f"left {late} parameters in the module with other values than their pieces have after a step and `refresh`"
