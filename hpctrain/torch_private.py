@@ -252,6 +252,13 @@ def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether torch.compile has made the module, its forward or its call."""
+    forward = getattr(module, "forward", None)
+    made = type(module).__name__ == "OptimizedModule" or hasattr(forward, "_torchdynamo_orig_callable")
+    return made or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """How often each tensor was changed in place."""
     return [tensor._version for tensor in tensors]

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from hpctrain.contracts.breach import broken
@@ -55,10 +56,12 @@ class FirstStep:
         self._parameters = here if watches and len(here) == len(self._names) else []
         self._gradients = [torch.zeros_like(_widened(one)) for one in self._parameters]
         self._calls = 0
-        self._handles = [one.register_hook(partial(self._add, i)) for i, one in enumerate(self._parameters)]
+        # what is accumulated, in contrast to what autograd.grad computes; a node lives as long as somebody holds it
+        self._nodes = [get_gradient_edge(one).node for one in self._parameters]
+        self._handles = [node.register_prehook(partial(self._add, i)) for i, node in enumerate(self._nodes)]
 
-    def _add(self, place: int, gradient: Tensor) -> None:
-        self._gradients[place] += _widened(gradient)
+    def _add(self, place: int, gradients: tuple[Tensor, ...]) -> None:
+        self._gradients[place] += _widened(gradients[0])
         self._calls += 1
 
     def forwarded(self, loss: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -52,6 +53,10 @@ def tensors_kept(who: str, *values: Any) -> Iterator[None]:
         )
 
 
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+
+
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -62,9 +67,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 def refuse_different_values(metric: Metric, values: Sequence[dict[str, float]]) -> None:
     """Raises ContractError on all ranks unless a metric is equal on all ranks that had outputs. values: by rank."""
-    told = [{name: repr(value) for name, value in one.items()} for one in values]
-    for other, found in zip(told, values, strict=True):
-        if other != told[0]:
+    for found in values[1:]:
+        if found.keys() != values[0].keys() or not all(_is_close(found[name], values[0][name]) for name in found):
             raise broken(
                 metric,
                 f"computed {values[0]} on one rank and {found} on another",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
 from typing import Any
 
 import torch
@@ -15,12 +17,14 @@ from hpctrain.contracts.breach import broken
 from hpctrain.contracts.model import Batch, MetaModel, ModelSpec
 from hpctrain.contracts.parallelism import Parallelism
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.errors import ContractError
+from hpctrain.devices import forked_random_state
 from hpctrain.exchange import gather_values
 
 _ROWS = 4
 _FEW = 2**20
 """Elements that a trial may draw."""
+_MANY = 2**24
+"""Elements of a sample's outputs up to which its loss is tried; more might not fit beside the activations."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,8 @@ def refuse_other_model(spec: ModelSpec, module: nn.Module) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     mine = [[name, list(shape)] for name, (shape, _) in Outline.of(module).parameters.items()]
+    if len(set(gather_values(sha256(repr(mine).encode()).hexdigest()))) == 1:
+        return
     everyone: list[list[Any]] = gather_values(mine)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
@@ -122,7 +128,7 @@ def refuse_values_by_call(spec: MetaModel, module: nn.Module, seed: int) -> None
     known = [(name, p) for name, p in module.named_parameters() if p.dim() > 1 and len(p) > 1]
     name, like = min(known, key=lambda one: one[1].numel(), default=("", torch.empty(0)))
     rows = min(len(like), _ROWS)
-    if not rows or like[:rows].numel() > _FEW:
+    if not rows or rows * prod(like.shape[1:]) > _FEW:
         return
     whole = torch.empty((rows, *like.shape[1:]), dtype=like.dtype)
     apart = torch.empty_like(whole)
@@ -135,37 +141,42 @@ def refuse_values_by_call(spec: MetaModel, module: nn.Module, seed: int) -> None
         raise broken(spec, found, "values that follow from seed, name and row alone")
 
 
-def refuse_mean(spec: ModelSpec, outputs: Any, batch: Batch) -> ContractError | None:
-    """The error of a loss that is a mean: two equal samples have the loss of one. None where it is a sum, or can't be told."""
+def refuse_mean(spec: ModelSpec, outputs: Any, batch: Batch, device: torch.device) -> None:
+    """Raises ContractError for a loss that is a mean: two equal samples have the loss of one.
+
+    Does nothing where there is no telling what a sample is, or the loss fails on it. Every rank that has outputs calls the loss as
+    often, since it may communicate.
+    """
+    rows = {len(one) if one.dim() else 0 for one in (*_tensors(outputs), *_tensors(batch))}
+    if len(rows) != 1 or 0 in rows or sum(one[:1].numel() for one in _tensors(outputs)) > _MANY:
+        return
     once, twice = ((_repeated(outputs, count), _repeated(batch, count)) for count in (1, 2))
-    if once[0] is None or once[1] is None or not spec.count(once[1]) or spec.count(twice[1]) != 2 * spec.count(once[1]):
-        return None
-    with torch.no_grad():
-        single, double = (_total(spec.loss(*one)) for one in (once, twice))
-    if single.numel() != 1 or double.numel() != 1:
-        return None  # whoever takes the loss tells its shape
-    if not single.abs() > 1e-6 or (double - single).abs() > 1e-3 * single.abs():
-        return None
-    return broken(
-        spec,
-        f"has the loss {float(single):.4g} for a sample and {float(double):.4g} for it twice: a mean",
-        "the sum over what `count` counts",
-    )
+    try:
+        with torch.no_grad(), forked_random_state(device):
+            single, double = (float(_total(spec.loss(*one))) for one in (once, twice))
+            counts = spec.count(once[1]), spec.count(twice[1])
+    except Exception:  # a loss may need outputs of a kind, or all rows
+        return
+    if counts[0] and counts[1] == 2 * counts[0] and abs(single) > 1e-6 and abs(double - single) <= 1e-3 * abs(single):
+        found = f"has the loss {single:.4g} for a sample and {double:.4g} for it twice: a mean"
+        raise broken(spec, found, "the sum over what `count` counts")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in plain dicts, lists and tuples; one without rows stands for anything else."""
+    if type(value) in (Tensor, nn.Parameter):
+        return [value]
+    inner = value.values() if type(value) is dict else value if type(value) in (list, tuple) else [torch.empty(())]
+    return [tensor for one in inner for tensor in _tensors(one)] if type(value) in (dict, list, tuple) else list(inner)
 
 
 def _repeated(value: Any, count: int) -> Any:
-    """The first row of each tensor `count` times; None where there is no telling what a row is."""
-    if isinstance(value, DTensor):
-        return None
+    """The first row of each tensor, `count` times."""
     if isinstance(value, Tensor):
-        return torch.cat([value.detach()[:1]] * count) if value.dim() else None
-    if isinstance(value, Mapping):
-        made = {key: _repeated(one, count) for key, one in value.items()}
-        return None if any(one is None for one in made.values()) else made
-    if isinstance(value, (list, tuple)):
-        listed = [_repeated(one, count) for one in value]
-        return None if any(one is None for one in listed) else listed
-    return None
+        return torch.cat([value.detach()[:1]] * count)
+    if isinstance(value, dict):
+        return {key: _repeated(one, count) for key, one in value.items()}
+    return type(value)(_repeated(one, count) for one in value)
 
 
 def _total(loss: Tensor | Mapping[str, Tensor]) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
 from hpctrain.errors import CheckpointError, reason
 from hpctrain.exchange import gather_values, share, together
+from hpctrain.json_values import encode
 
 _BYTES = 8 * 2**20
 """The most that a rank reads: the smallest pieces, as long as they fit."""
@@ -38,7 +41,8 @@ def _refuse_other_values(format: CheckpointFormat, directory: Path, state: State
     if not format.recognizes(directory):
         raise broken(format, f"does not recognize its own checkpoint {directory.name}", "True from recognizes", True)
     values = format.read_values(directory)
-    other = [key for key in state.values if key not in values or values[key] != state.values[key]]
+    # as text: nan is not nan
+    other = [key for key, value in state.values.items() if key not in values or _text(values[key]) != _text(value)]
     if other:
         found = f"read the value {other[0]!r} of its first checkpoint as {values.get(other[0])!r}"
         raise broken(format, found, f"{state.values[other[0]]!r}, which was written", True)
@@ -75,6 +79,10 @@ def _refuse_other_bytes(
         if found:
             told = f"read {found[0].partition(' ')[0]} of its first checkpoint with other values"
             raise broken(format, told, "those that were written", True)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(encode(value))
 
 
 def _key(piece: Piece) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 _LR = 0.01
 _TOLERANCE = 1e-3
 """Relative to the largest change; rounding errors are below a thousandth of it."""
+_HAVING = 4
+"""Ranks that have a gradient in the trial of a compressor."""
 
 
 def refuse_idle_optimizer(plugin: Optimizer, build: Build) -> None:
@@ -112,7 +115,7 @@ def refuse_impure_schedule(plugin: Schedule, steps: int) -> None:
 
 def refuse_factor(plugin: Schedule, step: int, factor: object) -> None:
     """Raises ContractError for a factor on lr that is none."""
-    if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
+    if not isinstance(factor, Real) or not 0 <= float(factor) < math.inf:
         raise broken(plugin, f"gave the factor {factor!r} for step {step}", "a number that is zero or more", True)
 
 
@@ -131,9 +134,10 @@ def try_communicator(plugin: Communicator, device: torch.device, group: dist.Pro
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1:
         return
-    mine = torch.arange(1.0, size + 1, device=device) * (rank + 1)
-    ranks = torch.arange(1.0, size + 1, device=device)
-    whole = ranks * ranks.sum()
+    # small whole numbers: float32 adds them exactly in any order, up to 400,000 ranks
+    places = torch.arange(size, device=device)
+    each, factors = (places % 7 + 1).float(), (places % 5 + 1).float()
+    mine, whole = each * factors[rank], each * factors.sum()
     summed = mine.clone()
     dist.all_reduce(summed, group=group)
     share = torch.empty(1, device=device)
@@ -145,15 +149,13 @@ def try_communicator(plugin: Communicator, device: torch.device, group: dist.Pro
     for what, found, wanted in (
         ("all_reduce", summed, whole),
         ("reduce_scatter", share, whole[rank : rank + 1]),
-        ("all_gather", gathered, ranks),
-        ("broadcast", sent, ranks * size),
+        ("all_gather", gathered, factors),
+        ("broadcast", sent, each * factors[-1]),
     ):
-        if not torch.equal(found, wanted):
-            raise broken(
-                plugin,
-                f"has a backend whose {what} gave {found.tolist()} on rank {rank} of {size}",
-                f"{wanted.tolist()}",
-            )
+        wrong = (found != wanted).nonzero().flatten().tolist()
+        if wrong:
+            told = f"has a backend whose {what} gave {float(found[wrong[0]]):g} as element {wrong[0]} on rank {rank} of {size}"
+            raise broken(plugin, told, f"{float(wanted[wrong[0]]):g}")
 
 
 def try_compressor(plugin: LossyCompression, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -165,7 +167,9 @@ def try_compressor(plugin: LossyCompression, group: dist.ProcessGroup, device: t
     flat = torch.outer(left, right * signs).reshape(-1).to(device)  # of rank 1, and no element is small
     piece = Piece.whole("trial", flat.view(16, 16))
     bucket = GradientBucket([Span(piece, 0)], flat.numel(), flat.dtype, flat.device)
-    compressor = plugin.compressor(bucket, group)
+    compressor, having = plugin.compressor(bucket, group), min(group.size(), _HAVING)
+    if group.rank() >= having:
+        flat = torch.zeros_like(flat)  # sums of many equal numbers in 16 bits stop growing
     with torch.no_grad():
         kept = [tensor.clone() for tensor in compressor.state()]
         first = _summed(compressor, flat)
@@ -173,7 +177,7 @@ def try_compressor(plugin: LossyCompression, group: dist.ProcessGroup, device: t
         again = _summed(compressor, flat)
         _put_back(compressor, kept)
         spoiled = flat.clone()
-        spoiled[group.rank() :: group.size()] *= math.inf if group.rank() == 0 else 1.0
+        spoiled[0] = math.inf if group.rank() == 0 else 0.0
         bad = _summed(compressor, spoiled)
     everyone: list[list[float]] = gather_values([float(first.double().sum()), float(first.double().abs().sum())], group)
     if any(one != everyone[0] for one in everyone):
@@ -189,8 +193,8 @@ def try_compressor(plugin: LossyCompression, group: dist.ProcessGroup, device: t
         )
     sent = first != 0
     ratio = float((first * flat)[sent].sum() / (flat * flat)[sent].sum()) if sent.any() else 0.0
-    if ratio < 0.75 * group.size():
-        raise broken(plugin, f"gave {ratio:.2f} times the gradients that {group.size()} ranks had alike", "their sum")
+    if group.rank() < having and ratio < 0.75 * having:
+        raise broken(plugin, f"gave {ratio:.2f} times the gradients that {having} ranks had alike", "their sum")
     if bool(bad.isfinite().all()):
         raise broken(
             plugin, "gave a finite sum where a rank's gradient was infinite", "a sum that is not finite, on all ranks"

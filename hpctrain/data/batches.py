@@ -98,7 +98,7 @@ class Batches:
     def __getitem__(self, planned: Planned) -> Loaded:
         positions: Sequence[int | None] = planned.positions or [None] * len(planned.indices)
         items = [self._sample(int(i), position) for i, position in zip(planned.indices, positions, strict=True)]
-        if not self._has_given and items:
+        if not self._has_given and items and not self._samples.draws:
             again = self._sample(int(planned.indices[0]), positions[0])
             refuse_other_item(self._samples, int(planned.indices[0]), items[0], again)
         batch = collated(self._samples, self._collate, items, self._seed, planned)

@@ -20,6 +20,7 @@ from hpctrain.loop.evaluation import add_measured, refuse_unmeasured, show
 from hpctrain.loop.session import Session
 from hpctrain.model.traceless import without_trace
 from hpctrain.plugins.blame import is_communication
+from hpctrain.torch_private import is_compiled_module
 
 
 def look(session: Session) -> None:
@@ -30,7 +31,8 @@ def look(session: Session) -> None:
     job, parts, position = session.job, session.parts, session.hooks.position
     if not (job.evaluation.enabled and session.feed.validates) or session.progress.done:
         return
-    if job.compile.enabled or is_compiled(session.model.module):
+    # a pipeline's ranks have other modules, and all must come to one answer
+    if sum_of(job.compile.enabled or is_compiled(session.model.module)):
         session.report.say("look         left out: what the compiler makes of a step could depend on it")
         return
     doing = f"in a look at the evaluation before step {session.progress.step + 1}"
@@ -51,8 +53,7 @@ def look(session: Session) -> None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile has made a module or a forward of it."""
-    optimized = any(type(one).__name__ == "OptimizedModule" for one in module.modules())
-    return optimized or any(hasattr(one.forward, "_torchdynamo_orig_callable") for one in module.modules())
+    return any(is_compiled_module(one) for one in module.modules())
 
 
 def _first(session: Session) -> MicroBatch | None:

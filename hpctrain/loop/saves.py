@@ -41,7 +41,12 @@ def save_before_evaluation(session: Session) -> None:
     """
     job, parts, progress, saving = session.job, session.parts, session.progress, session.saving
     has_evaluated = progress.evaluation is not None and progress.evaluation[0] > progress.first_step
-    if has_evaluated or parts.sharding.ranks_diverge or job.compression.name != "none":
+    if (
+        has_evaluated
+        or progress.step == progress.first_step
+        or parts.sharding.ranks_diverge
+        or job.compression.name != "none"
+    ):
         return
     if not broadcast_value(saving.seconds_unsaved > _LOSABLE):
         return

@@ -56,9 +56,11 @@ class TrainedModel:
         self._job, self._parts, self._hooks, self.meshes = job, parts, hooks, meshes
         self.spec = parts.model
         self.batch_group = meshes.batch_group()
-        self._split_counts: list[int] = []
+        self.split_counts: list[int] = []
         """Counts of the first micro batch: the whole one, and what each axis left of it."""
-        self._has_forwarded, self.refreshed = False, 0
+        self._has_forwarded, self.refreshed, self._device = False, 0, device
+        self.is_tried = False
+        """Whether a step of this run has shown that gradients are sums and the module follows the pieces."""
         self._own_axes = {own for _, own in meshes.own_groups}
         self.sums = GradientReducer(parts.compression, meshes, node)
         built = build_model(job, parts, meshes, self.sums, device)
@@ -105,28 +107,26 @@ class TrainedModel:
 
     def split(self, batch: Batch) -> Batch:
         """This rank's part of a micro batch."""
-        counts = [] if self._split_counts else [self._parts.model.count(batch)]
+        counts = [] if self.split_counts else [self._parts.model.count(batch)]
         for axis in self.axes:
             batch = axis.split_batch(batch)
             if counts:
                 counts.append(self._parts.model.count(batch))
-        self._split_counts = self._split_counts or counts
+        self.split_counts = self.split_counts or counts
         return batch
 
     def first_step(self) -> FirstStep | None:
-        """Watches this run's first step; None where a rank may sit it out."""
-        if self._job.guard.oom == "skip":
+        """Watches a step until one has been tried to its end; None afterwards, and where a rank may sit it out."""
+        if self.is_tried or self._job.guard.oom == "skip":
             return None
         axes = sorted(self._parts.parallelism.values(), key=lambda plugin: plugin.traits.order)
         exact = not isinstance(self._parts.compression, LossyCompression)
-        return FirstStep(self, self._parts.sharding, axes, self._split_counts, exact)
+        return FirstStep(self, self._parts.sharding, axes, self.split_counts, exact)
 
     def _forwarded(self, step: int, outputs: Any, batch: Batch) -> None:
         """A forward of the training is done."""
         if not self._has_forwarded and not isinstance(self._parts.model, ForeignModel):
-            error = refuse_mean(self._parts.model, outputs, batch)
-            if error is not None:
-                raise error
+            refuse_mean(self._parts.model, outputs, batch, self._device)
         self._has_forwarded = True
         who = self._hooks.who("hpctrain_outputs")
         if who:

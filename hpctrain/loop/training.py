@@ -51,12 +51,13 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     look(session)
     if progress.step and progress.evaluation is None:
         evaluate_if_due(session)  # skipped at a signal, to save first
+    session.model.split_counts = []  # the look's are over
     loader = session.feed.training_loader(progress)
     try:
         end_if_asked(session)
         while not progress.done and code == EXIT_DONE:
             with explained(session, f"in step {progress.step + 1}"):
-                row, stops, verdict = train_step(session, loader, stop, is_first=not losses)
+                row, stops, verdict = train_step(session, loader, stop)
             losses.append(row["loss"])
             if verdict is not None and act(session, verdict):
                 del losses[max(0, progress.step - begun) :]
@@ -84,11 +85,9 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     return result
 
 
-def train_step(
-    session: Session, loader: Loader, stop: StopRequest, is_first: bool = False
-) -> tuple[dict[str, Any], int, Verdict | None]:
+def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dict[str, Any], int, Verdict | None]:
     """Run one optimizer step; return its row, the strongest request to stop on any rank (0 is none), and what the guard has
-    found, if anything. is_first: of this run."""
+    found, if anything."""
     parts, model, progress, times = session.parts, session.model, session.progress, StepTimes()
     step, phase, position = progress.step, session.hooks.phase, session.hooks.position
     with times.waiting_for_data(), phase("data", step):
@@ -98,7 +97,7 @@ def train_step(
     if count == 0:
         raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label", everywhere=True)
     model.begin_sums(step)
-    trial = model.first_step() if is_first else None
+    trial = model.first_step()
     loss_sum = model.runner.train(micro_batches, count, step)
     if trial is not None:
         trial.forwarded(loss_sum.item())
@@ -143,6 +142,7 @@ def train_step(
             model.sharded.refresh()
             if trial is not None:
                 trial.updated()
+                model.is_tried = True
             model.sharded.stepped(step + 1)
         else:
             model.sums.leave_out()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -23,14 +22,18 @@ class WholeTensors:
     ) -> None:
         self._shapes, self._meshes, self._device = shapes, meshes, device
         self._pieces: dict[str, list[Piece]] = {}
+        self._kinds: dict[str, tuple[str, tuple[str, ...]]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.name, []).append(piece)
 
-    @cached_property
-    def _kinds(self) -> dict[str, tuple[str, list[str]]]:
-        """The dtype and the axes of each parameter, which a rank without a piece of it does not know. Collective."""
-        mine = {name: (str(found[0].tensor.dtype), found[0].axes) for name, found in self._pieces.items()}
-        return {name: kind for kinds in gather_values(mine) for name, kind in kinds.items()}
+    def _kind(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """The dtype and the axes of a parameter, which a rank without a piece of it does not know. Collective."""
+        if name not in self._kinds:
+            found = self._pieces.get(name)
+            mine = (str(found[0].tensor.dtype), found[0].axes) if found else None
+            known = [kind for kind in gather_values(mine) if kind is not None]
+            self._kinds[name] = known[0] if known else ("torch.float32", ())  # one without elements has no piece
+        return self._kinds[name]
 
     def of(self, name: str, values: Callable[[Piece], Tensor]) -> Tensor:
         """The whole of what `values` gives for each piece of the parameter, on every rank. Collective over all ranks.
@@ -41,7 +44,7 @@ class WholeTensors:
         if name not in self._shapes:
             raise UsageError(f"{name!r} is no trained parameter of the model", everywhere=True)
         shape = self._shapes[name]
-        dtype, axes = self._kinds.get(name, ("torch.float32", []))  # one without elements has no piece
+        dtype, axes = self._kind(name)
         whole = torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self._device)
         held = torch.tensor(sum(piece.tensor.numel() for piece in self._pieces.get(name, [])), device=self._device)
         for piece in self._pieces.get(name, []):

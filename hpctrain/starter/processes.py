@@ -53,12 +53,14 @@ class Processes:
         """How it ended; 0 if it has left too early."""
 
     def poll(self) -> int | None:
-        """None while a rank runs, then the status of the first rank that failed, or 0."""
+        """None while a rank runs, then 0 if all have ended well, else the status of the first rank that failed."""
         statuses = [rank.poll() for rank in self._ranks]
         if any(status is None for status in statuses):
             return None
+        if not any(statuses):
+            return 0  # also where ranks end without MPI_Finalize, as all have got by
         self._look_for_failure()
-        return 0 if self.failed_rank is None else self.failed_status or _LEFT_EARLY
+        return self.failed_status or _LEFT_EARLY
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for all ranks. When one fails, the others have a grace period to exit and are then killed."""

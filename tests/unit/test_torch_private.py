@@ -35,6 +35,7 @@ OWNERS: dict[str, Any] = {
     "_buffers": nn.Module(),
     "_call_impl": nn.Module,
     "_clear_sharding_prop_cache": "torch.distributed.tensor.debug",
+    "_compiled_call_impl": nn.Module,
     "_dynamo": torch,
     "_end_coalescing": dist.ProcessGroup,
     "_flatten": DeviceMesh,
@@ -68,6 +69,7 @@ OWNERS: dict[str, Any] = {
     "_thread": torch.multiprocessing.get_context().Queue(),
     "_unpickler": "torch.distributed.distributed_c10d",
     "_values": torch.Tensor,
+    "_torchdynamo_orig_callable": lambda: torch.compile(nn.Linear(1, 1).forward, backend="eager"),
     "_version": torch.Tensor,
     "_worker_info": "torch.utils.data._utils.worker",
 }
