@@ -173,7 +173,7 @@ def _run_in(
         _tell_environment(checked, identity)
         for sentence in world.strangers:  # from before the log existed
             LOG.info("%s", sentence)
-        with labelled_prints(identity, world.channel.terminal):
+        with labelled_prints(identity, world.channel.terminal, world.channel.error_terminal):
             return _train(world, checked, resume, stop, begin)
 
 

@@ -133,29 +133,36 @@ def own(stream: TextIO) -> TextIO:
 
 def tell(text: str) -> None:
     """Print hpctrain's own lines on standard error, in place of a progress bar if there is one."""
-    has_bar = isinstance(sys.stderr, Labelled) and sys.stderr.label.startswith(CLEAR_LINE)
+    has_bar = _label_of(sys.stderr).startswith(CLEAR_LINE)
     put(f"{CLEAR_LINE}{text}\n{Labelled.bar}" if has_bar else f"{text}\n", own(sys.stderr))
 
 
-def label_of_prints() -> str | None:
-    """The label of this process's prints; None if they have none."""
-    return sys.stdout.label if isinstance(sys.stdout, Labelled) else None
+def _label_of(stream: TextIO) -> str:
+    return stream.label if isinstance(stream, Labelled) else ""
 
 
-def label_prints(label: str) -> None:
-    """From now on in this process, what is printed comes by whole lines with `label` in front."""
-    sys.stdout, sys.stderr = Labelled(sys.stdout, label), Labelled(sys.stderr, label)
+def labels_of_prints() -> tuple[str, str]:
+    """The labels of this process's standard output and standard error; "" for one without."""
+    return _label_of(sys.stdout), _label_of(sys.stderr)
+
+
+def label_prints(output: str, error: str) -> None:
+    """From now on in this process, what is printed comes by whole lines with these labels in front; "" changes nothing."""
+    if output and sys.stdout is not None:
+        sys.stdout = Labelled(sys.stdout, output)
+    if error and sys.stderr is not None:
+        sys.stderr = Labelled(sys.stderr, error)
 
 
 @contextmanager
-def labelled_prints(identity: Identity, terminal: bool) -> Iterator[None]:
-    """Label what is printed inside. terminal: whether a terminal shows the output, and with it a progress bar."""
+def labelled_prints(identity: Identity, terminal: bool = False, error_terminal: bool = False) -> Iterator[None]:
+    """Label what is printed inside. terminal: whether a terminal shows standard output, and with it a progress bar.
+
+    error_terminal: whether a terminal shows standard error. A file gets no control sequences.
+    """
     label = f"[rank {identity.rank}] " if identity.size > 1 else ""
-    if not (label or terminal):
-        yield
-        return
     before = sys.stdout, sys.stderr
-    label_prints((CLEAR_LINE if terminal else "") + label)
+    label_prints(*(CLEAR_LINE * has_bar + label for has_bar in (terminal, terminal and error_terminal)))
     mine = sys.stdout, sys.stderr
     try:
         yield

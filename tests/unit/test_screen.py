@@ -20,7 +20,7 @@ import hpctrain
 from hpctrain.contracts.identity import Identity
 from hpctrain.loop.console import Console
 from hpctrain.world.launcher_channel import LauncherChannel
-from hpctrain.world.prints import CLEAR_LINE, Labelled
+from hpctrain.world.prints import CLEAR_LINE, Labelled, labelled_prints, tell
 
 
 def test_the_bar_is_one_line_that_leaves_out_what_has_no_room(
@@ -111,6 +111,36 @@ def test_the_bar_is_ascii_where_the_output_has_nothing_else(monkeypatch: pytest.
     console.progress(row, 1, "samples", "")
     console.close()
     assert b"-----" in raw.getvalue() and b"ETA 0:00" in raw.getvalue() and b"\\u" not in raw.getvalue()
+
+
+@pytest.mark.parametrize("errors_shown", [True, False])
+def test_a_file_of_the_errors_of_a_job_on_a_terminal_has_no_bars(
+    errors_shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    for size, label in ((1, ""), (2, "[rank 0] ")):
+        err.truncate(err.seek(0))
+        with labelled_prints(Identity(0, size), True, errors_shown):
+            Labelled.bar = "(bar)"
+            print("mine", file=sys.stderr)
+            tell("ours")
+            print("output")
+        begin, end = (CLEAR_LINE, "(bar)") if errors_shown else ("", "")
+        assert err.getvalue() == f"{begin}{label}mine\n{end}{begin}ours\n{end}"
+        assert out.getvalue().endswith(f"{CLEAR_LINE}{label}output\n(bar)")
+
+
+def test_a_program_may_have_no_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon, or a shell's >&- 2>&-."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    console = Console(Identity(0, 2), channel := LauncherChannel())
+    with labelled_prints(Identity(0, 2), channel.terminal, channel.error_terminal):
+        console.line("nobody reads it")
+        tell("nobody reads it")
+        print("nobody reads it")
 
 
 def test_a_prompt_of_the_only_rank_does_not_wait_and_the_bar_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
