@@ -50,7 +50,7 @@ from hpctrain.world.failure import end_on_signals, leave
 from hpctrain.world.launcher_channel import LauncherChannel
 from hpctrain.world.meeting import World, compare_ranks, meet, start_communication, take_device
 from hpctrain.world.objects import allow_objects
-from hpctrain.world.prints import labelled_prints, own
+from hpctrain.world.prints import labelled_prints, own, tell
 
 LOG = logging.getLogger("hpctrain")
 
@@ -105,7 +105,8 @@ def run_rank(
 
     def work(world: World) -> dict[str, Any]:
         # already here: a signal during building must not end a single rank
-        with StopRequest() as stop:
+        channel = world.channel
+        with StopRequest() as stop, labelled_prints(world.identity, channel.terminal, channel.error_terminal):
             channel.answers_signals()
             return _run_in(world, read, resume, stop, lock, begin)
 
@@ -123,9 +124,10 @@ def answer_on_rank(
     end_on_signals(channel)
 
     def work(world: World) -> dict[str, Any]:
-        checked = agree_on_job(world, read)
-        with _communicating(world, checked) as (checked, device, hooks, _):
-            return {**answer(checked, world, device, hooks, question), "exit_code": EXIT_DONE}
+        with labelled_prints(world.identity):
+            checked = agree_on_job(world, read)
+            with _communicating(world, checked) as (checked, device, hooks, _):
+                return {**answer(checked, world, device, hooks, question), "exit_code": EXIT_DONE}
 
     return _on_rank(identity, channel, work)
 
@@ -157,7 +159,7 @@ def _run_in(
     checked = agree_on_job(world, read)
     notice = fallback_notice(identity)
     if notice and identity.rank == 0:
-        print(f"hpctrain: {notice}", file=sys.stderr, flush=True)
+        tell(f"hpctrain: {notice}")
 
     aside: list[Path] = []
 
@@ -173,8 +175,7 @@ def _run_in(
         _tell_environment(checked, identity)
         for sentence in world.strangers:  # from before the log existed
             LOG.info("%s", sentence)
-        with labelled_prints(identity, world.channel.terminal):
-            return _train(world, checked, resume, stop, begin)
+        return _train(world, checked, resume, stop, begin)
 
 
 def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, begin: float) -> dict[str, Any]:
@@ -270,7 +271,7 @@ def _taken_back(aside: Sequence[Path], directory: Path) -> Iterator[None]:
                 said = (
                     f"no step was trained: the earlier run is in {directory} again, the log of this start in {failed}"
                 )
-                print(f"hpctrain: {said}", file=sys.stderr, flush=True)
+                tell(f"hpctrain: {said}")
         raise
 
 
@@ -284,7 +285,7 @@ def _set_aside(directory: Path) -> list[Path]:
         ) from None
     if aside is None:
         return []
-    print(f"hpctrain: --resume never: the earlier run is in {aside} now", file=sys.stderr, flush=True)
+    tell(f"hpctrain: --resume never: the earlier run is in {aside} now")
     return [aside]
 
 
@@ -302,9 +303,9 @@ def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:
     if world.identity.rank == 0:
         for fault in checked.registry.faults:
             if fault.state == "broken":
-                print(f"hpctrain: warning: plugin {fault.source} is not used: {fault.why}", file=sys.stderr, flush=True)
+                tell(f"hpctrain: warning: plugin {fault.source} is not used: {fault.why}")
         for remark in (*checked.registry.told(), *remarks):
-            print(f"hpctrain: warning: {remark}", file=sys.stderr, flush=True)
+            tell(f"hpctrain: warning: {remark}")
     return checked
 
 

@@ -13,7 +13,7 @@ from hpctrain.contracts.optimization import Optimizer
 from hpctrain.model.freezing import trained_names
 
 _SIDE = 64
-"""Of the parameter with which an optimizer's state is measured."""
+"""The side of the square parameter with which an optimizer's state is measured."""
 
 
 def sizes(checked: CheckedJob) -> tuple[str, int | None] | None:

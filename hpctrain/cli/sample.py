@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ def command(
         from hpctrain.loop.inference import Question
         from hpctrain.loop.sampling import Prompt
         from hpctrain.rank import answer_on_rank
+        from hpctrain.world.prints import own
 
         identity, read, channel = rank
         speaks = identity.rank == 0
 
         def say(text: str) -> None:
             if speaks:
-                click.echo(text, nl=False)
+                click.echo(text, file=own(sys.stdout), nl=False)
 
         say(prompt)
         asked = Prompt(prompt, tokens, temperature, top_k, seed)

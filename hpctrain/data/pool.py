@@ -20,7 +20,7 @@ from hpctrain.data.streams import EvaluatedStream, TrainedStream
 from hpctrain.errors import TrainingError, UsageError
 from hpctrain.torch_private import end_workers
 from hpctrain.watchdog.workers import be_watched, new_directory, remove_directory
-from hpctrain.world.prints import label_of_prints, label_prints
+from hpctrain.world.prints import label_prints, labels_of_prints
 from hpctrain.world.stopping import keep_from_children
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Pool:
         keep_from_children()
         if self._stacks is None:
             self._stacks = new_directory()
-            self._loader.worker_init_fn = partial(_begin, self._stacks, label_of_prints())
+            self._loader.worker_init_fn = partial(_begin, self._stacks, labels_of_prints())
         others = multiprocessing.active_children()
         try:
             with warnings.catch_warnings():
@@ -127,11 +127,11 @@ def refuse_in_worker() -> None:
         )
 
 
-def _begin(stacks: Path, label: str | None, number: int) -> None:
-    """In a worker, before its first sample. label: of the rank's prints."""
+def _begin(stacks: Path, labels: tuple[str, str], number: int) -> None:
+    """In a worker, before its first sample. labels: of the rank's prints."""
     be_watched(stacks)
-    if label is not None and label_of_prints() is None:  # a forked process has its rank's
-        label_prints(label)
+    if not any(labels_of_prints()):  # a forked process has its rank's
+        label_prints(*labels)
 
 
 def _as_it_is(loaded: T) -> T:

@@ -6,7 +6,6 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from rich.cells import cell_len
@@ -18,7 +17,7 @@ from rich.text import Text
 from hpctrain.contracts.identity import Identity
 from hpctrain.loop.best import BestSoFar
 from hpctrain.world.launcher_channel import LauncherChannel
-from hpctrain.world.prints import CLEAR_LINE, Labelled, own
+from hpctrain.world.prints import CLEAR_LINE, Labelled, own, put
 
 LOG = logging.getLogger("hpctrain")
 
@@ -47,7 +46,7 @@ class Console:
         self._speaks, self._live = identity.rank == 0, channel.terminal
         self._begin = time.monotonic() if begin is None else begin
         self._best = best or BestSoFar()
-        self._terminal = Terminal(highlight=False, force_terminal=True) if self._live else None
+        self._terminal = Terminal(highlight=False, force_terminal=True, file=own(sys.stdout)) if self._live else None
         self._bar = ""
         """The bar as the terminal shows it; "" if there is none."""
         self._last_line = self._last_draw = -_SECONDS_BETWEEN_LINES
@@ -57,13 +56,7 @@ class Console:
         """One line of plain text."""
         if self._speaks:
             LOG.info("%s", text)
-            self._write(f"{CLEAR_LINE}{text}\n{self._bar}" if self._bar else f"{text}\n")
-
-    def _write(self, text: str) -> None:
-        with suppress(OSError):
-            stream = own(sys.stdout)
-            stream.write(text)
-            stream.flush()
+            put(f"{CLEAR_LINE}{text}\n{self._bar}" if self._bar else f"{text}\n", own(sys.stdout))
 
     def progress(self, row: Mapping[str, Any], steps: int, counts: str, remark: str) -> None:
         """A bar on a terminal, a plain line every few seconds elsewhere. counts: "tokens" or "samples"."""
@@ -121,12 +114,12 @@ class Console:
         with self._terminal.capture() as captured:
             self._terminal.print(line, width=width, end="")
         Labelled.bar = self._bar = captured.get().rstrip("\n")
-        self._write(CLEAR_LINE + self._bar)
+        put(CLEAR_LINE + self._bar, own(sys.stdout))
 
     def close(self) -> None:
         """Leave the last state of the bar on the screen."""
         if self._bar:
-            self._write("\n")
+            put("\n", own(sys.stdout))
         Labelled.bar = self._bar = ""
 
 

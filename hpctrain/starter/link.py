@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ from hpctrain.world.launcher_channel import LauncherChannel, on_terminal
 
 _PIPE = "alive"
 _CODE = "exit-code"
-_TERMINAL = "terminal"
+_TERMINAL, _ERROR_TERMINAL = "terminal", "error-terminal"
 
 
 class Channel(Protocol):
@@ -57,8 +58,9 @@ class Link:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        if on_terminal():
-            (directory / _TERMINAL).touch()  # ranks cannot tell: launchers give them pipes or terminals of their own
+        for name, stream in ((_TERMINAL, sys.stdout), (_ERROR_TERMINAL, sys.stderr)):
+            if on_terminal(stream):
+                (directory / name).touch()  # ranks cannot tell: launchers give them pipes or terminals of their own
         os.mkfifo(directory / _PIPE)
         # both ends, so that opening does not wait for a rank and the pipe stays open until this process ends
         self._pipe = os.open(directory / _PIPE, os.O_RDWR | os.O_CLOEXEC)
@@ -116,7 +118,8 @@ def attach(directory: Path) -> LauncherChannel:
         except OSError:
             return  # another rank was first, or the starter is gone
 
-    return LauncherChannel((directory / _TERMINAL).exists(), report_exit, (directory / f"{os.getpid()}.ready").touch)
+    terminal, error_terminal = (directory / _TERMINAL).exists(), (directory / _ERROR_TERMINAL).exists()
+    return LauncherChannel(terminal, error_terminal, report_exit, (directory / f"{os.getpid()}.ready").touch)
 
 
 def _is_private(directory: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +19,8 @@ from hpctrain.world.launcher_channel import LauncherChannel, on_terminal
 
 _WORD = "mpiexec"
 """In place of a directory in `--started-by`."""
-_ON_TERMINAL = ":terminal"
+_ON_TERMINAL, _ERRORS_ON_TERMINAL = ":terminal", ":error-terminal"
+"""Behind the word, in this order."""
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _SAID = re.compile(rb"\x1ehpctrain (started|ready|exit) (\d{1,9})\x1f")
 _LONGEST = 40
@@ -37,12 +39,12 @@ _FAILED = (
 
 def word() -> str:
     """What the ranks get as `--started-by`."""
-    return _WORD + (_ON_TERMINAL if on_terminal() else "")
+    return _WORD + _ON_TERMINAL * on_terminal(sys.stdout) + _ERRORS_ON_TERMINAL * on_terminal(sys.stderr)
 
 
 def is_word(text: str) -> bool:
     """Whether a starter has given it, and no directory."""
-    return text in (_WORD, _WORD + _ON_TERMINAL)
+    return re.fullmatch(f"{_WORD}({_ON_TERMINAL})?({_ERRORS_ON_TERMINAL})?", text) is not None
 
 
 def attach_to_mpiexec(text: str) -> LauncherChannel:
@@ -64,7 +66,8 @@ def attach_to_mpiexec(text: str) -> LauncherChannel:
         say("ready", rank)
 
     say("started", rank)
-    return LauncherChannel(text.endswith(_ON_TERMINAL), lambda code: say("exit", code), answers_signals)
+    terminal, error_terminal = _ON_TERMINAL in text, _ERRORS_ON_TERMINAL in text
+    return LauncherChannel(terminal, error_terminal, lambda code: say("exit", code), answers_signals)
 
 
 def _take_signals(read: int, ready: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""A rank's connection to its starter: whether a terminal shows the output, and where the exit code goes."""
+"""A rank's connection to its starter: whether a terminal shows the output and the errors, and where the exit code goes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TextIO
 
 
 def _tell_nobody(code: int) -> None:
@@ -16,24 +17,25 @@ def _wait_for_nothing() -> None:
     """Signals come from elsewhere."""
 
 
-def on_terminal() -> bool:
-    """Whether this process writes to a terminal. The output may be closed.
+def on_terminal(stream: TextIO | None) -> bool:
+    """Whether a standard stream of this process, which may be closed (None), goes to a terminal.
 
     Open MPI's mpiexec gives its ranks a terminal of their own, wherever its own output goes. That terminal does not count.
     """
-    if sys.stdout is None or os.environ.get("TERM") == "dumb":  # it can't draw a bar
+    if stream is None or os.environ.get("TERM") == "dumb":  # it can't draw a bar
         return False
-    return sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    return stream.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
 
 
 @dataclass(frozen=True)
 class LauncherChannel:
-    """Whether a terminal shows the output, and the receiver of the exit code. By default: this process's own output, and no
-    receiver.
+    """Whether a terminal shows standard output, and whether one shows standard error; the receiver of the exit code. By default:
+    this process's own streams, and no receiver.
 
     answers_signals: called when this rank can answer a request to stop.
     """
 
-    terminal: bool = field(default_factory=on_terminal)
+    terminal: bool = field(default_factory=lambda: on_terminal(sys.stdout))
+    error_terminal: bool = field(default_factory=lambda: on_terminal(sys.stderr))
     report_exit: Callable[[int], None] = _tell_nobody
     answers_signals: Callable[[], None] = _wait_for_nothing

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.errors import EXIT_ENVIRONMENT
 from hpctrain.world.failure import end_now
 from hpctrain.world.launcher_channel import LauncherChannel
+from hpctrain.world.prints import tell
 
 START_SECONDS = 900.0
 """For MPI_Init, which waits for all ranks. From a slow file system some start minutes after others."""
@@ -26,7 +26,7 @@ def limited(stage: str, seconds: float, channel: LauncherChannel, identity: Iden
         who = f"a rank on {socket.gethostname()}" if identity is None else f"rank {identity.rank} on {identity.node}"
         advice = "look at this node, and at what other ranks say; those that say nothing may not have started"
         text = f"hpctrain: {who} did not finish {stage} within {seconds:g} s; {advice}"
-        print(text, file=sys.stderr, flush=True)
+        tell(text)
         channel.report_exit(EXIT_ENVIRONMENT)
         if identity is None:
             os._exit(EXIT_ENVIRONMENT)

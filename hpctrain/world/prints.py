@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, TextIO
@@ -14,11 +15,17 @@ from hpctrain.contracts.identity import Identity
 CLEAR_LINE = "\r\x1b[2K"
 """Moves a terminal's cursor to the beginning of its line, and empties the line: a progress bar may be there."""
 
+_LONGEST = 65536
+"""Characters; a line that grows longer is passed on before its end."""
+_SECONDS_BETWEEN_PARTS = 1.0
+"""Between flushed lines without an end that are passed on: each becomes a line, and a progress bar flushes many."""
+
 
 class Labelled(io.TextIOBase):
     """Passes text on to `inner` by whole lines, each with `label` in front and written at once.
 
-    The only rank on a terminal, whose label is CLEAR_LINE, passes flushed text on as it comes: a prompt must not wait for its line.
+    Flushed text without the end of its line becomes a line of its own, at most one each second. The only rank on a terminal, whose
+    label is CLEAR_LINE, passes it on as it comes: a prompt must not wait for its line.
     """
 
     bar: ClassVar[str] = ""
@@ -26,34 +33,61 @@ class Labelled(io.TextIOBase):
 
     def __init__(self, inner: TextIO, label: str) -> None:
         self.inner, self.label = inner, label
-        self._held, self._label = "", label
+        self._held, self._begun = "", False
+        """The text that is not passed on yet, and whether a part of its line is."""
+        self._last_part = -_SECONDS_BETWEEN_PARTS
         self._lock = threading.RLock()
 
     def write(self, text: str) -> int:
         with self._lock:
             *lines, self._held = (self._held + text).split("\n")
-            # what a terminal would show of a line that was overwritten
-            whole = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-            shown = "".join(f"{self.label if number else self._label}{line}\n" for number, line in enumerate(whole))
-            self._pass_on(shown and shown + self.bar)
-            self._label = self.label if lines else self._label
+            shown = ""
+            for line in lines:
+                visible = self._visible(line).rstrip("\r")
+                if visible or not self._begun or self._interactive:
+                    shown += f"{self._label}{visible}\n"
+                self._begun = False
+            self._held = self._visible(self._held)
+            if shown:
+                put(shown + self._bar, self.inner)
+            if len(self._held) > _LONGEST:
+                self._pass_on_part()
         return len(text)
 
     def flush(self) -> None:
-        if self.label == CLEAR_LINE:
-            with self._lock:
-                self._pass_on(self._label + self._held if self._held else "")
-                self._label, self._held = ("", "") if self._held else (self._label, "")
+        with self._lock:
+            due = time.monotonic() - self._last_part >= _SECONDS_BETWEEN_PARTS
+            if self._held if self._interactive else due and self._held.strip():
+                self._pass_on_part()
 
-    def _pass_on(self, text: str) -> None:
-        if text:
-            with suppress(OSError):  # nobody reads it: the training goes on
-                self.inner.write(text)
-                self.inner.flush()
+    @property
+    def _interactive(self) -> bool:
+        return self.label == CLEAR_LINE
+
+    @property
+    def _label(self) -> str:
+        return "" if self._begun and self._interactive else self.label
+
+    @property
+    def _bar(self) -> str:
+        return self.bar if self.label.startswith(CLEAR_LINE) else ""
+
+    def _visible(self, line: str) -> str:
+        r"""What a terminal would show of a line that may have been overwritten. A last "\r" stays: "\n" may follow."""
+        text = line.rstrip("\r")
+        self._begun = self._begun and "\r" not in text
+        return text.rpartition("\r")[2] + "\r" * line.endswith("\r")
+
+    def _pass_on_part(self) -> None:
+        if self._interactive:
+            put(self._label + self._held, self.inner)
+        else:
+            put(self.label + self._held.rstrip("\r") + "\n" + self._bar, self.inner)
+        self._held, self._begun, self._last_part = "", True, time.monotonic()
 
     def end(self) -> None:
         """Pass on a last line without an end."""
-        if self._held:
+        if self._held.strip():
             self.write("\n")
 
     def writable(self) -> bool:
@@ -65,8 +99,31 @@ class Labelled(io.TextIOBase):
     def fileno(self) -> int:
         return self.inner.fileno()
 
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # TextIOBase has None for both
+        return self.inner.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self.inner.errors
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)  # encoding, errors, buffer
+        return getattr(self.inner, name)  # buffer
+
+
+def put(text: str, stream: TextIO | None) -> None:
+    """Write and flush `text`, with escapes for what the stream's encoding has not.
+
+    The training goes on where nobody reads it, and where the stream is closed (ValueError, None).
+    """
+    if stream is None:
+        return
+    with suppress(OSError, ValueError):
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
+        stream.flush()
 
 
 def own(stream: TextIO) -> TextIO:
@@ -76,32 +133,36 @@ def own(stream: TextIO) -> TextIO:
 
 def tell(text: str) -> None:
     """Print hpctrain's own lines on standard error, in place of a progress bar if there is one."""
-    has_bar = isinstance(sys.stderr, Labelled) and sys.stderr.label.startswith(CLEAR_LINE)
-    with suppress(OSError):
-        print(
-            f"{CLEAR_LINE}{text}\n{Labelled.bar}" if has_bar else f"{text}\n", end="", file=own(sys.stderr), flush=True
-        )
+    has_bar = _label_of(sys.stderr).startswith(CLEAR_LINE)
+    put(f"{CLEAR_LINE}{text}\n{Labelled.bar}" if has_bar else f"{text}\n", own(sys.stderr))
 
 
-def label_of_prints() -> str | None:
-    """The label of this process's prints; None if they have none."""
-    return sys.stdout.label if isinstance(sys.stdout, Labelled) else None
+def _label_of(stream: TextIO) -> str:
+    return stream.label if isinstance(stream, Labelled) else ""
 
 
-def label_prints(label: str) -> None:
-    """From now on in this process, what is printed comes by whole lines with `label` in front."""
-    sys.stdout, sys.stderr = Labelled(sys.stdout, label), Labelled(sys.stderr, label)
+def labels_of_prints() -> tuple[str, str]:
+    """The labels of this process's standard output and standard error; "" for one without."""
+    return _label_of(sys.stdout), _label_of(sys.stderr)
+
+
+def label_prints(output: str, error: str) -> None:
+    """From now on in this process, what is printed comes by whole lines with these labels in front; "" changes nothing."""
+    if output and sys.stdout is not None:
+        sys.stdout = Labelled(sys.stdout, output)
+    if error and sys.stderr is not None:
+        sys.stderr = Labelled(sys.stderr, error)
 
 
 @contextmanager
-def labelled_prints(identity: Identity, terminal: bool) -> Iterator[None]:
-    """Label what is printed inside. terminal: whether a terminal shows the output, and with it a progress bar."""
+def labelled_prints(identity: Identity, terminal: bool = False, error_terminal: bool = False) -> Iterator[None]:
+    """Label what is printed inside. terminal: whether a terminal shows standard output, and with it a progress bar.
+
+    error_terminal: whether a terminal shows standard error. A file gets no control sequences.
+    """
     label = f"[rank {identity.rank}] " if identity.size > 1 else ""
-    if not (label or terminal):
-        yield
-        return
     before = sys.stdout, sys.stderr
-    label_prints((CLEAR_LINE if terminal else "") + label)
+    label_prints(*(CLEAR_LINE * has_bar + label for has_bar in (terminal, terminal and error_terminal)))
     mine = sys.stdout, sys.stderr
     try:
         yield

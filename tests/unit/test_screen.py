@@ -20,7 +20,7 @@ import hpctrain
 from hpctrain.contracts.identity import Identity
 from hpctrain.loop.console import Console
 from hpctrain.world.launcher_channel import LauncherChannel
-from hpctrain.world.prints import CLEAR_LINE, Labelled
+from hpctrain.world.prints import CLEAR_LINE, Labelled, labelled_prints, tell
 
 
 def test_the_bar_is_one_line_that_leaves_out_what_has_no_room(
@@ -59,13 +59,88 @@ def test_prints_are_whole_lines_with_their_rank() -> None:
             return len(text)
 
     stream = Labelled(Screen(), "[rank 3] ")
-    for text in ("one", " line\nand", " another\n", "10%\r", "20%\r\n"):
+    for text in ("one", " line\nand", " another\n", "10%\r", "20%\r\n", "\n"):
         stream.write(text)
-        stream.flush()
     stream.write("no end")
-    assert written == ["[rank 3] one line\n", "[rank 3] and another\n", "[rank 3] 20%\n"]
+    assert written == ["[rank 3] one line\n", "[rank 3] and another\n", "[rank 3] 20%\n", "[rank 3] \n"]
     stream.end()
-    assert written[3:] == ["[rank 3] no end\n"]
+    assert written[4:] == ["[rank 3] no end\n"]
+
+
+def test_a_bar_and_a_flushed_text_of_users_code_are_shown_before_their_line_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("hpctrain.world.prints.time.monotonic", lambda: now)
+    stream = Labelled(screen := io.StringIO(), "[rank 3] ")
+    print("before the crash", end="", flush=True, file=stream)
+    assert screen.getvalue() == "[rank 3] before the crash\n"
+    print(file=stream)
+    for done in range(100_001):
+        now += 2.5 / 100_000
+        stream.write(f"\r{done}")
+        stream.flush()
+        assert len(stream._held) < 10
+    stream.write("\n")
+    lines = screen.getvalue().splitlines()
+    assert lines[0] == "[rank 3] before the crash" and lines[-1] == "[rank 3] 100000" and len(lines) == 4, lines
+    assert 39_990 < int(lines[1].removeprefix("[rank 3] ")) < 40_010, lines  # a second after the first text
+    assert 79_990 < int(lines[2].removeprefix("[rank 3] ")) < 80_010, lines
+    screen.truncate(screen.seek(0))
+    for _ in range(2_000):
+        stream.write(100 * "x")
+        assert len(stream._held) <= 65536
+    stream.end()
+    assert screen.getvalue().replace("[rank 3] ", "").replace("\n", "") == 200_000 * "x"
+
+
+def test_a_labelled_stream_has_the_encoding_of_its_file_and_escapes_what_that_has_not() -> None:
+    file = io.TextIOWrapper(io.BytesIO(), "latin-1", "strict")
+    stream = Labelled(file, "[rank 3] ")
+    assert (stream.encoding, stream.errors) == ("latin-1", "strict")
+    stream.write("é ━\n")
+    assert file.buffer.getvalue() == b"[rank 3] \xe9 \\u2501\n"  # type: ignore[attr-defined]
+
+
+def test_the_bar_is_ascii_where_the_output_has_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw := io.BytesIO(), "latin-1"))
+    console = Console(Identity(), LauncherChannel(terminal=True))
+    row = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "samples_per_second": 5.0, "step": 1, "step_seconds": 1.0}
+    console.progress(row, 1, "samples", "")
+    console.close()
+    assert b"-----" in raw.getvalue() and b"ETA 0:00" in raw.getvalue() and b"\\u" not in raw.getvalue()
+
+
+@pytest.mark.parametrize("errors_shown", [True, False])
+def test_a_file_of_the_errors_of_a_job_on_a_terminal_has_no_bars(
+    errors_shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    for size, label in ((1, ""), (2, "[rank 0] ")):
+        err.truncate(err.seek(0))
+        with labelled_prints(Identity(0, size), True, errors_shown):
+            Labelled.bar = "(bar)"
+            print("mine", file=sys.stderr)
+            tell("ours")
+            print("output")
+        begin, end = (CLEAR_LINE, "(bar)") if errors_shown else ("", "")
+        assert err.getvalue() == f"{begin}{label}mine\n{end}{begin}ours\n{end}"
+        assert out.getvalue().endswith(f"{CLEAR_LINE}{label}output\n(bar)")
+
+
+def test_a_program_may_have_no_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon, or a shell's >&- 2>&-."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    console = Console(Identity(0, 2), channel := LauncherChannel())
+    with labelled_prints(Identity(0, 2), channel.terminal, channel.error_terminal):
+        console.line("nobody reads it")
+        tell("nobody reads it")
+        print("nobody reads it")
 
 
 def test_a_prompt_of_the_only_rank_does_not_wait_and_the_bar_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +151,10 @@ def test_a_prompt_of_the_only_rank_does_not_wait_and_the_bar_comes_back(monkeypa
     assert screen.getvalue() == f"{CLEAR_LINE}(Pdb) "
     stream.write("answer\n")
     assert screen.getvalue() == f"{CLEAR_LINE}(Pdb) answer\n(bar)"
+    screen.truncate(screen.seek(0))
+    for text in ("\r10%", "\r20%", " more", "\n"):
+        print(text, end="", flush=True, file=stream)
+    assert screen.getvalue() == f"{CLEAR_LINE}10%{CLEAR_LINE}20% more\n(bar)"
 
 
 def test_lines_and_the_log_tell_epoch_time_and_the_best_after_a_resume_too(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -251,6 +253,25 @@ def test_the_terminal_that_open_mpi_gives_a_rank_is_nobody_s(monkeypatch: pytest
     _, terminal = os.openpty()
     with open(terminal, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert on_terminal()
+        assert on_terminal(sys.stdout)
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-        assert not on_terminal()
+        assert not on_terminal(sys.stdout)
+
+
+def test_ranks_on_other_hosts_learn_which_streams_a_terminal_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from hpctrain.starter.streams import attach_to_mpiexec, is_word, word
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("PMI_RANK", "1")  # rank 0 would take this process's standard input
+    _, terminal = os.openpty()
+    with open(terminal, "w") as shown, open(tmp_path / "err.log", "w") as file:
+        for out, err in itertools.product((file, shown, None), repeat=2):
+            monkeypatch.setattr(sys, "stdout", out)
+            monkeypatch.setattr(sys, "stderr", err)
+            text = word()
+            assert is_word(text)
+            channel = attach_to_mpiexec(text)
+            assert (channel.terminal, channel.error_terminal) == (out is shown, err is shown)
+    assert not is_word(str(tmp_path)) and "started 1" in capfd.readouterr().err

@@ -22,7 +22,7 @@ PATH = click.Path(path_type=Path)
 
 
 class CheckpointPath(click.Path):
-    """A checkpoint's directory, or the file `latest` that names one."""
+    """A checkpoint's directory, or a file `latest` or `best` that names one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         from hpctrain.checkpoint.directory import behind_name
