@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,16 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from conftest import TINY, JobFile
 from pydantic import ValidationError
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
 
 import hpctrain
 from hpctrain.cli import execute
 from hpctrain.contracts.launcher import JobState, Launch, Launcher, SubmittedRun
 from hpctrain.errors import UsageError
+from hpctrain.foreign.given import given_objects
+from hpctrain.job.reading import RawJob
 from hpctrain.plugins.registry import build_registry
+from hpctrain.rank import run_rank
+from hpctrain.submission.record import cancelled
 from hpctrain.submission.standing import standing
+from hpctrain.world.detection import detect
+from hpctrain.world.launcher_channel import LauncherChannel
 
 MISTAKES = {
     "no target": ([], 2, "the job has no table such as [launcher.slurm]; say where to submit it, for instance --to slurm"),
@@ -347,6 +359,62 @@ lock.take(Path("out"))
 print("taken", flush=True)
 input()
 """
+
+
+def test_a_refused_cancel_leaves_the_mark_of_an_earlier_one(tmp_path: Path) -> None:
+    mark = tmp_path / "cancelled"
+    with pytest.raises(UsageError, match="refused"), cancelled(tmp_path):
+        assert mark.exists()
+        raise UsageError("refused")
+    assert not mark.exists()
+    mark.touch()
+    os.utime(mark, ns=(5, 5))
+    with pytest.raises(UsageError, match="refused"), cancelled(tmp_path):
+        assert mark.stat().st_mtime_ns > 5
+        raise UsageError("refused")
+    assert mark.stat().st_mtime_ns == 5
+    with cancelled(tmp_path):
+        pass
+    assert mark.stat().st_mtime_ns > 5
+
+
+def test_a_mark_that_cannot_be_made_is_told_and_the_job_ends_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cancelled").mkdir()
+    told = []
+    with cancelled(tmp_path):
+        told.append("the scheduler")
+    assert told and f"warning: {tmp_path / 'cancelled'} cannot be made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("again", "code"), [(False, 75), (True, 143)])
+def test_only_a_mark_since_the_start_says_that_a_job_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool, code: int
+) -> None:
+    """As after `scontrol requeue` of a job that was cancelled once."""
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    with cancelled(out):
+        pass
+    os.utime(out / "cancelled", ns=(5, 5))
+
+    def loss(outputs: Tensor, target: Tensor) -> Tensor:
+        if again:
+            with cancelled(out):
+                pass
+        signal.raise_signal(signal.SIGTERM)
+        return mse_loss(outputs, target)
+
+    tables = {
+        "job": {"name": "again", "steps": 3, "output_dir": "out"}, "batch": {"global_size": 4, "micro_size": 4},
+        "model": {"name": lambda: torch.nn.Linear(1, 1), "loss": loss}, "optimizer": {"name": "adamw", "lr": 0.1},
+        "dataset": {"name": TensorDataset(torch.ones(8, 1), torch.ones(8, 1))},
+    }  # fmt: skip
+    with given_objects(tables) as plain:
+        raw = RawJob(plain, {}, str(out / "job.submitted.toml"))
+        assert run_rank(detect(), lambda: raw, "auto", LauncherChannel())["exit_code"] == code
 
 
 def test_the_status_of_a_run_that_nobody_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
