@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -417,6 +419,11 @@ def test_only_a_mark_since_the_start_says_that_a_job_was_cancelled(
         assert run_rank(detect(), lambda: raw, "auto", LauncherChannel())["exit_code"] == code
 
 
+def no_locks(*_: Any) -> None:
+    """As fcntl.lockf on a file system without them."""
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
 def test_the_status_of_a_run_that_nobody_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert standing(Path("out")) is None
@@ -444,6 +451,16 @@ def test_the_status_of_a_run_that_nobody_submitted(tmp_path: Path, monkeypatch: 
     assert standing(Path("out")) == done.replace("done", "not running").replace("4 of 4", "4, epoch 0.10 of 1")
     resolved.write_text(resolved.read_text().replace("epochs = 1", "epochs = 0.1"))
     assert (standing(Path("out")) or "").startswith("done, step 4, epoch 0.10 of 0.1")
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "lockf", no_locks)
+        resolved.write_text(resolved.read_text().replace("epochs = 0.1", "epochs = 1"))
+        assert (standing(Path("out")) or "").startswith("running or stopped (its lock cannot tell: No locks available")
+    metrics = Path("out/metrics.jsonl")
+    metrics.write_text(f'{{"step": {"9" * 400}, "epoch": 1.0}}\n')
+    assert standing(Path("out")) == f"not running, before its first step, newest checkpoint {newest}"
+    metrics.write_text('{"step": 4, "epoch": 0.5}\n')
+    resolved.write_text(resolved.read_text().replace("epochs = 1", f"epochs = {'9' * 400}"))
+    assert standing(Path("out")) == f"not running, step 4, newest checkpoint {newest}"
     resolved.write_text("[job")
     Path("out/metrics.jsonl").write_text('{"step": "\x1b"}\n[1]\n')
     assert standing(Path("out")) == f"not running, before its first step, newest checkpoint {newest}"
