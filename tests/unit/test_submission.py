@@ -168,7 +168,9 @@ MORE = {
     "extra": {
         "metadata": {"labels": {"project": "lm"}, "annotations": {"a": "b"}},
         "pod": {"priorityClassName": "batch", "volumes": [{"name": "own", "emptyDir": {}}]},
-        "container": {"env": [{"name": "A", "value": "1"}], "volumeMounts": [{"name": "own", "mountPath": "/own"}]},
+        "container": {
+            "command": ["own"], "imagePullPolicy": "Always", "volumeMounts": [{"name": "own", "mountPath": "/own"}],
+        },
     },
 }  # fmt: skip
 
@@ -181,7 +183,7 @@ def test_pods_are_restricted_and_request_resources(launch: Launch, kind: str) ->
         assert restricted(pod) == [] and pod["securityContext"]["runAsUser"] == 1000
         (container,) = pod["containers"]
         ranks = {"launcher": 0, "rank": 1}.get(container["name"], 4)
-        wanted = {"cpu": str(ranks), "memory": f"{4 * ranks}Gi"} if ranks else {"cpu": "1", "memory": "1Gi"}
+        wanted = {"cpu": f"{500 * ranks}m", "memory": f"{ranks}Gi"} if ranks else {"cpu": "1", "memory": "1Gi"}
         assert container["resources"]["requests"] == wanted
         assert ("limits" in container["resources"]) is (ranks == 0), "a guess must not end a rank"
     for pod in pods(manifests(launch, kind=kind, secrets=[])):
@@ -205,7 +207,7 @@ def test_what_a_site_asks_of_pods(launch: Launch, kind: str) -> None:
         assert pod["imagePullSecrets"] == [{"name": "registry"}] and pod["priorityClassName"] == "batch"
         (container,) = pod["containers"]
         assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]} > {"own"}
-        assert container["env"][-1] == {"name": "A", "value": "1"}
+        assert container["command"] == ["own"] and container["imagePullPolicy"] == "Always"
         assert (kind != "Job") or {"RANK", "WORLD_SIZE"} <= {one["name"] for one in container["env"]}
 
 
@@ -221,6 +223,17 @@ def test_what_a_site_asks_of_pods(launch: Launch, kind: str) -> None:
 def test_wrong_values_for_pods(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         launcher("kubernetes", **KUBERNETES, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_variables_of_containers_that_ranks_would_not_get(launch: Launch, kind: str) -> None:
+    extra = {"container": {"env": [{"name": "HF_HOME", "value": "/work/hf"}]}}
+    if kind == "Job":
+        (pod,) = pods(manifests(launch, kind=kind, extra=extra))
+        assert pod["containers"][0]["env"][-1] == {"name": "HF_HOME", "value": "/work/hf"}
+    else:
+        with pytest.raises(UsageError, match=rf"found env, but the ranks of a {kind} start over ssh.* \[environment\]"):
+            manifests(launch, kind=kind, secrets=[], extra=extra)
 
 
 def test_what_every_kind_gets(launch: Launch) -> None:
@@ -317,6 +330,9 @@ ANSWERS = {
     ]),
     "kubernetes": ("kubectl", [
         ('{"status": {}}', JobState("pending")),
+        ('{"status": {}, "items": [{"status": {"conditions": [{"type": "PodScheduled", "status": "False", '
+         '"reason": "Unschedulable", "message": "0/3 nodes are available:\\n3 Insufficient memory."}]}}]}',
+         JobState("pending", "(Unschedulable: 0/3 nodes are available: 3 Insufficient memory.)")),
         ('{"status": {"active": 2, "ready": 2}}', JobState("running")),
         ('{"status": {"jobsStatus": [{"name": "node", "ready": 1}]}}', JobState("running")),
         ('{"status": {"conditions": [{"type": "Running", "status": "True"}]}}', JobState("running")),
