@@ -155,7 +155,9 @@ def _run_in(
 ) -> dict[str, Any]:
     identity = world.identity
     checked = agree_on_job(world, read)
-    mark = _cancel_mark(checked)  # before anything slow: a later one is meant for this start
+    mark = (
+        _cancel_mark(checked) if identity.rank == 0 else None
+    )  # before anything slow: a later one is meant for this start
     notice = fallback_notice(identity)
     if notice and identity.rank == 0:
         print(f"hpctrain: {notice}", file=sys.stderr, flush=True)

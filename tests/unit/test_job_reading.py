@@ -208,7 +208,9 @@ def test_a_time_limit_of_the_command_line_has_a_unit(tmp_path: Path) -> None:
     for text in ("10m", "600s", "10:00"):
         assert check(read_job(tmp_path / "job.toml", [f"job.time_limit={text}"]), 1).job.job.time_limit == 600
     assert check(RawJob({**TINY, "job": {**TINY["job"], "time_limit": 600}}), 1).job.job.time_limit == 600
-    with pytest.raises(JobError, match=r"--set job.time_limit=10: \[job\] time_limit: expected a unit, such as 10m or 600s"):
+    with pytest.raises(
+        JobError, match=r"--set job.time_limit=10: \[job\] time_limit: expected a unit, such as 10m or 600s"
+    ):
         check(read_job(tmp_path / "job.toml", ["job.time_limit=10"]), 1)
 
 

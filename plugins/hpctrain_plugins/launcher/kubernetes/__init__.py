@@ -139,7 +139,9 @@ class Kubernetes(Launcher):
     def _unschedulable(self, id: str) -> str:
         """Why the scheduler finds no node for the job's pods; empty if it does not say so."""
         kind, _, name = id.partition("/")
-        shown = asked(["kubectl", *self._namespace(), "get", "pods", f"--selector={_PODS[kind]}={name}", "--output", "json"])
+        shown = asked(
+            ["kubectl", *self._namespace(), "get", "pods", f"--selector={_PODS[kind]}={name}", "--output", "json"]
+        )
         found = [
             one.get("message") or "no message"
             for pod in (json.loads(shown).get("items") or [] if shown else [])
@@ -170,9 +172,9 @@ class Kubernetes(Launcher):
         own = {"env", "envFrom"} & self.options.extra.container.keys()
         if own and self.options.kind != "Job":
             raise UsageError(
-                f"[launcher.kubernetes] extra.container: found {', '.join(sorted(own))}, but the ranks of a {self.options.kind} start "
-                "over ssh, which passes no variables on; expected variables of libraries in [environment] and all others in the "
-                'image, or kind = "Job"'
+                f"[launcher.kubernetes] extra.container: found {', '.join(sorted(own))}, but the ranks of a {self.options.kind} "
+                "start over ssh, which passes no variables on; expected variables of libraries in [environment] and all others in "
+                'the image, or kind = "Job"'
             )
         import tomli
 
