@@ -157,6 +157,8 @@ def _run_in(
 ) -> dict[str, Any]:
     identity = world.identity
     checked = agree_on_job(world, read)
+    # before anything slow: a later mark is meant for this start
+    mark = _cancel_mark(checked) if identity.rank == 0 else None
     notice = fallback_notice(identity)
     if notice and identity.rank == 0:
         tell(f"hpctrain: {notice}")
@@ -175,11 +177,13 @@ def _run_in(
         _tell_environment(checked, identity)
         for sentence in world.strangers:  # from before the log existed
             LOG.info("%s", sentence)
-        return _train(world, checked, resume, stop, begin)
+        return _train(world, checked, resume, stop, begin, mark)
 
 
-def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, begin: float) -> dict[str, Any]:
-    """Build and train the model."""
+def _train(
+    world: World, checked: CheckedJob, resume: str, stop: StopRequest, begin: float, mark: int | None
+) -> dict[str, Any]:
+    """Build and train the model. mark: `_cancel_mark` at the start."""
     with _communicating(world, checked) as (checked, device, hooks, binding):
         if binding.told:
             _say(world.identity, "cores", binding.told)
@@ -194,7 +198,9 @@ def _train(world: World, checked: CheckedJob, resume: str, stop: StopRequest, be
                 with alarmed():
                     position.move(BETWEEN)
                     result = train(session, stop)
-                    if result["exit_code"] == EXIT_STOPPED and world.share("cancelled", lambda: _is_cancelled(checked)):
+                    if result["exit_code"] == EXIT_STOPPED and world.share(
+                        "cancelled", lambda: _cancel_mark(checked) not in (None, mark)
+                    ):
                         result["exit_code"] = EXIT_CANCELLED
                 position.move(END)
             finally:
@@ -309,13 +315,16 @@ def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:
     return checked
 
 
-def _is_cancelled(checked: CheckedJob) -> bool:
-    """Whether `hpctrain cancel` has ended the submitted job that this run belongs to."""
+def _cancel_mark(checked: CheckedJob) -> int | None:
+    """When `hpctrain cancel` last ended the submitted job that this run belongs to, in ns by the file system's clock; None if it
+    never did. The mark of an earlier start stays: only `hpctrain submit` removes it."""
     directory = checked.job.output_dir
-    return (
-        os.path.realpath(checked.raw.source) == os.path.realpath(directory / JOB_FILE)
-        and (directory / CANCELLED).exists()
-    )
+    if os.path.realpath(checked.raw.source) != os.path.realpath(directory / JOB_FILE):
+        return None
+    try:
+        return os.lstat(directory / CANCELLED).st_mtime_ns
+    except OSError:
+        return None
 
 
 def _wrap(job: Job) -> Callable[[str, Any], tuple[str, Any]] | None:

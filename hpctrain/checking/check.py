@@ -34,6 +34,7 @@ from hpctrain.plugins.slots import SLOTS, TABLES, Slot, table_class
 from hpctrain.torch_private import delay_compiler
 from hpctrain.world.detection import torchrun_variables
 
+_LIMIT = ("job", "time_limit")
 _DEEPEST = 3
 """How many times a check replaces wrong values to look behind them."""
 
@@ -154,6 +155,13 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def _core_tables(raw: RawJob, problems: list[PlacedProblem]) -> Job | None:
+    if _LIMIT in raw.texts and isinstance(raw.tables["job"]["time_limit"], int | float):
+        why = "a number in a job file is in seconds, Slurm's in minutes"
+        problems.append(
+            PlacedProblem(
+                _LIMIT, f"[job] time_limit: expected a unit, such as 10m or 600s, found {raw.texts[_LIMIT]}: {why}"
+            )
+        )
     try:
         job = validate(Job, raw.tables)
     except ValidationError as error:

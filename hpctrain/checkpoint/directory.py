@@ -118,18 +118,21 @@ class CheckpointDirectory:
         links = [path for path in self.root.iterdir() if step_of(path) >= 0 and path.is_symlink()]
         candidates, last = [*self.candidates(), *links], {path.name for path in links}
         kept = {saved, *staying(candidates, self._abandoned() | last)}
-        leading = best()
-        if leading is not None:
-            self._name("best", leading)
+        self._name("best", best())
         for path in candidates:
             if path not in kept:
                 self._delete(path)
         self._abandon({name for name in self._abandoned() if (self.root / name).exists()})
 
-    def _name(self, file: str, checkpoint: Path) -> None:
-        """Write a checkpoint's name into a file beside it. Only a hint for people: the checkpoint is safe without it."""
+    def _name(self, file: str, checkpoint: Path | None) -> None:
+        """Write a checkpoint's name into a file beside it, which goes if there is none. Only a hint for people: the checkpoint is
+        safe without it."""
+        path = self.root / file
         try:
-            _write_text(self.root / file, checkpoint.name + "\n")
+            if checkpoint is not None:
+                _write_text(path, checkpoint.name + "\n")
+            elif not is_own_directory(path):  # somebody may call a checkpoint so
+                path.unlink(missing_ok=True)
         except OSError as error:
             LOG.warning("could not update %s: %s", self.root / file, reason(error))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,8 +13,10 @@ from torch import Tensor
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import LiveModel
 from hpctrain.contracts.runner import MicroBatch
+from hpctrain.errors import reason
 from hpctrain.exchange import gather_values
 
+LOG = logging.getLogger("hpctrain")
 SHOWN = 4
 """The most ranks that a sentence names."""
 
@@ -54,12 +57,16 @@ def nonfinite_samples(micro_batches: Sequence[MicroBatch], indices: Sequence[Seq
 
     indices: of each micro batch's samples. kind: what the clause calls a sample. A value of -inf does not count: masks have it.
     """
-    mine = [
-        [index, place, value]
-        for micro, numbers in zip(micro_batches, indices, strict=True)
-        for place, tensor in _entries(micro.batch)
-        for index, value in _faults(tensor, numbers)
-    ]
+    mine: list[list[Any]] = []
+    try:
+        mine += (
+            [index, place, value]
+            for micro, numbers in zip(micro_batches, indices, strict=True)
+            for place, tensor in _entries(micro.batch)
+            for index, value in _faults(tensor, numbers)
+        )
+    except Exception as error:  # a batch may hold any kind of tensor, and the step has its own end
+        LOG.warning("the samples of the step cannot be looked at: %s", reason(error))
     found = [one for rank in gather_values(mine[:SHOWN]) for one in rank]
     if not found:
         return None
@@ -71,9 +78,13 @@ def nonfinite_samples(micro_batches: Sequence[MicroBatch], indices: Sequence[Seq
 
 
 def _entries(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors of a batch and the names of their places."""
-    if isinstance(batch, Tensor) and batch.is_floating_point() and batch.dim():
-        yield f"entry {name}", batch
+    """The dense tensors of a batch that may have nan, complex ones as real, and the names of their places."""
+    if isinstance(batch, Tensor):
+        if batch.layout == torch.strided and not batch.is_nested and batch.dim():
+            if batch.is_complex():
+                yield f"entry {name}", torch.view_as_real(batch.detach().resolve_conj())
+            elif batch.is_floating_point():
+                yield f"entry {name}", batch
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
             yield from _entries(value, f"{name}.{key}" if name else repr(key))

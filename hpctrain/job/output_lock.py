@@ -60,7 +60,8 @@ class OutputLock:
 
 
 def owner_of(directory: Path) -> str | None:
-    """Who runs in `directory`, such as "process 12 on node3"; None if nobody does, or if the file system has no locks.
+    """Who runs in `directory`, such as "process 12 on node3"; None if nobody does. OSError if the lock can't tell: the file system
+    has no locks, or the file is another person's.
 
     Not for a process that holds the lock itself: it would lose it.
     """
@@ -70,9 +71,9 @@ def owner_of(directory: Path) -> str | None:
                 fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    return None
+                    raise
                 return os.read(fd, 200).decode(errors="replace").partition("\n")[0].strip() or "another process"
-    except OSError:
+    except FileNotFoundError:
         pass
     return None
 

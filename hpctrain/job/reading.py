@@ -8,6 +8,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import tomli
 
 from hpctrain.errors import JobFileError, UsageError
 from hpctrain.files import read_bytes
-from hpctrain.job.toml import LimitError, first_beyond, parse
+from hpctrain.job.toml import LimitError, first_beyond, parse, written
 
 _LONGEST_CHAIN = 50
 """Files that extend each other."""
@@ -257,13 +258,15 @@ def _apply_override(raw: RawJob, override: str) -> None:
         found = {"value": value.strip()}
     except LimitError as error:
         raise UsageError(f"--set {name}: {error}") from None
+    if isinstance(found["value"], date | time):  # no key takes one, and `job.time_limit=10:00` is minutes
+        found["value"] = value.strip()
     if len(found) > 1:
         raise UsageError(f"--set {override!r}: found several keys, expected one; repeat --set for each")
     table, place = _table_of(raw, override, key[:-1])
     last, target = key[-1], (*place, key[-1])
     raw.texts.pop(target, None)
     if adds:
-        _add(raw, override, table, target, found["value"])
+        _add(raw, override, table, target, found["value"], value.strip())
     elif value.strip():
         table[last] = found["value"]
         raw.places[target] = f"--set {override}"
@@ -276,17 +279,24 @@ def _apply_override(raw: RawJob, override: str) -> None:
         raw.places = {place: where for place, where in raw.places.items() if place[: len(target)] != target}
 
 
-def _add(raw: RawJob, override: str, table: dict[str, Any], array: Key, value: Any) -> None:
-    """Append to an array of `table`. A row of the job's own arrays may be its name: `logger+=csv`."""
+def _add(raw: RawJob, override: str, table: dict[str, Any], array: Key, value: Any, typed: str) -> None:
+    """Append to an array of `table`; an array extends it. A row of the job's own arrays may be its name: `logger+=csv`."""
     last = str(array[-1])
     values = table.setdefault(last, [])
     if not isinstance(values, list):
         raise UsageError(f"--set {override}: {dotted(array)} is no array; += adds to arrays, such as logger+=csv")
-    if len(array) == 1 and not isinstance(value, dict):
-        value = {"name": str(value)}
-    table[last] = [*values, value]
-    row: Key = (*array, len(values))
-    raw.places[row] = f"--set {override}"
+    for one in value if isinstance(value, list) else [value]:
+        row: Key = (*array, len(values))
+        text = typed if one is value else written(one)
+        if len(array) == 1 and not isinstance(one, dict):
+            if isinstance(one, list):
+                raise UsageError(f"--set {override}: found an array in an array, expected names or tables")
+            one = {"name": one if isinstance(one, str) else text}
+        elif not isinstance(one, (str, list, dict)):
+            raw.texts[row] = text
+        values = [*values, one]
+        raw.places[row] = f"--set {override}"
+    table[last] = values
 
 
 def _table_of(raw: RawJob, override: str, parts: Sequence[str]) -> tuple[dict[str, Any], Key]:

@@ -9,6 +9,8 @@ import platform
 import shlex
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -27,7 +29,7 @@ FILE_NAME = "starts.jsonl"
 _PACKAGES = ("numpy", "mpi4py", "h5py", "safetensors", "tokenizers", "transformers")
 _OF_THE_STARTER = ("--started-by", "--begun")
 """Options that a starter gives to its ranks, each with a value."""
-_GIT_SECONDS = 10.0
+_GIT_SECONDS = 3.0
 
 
 def note_start(output_dir: Path, identity: Identity, hosts: Sequence[str], plugins: Sequence[str]) -> None:
@@ -85,22 +87,29 @@ def _versions() -> dict[str, str]:
 
 
 def _git(directory: Path) -> Mapping[str, Any] | None:
-    """The commit of the directory, and whether tracked files differ from it; None outside of a repository."""
-    # no locks, and no program that the repository's settings name
+    """The commit of the directory, and whether tracked files differ from it (None if that takes too long); None outside of a
+    repository. All ranks wait for it, so it has `_GIT_SECONDS`: a file system that does not answer holds only a thread."""
+    found: dict[str, Any] = {}
+    asking = threading.Thread(target=_ask_git, args=(directory, found), name="git", daemon=True)
+    asking.start()
+    asking.join(_GIT_SECONDS)
+    return {"commit": found["commit"], "changed": found.get("changed")} if "commit" in found else None
+
+
+def _ask_git(directory: Path, found: dict[str, Any]) -> None:
+    """Put the answers into `found`, one after the other."""
+    # No locks, and no file system monitor, which would stay. Git itself refuses a repository of another user, whose settings
+    # may name programs, such as filters.
     words = ["git", "-C", str(directory), "-c", "core.fsmonitor=false"]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    environment, until = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, time.monotonic() + _GIT_SECONDS
 
     def answer(*more: str) -> str:
         done = subprocess.run(
-            [*words, *more], capture_output=True, text=True, errors="replace", timeout=_GIT_SECONDS, env=environment,
-            stdin=subprocess.DEVNULL, check=True,
+            [*words, *more], capture_output=True, text=True, errors="replace", timeout=max(0.0, until - time.monotonic()),
+            env=environment, stdin=subprocess.DEVNULL, check=True,
         )  # fmt: skip
         return done.stdout.strip()
 
-    try:
-        return {
-            "commit": answer("rev-parse", "HEAD"),
-            "changed": bool(answer("status", "--porcelain", "--untracked-files=no")),
-        }
-    except (OSError, subprocess.SubprocessError):
-        return None
+    with suppress(OSError, subprocess.SubprocessError):
+        found["commit"] = answer("rev-parse", "HEAD")
+        found["changed"] = bool(answer("status", "--porcelain", "--untracked-files=no"))

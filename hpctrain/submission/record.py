@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -52,17 +53,47 @@ def append(directory: Path, submission: Submission) -> None:
 
 @contextmanager
 def cancelled(directory: Path) -> Iterator[None]:
-    """Mark the run as cancelled, for its ranks to see; not any more if that fails. Raises UsageError."""
+    """Mark the run as cancelled now, for its ranks to see; if that fails, leave the mark as an earlier call made it.
+
+    Without a mark (a full disk, another person's directory) it says on stderr what may follow: the job is to end all the same.
+    """
     mark = directory / CANCELLED
     try:
-        os.close(open_to_change(mark, os.O_WRONLY))
+        fd, before = _marked(mark)
     except OSError as error:
-        raise UsageError(f"{mark} cannot be made, so that the job would start again: {reason(error)}") from None
+        print(
+            f"hpctrain: warning: {mark} cannot be made ({reason(error)}): the ranks save, but may ask to be started again; "
+            "look with `hpctrain status`, and cancel again if they run",
+            file=sys.stderr,
+        )
+        yield
+        return
     try:
         yield
     except BaseException:
-        mark.unlink(missing_ok=True)
+        with suppress(OSError):
+            if before is None:
+                mark.unlink()
+            else:
+                os.utime(fd, ns=before)
         raise
+    finally:
+        os.close(fd)
+
+
+def _marked(mark: Path) -> tuple[int, tuple[int, int] | None]:
+    """The descriptor of the mark, whose time is now; the times that it had, None if it is new. Raises OSError."""
+    try:
+        return open_to_change(mark, os.O_WRONLY | os.O_EXCL), None
+    except FileExistsError:
+        fd = open_to_change(mark, os.O_WRONLY)
+    try:
+        found = os.fstat(fd)
+        os.utime(fd)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, (found.st_atime_ns, found.st_mtime_ns)
 
 
 def newest(directory: Path) -> Submission | None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from hpctrain.checking.resolved import FILE_NAME
 from hpctrain.checkpoint.directory import CheckpointDirectory
+from hpctrain.errors import reason
 from hpctrain.files import read_bytes, reading
 from hpctrain.job.output_lock import owner_of
-from hpctrain.job.toml import parse
+from hpctrain.job.toml import first_beyond, parse
 
 _TAIL = 2**20
 """Bytes at the end of metrics.jsonl in which the last complete row must be."""
@@ -23,12 +24,18 @@ def standing(directory: Path) -> str | None:
     path = directory / FILE_NAME
     if not path.is_file():
         return None
-    row, owner = last_row(directory / "metrics.jsonl") or {}, owner_of(directory)
+    row = last_row(directory / "metrics.jsonl") or {}
     job: Any = {}
     with suppress(OSError, ValueError):
-        job = parse(read_bytes(path).decode()).get("job")
+        tables = parse(read_bytes(path).decode())
+        job = None if first_beyond(tables) else tables.get("job")
     job = job if isinstance(job, dict) else {}
-    word = f"running ({owner})" if owner else "done" if _is_done(row, job) else "not running"
+    try:
+        owner = owner_of(directory)
+        word = f"running ({owner})" if owner else "done" if _is_done(row, job) else "not running"
+    except OSError as error:
+        unknown = f"running or stopped (its lock cannot tell: {reason(error)})"
+        word = "done" if _is_done(row, job) else unknown
     loss = row.get("loss")
     told = [word, *_progress(row, job), *([f"loss {loss:.4f}"] if isinstance(loss, float) else [])]
     with suppress(OSError):
@@ -68,5 +75,5 @@ def last_row(path: Path) -> dict[str, Any] | None:
             with suppress(ValueError, RecursionError):
                 row: Any = json.loads(line)
                 if isinstance(row, dict) and isinstance(row.get("step"), int) and "evaluation_loss" not in row:
-                    return row
+                    return None if first_beyond(row) else row
     return None

@@ -496,7 +496,7 @@ def test_children_of_a_job(method: str, tmp_path: Path) -> None:
     (tmp_path / "children.py").write_text(CHILDREN)
     (tmp_path / "job.toml").write_text(CHILDREN_JOB.replace("METHOD", method))
     done = run(hpctrain("run", "job.toml", "-n", "2"), tmp_path)
-    assert done.code == 0 and {f"hpctrain.horovod.torch in worker of {rank}" for rank in "01"} <= set(
+    assert done.code == 0 and {f"[rank {rank}] hpctrain.horovod.torch in worker of {rank}" for rank in "01"} <= set(
         done.out.splitlines()
     ), done
 

@@ -271,6 +271,19 @@ def test_steps_between_where_it_began_and_its_first_save_were_left_behind(
     assert step_of(tmp_path, group) == then
 
 
+@pytest.mark.parametrize("best", [Best(1), None])
+def test_best_names_no_checkpoint_that_is_gone(best: Best | None, tmp_path: Path, group: dist.ProcessGroup) -> None:
+    """Training goes on before the only step that was evaluated, with keep_best or without."""
+    one = store(tmp_path, group, 2, keep_best=Best(1))
+    one.save(10, state(10))
+    one.save(20, State(state(20).pieces, {"evaluation_loss": 1.0}))
+    assert (tmp_path / "best").read_text() == "step-00000020\n"
+    again = store(tmp_path, group, 2, keep_best=best)
+    again.restore([Piece.whole("model/w", torch.zeros(4, 3))], tmp_path / "step-00000010")
+    again.save(15, state(15))
+    assert names(tmp_path) == ["latest", "step-00000010", "step-00000015"]
+
+
 def test_a_hint_that_is_no_text_is_no_obstacle(tmp_path: Path, group: dist.ProcessGroup) -> None:
     save(tmp_path, group, 1, 2)
     (tmp_path / "abandoned").write_bytes(b"\xff\xfe\nstep-00000002\n")

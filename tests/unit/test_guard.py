@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import TINY
 from torch import Tensor
 
 import hpctrain
 from hpctrain.api import LiveModel, hookimpl
 from hpctrain.checking.check import check
+from hpctrain.contracts.runner import MicroBatch
 from hpctrain.errors import EXIT_TRAINING, HpctrainError, TrainingError
 from hpctrain.guard.checksum import checksum
+from hpctrain.guard.culprit import nonfinite_samples
 from hpctrain.guard.memory import advice
 from hpctrain.job.reading import RawJob
 
@@ -272,6 +275,34 @@ def test_the_sample_with_nan_is_named_in_place_of_advice_about_the_optimizer() -
         hpctrain.run(job(2, {}, dataset={"name": "planted:dirty"}, batch=everything))
     said = str(found.value)
     assert "; sample 3 has nan in its entry 0; " in said and "mend the samples" in said and "smaller lr" not in said
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+def test_samples_of_any_kind_of_tensor_end_no_run() -> None:
+    wrong = torch.ones(3, 2)
+    wrong[1, 0] = math.nan
+    ragged = list(wrong)
+    batch = (
+        wrong.to_sparse(), wrong.to_sparse_csr(), torch.nested.nested_tensor(ragged),
+        torch.nested.nested_tensor(ragged, layout=torch.jagged), wrong[:, 0] * 1j, torch.complex(wrong, wrong).conj(), Odd(wrong),
+    )  # fmt: skip
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        said = [nonfinite_samples([MicroBatch(one, 0)], [[7, 8, 9]], "sample") for one in batch]
+    finally:
+        dist.destroy_process_group()
+    assert said[4:6] == ["sample 8 has nan in its entry "] * 2, said
+    assert said[:4] == [None] * 4 and said[6] is None, said
+
+
+class Odd(Tensor):
+    """Knows nothing."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "isnan":
+            raise NotImplementedError("no isnan")
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def test_the_lack_of_memory_of_a_cpu_gets_advice_and_can_be_left_out(planted: Any) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,16 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from conftest import TINY, JobFile
 from pydantic import ValidationError
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
 
 import hpctrain
 from hpctrain.cli import execute
 from hpctrain.contracts.launcher import JobState, Launch, Launcher, SubmittedRun
 from hpctrain.errors import UsageError
+from hpctrain.foreign.given import given_objects
+from hpctrain.job.reading import RawJob
 from hpctrain.plugins.registry import build_registry
+from hpctrain.rank import run_rank
+from hpctrain.submission.record import cancelled
 from hpctrain.submission.standing import standing
+from hpctrain.world.detection import detect
+from hpctrain.world.launcher_channel import LauncherChannel
 
 MISTAKES = {
     "no target": ([], 2, "the job has no table such as [launcher.slurm]; say where to submit it, for instance --to slurm"),
@@ -154,7 +168,9 @@ MORE = {
     "extra": {
         "metadata": {"labels": {"project": "lm"}, "annotations": {"a": "b"}},
         "pod": {"priorityClassName": "batch", "volumes": [{"name": "own", "emptyDir": {}}]},
-        "container": {"env": [{"name": "A", "value": "1"}], "volumeMounts": [{"name": "own", "mountPath": "/own"}]},
+        "container": {
+            "command": ["own"], "imagePullPolicy": "Always", "volumeMounts": [{"name": "own", "mountPath": "/own"}],
+        },
     },
 }  # fmt: skip
 
@@ -167,7 +183,7 @@ def test_pods_are_restricted_and_request_resources(launch: Launch, kind: str) ->
         assert restricted(pod) == [] and pod["securityContext"]["runAsUser"] == 1000
         (container,) = pod["containers"]
         ranks = {"launcher": 0, "rank": 1}.get(container["name"], 4)
-        wanted = {"cpu": str(ranks), "memory": f"{4 * ranks}Gi"} if ranks else {"cpu": "1", "memory": "1Gi"}
+        wanted = {"cpu": f"{500 * ranks}m", "memory": f"{ranks}Gi"} if ranks else {"cpu": "1", "memory": "1Gi"}
         assert container["resources"]["requests"] == wanted
         assert ("limits" in container["resources"]) is (ranks == 0), "a guess must not end a rank"
     for pod in pods(manifests(launch, kind=kind, secrets=[])):
@@ -191,7 +207,7 @@ def test_what_a_site_asks_of_pods(launch: Launch, kind: str) -> None:
         assert pod["imagePullSecrets"] == [{"name": "registry"}] and pod["priorityClassName"] == "batch"
         (container,) = pod["containers"]
         assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]} > {"own"}
-        assert container["env"][-1] == {"name": "A", "value": "1"}
+        assert container["command"] == ["own"] and container["imagePullPolicy"] == "Always"
         assert (kind != "Job") or {"RANK", "WORLD_SIZE"} <= {one["name"] for one in container["env"]}
 
 
@@ -207,6 +223,17 @@ def test_what_a_site_asks_of_pods(launch: Launch, kind: str) -> None:
 def test_wrong_values_for_pods(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         launcher("kubernetes", **KUBERNETES, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_variables_of_containers_that_ranks_would_not_get(launch: Launch, kind: str) -> None:
+    extra = {"container": {"env": [{"name": "HF_HOME", "value": "/work/hf"}]}}
+    if kind == "Job":
+        (pod,) = pods(manifests(launch, kind=kind, extra=extra))
+        assert pod["containers"][0]["env"][-1] == {"name": "HF_HOME", "value": "/work/hf"}
+    else:
+        with pytest.raises(UsageError, match=rf"found env, but the ranks of a {kind} start over ssh.* \[environment\]"):
+            manifests(launch, kind=kind, secrets=[], extra=extra)
 
 
 def test_what_every_kind_gets(launch: Launch) -> None:
@@ -303,6 +330,9 @@ ANSWERS = {
     ]),
     "kubernetes": ("kubectl", [
         ('{"status": {}}', JobState("pending")),
+        ('{"status": {}, "items": [{"status": {"conditions": [{"type": "PodScheduled", "status": "False", '
+         '"reason": "Unschedulable", "message": "0/3 nodes are available:\\n3 Insufficient memory."}]}}]}',
+         JobState("pending", "(Unschedulable: 0/3 nodes are available: 3 Insufficient memory.)")),
         ('{"status": {"active": 2, "ready": 2}}', JobState("running")),
         ('{"status": {"jobsStatus": [{"name": "node", "ready": 1}]}}', JobState("running")),
         ('{"status": {"conditions": [{"type": "Running", "status": "True"}]}}', JobState("running")),
@@ -349,6 +379,67 @@ input()
 """
 
 
+def test_a_refused_cancel_leaves_the_mark_of_an_earlier_one(tmp_path: Path) -> None:
+    mark = tmp_path / "cancelled"
+    with pytest.raises(UsageError, match="refused"), cancelled(tmp_path):
+        assert mark.exists()
+        raise UsageError("refused")
+    assert not mark.exists()
+    mark.touch()
+    os.utime(mark, ns=(5, 5))
+    with pytest.raises(UsageError, match="refused"), cancelled(tmp_path):
+        assert mark.stat().st_mtime_ns > 5
+        raise UsageError("refused")
+    assert mark.stat().st_mtime_ns == 5
+    with cancelled(tmp_path):
+        pass
+    assert mark.stat().st_mtime_ns > 5
+
+
+def test_a_mark_that_cannot_be_made_is_told_and_the_job_ends_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cancelled").mkdir()
+    told = []
+    with cancelled(tmp_path):
+        told.append("the scheduler")
+    assert told and f"warning: {tmp_path / 'cancelled'} cannot be made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("again", "code"), [(False, 75), (True, 143)])
+def test_only_a_mark_since_the_start_says_that_a_job_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool, code: int
+) -> None:
+    """As after `scontrol requeue` of a job that was cancelled once."""
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    with cancelled(out):
+        pass
+    os.utime(out / "cancelled", ns=(5, 5))
+
+    def loss(outputs: Tensor, target: Tensor) -> Tensor:
+        if again:
+            with cancelled(out):
+                pass
+        signal.raise_signal(signal.SIGTERM)
+        return mse_loss(outputs, target)
+
+    tables = {
+        "job": {"name": "again", "steps": 3, "output_dir": "out"}, "batch": {"global_size": 4, "micro_size": 4},
+        "model": {"name": lambda: torch.nn.Linear(1, 1), "loss": loss}, "optimizer": {"name": "adamw", "lr": 0.1},
+        "dataset": {"name": TensorDataset(torch.ones(8, 1), torch.ones(8, 1))},
+    }  # fmt: skip
+    with given_objects(tables) as plain:
+        raw = RawJob(plain, {}, str(out / "job.submitted.toml"))
+        assert run_rank(detect(), lambda: raw, "auto", LauncherChannel())["exit_code"] == code
+
+
+def no_locks(*_: Any) -> None:
+    """As fcntl.lockf on a file system without them."""
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
 def test_the_status_of_a_run_that_nobody_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert standing(Path("out")) is None
@@ -376,6 +467,16 @@ def test_the_status_of_a_run_that_nobody_submitted(tmp_path: Path, monkeypatch: 
     assert standing(Path("out")) == done.replace("done", "not running").replace("4 of 4", "4, epoch 0.10 of 1")
     resolved.write_text(resolved.read_text().replace("epochs = 1", "epochs = 0.1"))
     assert (standing(Path("out")) or "").startswith("done, step 4, epoch 0.10 of 0.1")
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "lockf", no_locks)
+        resolved.write_text(resolved.read_text().replace("epochs = 0.1", "epochs = 1"))
+        assert (standing(Path("out")) or "").startswith("running or stopped (its lock cannot tell: No locks available")
+    metrics = Path("out/metrics.jsonl")
+    metrics.write_text(f'{{"step": {"9" * 400}, "epoch": 1.0}}\n')
+    assert standing(Path("out")) == f"not running, before its first step, newest checkpoint {newest}"
+    metrics.write_text('{"step": 4, "epoch": 0.5}\n')
+    resolved.write_text(resolved.read_text().replace("epochs = 1", f"epochs = {'9' * 400}"))
+    assert standing(Path("out")) == f"not running, step 4, newest checkpoint {newest}"
     resolved.write_text("[job")
     Path("out/metrics.jsonl").write_text('{"step": "\x1b"}\n[1]\n')
     assert standing(Path("out")) == f"not running, before its first step, newest checkpoint {newest}"

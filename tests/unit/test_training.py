@@ -19,9 +19,11 @@ from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_st
 import hpctrain
 from hpctrain.checking.check import check
 from hpctrain.conformance.trials import updates_parts_alike
+from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.pieces import Piece
 from hpctrain.errors import ContractError, EnvironmentUnfitError, TrainingError, UsageError
 from hpctrain.job.reading import RawJob
+from hpctrain.loop import starts
 from hpctrain.model.build import refuse_embeddings
 from hpctrain.model.groups import build_optimizer
 from hpctrain.plugins.registry import build_registry
@@ -508,6 +510,16 @@ def test_unused_parameters_and_nonfinite_losses(tmp_path: Path, monkeypatch: pyt
     assert hpctrain.run(tables)["step"] == 5
     done = rows("on")
     assert done[2]["loss"] is None and done[2]["skipped"] and done[3]["loss"] is not None
+
+
+def test_a_git_that_does_not_answer_holds_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that has gone away: what it has said until then counts."""
+    git = tmp_path / "git"
+    git.write_text('#!/bin/sh\ncase "$*" in *rev-parse*) echo c0ffee;; *) exec sleep 30;; esac\n')
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(starts, "_GIT_SECONDS", 1.5)
+    assert starts.describe_start(Identity(), [], [])["git"] == {"commit": "c0ffee", "changed": None}
 
 
 def test_a_job_leaves_no_groups_to_the_next_one_of_its_process() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -20,6 +21,12 @@ from hpctrain_plugins.launcher.kubernetes.manifests import (
 )
 
 _RESOURCES = {"TrainJob": "trainjobs.trainer.kubeflow.org", "MPIJob": "mpijobs.kubeflow.org", "Job": "jobs.batch"}
+_PODS = {
+    "trainjobs.trainer.kubeflow.org": "jobset.sigs.k8s.io/jobset-name",
+    "mpijobs.kubeflow.org": "training.kubeflow.org/job-name",
+    "jobs.batch": "batch.kubernetes.io/job-name",
+}
+"""The label of a job's pods that has its name."""
 _MAKERS = {"TrainJob": train_job, "MPIJob": mpi_job, "Job": indexed_job}
 _LONGEST = 40
 """Of a name, to which hash, job, index and service add: 63 is the limit of a label."""
@@ -40,7 +47,7 @@ class Extra(Options):
 
     metadata: dict[str, Any] = Field(default={}, description="of the job, such as labels")
     pod: dict[str, Any] = Field(default={}, description="of each pod's spec, such as priorityClassName")
-    container: dict[str, Any] = Field(default={}, description="of each container, such as env")
+    container: dict[str, Any] = Field(default={}, description="of each container, such as imagePullPolicy")
 
 
 class KubernetesOptions(Options):
@@ -126,7 +133,22 @@ class Kubernetes(Launcher):
             return JobState(
                 "unknown", "Kubernetes has no such job any more" if shown == "" else "kubectl cannot reach it"
             )
-        return _state(json.loads(shown).get("status") or {})
+        state = _state(json.loads(shown).get("status") or {})
+        return replace(state, detail=self._unschedulable(id)) if state == JobState("pending") else state
+
+    def _unschedulable(self, id: str) -> str:
+        """Why the scheduler finds no node for the job's pods; empty if it does not say so."""
+        kind, _, name = id.partition("/")
+        shown = asked(
+            ["kubectl", *self._namespace(), "get", "pods", f"--selector={_PODS[kind]}={name}", "--output", "json"]
+        )
+        found = [
+            one.get("message") or "no message"
+            for pod in (json.loads(shown).get("items") or [] if shown else [])
+            for one in pod.get("status", {}).get("conditions") or []
+            if one.get("reason") == "Unschedulable"
+        ]
+        return f"(Unschedulable: {' '.join(found[0].split())})" if found else ""
 
     def cancel(self, id: str, directory: Path) -> None:
         _refuse_other_objects(id)
@@ -146,6 +168,13 @@ class Kubernetes(Launcher):
             raise UsageError(
                 "[launcher.kubernetes] secrets: the ranks of an MPIJob start over ssh, which passes no variables on; expected "
                 'kind = "TrainJob" or "Job"'
+            )
+        own = {"env", "envFrom"} & self.options.extra.container.keys()
+        if own and self.options.kind != "Job":
+            raise UsageError(
+                f"[launcher.kubernetes] extra.container: found {', '.join(sorted(own))}, but the ranks of a {self.options.kind} "
+                "start over ssh, which passes no variables on; expected variables of libraries in [environment] and all others in "
+                'the image, or kind = "Job"'
             )
         import tomli
 

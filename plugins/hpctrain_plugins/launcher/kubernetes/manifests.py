@@ -15,8 +15,9 @@ _HOSTS = "/etc/mpi/hostfile"
 """Where Trainer and the MPI operator put the hosts."""
 _SSH = "/home/mpiuser/.ssh"
 _SSHD = ["/usr/sbin/sshd", "-De", "-f", "/home/mpiuser/.sshd_config"]
-_RANK_MEMORY = 4
-"""GiB that are requested for each rank if the job does not say."""
+_RANK_CPU, _RANK_MEMORY = 500, 1
+"""Thousandths of a CPU and GiB that are requested for each rank if the job does not say: little more than its start needs, as the
+pods of a larger guess may fit on no node."""
 _LAUNCHER = {"cpu": "1", "memory": "1Gi"}
 """What mpirun alone needs."""
 _QUEUE = "kueue.x-k8s.io/queue-name"
@@ -66,7 +67,10 @@ class Place:
             "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
             "volumeMounts": mounts,
         }
-        return merged(own, self.options.extra.container)
+        extra = self.options.extra.container
+        for words in {"command", "args"} & extra.keys():  # one command line does not go on with another
+            own.pop(words, None)
+        return merged(own, extra)
 
     def pod(self, container: Manifest, **more: Any) -> Manifest:
         """A pod's `spec`, which the Pod Security Standard "restricted" admits. The ranks get as long to save as the job says."""
@@ -128,7 +132,7 @@ class Place:
             **({"memory": memory} if memory else {}),
             **({self.options.gpu: str(gpus * ranks)} if gpus else {}),
         }
-        requests = {"cpu": str(ranks), "memory": f"{_RANK_MEMORY * ranks}Gi"} | limits
+        requests = {"cpu": f"{_RANK_CPU * ranks}m", "memory": f"{_RANK_MEMORY * ranks}Gi"} | limits
         return {"requests": requests, **({"limits": limits} if limits else {})}
 
 
