@@ -15,7 +15,7 @@ from typing import Any
 import tomli
 
 from hpctrain.errors import JobFileError, UsageError
-from hpctrain.files import read_bytes
+from hpctrain.files import read_bytes, read_pipe
 from hpctrain.job.toml import LimitError, first_beyond, parse, written
 
 _LONGEST_CHAIN = 50
@@ -108,11 +108,10 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
             f"{path}:1: extends: found a chain of more than {_LONGEST_CHAIN} files from {chain[0]} on, expected at most so many"
         )
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise JobFileError(
-                f"{path}: found a pipe, a device or a directory, expected a job file, which each rank reads"
-            )
-        content = read_bytes(resolved)
+        kind = path.stat().st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
+            raise JobFileError(f"{path}: found a device or a directory, expected a job file")
+        content = read_bytes(resolved) if stat.S_ISREG(kind) else read_pipe(path)
         text = content.decode("utf-8-sig").replace("\r\n", "\n")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise JobFileError(f"{path}: there is no such file; expected a job file (hpctrain new writes one)") from None

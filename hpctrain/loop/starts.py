@@ -78,8 +78,6 @@ def _versions() -> dict[str, str]:
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None:
         found["mpi"] = " ".join(str(mpi.Get_library_version()).splitlines()[0].split())

@@ -337,7 +337,8 @@ def test_a_batch_on_one_rank_that_is_not_finite(job: JobFile) -> None:
     job.set(job={"steps": 16})
     done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
     assert done.code == 4 and done.err.count("\n") == 1, done
-    assert "loss nan, gradient norm nan, expected finite numbers; not finite is the loss of rank " in done.err, done
+    assert "loss nan, gradient norm nan, expected finite numbers; sample 60 has nan in its entry 0; " in done.err, done
+    assert "not finite is the loss of rank " in done.err, done
     assert "in backward order that is not finite is that of bias (Linear)" in done.err, done
     skipping = ["--set", "guard.non_finite=skip", "--set", "job.output_dir=skipping"]
     done = run(hpctrain("run", "job.toml", "-n", "2", *skipping), job.directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from hpctrain.checking.check import check
 from hpctrain.errors import UsageError
+from hpctrain.files import read_pipe
 from hpctrain.job import reading
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob, key_lines, merge, read_job
@@ -246,19 +248,32 @@ def test_bad_files(tmp_path: Path, text: str, sentence: str | None) -> None:
 
 @pytest.mark.timeout(20)
 def test_what_is_no_regular_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
-    for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/zero"), tmp_path):
-        with pytest.raises(UsageError, match=f"{path}: found a pipe, a device or a directory, expected a job file"):
+    for path in (tmp_path / "link", Path("/dev/zero"), tmp_path):
+        with pytest.raises(UsageError, match=f"{path}: found a device or a directory, expected a job file"):
             read_job(path)
-    ours, other = os.pipe()
-    with pytest.raises(UsageError, match="found a pipe"):
-        read_job(Path(f"/dev/fd/{ours}"))
-    os.close(ours), os.close(other)
     with open(tmp_path / "endless", "wb") as file:
         file.truncate(2**33)
     with pytest.raises(UsageError, match=f"it has {2**33} bytes, expected at most"):
         read_job(tmp_path / "endless")
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_read_to_its_end_and_never_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.job.reading.read_pipe", partial(read_pipe, seconds=0.2))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(
+        UsageError, match="pipe: cannot be read as a job file: nothing was written into this pipe for 0.2 s"
+    ):
+        read_job(tmp_path / "pipe")
+    ours, other = os.pipe()
+    os.write(other, b"[job]\n")
+    with pytest.raises(UsageError, match="nothing was written"):
+        read_job(Path(f"/dev/fd/{ours}"))
+    os.write(other, b"[job]\nsteps = 2\n")
+    os.close(other)
+    assert read_job(Path(f"/dev/fd/{ours}")).tables["job"]["steps"] == 2
+    os.close(ours)
 
 
 def test_files_extend_each_other_fifty_times_at_most(tmp_path: Path) -> None:
