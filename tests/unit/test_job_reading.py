@@ -263,7 +263,7 @@ def test_a_pipe_is_read_to_its_end_and_never_waited_for(tmp_path: Path, monkeypa
     monkeypatch.setattr("hpctrain.job.reading.read_pipe", partial(read_pipe, seconds=0.2))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(
-        UsageError, match="pipe: cannot be read as a job file: nothing was written into this pipe for 0.2 s"
+        UsageError, match=r"pipe: cannot be read as a job file: nothing was written into this pipe for 0\.2 s"
     ):
         read_job(tmp_path / "pipe")
     ours, other = os.pipe()
