@@ -237,7 +237,7 @@ def test_output_that_cannot_be_written_ends_no_training(kind: str, monkeypatch: 
 
 
 def test_output_that_cannot_be_written_leaves_the_exit_code_as_it_is() -> None:
-    program = "from hpctrain import cli\ncli.cli.main = lambda **_: print('saved') or 75\ncli.main()"
+    program = "from hpctrain import cli\ncli.cli.main = lambda *_, **__: print('saved') or 75\ncli.main()"
     env = {**os.environ, "PYTHONUNBUFFERED": ""}
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, env=env)
