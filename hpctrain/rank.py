@@ -194,7 +194,7 @@ def _train(
             with alarmed():
                 session = assemble(checked, world, device, resume, hooks, begin)
             try:
-                checked.registry.refuse_late_imports()
+                checked.registry.refuse_unfit_parts()
                 with alarmed():
                     position.move(BETWEEN)
                     result = train(session, stop)

@@ -6,7 +6,7 @@ which write to the rank's memory. All of them read their variables in MPI_Init.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 _BY_MPIEXEC = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE"))
@@ -23,20 +23,29 @@ _CHOSEN_BY = {
     "OMPI_MCA_btl": (),
 }
 """Other variables with which a user chooses the transport."""
+ADDED = "HPCTRAIN_TRANSPORTS"
+"""The names of the variables that the starter added, in its ranks' environment: each removes them after MPI_Init."""
 
 
 def share_node(environment: Mapping[str, str]) -> bool:
-    """Whether the launcher has told that all ranks are on this node. False if it has told nothing."""
-    for here, everywhere in _BY_MPIEXEC:
-        if here in environment and everywhere in environment:  # an mpiexec may run inside a task of Flux or srun
-            return environment[here] == environment[everywhere]
+    """Whether the launchers have told that all ranks are on this node. False if none has told anything.
+
+    One launcher may run inside a task of another: it is unknown which of them started the ranks.
+    """
     if "PALS_RANKID" in environment or "SLURM_HET_SIZE" in environment:  # these have ranks that the others don't count
         return False
-    for nodes, task, tasks in _BY_SCHEDULER:
-        if task in environment and nodes in environment:
-            size = environment.get(tasks)
-            return environment[nodes] == "1" and environment.get("PMI_SIZE", size) == size
-    return False
+    told = [
+        (environment[here] == environment[everywhere], environment[everywhere])
+        for here, everywhere in _BY_MPIEXEC
+        if here in environment and everywhere in environment
+    ]
+    told += [
+        (environment[nodes] == "1", environment.get(tasks, ""))
+        for nodes, task, tasks in _BY_SCHEDULER
+        if task in environment and nodes in environment
+    ]
+    sizes = {size for _, size in told}
+    return bool(told) and all(one_node for one_node, _ in told) and environment.get("PMI_SIZE", told[0][1]) in sizes
 
 
 def shared_memory(environment: Mapping[str, str]) -> dict[str, str]:
@@ -45,3 +54,9 @@ def shared_memory(environment: Mapping[str, str]) -> dict[str, str]:
     if any(Path("/dev").glob("cxi[0-9]*")):  # Cray MPICH accepts no other provider, and this one opens no port
         chosen.add("FI_PROVIDER")
     return {name: value for name, value in _SHARED_MEMORY.items() if name not in chosen}
+
+
+def forget(environment: MutableMapping[str, str], added: Iterable[str] = ()) -> None:
+    """Remove the variables in `added`, and those of the starter: MPI has read them, and other programs must not."""
+    for name in (*added, *environment.pop(ADDED, "").split()):
+        environment.pop(name, None)

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 
 from hpctrain.errors import EnvironmentUnfitError
-from hpctrain.transports import share_node, shared_memory
+from hpctrain.transports import forget, share_node, shared_memory
 
 try:
     import mpi4py
@@ -29,8 +29,8 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 if not MPI.Is_initialized():
-    if share_node(os.environ):
-        os.environ.update(shared_memory(os.environ))
+    _added = shared_memory(os.environ) if share_node(os.environ) else {}
+    os.environ.update(_added)
     _found = [getattr(ctypes.CDLL(library), "MPI_Init_thread", None) for library in (None, MPI.__file__)]
     _init = _found[0] or _found[1]  # a preloaded tool's, MPI's, or none if mpi4py holds a static MPI
     if _init is None:
@@ -40,6 +40,7 @@ if not MPI.Is_initialized():
             raise EnvironmentUnfitError(f"MPI_Init_thread returned {_code}; see what the MPI library printed")
         for _predefined in (MPI.COMM_SELF, MPI.COMM_WORLD):  # mpi4py does so only where it calls MPI_Init itself
             _predefined.Set_errhandler(MPI.ERRORS_RETURN)
+    forget(os.environ, _added)
 
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
     _LEVELS = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}

@@ -53,8 +53,11 @@ def failing_layer(trace: TracebackType | None) -> str:
         return ""  # the user's own model: the sentence and the frames say so
     inputs = [one for one in (*last["args"], *last["kwargs"].values()) if isinstance(one, Tensor)]
     told = ", ".join(f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in inputs)
-    kind = repr(inner)
-    kind = type(inner).__name__ if "\n" in kind else kind
+    try:
+        kind = repr(inner)
+    except Exception:  # the user's own extra_repr
+        kind = ""
+    kind = type(inner).__name__ if "\n" in kind or not kind else kind
     return f", in {f'the layer {name} of {type(outer).__name__}, ' if name else ''}{kind}" + (
         f", on {told}" if told else ""
     )

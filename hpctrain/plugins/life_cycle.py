@@ -55,9 +55,9 @@ class LifeCycle:
             raise TrainingError(raised_in(error, registry)) from error
         fault = hook_fault(self._manager, started)
         if fault is None and started is not hook:
-            mine = [name for name in dir(hook) if self._manager.parse_hookimpl_opts(hook, name) is not None]
+            mine = self._marked(hook) - self._marked(started)
             fault = (
-                f"the object that start() returns takes part in the run, so nobody calls its {mine[0]}"
+                f"the object that start() returns takes part in the run, so nobody calls its {min(mine)}"
                 if mine
                 else None
             )
@@ -65,6 +65,9 @@ class LifeCycle:
             raise UsageError(f"[[hook]] name = {hook.name!r}: {fault}")
         self._manager.register(started, name=key)
         return started
+
+    def _marked(self, holder: object) -> set[str]:
+        return {name for name in dir(holder) if self._manager.parse_hookimpl_opts(holder, name) is not None}
 
     def refuse_differences(self) -> None:
         """Raises ContractError on all ranks if a hook has started with other life-cycle hooks on another rank. Collective."""

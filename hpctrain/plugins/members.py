@@ -2,13 +2,15 @@
 
 Names of a plugin's own are its business. A name counts as meant for hpctrain if the class overrides nothing with it, no code of
 the plugin's own package reads it, and it is a name of an earlier contract, or close to one that the class leaves as it is. In a
-module that states no version, a method with name and parameters of an earlier contract counts even where the package calls it.
+module that states no version, or an earlier one, a method with name and parameters of an earlier contract counts even where the
+package calls it. Where code of the package can't be read, other names of earlier contracts are remarks.
 """
 
 from __future__ import annotations
 
 import dis
 import inspect
+import pkgutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +21,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from hpctrain.contracts.plugin import Plugin
 from hpctrain.plugins.changes import API_VERSION, FIRST_RELEASED, changes_of
 
 _CONTRACTS = ("hpctrain.contracts.", "hpctrain.toolkit.")
+_NOT_CALLED = f"which plugin API version {API_VERSION} does not call"
 _CLOSE = 0.8
 """How similar a name is to one that was meant, as difflib counts."""
 
@@ -51,34 +55,48 @@ class Package:
         """Whether the module with this name belongs to the package."""
         return module == self.top or module.startswith(f"{self.top}.")
 
+    @property
+    def modules(self) -> list[ModuleType]:
+        """Those of its modules that are loaded."""
+        return [one for name, one in list(sys.modules.items()) if self.has(name) and isinstance(one, ModuleType)]
+
+    @cached_property
+    def _code(self) -> list[CodeType | None]:
+        """The code of its modules; None for one that is not loaded, or not Python's."""
+        loaded = {module.__name__: list(vars(module).get("__path__", ())) for module in self.modules}
+        there = {info.name for name, folders in loaded.items() for info in pkgutil.iter_modules(folders, f"{name}.")}
+        return [_code(module) for module in self.modules] + [None] * len(there - loaded.keys())
+
     @cached_property
     def uses(self) -> set[str]:
-        """The names that its code reads, except those that only a function of the same name reads."""
-        modules = [name for name in list(sys.modules) if self.has(name)]
-        return {used for name in modules for used in _read(_code(name), frozenset())}
+        """The names that the code of its loaded modules reads."""
+        return {name for code in self._code for name in _read(code)}
 
-    def classes(self, module: ModuleType) -> list[type]:
-        """The classes of contracts that the module defines or imports from its package, also through other modules of it."""
-        seen, waiting, found = set(), [module], []
-        while waiting:
-            one = waiting.pop()
-            if one.__name__ in seen:
-                continue
-            seen.add(one.__name__)
-            for value in list(vars(one).values()):
-                name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-                if isinstance(name, str) and self.has(name) and name in sys.modules:
-                    waiting.append(sys.modules[name])
-                if isinstance(value, type) and value.__module__ == one.__name__ and contracts_of(value):
-                    found.append(value)
-        return found
+    @property
+    def is_known(self) -> bool:
+        """Whether `uses` has all names that the package reads: its modules are loaded, and their code can be read."""
+        return None not in self._code
+
+    def parts(self) -> list[type]:
+        """The classes of contracts in its loaded modules that are no plugins themselves: plugins make them."""
+        classes = [
+            one
+            for module in self.modules
+            for one in list(vars(module).values())
+            if isinstance(one, type) and one.__module__ == module.__name__
+        ]
+        return [one for one in classes if contracts_of(one) and not issubclass(one, Plugin)]
 
 
 def contracts_of(cls: type) -> list[type]:
     """The classes of hpctrain's that `cls` implements, the nearest first."""
     if issubclass(cls, BaseModel):
         return []
-    return [base for base in cls.__mro__[1:] if base.__module__.startswith(_CONTRACTS)]
+    return [base for base in cls.__mro__[1:] if _is_contract(base)]
+
+
+def _is_contract(cls: type) -> bool:
+    return cls.__module__.startswith(_CONTRACTS)
 
 
 def _judge(cls: type, package: Package, version: int | None) -> Findings:
@@ -89,25 +107,28 @@ def _judge(cls: type, package: Package, version: int | None) -> Findings:
     defined = {name: value for base in reversed(own) for name, value in vars(base).items() if not name.startswith("_")}
     faults, former, remarks = [], [], []
     for name, value in defined.items():
-        promised = next((base for base in others if name in vars(base) or name in inspect.get_annotations(base)), None)
-        changes = changes_of(names, name)
-        if promised is not None:
+        changes, used = changes_of(names, name), name in package.uses
+        if any(name in vars(base) or (_is_contract(base) and name in inspect.get_annotations(base)) for base in others):
             faults += [
                 f"`{name}` has changed in plugin API version {c.version}: {c.instead}"
                 for c in changes
                 if c.version > since
             ]
-            wrong = _misfit(value, vars(promised)[name]) if name in vars(promised) else None
+            promised = next((vars(base)[name] for base in contracts if name in vars(base)), None)
+            wrong = None if promised is None else _misfit(value, promised)
             if wrong is not None:
                 faults.append(f"`{name}` {wrong}" + "".join(f" ({change.instead})" for change in changes[-1:]))
         elif changes:
-            meant = (
-                version is None and changes[-1].parameters is not None and changes[-1].parameters == _parameters(value)
-            )
-            former += [(name, changes[-1].instead)] if meant or name not in package.uses else []
+            last = changes[-1]
+            is_older = version is None or version < last.version
+            is_old = is_older and last.parameters is not None and last.parameters == _parameters(value)
+            if is_old or (not used and package.is_known):
+                former.append((name, last.instead))
+            elif not used:
+                remarks.append(f"{cls.__qualname__} has {name!r}, {_NOT_CALLED}: {last.instead}")
         else:
             near = _near(cls, name, contracts, defined)
-            remarks += near if near and name not in package.uses else []
+            remarks += near if near and not used else []
     for instead in dict.fromkeys(instead for _, instead in former):
         gone = ", ".join(f"`{name}`" for name, why in former if why == instead)
         faults.append(f"plugin API version {API_VERSION} does not call {gone}: {instead}")
@@ -129,7 +150,7 @@ def unmarked_hooks(holder: object, hooks: list[str], package: Package) -> list[s
     """Sentences about functions of a module or an object that look like hooks, and that pluggy does not see."""
     said = []
     for name in (one for one in dir(holder) if one.startswith("hpctrain_")):
-        value = inspect.getattr_static(holder, name)
+        value = inspect.getattr_static(holder, name, None)  # a module may make its names when asked
         if not isinstance(value, FunctionType) or hasattr(value, "hpctrain_impl"):
             continue
         meant = near_hook(name, hooks)
@@ -176,11 +197,13 @@ def _misfit(value: Any, promised: Any) -> str | None:
     if not isinstance(function, FunctionType):
         return None
     expected = list(inspect.signature(promised).parameters)[1:]
-    actual = inspect.signature(function)
+    actual = inspect.signature(function, follow_wrapped=False)
     try:
         actual.bind(*[None] * (bound + len(expected)))
     except TypeError:
-        return f"is called with ({', '.join(expected)}), and takes ({', '.join(list(actual.parameters)[bound:])})"
+        taken = [one.replace(annotation=inspect.Parameter.empty) for one in actual.parameters.values()]
+        shown = actual.replace(parameters=taken[bound:], return_annotation=inspect.Signature.empty)
+        return f"is called with ({', '.join(expected)}), and takes {shown}"
     return None
 
 
@@ -189,11 +212,11 @@ def _parameters(value: object) -> tuple[str, ...] | None:
     return tuple(inspect.signature(value).parameters)[1:] if isinstance(value, FunctionType) else None
 
 
-def _code(module: str) -> CodeType | None:
+def _code(module: ModuleType) -> CodeType | None:
     """The code of a loaded module; None if its loader has none, as for a module without a file."""
-    get_code = getattr(getattr(getattr(sys.modules[module], "__spec__", None), "loader", None), "get_code", None)
+    get_code = getattr(getattr(vars(module).get("__spec__"), "loader", None), "get_code", None)
     try:
-        found = get_code(module) if get_code is not None else None
+        found = get_code(module.__name__) if get_code is not None else None
     except (ImportError, OSError, SyntaxError):  # the file has changed or is gone
         return None
     return found if isinstance(found, CodeType) else None
@@ -202,13 +225,11 @@ def _code(module: str) -> CodeType | None:
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_NAME", "LOAD_GLOBAL", "IMPORT_FROM")
 
 
-def _read(code: CodeType | None, inside: frozenset[str]) -> Iterator[str]:
-    """The names that code reads, and that are not those of the functions around."""
+def _read(code: CodeType | None) -> Iterator[str]:
+    """The names that code reads."""
     if code is None:
         return
-    for one in dis.get_instructions(code):
-        if one.opname in _READS and one.argval not in inside:
-            yield str(one.argval)
+    yield from (str(one.argval) for one in dis.get_instructions(code) if one.opname in _READS)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _read(constant, inside | {constant.co_name})
+            yield from _read(constant)

@@ -33,11 +33,11 @@ class Registered:
 
 @dataclass(frozen=True)
 class Remark:
-    """Something that a user of a plugin should know. key: its slot and name; None for all plugins of the module."""
+    """Something that a user of a plugin should know. key: its slot and name."""
 
     source: ModuleSource
     text: str
-    key: tuple[str, str] | None = None
+    key: tuple[str, str]
 
 
 @dataclass
@@ -52,8 +52,6 @@ class Registry:
     remarks: list[Remark] = field(default_factory=list)
     used: set[tuple[str, str]] = field(default_factory=set)
     """The plugins that were asked for."""
-    loaded: set[str] = field(default_factory=set)
-    """The modules that were imported when their classes were compared with the contracts."""
 
     def told(self) -> list[str]:
         """Sentences about the plugins that were asked for."""
@@ -63,20 +61,26 @@ class Registry:
     def remarks_on(self, slot: str, name: str) -> list[Remark]:
         """What a user of a usable plugin should know."""
         source = self.entries[slot, name].source
-        mine = [one for one in self.remarks if one.source == source and one.key in (None, (slot, name))]
+        mine = [one for one in self.remarks if one.source == source and one.key == (slot, name)]
         return list(dict.fromkeys(mine))
 
-    def refuse_late_imports(self) -> None:
-        """Compare what the plugins in use have imported since they were loaded. Raises EnvironmentUnfitError."""
-        late = [name for name in list(sys.modules) if name not in self.loaded]
-        self.loaded.update(late)
-        for source in dict.fromkeys(self.entries[key].source for key in sorted(self.used)):
+    def refuse_unfit_parts(self) -> None:
+        """Compare the classes that the plugins in use make with their contracts. Raises EnvironmentUnfitError.
+
+        Call this when their modules are loaded: some import them only when they run.
+        """
+        slots_of: dict[ModuleSource, set[str]] = {}
+        for slot, name in sorted(self.used):
+            slots_of.setdefault(self.entries[slot, name].source, set()).add(slot)
+        homes = {slot.contract.__module__: slot.name for slot in SLOTS.values()}
+        for source, slots in slots_of.items():
             package, version = Package(source.module), version_of(sys.modules[source.module])
-            for name in (one for one in late if package.has(one)):
-                classes = [one for one in vars(sys.modules[name]).values() if isinstance(one, type)]
-                for cls in (one for one in classes if one.__module__ == name and contracts_of(one)):
-                    for fault in package.findings(cls, version).faults:
-                        raise EnvironmentUnfitError(f"plugin {source}: {cls.__module__}.{cls.__qualname__}: {fault}")
+            for part in package.parts():
+                makers = {homes[one.__module__] for one in contracts_of(part) if one.__module__ in homes}
+                if makers and not makers & slots:
+                    continue
+                for fault in package.findings(part, version).faults:
+                    raise EnvironmentUnfitError(f"plugin {source}: {part.__module__}.{part.__qualname__}: {fault}")
 
     def names(self, slot: str) -> list[str]:
         """The names that the job file may use in `slot`."""
@@ -142,7 +146,6 @@ def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), prefe
             package = packages.setdefault(source.module.partition(".")[0], Package(source.module))
             for one in _collect(registry, slot, source, hook.function, package):
                 claims.setdefault((slot.name, one.cls.name), []).append(one)
-    registry.loaded.update(sys.modules)
     for key, claimants in claims.items():
         _settle(registry, key, claimants, prefer)
     for fault in registry.faults:
@@ -155,7 +158,6 @@ def _collect(
     registry: Registry, slot: Slot, source: ModuleSource, function: object, package: Package
 ) -> list[Registered]:
     """Call one registration hook of one module, so that a failure affects only that module. Returns its usable plugins."""
-    module = sys.modules[source.module]
     try:
         classes = function()  # type: ignore[operator]
     except Exception as error:  # a third party's code: its failure becomes a fault, not a traceback
@@ -165,13 +167,10 @@ def _collect(
         why = f"hook {slot.hook}: expected a list of {slot.contract.__name__} classes, found {classes!r}"
         registry.faults.append(Fault(source, "broken", why))
         return []
-    version = version_of(module)
-    parts = [one for one in package.classes(module) if not issubclass(one, Plugin)]
-    broken = [f"{one.__qualname__}: {fault}" for one in parts for fault in package.findings(one, version).faults]
-    registry.remarks += [Remark(source, text) for one in parts for text in package.findings(one, version).remarks]
+    version = version_of(sys.modules[source.module])
     usable = []
     for cls in classes:
-        fault = _class_fault(slot, cls, package, version, broken)
+        fault = _class_fault(slot, cls, package, version)
         if fault is not None:
             name = getattr(cls, "name", None)
             registry.faults.append(Fault(source, "broken", fault, (slot.name, name) if isinstance(name, str) else None))
@@ -204,8 +203,8 @@ def _settle(registry: Registry, key: tuple[str, str], claimants: Sequence[Regist
         registry.remarks.append(Remark(chosen.source, text, key))
 
 
-def _class_fault(slot: Slot, cls: object, package: Package, version: int | None, broken: Sequence[str]) -> str | None:
-    """The reason why `cls` cannot be a plugin of `slot`. broken: faults of the classes that it makes."""
+def _class_fault(slot: Slot, cls: object, package: Package, version: int | None) -> str | None:
+    """The reason why `cls` cannot be a plugin of `slot`."""
     expected = f"hook {slot.hook}: expected subclasses of {slot.contract.__name__}"
     if not isinstance(cls, type) or not issubclass(cls, slot.contract):
         return f"{expected}, found {cls!r}"
@@ -213,7 +212,7 @@ def _class_fault(slot: Slot, cls: object, package: Package, version: int | None,
         return f"{expected} with a `name`, and {cls.__qualname__} has none"
     called, missing = f"{cls.__qualname__} ({cls.name})", missing_members(cls)
     wrong = [f"{called} lacks {', '.join(missing)}"] if missing else []
-    wrong += [f"{called}: {fault}" for fault in package.findings(cls, version).faults] + [*broken]
+    wrong += [f"{called}: {fault}" for fault in package.findings(cls, version).faults]
     if wrong:
         return f"{expected}, and {'; '.join(wrong)}"
     taken = sorted({} if slot.inner else table_class(slot).model_fields.keys() & cls.Options.model_fields.keys())

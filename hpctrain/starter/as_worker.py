@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 
-from hpctrain.horovod.engine.variables import WORKER, of_launcher, of_place
+from hpctrain.horovod.engine.variables import WORKER, of_launcher, of_started
 
 
 def main(words: list[str]) -> None:
@@ -23,7 +23,7 @@ def main(words: list[str]) -> None:
     told = of_launcher(os.environ)
     rank = os.environ.get(WORKER) or told.get("HOROVOD_RANK", "0")
     if options.hosts:
-        told |= of_place(options.hosts.split(","), int(rank), by_name=WORKER in os.environ)
+        told |= of_started(options.hosts.split(","), int(rank), None if WORKER in os.environ else told)
     os.environ.update(told)
     if options.output:
         _write_to(os.path.join(options.output, f"rank.{rank.zfill(len(str(options.ranks - 1)))}"))

@@ -17,7 +17,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from hpctrain.transports import shared_memory
+from hpctrain.transports import ADDED, shared_memory
 
 _LONGEST = 2**16
 """The longest line, in bytes. A rank that sends more is no longer served."""
@@ -51,8 +51,10 @@ class PmiServer:
 
     def environment(self, rank: int) -> dict[str, str]:
         """The variables that MPI and hpctrain read, as MPICH's mpiexec sets them. Ranks that share a node need no port."""
+        added = shared_memory(os.environ)
         return {
-            **shared_memory(os.environ),
+            **added,
+            ADDED: " ".join(added),
             "PMI_FD": str(self._theirs[rank].fileno()),
             "PMI_RANK": str(rank),
             "PMI_SIZE": str(self._ranks),

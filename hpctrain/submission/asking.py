@@ -76,9 +76,11 @@ class Submitted:
         from hpctrain.plugins.registry import build_registry  # here: with the plugins it imports torch
 
         plugins = self._tables().get("plugins")
-        prefer = plugins.get("prefer") if isinstance(plugins, dict) else None
-        names = [name for name in prefer if isinstance(name, str)] if isinstance(prefer, list) else []
-        registry = build_registry(self.load, prefer=names)
+        lists = [plugins.get(key) if isinstance(plugins, dict) else None for key in ("block", "prefer")]
+        block, prefer = (
+            [one for one in names if isinstance(one, str)] if isinstance(names, list) else [] for names in lists
+        )
+        registry = build_registry(self.load, block, prefer)
         with blamed(registry):
             yield self._made(registry)
 

@@ -209,9 +209,9 @@ HANDS_OVER = """
 import torch
 from hpctrain.api import PluginState, hookimpl
 
-{decorated}
+@hookimpl
 def hpctrain_state():
-    return PluginState("mine", values=lambda: {{"mean": torch.ones(1)}})
+    return {state}
 
 @hookimpl
 def hpctrain_step_end(metrics):
@@ -220,13 +220,14 @@ def hpctrain_step_end(metrics):
 
 
 def test_tensors_that_hooks_hand_over_are_numbers_or_refused() -> None:
-    train(write("hands_one", HANDS_OVER.format(decorated="", elements=1)))
+    train(write("hands_one", HANDS_OVER.format(state=None, elements=1)))
     assert json.loads(Path("out/metrics.jsonl").read_text().splitlines()[0])["mine"] == 1.0
-    for decorated, elements, says in (
-        ("", 2, "a hook has put 'mine' into the metrics of step 1: found a Tensor of shape (2,), expected a number"),
-        ("@hookimpl", 1, "the state 'mine' of a plugin can't be saved: values.mean is a torch.Tensor; "),
+    mine = 'PluginState("mine", values=lambda: {"mean": torch.ones(1)})'
+    for state, elements, says in (
+        (None, 2, "a hook has put 'mine' into the metrics of step 1: found a Tensor of shape (2,), expected a number"),
+        (mine, 1, "the state 'mine' of a plugin can't be saved: values.mean is a torch.Tensor; "),
     ):
-        name = write(f"hands_{elements}_over", HANDS_OVER.format(decorated=decorated, elements=elements))
+        name = write(f"hands_{elements}_over", HANDS_OVER.format(state=state, elements=elements))
         with pytest.raises(TrainingError) as found:
             train(name, job={"output_dir": name})
         assert says in str(found.value)
@@ -466,9 +467,19 @@ class Misplaced(Hook):
     def hpctrain_step_end(self, step): ...
 
 
+class Passes(Hook):
+    name = "passes"
+
+    def start(self):
+        return Watch()
+
+    @hookimpl
+    def hpctrain_job_end(self): ...
+
+
 @hookimpl
 def hpctrain_hook():
-    return [Misspelt, Misplaced]
+    return [Misspelt, Misplaced, Passes]
 """
 
 
@@ -484,9 +495,9 @@ def hpctrain_hook():
 )
 def test_a_method_of_a_hook_that_nobody_would_call_is_refused(name: str, sentence: str) -> None:
     registry = build_registry([write("never_called", HOOKS)])
-    cls = registry.find("hook", name).cls
+    cls, passes = registry.find("hook", name).cls, registry.find("hook", "passes").cls
     with pytest.raises(UsageError) as found:
-        LifeCycle(registry, Identity(), [cls(cls.Options())])
+        LifeCycle(registry, Identity(), [passes(passes.Options()), cls(cls.Options())])
     assert str(found.value).startswith(f"[[hook]] name = {name!r}: {sentence}")
 
 

@@ -27,6 +27,7 @@ from hpctrain.foreign.dataset import ForeignDataset
 from hpctrain.foreign.samples import ForeignSamples
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
+from hpctrain.plugins.blame import failing_layer
 from hpctrain.seeded import derive_seed
 from hpctrain.watchdog.position import Position
 from hpctrain.watchdog.stand import stand_of
@@ -315,6 +316,16 @@ def test_an_error_of_shapes_names_the_layer_and_its_input() -> None:
         match=r"in the layer blocks\.1 of Crooked, Linear\(in_features=7, .*, on \(4, 4, 6\) float32, on a batch of ",
     ):
         hpctrain.run(job)
+
+
+def test_a_layer_that_can_not_be_shown_is_named() -> None:
+    class Unshown(torch.nn.Linear):
+        def extra_repr(self) -> str:
+            raise AttributeError
+
+    with pytest.raises(RuntimeError) as found:
+        torch.nn.Sequential(Unshown(2, 2))(torch.zeros(3, 3))
+    assert failing_layer(found.value.__traceback__) == ", in the layer 0 of Sequential, Unshown, on (3, 3) float32"
 
 
 def test_a_collate_that_can_not_be_is_told_before_the_start() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import plugin_api
@@ -48,11 +49,16 @@ class Site:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def install(self, distribution: str, entry_point: str, module: str, source: str, version: str = "1.2") -> None:
-        (self.path / f"{module}.py").write_text(source)
-        info = self.path / f"{distribution}-{version}.dist-info"
+    def install(self, distribution: str, entry_point: str, module: str, source: str, **submodules: str) -> None:
+        """submodules: the sources of those of a package, by name."""
+        files = {f"{module}/{name}": text for name, text in submodules.items()}
+        files[f"{module}/__init__" if submodules else module] = source
+        for name, text in files.items():
+            (self.path / name).parent.mkdir(exist_ok=True)
+            (self.path / f"{name}.py").write_text(text)
+        info = self.path / f"{distribution}-1.2.dist-info"
         info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
         (info / "entry_points.txt").write_text(f"[hpctrain]\n{entry_point} = {module}\n")
 
 
@@ -103,14 +109,20 @@ def test_two_of_one_name_are_refused_by_both_names_and_only_when_used(site: Site
 
 
 @pytest.mark.parametrize(
-    ("prefer", "said"), [("['bob-hpc']", "bob-hpc"), ("['acme-hpc']", "acme-hpc"), ("5", "claimed by")]
+    ("plugins", "said"),
+    [
+        ("prefer = ['bob-hpc']", "bob-hpc"),
+        ("prefer = ['acme-hpc']", "acme-hpc"),
+        ("block = ['acme-hpc']", "bob-hpc"),
+        ("prefer = 5", "claimed by"),
+    ],
 )
-def test_a_submitted_job_is_asked_about_with_the_launcher_that_it_prefers(site: Site, prefer: str, said: str) -> None:
+def test_a_submitted_job_is_asked_about_with_the_launcher_that_it_chose(site: Site, plugins: str, said: str) -> None:
     for owner in ("acme", "bob"):
         body = "def render(self, launch): ...\ndef submit(self, script, launch): ...\ndef cancel(self, id, directory): ...\n"
         body += f"def state(self, id): return JobState('done', 'says {owner}-hpc')\n"
         site.install(f"{owner}-hpc", "launcher.old", f"{owner}_queue", plugin("launcher", "Launcher", body))
-    (site.path / JOB_FILE).write_text(f"[plugins]\nprefer = {prefer}\n")
+    (site.path / JOB_FILE).write_text(f"[plugins]\n{plugins}\n")
     try:
         found = Submitted(site.path, Submission(target="old", id="1")).state().detail
     except EnvironmentUnfitError as error:
@@ -219,15 +231,6 @@ OLD: dict[str, tuple[str, str]] = {
         plugin("activation_checkpointing", "ActivationCheckpointing", "def apply(self, module, spec): ...\n"),
         "`apply` is called with (module, spec, replicas), and takes (module, spec) (it takes `replicas` as its third argument)",
     ),
-    "a compressor that settles": (
-        plugin(
-            "compression",
-            "LossyCompression",
-            "def compressor(self, bucket, group): return Sum(bucket, group)\n",
-            "class Sum(Compressor):\n    def all_reduce(self, gradients, scale): ...\n    def settle(self): self.settle_all()\n",
-        ),
-        f"Sum: {NO_LONGER} `settle`: it is `consolidate()` now",
-    ),
     "a precision with a scale": (
         plugin(
             "precision",
@@ -276,6 +279,10 @@ OLD: dict[str, tuple[str, str]] = {
         "HPCTRAIN_API = 1\n" + plugin("logger", "Logger", "def open(self, output_dir, resumed_step): ...\n"),
         "`open` has changed in plugin API version 2: it returns a `LogWriter`",
     ),
+    "a method that takes an argument by name only": (
+        plugin("schedule", "Schedule", "def factor(self, step: int, *, steps: int) -> float: ...\n"),
+        "`factor` is called with (step, steps), and takes (step, *, steps)",
+    ),
     "a hook without its mark": (
         plugin("schedule", "Schedule", "def factor(self, step, steps): ...\n", "def hpctrain_step_end(step): ...\n"),
         "it has the function 'hpctrain_step_end' without the mark of hpctrain.api.hookimpl, so nobody calls it",
@@ -299,6 +306,36 @@ def test_an_old_plugin_is_refused_with_what_to_write_instead(site: Site, kind: s
 
 
 HELPERS = """
+import functools
+import logging
+from torch import nn
+
+HPCTRAIN_API = 2
+
+class Lines(Logger):
+    name = "lines"
+    def open(self, output_dir, resumed_step): return Writer(self)
+    def log(self, row): "Called by a function of the same name."
+    def close(self): ...
+
+class Writer(LogWriter, logging.Handler):
+    def __init__(self, owner): self.owner = owner
+    def log(self, row): self.owner.log(row)
+    def close(self): self.owner.close()
+    def emit(self, record, other): "The logging module's own business."
+
+class Net(nn.Module, ModelSpec):
+    name = "net"
+    def build(self): ...
+    def forward(self, ids, mask): "Fits the contract, not nn.Module."
+    def count(self, batch): ...
+    def loss(self, outputs, batch): ...
+
+def given(function):
+    @functools.wraps(function)
+    def inner(self, step, steps): return function(self, step, steps, 1)
+    return inner
+
 class Sum(Compressor):
     def all_reduce(self, gradients, scale): self.settle(gradients)
     def settle(self, gradients): "Its own: another contract's name with other parameters."
@@ -306,7 +343,8 @@ class Sum(Compressor):
 
 class Row(Schedule):
     name = "row"
-    def factor(self, step, steps): return self.factors(step) + self.missin
+    @given
+    def factor(self, step, steps, more): return self.factors(step) + self.missin
     def factors(self, step): "Close to a name that the class has."
     def problem(self): "Close to a name, and used."
     missin = property(problem)
@@ -314,6 +352,12 @@ class Row(Schedule):
     def _problems(self): ...
 
 def hpctrain_version(): "Close to no hook."
+
+def __dir__(): return [*globals(), "hpctrain_metric"]
+def __getattr__(name):
+    "Makes it when asked, as lazy_loader does."
+    if name != "hpctrain_metric": raise AttributeError(name)
+    return hookimpl(specname=name)(lambda: [])
 """
 
 
@@ -322,11 +366,24 @@ def test_helpers_of_a_plugin_are_its_own_business(site: Site) -> None:
     source = plugin(
         "compression", "LossyCompression", "def compressor(self, bucket, group): return Sum(bucket, group)", HELPERS
     )
-    source += "\n@hookimpl\ndef hpctrain_schedule():\n    return [Row]\n"
+    for slot, name in (("schedule", "Row"), ("logger", "Lines"), ("model", "Net")):
+        source += f"\n@hookimpl\ndef hpctrain_{slot}():\n    return [{name}]\n"
     site.install("acme-hpc", "compression.old", "acme_helpers", source)
+    body = "parameter_dtype = None\ndef forward(self, device): ...\ndef scale(self, amount): ...\n"
+    body += "def start(self):\n    from acme_scaled._impl import scaler\n    return scaler(self)\n"
+    impl = "def scaler(precision): precision.scale(2)\n"
+    site.install("acme-scaled", "precision.old", "acme_scaled", plugin("precision", "Precision", body), _impl=impl)
     registry = build_registry()
-    assert registry.find("compression", "old") and registry.find("schedule", "row")
-    assert registry.told() == [] and not registry.faults
+    assert not registry.faults, registry.faults
+    for slot, name in (("compression", "old"), ("schedule", "row"), ("logger", "lines"), ("model", "net")):
+        assert registry.find(slot, name)
+    registry.refuse_unfit_parts()
+    assert registry.told() == []
+    made = registry.find("precision", "old").cls
+    (line,) = registry.told()
+    assert "Old has 'scale', which plugin API version 2 does not call: `start()` returns a `LossScaler`" in line
+    registry.make(made, made.Options()).start()
+    assert not build_registry().remarks, "the module that calls it is loaded"
 
 
 def test_an_old_plugin_gives_its_name_to_one_of_hpctrain_with_a_line(site: Site) -> None:
@@ -347,10 +404,7 @@ def test_an_old_plugin_gives_its_name_to_one_of_hpctrain_with_a_line(site: Site)
 
 
 def test_what_resembles_a_method_is_told_where_the_plugin_is_used(site: Site) -> None:
-    body = (
-        SPEC
-        + "def problem(self, plan): ...\ndef flop(self, batch): ...\ndef targets(self, batch): return self.targets\n"
-    )
+    body = SPEC + "def problem(self, plan): ...\ndef flop(self, batch): ...\ndef targets(self, batch): ...\n"
     site.install("acme-hpc", "model.old", "acme_close", plugin("model", "ModelSpec", body))
     registry = build_registry()
     assert registry.told() == []
@@ -362,31 +416,27 @@ def test_what_resembles_a_method_is_told_where_the_plugin_is_used(site: Site) ->
     ]
 
 
-def test_what_a_plugin_imports_later_is_compared_before_the_first_step(site: Site) -> None:
-    (site.path / "acme_late").mkdir()
-    (site.path / "acme_late" / "__init__.py").write_text(
-        plugin(
-            "compression",
-            "LossyCompression",
-            "def compressor(self, bucket, group):\n    from acme_late.sums import Sum\n    return Sum(bucket, group)\n",
-        )
+def test_what_a_plugin_makes_is_compared_before_the_first_step(site: Site) -> None:
+    """Its class may be imported late, and is of no concern to the other plugins of the module."""
+    source = plugin(
+        "compression",
+        "LossyCompression",
+        "def compressor(self, bucket, group):\n    from acme_late.sums import Sum\n    return Sum(bucket, group)\n",
     )
-    (site.path / "acme_late" / "sums.py").write_text(
-        f"{API}class Sum(Compressor):\n    def all_reduce(self, gradients, scale): ...\n    def settle(self): ...\n"
-    )
-    (site.path / "acme_late-1.dist-info").mkdir()
-    (site.path / "acme_late-1.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: acme-late\nVersion: 1\n"
-    )
-    (site.path / "acme_late-1.dist-info" / "entry_points.txt").write_text("[hpctrain]\ncompression.late = acme_late\n")
-    registry = build_registry()
+    source += "\nclass Row(Schedule):\n    name = 'row'\n    def factor(self, step, steps): ...\n"
+    source += "\n@hookimpl\ndef hpctrain_schedule():\n    return [Row]\n"
+    sums = f"{API}class Sum(Compressor):\n    def all_reduce(self, gradients, scale): ...\n    def settle(self): ...\n"
+    site.install("acme-late", "compression.late", "acme_late", source, sums=sums)
+    registry, other = build_registry(), build_registry()
+    assert other.find("schedule", "row")
     made = registry.make(registry.find("compression", "old").cls, CompressionOptions())
-    registry.refuse_late_imports()
+    registry.refuse_unfit_parts()
     made.compressor(None, None)
+    other.refuse_unfit_parts()
     with pytest.raises(
-        EnvironmentUnfitError, match=r"acme-late 1, .*: acme_late\.sums\.Sum: .*`settle`: it is `consolidate"
+        EnvironmentUnfitError, match=r"acme-late 1\.2, .*: acme_late\.sums\.Sum: .*`settle`: it is `consolidate"
     ):
-        registry.refuse_late_imports()
+        registry.refuse_unfit_parts()
 
 
 def test_the_interface_is_that_of_its_version() -> None:
@@ -423,8 +473,17 @@ def test_a_changed_interface_is_seen(
     assert plugin_api.main() == 0 and plugin_api.recorded() == (API_VERSION, lines)
 
 
+@pytest.fixture
+def _heeding() -> Iterator[None]:
+    """A background job of a shell ignores SIGINT, and Python with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_heeding")
 def test_a_signal_ends_an_import_that_survives_what_its_module_raises(site: Site) -> None:
-    (site.path / "waits.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n")
+    (site.path / "waits.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     (site.path / "raises.py").write_text("raise KeyboardInterrupt\n")
     for use in (lambda module: build_registry([module]), lambda module: resolve(f"{module}:Net")):
         with pytest.raises((UsageError, EnvironmentUnfitError), match="KeyboardInterrupt"):

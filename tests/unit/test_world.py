@@ -13,10 +13,10 @@ import pytest
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import EnvironmentUnfitError
-from hpctrain.horovod.engine.variables import of_launcher, of_place
+from hpctrain.horovod.engine.variables import of_launcher, of_place, of_started
 from hpctrain.launcher_variables import set_variables
 from hpctrain.starter.pmi import PmiServer
-from hpctrain.transports import share_node, shared_memory
+from hpctrain.transports import ADDED, forget, share_node, shared_memory
 from hpctrain.world.detection import detect, fallback_notice, launched, launcher_name, started_by_srun
 from hpctrain.world.launcher_channel import on_terminal
 from hpctrain.world.meeting import compare_ranks
@@ -158,6 +158,22 @@ def test_scripts_over_mpi_find_the_variables_of_pals_and_flux() -> None:
         ({**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "8"}, False),
         # Open MPI's or MPICH's mpiexec over two nodes, from a task on one
         ({**SRUN, "SLURM_STEP_NUM_NODES": "1", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"}, False),
+        # srun over two nodes, from a driver under mpirun -n 1
+        (
+            {**SRUN, "SLURM_STEP_NUM_NODES": "2", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            False,
+        ),
+        # mpiexec on this node, from a shell in a step
+        (
+            {
+                **SRUN,
+                "SLURM_STEP_NUM_NODES": "1",
+                "SLURM_STEP_NUM_TASKS": "1",
+                "PMI_SIZE": "8",
+                "MPI_LOCALNRANKS": "8",
+            },
+            True,
+        ),
         ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "1", "PMI_SIZE": "2"}, True),
         ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2", "PMI_SIZE": "2"}, False),
     ],
@@ -170,6 +186,17 @@ def test_the_transport_that_a_user_chose_stays() -> None:
     assert shared_memory({}) == {"UCX_TLS": "self,sm", "FI_PROVIDER": "shm", "OMPI_MCA_btl": "^tcp"}
     assert "UCX_TLS" not in shared_memory({"UCX_TLS": "tcp"}) | shared_memory({"UCX_NET_DEVICES": "mlx5_0:1"})
     assert shared_memory({"UCX_TLS": "", "FI_PROVIDER": "tcp", "OMPI_MCA_btl": "self,tcp"}) == {}
+
+
+def test_the_ranks_pass_no_transport_on_that_the_starter_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of several nodes that a script submits would take it."""
+    monkeypatch.setenv("FI_PROVIDER", "tcp")
+    server = PmiServer(1)
+    environment = {**os.environ, **server.environment(0)}
+    assert environment["UCX_TLS"] == "self,sm"
+    forget(environment, {"OMPI_MCA_btl": "^tcp"})
+    server.started()
+    assert environment["FI_PROVIDER"] == "tcp" and not {"UCX_TLS", "OMPI_MCA_btl", ADDED} & environment.keys()
 
 
 def test_horovods_variables_of_a_launcher_and_of_places() -> None:
@@ -186,6 +213,12 @@ def test_horovods_variables_of_a_launcher_and_of_places() -> None:
     ):  # fmt: skip
         place = of_place(["b", "b", "c", "a"], rank, by_name)
         assert [place[f"HOROVOD_{name}"] for name in names] == expected.split(), (rank, by_name)
+    hosts = ["a", "a", "b", "b"]
+    for local, placed in (("0", True), ("1", False)):  # mapped by slot, and by node
+        told = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": local}
+        assert bool(of_started(hosts, 2, of_launcher(told))) is placed
+    assert of_started(hosts, 2, None) == of_place(hosts, 2, by_name=True)
+    assert not of_started(["a"], 2, of_launcher(told)), "the launcher has started more"
 
 
 def test_pals_starts_ranks() -> None:

@@ -110,6 +110,18 @@ def of_place(hosts: Sequence[str], rank: int, by_name: bool) -> dict[str, str]:
     return {f"HOROVOD_{name}": str(number) for name, number in numbers.items()} | {"HOROVOD_HOSTNAME": host}
 
 
+def of_started(hosts: Sequence[str], rank: int, told: Mapping[str, str] | None) -> dict[str, str]:
+    """The variables of a rank that horovodrun has started; none where its launcher has placed the ranks otherwise.
+
+    told: what the launcher has told of it; None without one.
+    """
+    if told is not None and told.get("HOROVOD_SIZE") != str(len(hosts)):
+        return {}
+    place = of_place(hosts, rank, by_name=told is None)
+    agree = told is None or all(told.get(name) == place[name] for name in ("HOROVOD_RANK", "HOROVOD_LOCAL_RANK"))
+    return place if agree else {}
+
+
 def settle(world: World, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables of this worker; rank 0 tells those that have no effect, each once."""
     if world.rank == 0:
