@@ -111,9 +111,9 @@ def test_two_of_one_name_are_refused_by_both_names_and_only_when_used(site: Site
 @pytest.mark.parametrize(
     ("plugins", "said"),
     [
-        ("prefer = ['bob-hpc']", "bob-hpc"),
-        ("prefer = ['acme-hpc']", "acme-hpc"),
-        ("block = ['acme-hpc']", "bob-hpc"),
+        ("prefer = ['bob-hpc']", "says bob-hpc"),
+        ("prefer = ['acme-hpc']", "says acme-hpc"),
+        ("block = ['acme-hpc']", "says bob-hpc"),
         ("prefer = 5", "claimed by"),
     ],
 )
