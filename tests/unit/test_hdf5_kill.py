@@ -60,7 +60,9 @@ def test_kill_9_never_leaves_a_torn_checkpoint_that_is_taken(tmp_path: Path, cap
     context = multiprocessing.get_context("forkserver")  # imports torch once for all the children
     context.set_forkserver_preload(["torch", "hpctrain.checkpoint.store", "hpctrain_plugins.checkpoint.hdf5"])
     chance, last, suffixes = random.Random(0), 0, set[str]()
-    for _ in range(KILLS):
+    for round in range(4 * KILLS):
+        if round >= KILLS and last > 5 and ".tmp" in suffixes:
+            break  # on a busy machine some children are killed before they have saved anything
         here, there = context.Pipe()
         child = context.Process(target=save_for_ever, args=(tmp_path, there))
         child.start()
@@ -74,6 +76,6 @@ def test_kill_9_never_leaves_a_torn_checkpoint_that_is_taken(tmp_path: Path, cap
         assert found is not None or last == 0
         assert found is None or found.step >= last
         last = found.step if found else last
-    assert last > 5  # it went on, however slow the disk is
+    assert last > 5  # it went on
     assert ".tmp" in suffixes  # and was interrupted while writing
     assert caplog.messages == []
