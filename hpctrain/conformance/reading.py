@@ -21,12 +21,14 @@ from hpctrain.json_values import encode
 
 _BYTES = 8 * 2**20
 """The most that a rank reads: the smallest pieces, as long as they fit."""
+_READERS = 8
+"""Ranks that read, spread over all, and the last one: each may open the files of every rank."""
 
 
 def refuse_other_reading(format: CheckpointFormat, directory: Path, state: State, group: dist.ProcessGroup) -> None:
     """Raises ContractError on all ranks unless `directory` reads as `state` says. Collective over `group`.
 
-    Rank 0 compares the values and the names; each rank the bytes of its smallest pieces, at least of one.
+    Rank 0 compares the values and the names; some ranks the bytes of their smallest pieces, at least of one.
     """
     try:
         share(group, lambda: _refuse_other_values(format, directory, state))
@@ -58,7 +60,9 @@ def _refuse_other_bytes(
     format: CheckpointFormat, directory: Path, pieces: Sequence[Piece], group: dist.ProcessGroup
 ) -> None:
     chosen: list[Piece] = []
-    for piece in sorted(pieces, key=lambda one: one.tensor.nbytes):
+    between = -(-group.size() // _READERS)
+    reads = group.rank() % between == 0 or group.rank() == group.size() - 1
+    for piece in sorted(pieces if reads else (), key=lambda one: one.tensor.nbytes):
         if chosen and sum(one.tensor.nbytes for one in chosen) + piece.tensor.nbytes > _BYTES:
             break
         chosen.append(piece)
