@@ -59,11 +59,12 @@ def _refuse_other_values(format: CheckpointFormat, directory: Path, state: State
 def _refuse_other_bytes(
     format: CheckpointFormat, directory: Path, pieces: Sequence[Piece], group: dist.ProcessGroup
 ) -> None:
-    chosen: list[Piece] = []
+    chosen, taken = list[Piece](), 0
     between = -(-group.size() // _READERS)
     reads = group.rank() % between == 0 or group.rank() == group.size() - 1
     for piece in sorted(pieces if reads else (), key=lambda one: one.tensor.nbytes):
-        if chosen and sum(one.tensor.nbytes for one in chosen) + piece.tensor.nbytes > _BYTES:
+        taken += piece.tensor.nbytes
+        if chosen and taken > _BYTES:
             break
         chosen.append(piece)
     read = [replace(one, tensor=torch.zeros_like(one.tensor, memory_format=torch.contiguous_format)) for one in chosen]

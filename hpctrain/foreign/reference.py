@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.plugins.discovery import Interrupted, import_from_here
+from hpctrain.plugins.discovery import RAISED, Interrupted, import_from_here
 
 OBJECTS = "python"
 """The module's name in a reference to an object that a Python program gave to `hpctrain.run`."""
@@ -37,12 +37,7 @@ def resolve(reference: str) -> Callable[..., Any]:
         found: Any = import_from_here(module_name)
     except Interrupted:
         raise
-    except (
-        Exception,
-        SystemExit,
-        GeneratorExit,
-        KeyboardInterrupt,
-    ) as error:  # the user's module may raise anything at import
+    except RAISED as error:  # the user's module may raise anything at import
         raise UsageError(f"{reference}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     for part in path.split("."):
         if not hasattr(found, part):

@@ -126,12 +126,7 @@ def _register(manager: pluggy.PluginManager, source: ModuleSource) -> str | None
         return f"the module cannot be imported: {error}"
     except Interrupted:
         raise
-    except (
-        Exception,
-        SystemExit,
-        GeneratorExit,
-        KeyboardInterrupt,
-    ) as error:  # a third party's import must not end the command
+    except RAISED as error:  # a third party's import must not end the command
         return f"importing it raised {type(error).__name__}: {error}"
     wanted = version_of(module)
     if wanted is not None and (type(wanted) is not int or wanted > API_VERSION):
@@ -182,6 +177,10 @@ def import_from_here(module: str) -> ModuleType:
         sys.path.insert(0, here)
     offer()
     return imported(module)
+
+
+RAISED = (Exception, SystemExit, GeneratorExit, KeyboardInterrupt)
+"""What a module of somebody else's may raise at its import."""
 
 
 class Interrupted(KeyboardInterrupt):
