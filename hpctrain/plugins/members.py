@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel
 
@@ -61,21 +62,21 @@ class Package:
         return [one for name, one in list(sys.modules.items()) if self.has(name) and isinstance(one, ModuleType)]
 
     @cached_property
-    def _code(self) -> list[CodeType | None]:
-        """The code of its modules; None for one that is not loaded, or not Python's."""
+    def _read(self) -> list[frozenset[str] | None]:
+        """What each of its modules reads; None for one that is not loaded, or not Python's."""
         loaded = {module.__name__: list(vars(module).get("__path__", ())) for module in self.modules}
         there = {info.name for name, folders in loaded.items() for info in pkgutil.iter_modules(folders, f"{name}.")}
-        return [_code(module) for module in self.modules] + [None] * len(there - loaded.keys())
+        return [_names_in(module) for module in self.modules] + [None] * len(there - loaded.keys())
 
     @cached_property
     def uses(self) -> set[str]:
         """The names that the code of its loaded modules reads."""
-        return {name for code in self._code for name in _read(code)}
+        return {name for names in self._read for name in names or ()}
 
     @property
     def is_known(self) -> bool:
         """Whether `uses` has all names that the package reads: its modules are loaded, and their code can be read."""
-        return None not in self._code
+        return None not in self._read
 
     def parts(self) -> list[type]:
         """The classes of contracts in its loaded modules that are no plugins themselves: plugins make them."""
@@ -225,10 +226,20 @@ def _code(module: ModuleType) -> CodeType | None:
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_NAME", "LOAD_GLOBAL", "IMPORT_FROM")
 
 
-def _read(code: CodeType | None) -> Iterator[str]:
+_names: WeakKeyDictionary[ModuleType, frozenset[str] | None] = WeakKeyDictionary()
+"""What the loaded modules read: their code stays as it is, and a fork server reads it for all of its ranks."""
+
+
+def _names_in(module: ModuleType) -> frozenset[str] | None:
+    """The names that a loaded module reads; None if its code can't be read."""
+    if module not in _names:
+        code = _code(module)
+        _names[module] = None if code is None else frozenset(_read(code))
+    return _names[module]
+
+
+def _read(code: CodeType) -> Iterator[str]:
     """The names that code reads."""
-    if code is None:
-        return
     yield from (str(one.argval) for one in dis.get_instructions(code) if one.opname in _READS)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
