@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 _OF_A_RANK = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "PMI_", "PMIX_", "MPI_LOCAL",
-    "OMPI_COMM_", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HPCTRAIN_STARTED_IN", "SLURM_PROCID", "SLURM_LOCALID",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "PMI_", "PMIX_",
+    "MPI_LOCAL", "OMPI_COMM_", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HPCTRAIN_STARTED_IN", "SLURM_PROCID",
+    "SLURM_LOCALID",
 )  # fmt: skip
 """Beginnings of variables that differ between ranks, or that only a rank has."""
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/hl", "/dev/neuron")
@@ -91,8 +92,8 @@ def variables_of_ranks() -> Iterator[list[str]]:
             _note(key, touched)
             super().__setitem__(key, value)
 
-    environment: MutableMapping[str, str] = os.environ
-    environment.__class__ = Watched  # type: ignore[assignment]
+    environment: Any = os.environ
+    environment.__class__ = Watched
     try:
         yield touched
     finally:
@@ -131,9 +132,9 @@ def _children() -> set[str]:
 
 def _random_states() -> dict[str, Any]:
     """The states of the random numbers that a rank does not begin anew with each use."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    of_numpy: Any = np.random.get_state(legacy=False)
     return {
         "random": random.getstate(),
-        "numpy": (kind, keys.tobytes(), *rest),  # type: ignore[union-attr]
+        "numpy": {**of_numpy, "state": {key: np.asarray(value).tobytes() for key, value in of_numpy["state"].items()}},
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
