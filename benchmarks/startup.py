@@ -74,7 +74,7 @@ if dist.get_rank() == 0:
     print("step 1/1", flush=True)
 dist.destroy_process_group()
 """
-_POLL = 0.1  # seconds
+_POLL, _LOOK = 0.1, 0.005  # seconds
 _KILLED_OF = 4
 """Ranks of a start in which one is killed."""
 
@@ -184,40 +184,36 @@ def measure(ranks: int, directory: str, rounds: int) -> list[Row]:
 
 
 def restart(start: str, directory: str, number: int) -> Restart:
-    """Kill rank 1 of 4 after its third step."""
-    words = commands(_KILLED_OF, f"restart-{start}-{number}")[1][1]
-    words += [
-        "--restarts",
-        "1",
-        "--set",
-        "job.steps=8",
-        "--set",
-        "checkpoint.every_steps=1",
-        "--set",
-        f"job.start={start}",
-    ]
+    """Kill rank 1 of 4 when there are checkpoints."""
+    output = f"restart-{start}-{number}"
+    words = commands(_KILLED_OF, output)[1][1] + ["--restarts", "1"]
+    for key in ("job.steps=100000", f"job.start={start}", "checkpoint.every_steps=1", "checkpoint.keep=1"):
+        words += ["--set", key]
     process = subprocess.Popen(words, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
-    times: dict[str, float] = {}
+    at: list[float] = []
     for line in process.stdout:
         now = time.perf_counter()
-        if line.startswith("step 3/") and not times:
+        if not at and line.startswith("step "):
+            while not Path(directory, output, "checkpoints", "latest").exists():
+                time.sleep(_POLL)
             below = psutil.Process(process.pid).children(recursive=True)
             ranks = [one for one in below if "--started-by" in one.cmdline()]
-            times["kill"] = time.perf_counter()
+            at.append(time.perf_counter())
             ranks[1].kill()
-            psutil.wait_procs(
-                [ranks[0], *ranks[2:]], 60, callback=lambda _: times.setdefault("detect", time.perf_counter())
-            )
-        elif "detect" in times and line.startswith("starting "):
-            times["stop"] = now
-        elif "stop" in times and not line.startswith("hpctrain:"):
-            times.setdefault("begin", now)
-            if line.startswith("step "):
-                times.setdefault("load", now)
-    if process.wait() or "load" not in times:
-        raise SystemExit(f"{' '.join(words)} ended with {process.returncode}, and saw {', '.join(times)}")
-    at = [times[key] for key in ("kill", "detect", "stop", "begin", "load")]
+            while all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in (ranks[0], *ranks[2:])):
+                time.sleep(_LOOK)
+            at.append(time.perf_counter())
+        elif len(at) == 2 and line.startswith("starting "):
+            at.append(now)
+        elif len(at) == 3:
+            at.append(now)
+        elif len(at) == 4 and line.startswith("step "):
+            at.append(now)
+            process.terminate()
+    process.wait()
+    if len(at) < 5:
+        raise SystemExit(f"{' '.join(words)} ended with {process.returncode} too early")
     return Restart(start, *(after - before for before, after in itertools.pairwise(at)))
 
 
