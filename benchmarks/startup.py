@@ -204,9 +204,7 @@ def restart(start: str, directory: str, number: int) -> Restart:
             while all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in (ranks[0], *ranks[2:])):
                 time.sleep(_LOOK)
             at.append(time.perf_counter())
-        elif len(at) == 2 and line.startswith("starting "):
-            at.append(now)
-        elif len(at) == 3:
+        elif (len(at) == 2 and line.startswith("starting ")) or len(at) == 3:
             at.append(now)
         elif len(at) == 4 and line.startswith("step "):
             at.append(now)

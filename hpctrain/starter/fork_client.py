@@ -16,8 +16,8 @@ from typing import Any
 
 from hpctrain.errors import EnvironmentUnfitError
 from hpctrain.starter.fork_server import LONGEST
-from hpctrain.starter.forking import ROOM, ROOM_VARIABLE
 from hpctrain.starter.supervised import how
+from hpctrain.world.command_line import ROOM, ROOM_VARIABLE
 
 _IMPORT_SECONDS = 300.0
 """Limit of all imports."""

@@ -20,7 +20,8 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from hpctrain.starter.forking import ROOM_VARIABLE, become_rank, end_with_parent
+from hpctrain.starter.forking import become_rank, end_with_parent
+from hpctrain.world.command_line import ROOM_VARIABLE
 
 LONGEST = 2**17
 """The longest message, in bytes."""

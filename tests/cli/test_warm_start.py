@@ -60,8 +60,8 @@ def counting(job: JobFile) -> JobFile:
     job.tables["model"] = {"name": "mine:model", "loss": "mine:loss"}
     job.tables["dataset"] = {"name": "mine_data:tokens"}
     (job.directory / "mine_data.py").write_text(
-        "import torch\n\n\ndef tokens(split):\n    data = torch.arange(480 * 8).view(480, 8) % 64\n"
-        "    return [(row, row.roll(1)) for row in data]\n"
+        "import torch\nfrom torch.utils.data import TensorDataset\n\n\ndef tokens(split):\n"
+        "    data = torch.arange(480 * 8).view(480, 8) % 64\n    return TensorDataset(data, data.roll(1, 1))\n"
     )
     return job.set(environment={"OMP_THREAD_LIMIT": "77"})
 
@@ -191,6 +191,39 @@ def test_a_module_that_cannot_be_imported_is_reported_as_ever(counting: JobFile)
     (counting.directory / "mine.py").write_text("import does_not_exist\n")
     forked, spawned = train(counting), train(counting, "--set", "job.start=spawn")
     assert forked.code == spawned.code == 2 and forked.err == spawned.err and "does_not_exist" in forked.err, forked
+
+
+def test_workers_are_forked_and_end_with_a_killed_rank(counting: JobFile) -> None:
+    """Where ranks are forked, the server has imported their data, too."""
+    data = counting.directory / "mine_data.py"
+    data.write_text("open('reads', 'a').write('read ')\n" + data.read_text())
+    counting.set(dataset={"workers": 2}, evaluation={"every_steps": 2, "batches": 1})
+    forked = train(counting, "--set", "job.output_dir=forked")
+    assert forked.code == 0 and (counting.directory / "reads").read_text() == "read ", forked
+    alone = train(counting, "--set", "job.output_dir=alone", "--set", "dataset.workers=0")
+    assert alone.code == 0 and counting.losses("alone") == counting.losses("forked"), alone
+    counting.sleeps(0.1).set(plugins={"load": ["slow"]}, job={"steps": 400})
+    with started(hpctrain("run", "job.toml", "-n", "3"), counting.directory) as command:
+        counting.wait_for_steps(1)
+        assert len(command.ranks()) == 3 and len(command.members()) > 3 + 3 * 3
+        command.ranks()[1].kill()
+        assert command.finish(60).code == 4
+
+
+def test_workers_start_anew_where_a_server_cannot_be_sent_the_data(counting: JobFile) -> None:
+    data = counting.directory / "mine_data.py"
+    data.write_text(
+        data.read_text().replace("TensorDataset(data, data.roll(1, 1))", "[(row, row.roll(1)) for row in data]")
+    )
+    for workers in (0, 1):
+        words = hpctrain(
+            "run", "job.toml", "--set", f"dataset.workers={workers}", "--set", f"job.output_dir=with-{workers}"
+        )
+        done = run(words, counting.directory)
+        assert done.code == 0, done
+    assert counting.losses("with-0") == counting.losses("with-1")
+    log = (counting.directory / "with-1" / "log" / "rank-00000.log").read_text()
+    assert "more tensors than a fork server takes: 1 workers start anew" in log
 
 
 def test_a_killed_starter_leaves_nothing(counting: JobFile) -> None:
