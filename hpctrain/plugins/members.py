@@ -59,7 +59,9 @@ class Package:
     @property
     def modules(self) -> list[ModuleType]:
         """Those of its modules that are loaded."""
-        return [one for name, one in list(sys.modules.items()) if self.has(name) and isinstance(one, ModuleType)]
+        top, inside = self.top, f"{self.top}."
+        found = [one for name, one in list(sys.modules.items()) if name == top or name.startswith(inside)]
+        return [one for one in found if isinstance(one, ModuleType)]
 
     @cached_property
     def _read(self) -> list[frozenset[str] | None]:
