@@ -18,6 +18,7 @@ from functools import partial
 from multiprocessing import forkserver, util
 from typing import Any, NoReturn
 
+from hpctrain.world import threads
 from hpctrain.world.command_line import show
 from hpctrain.world.stopping import STOPPING, keep_from_children
 
@@ -57,9 +58,7 @@ def _fork(start: Any, path: Any, words: Sequence[Any], descriptors: Sequence[int
             _serve([os.fsdecode(word) for word in words], descriptors)
         finally:
             os._exit(1)
-    if (
-        len(os.listdir("/proc/self/task")) == 1
-    ):  # those that OpenBLAS had have ended before the fork, as it provides for
+    if threads.others() == 0:  # those that OpenBLAS had have ended before the fork, as it provides for
         return pid
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
