@@ -44,6 +44,7 @@ class Package:
     def __init__(self, module: str) -> None:
         self.top = module.partition(".")[0]
         self._findings: dict[tuple[type, int | None], Findings] = {}
+        self._reads: dict[str, bool] = {}
 
     def findings(self, cls: type, version: int | None) -> Findings:
         """Compare `cls` with its contracts. version: the one that its module states."""
@@ -68,13 +69,24 @@ class Package:
         return [_code(module) for module in self.modules] + [None] * len(there - loaded.keys())
 
     @cached_property
-    def uses(self) -> set[str]:
-        """The names that the code of its loaded modules reads."""
-        return {name for code in self._code for name in _read(code)}
+    def _naming(self) -> dict[str, list[CodeType]]:
+        """The code of its loaded modules and their functions by the names in it."""
+        naming: dict[str, list[CodeType]] = {}
+        for code in filter(None, self._code):
+            for part in _parts(code):
+                for name in part.co_names:
+                    naming.setdefault(name, []).append(part)
+        return naming
+
+    def reads(self, name: str) -> bool:
+        """Whether the code of its loaded modules reads `name`."""
+        if name not in self._reads:  # instructions are read for few names: those of a package take half a second
+            self._reads[name] = any(_reads(code, name) for code in self._naming.get(name, ()))
+        return self._reads[name]
 
     @property
     def is_known(self) -> bool:
-        """Whether `uses` has all names that the package reads: its modules are loaded, and their code can be read."""
+        """Whether `reads` knows all of the package: its modules are loaded, and their code can be read."""
         return None not in self._code
 
     def parts(self) -> list[type]:
@@ -107,7 +119,7 @@ def _judge(cls: type, package: Package, version: int | None) -> Findings:
     defined = {name: value for base in reversed(own) for name, value in vars(base).items() if not name.startswith("_")}
     faults, former, remarks = [], [], []
     for name, value in defined.items():
-        changes, used = changes_of(names, name), name in package.uses
+        changes = changes_of(names, name)
         if any(name in vars(base) or (_is_contract(base) and name in inspect.get_annotations(base)) for base in others):
             faults += [
                 f"`{name}` has changed in plugin API version {c.version}: {c.instead}"
@@ -122,13 +134,14 @@ def _judge(cls: type, package: Package, version: int | None) -> Findings:
             last = changes[-1]
             is_older = version is None or version < last.version
             is_old = is_older and last.parameters is not None and last.parameters == _parameters(value)
+            used = package.reads(name)
             if is_old or (not used and package.is_known):
                 former.append((name, last.instead))
             elif not used:
                 remarks.append(f"{cls.__qualname__} has {name!r}, {_NOT_CALLED}: {last.instead}")
         else:
             near = _near(cls, name, contracts, defined)
-            remarks += near if near and not used else []
+            remarks += near if near and not package.reads(name) else []
     for instead in dict.fromkeys(instead for _, instead in former):
         gone = ", ".join(f"`{name}`" for name, why in former if why == instead)
         faults.append(f"plugin API version {API_VERSION} does not call {gone}: {instead}")
@@ -154,7 +167,7 @@ def unmarked_hooks(holder: object, hooks: list[str], package: Package) -> list[s
         if not isinstance(value, FunctionType) or hasattr(value, "hpctrain_impl"):
             continue
         meant = near_hook(name, hooks)
-        if meant is None or name in package.uses:
+        if meant is None or package.reads(name):
             continue
         if name in hooks:
             said.append(f"it has the function {name!r} without the mark of hpctrain.api.hookimpl, so nobody calls it")
@@ -225,11 +238,13 @@ def _code(module: ModuleType) -> CodeType | None:
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_NAME", "LOAD_GLOBAL", "IMPORT_FROM")
 
 
-def _read(code: CodeType | None) -> Iterator[str]:
-    """The names that code reads."""
-    if code is None:
-        return
-    yield from (str(one.argval) for one in dis.get_instructions(code) if one.opname in _READS)
+def _reads(code: CodeType, name: str) -> bool:
+    return any(one.opname in _READS and one.argval == name for one in dis.get_instructions(code))
+
+
+def _parts(code: CodeType) -> Iterator[CodeType]:
+    """The code and that of the functions and classes in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _read(constant)
+            yield from _parts(constant)
