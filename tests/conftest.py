@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
+import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
+from choosing import TIMES, function_of, read_times
 from hypothesis import HealthCheck, settings
 from launching import wait_until
 
 from hpctrain.world.detection import launched
 
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # else every process that a test starts compiles hpctrain, for half a second
 # a busy machine must not fail a test
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
@@ -25,6 +32,31 @@ collect_ignore = [] if launched() else ["ranks"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--draws", type=int, help="how many random cases to draw, instead of the few of every run")
+    parser.addoption("--times", action="store_true", help="write how long the tests took to tests/times.json")
+    parser.addoption("--begin-within", type=float, metavar="SECONDS", help="skip the tests that would begin later")
+
+
+_BEGIN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("begin_within")
+    if limit is not None and time.monotonic() - _BEGIN > limit:
+        pytest.skip("no time is left for it")
+
+
+class _Times:
+    """Notes how long the tests take, for choosing.py."""
+
+    def __init__(self) -> None:
+        self._cases: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._cases[function_of(report.nodeid)][report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        found = {name: round(sum(cases.values()) / len(cases), 1) for name, cases in self._cases.items()}
+        TIMES.write_text(json.dumps(read_times() | found, indent=0, sort_keys=True) + "\n")
 
 
 _ORDER = ("test_ranks", "slurm", "faults", "outside", "cli", "fuzz", "unit")
@@ -35,6 +67,8 @@ needs the Slurm. Ranks that wait are busy: twice as many of them take more than 
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("times") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Times())
     if config.getoption("numprocesses", None):
         config.option.dist, config.option.loadscopereorder = "loadgroup", False
 

@@ -26,9 +26,22 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
 
-IMPORTED_WITH = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "MALLOC_", "GLIBC_", "LD_", "TORCH_", "HDF5_", "OMPI_", "PMI", "MPI")
+IMPORTED_WITH = (
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "KMP_",
+    "MALLOC_",
+    "GLIBC_",
+    "LD_",
+    "TORCH_",
+    "HDF5_",
+    "OMPI_",
+    "PMI",
+    "MPI",
+)
 _BEFORE = (
     "hpctrain.rank", "hpctrain.checkpoint.comparison", "hpctrain.checkpoint.conversion", "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining", "hpctrain_plugins.checkpoint.dcp",
@@ -207,7 +220,9 @@ def _become(request: dict[str, object], descriptors: Sequence[int]) -> list[str]
         os.close(found)
     # those of the server may be files with a position; PYTHONUNBUFFERED is set
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = io.TextIOWrapper(open(2, "wb", 0, closefd=False), "utf-8", "backslashreplace", line_buffering=True)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(
+        open(2, "wb", 0, closefd=False), "utf-8", "backslashreplace", line_buffering=True
+    )
     random.seed()
     return list(request["words"])  # type: ignore[call-overload]
 

@@ -53,7 +53,7 @@ def evaluations(output: Path) -> list[dict[str, Any]]:
     return [row for row in figures(output) if "evaluation_loss" in row]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_the_accuracy_is_the_same_to_the_last_digit_on_any_number_of_ranks(directory: Path, ranks: int) -> None:
     if ranks > 2:
         train(directory, ranks)
@@ -64,6 +64,7 @@ def test_the_accuracy_is_the_same_to_the_last_digit_on_any_number_of_ranks(direc
     assert [row["step"] for row in found] == [25, 50, 75] and found[-1]["evaluation_accuracy"] > 0.2, found
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_continues_to_the_same_figures(directory: Path) -> None:
     output = directory / "interrupted"
     with started(words(1, "interrupted"), directory) as command:

@@ -62,6 +62,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     size, table = MPI.COMM_WORLD.size, config.getoption("--equivalence")
+    if config.getoption("--each-once"):
+        elsewhere = [item for item in items if _home(item) != size]
+        items[:] = [item for item in items if item not in elsewhere]
+        config.hook.pytest_deselected(items=elsewhere)
     for item in items:
         needed, shown = item.get_closest_marker("ranks"), item.get_closest_marker("shown_on")
         if needed and size < needed.args[0]:
@@ -70,6 +74,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         elif shown and size > 1 and size not in shown.args:
             item.add_marker(pytest.mark.skip(f"shown on {' and '.join(map(str, shown.args))} ranks"))
+
+
+def _home(item: pytest.Item) -> int:
+    """The number of ranks for a test that runs on one number only: 3 finds what is uneven, unless it is shown on others."""
+    needed, shown = item.get_closest_marker("ranks"), item.get_closest_marker("shown_on")
+    least = needed.args[0] if needed else 1
+    fit = sorted(number for number in (shown.args if shown else (3, least)) if number >= least)
+    return 3 if 3 in fit else fit[0]
 
 
 @pytest.fixture(scope="session")
@@ -92,6 +104,9 @@ def root(world: World) -> Iterator[Path]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--each-once", action="store_true", help="run each test on one number of ranks only: 3 where it can"
+    )
     parser.addoption(
         "--equivalence", type=Path, help="append what the equivalence tests found to this file (JSON lines)"
     )
