@@ -67,7 +67,7 @@ class Started:
         return Finished(self.process.returncode, out, err)
 
     def members(self) -> list[psutil.Process]:
-        """Every live process of this command: itself, which a fork has no mark for, and those with the mark in their environment."""
+        """Every live process of this command: itself, which has no mark if it was forked, and those with the mark."""
         found = []
         for process in psutil.process_iter():
             try:

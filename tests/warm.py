@@ -219,10 +219,9 @@ def _become(request: dict[str, object], descriptors: Sequence[int]) -> list[str]
         os.dup2(found, wanted)
         os.close(found)
     # those of the server may be files with a position; PYTHONUNBUFFERED is set
-    sys.stdout = sys.__stdout__ = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = io.TextIOWrapper(
-        open(2, "wb", 0, closefd=False), "utf-8", "backslashreplace", line_buffering=True
-    )
+    out, errors = (open(number, "wb", 0, closefd=False) for number in (1, 2))  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(out, write_through=True)
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(errors, "utf-8", "backslashreplace", line_buffering=True)
     random.seed()
     return list(request["words"])  # type: ignore[call-overload]
 

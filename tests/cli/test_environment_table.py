@@ -26,7 +26,7 @@ def test_openmp_reads_them_and_the_run_records_them(job: JobFile, started: list[
     job.set(environment=SHOWN)
     before = [MPIEXEC, "-n", "2"] if started == ["mpiexec"] else []
     words = hpctrain("run", "job.toml", *(started if not before else []))
-        done = run([*before, *words], job.directory, cold=True)  # an import must not come first
+    done = run([*before, *words], job.directory, cold=True)  # an import must not come first
     ranks = 1 if started == ["-n", "1"] else 2
     assert done.code == 0 and limits(done) == ["77"] * ranks, done
     assert "environment  OMP_DISPLAY_ENV=TRUE; OMP_THREAD_LIMIT=77\n" in done.out, done

@@ -34,6 +34,8 @@ PATIENCE = 20.0  # seconds that a failed rank waits for the others
 
 _failed = pytest.StashKey[bool]()
 _STDERR = sys.stderr
+_SKIPPED: list[str] = []
+"""Tests that this number of ranks can't run."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     size, table = MPI.COMM_WORLD.size, config.getoption("--equivalence")
-    if config.getoption("--each-once"):
-        elsewhere = [item for item in items if _home(item) != size]
+    listed = config.getoption("--each-once")
+    if listed is not None:
+        skipped = listed.read_text().splitlines() if listed.exists() else []
+        elsewhere = [item for item in items if _home(item) != size and item.nodeid not in skipped]
         items[:] = [item for item in items if item not in elsewhere]
         config.hook.pytest_deselected(items=elsewhere)
     for item in items:
@@ -105,7 +109,10 @@ def root(world: World) -> Iterator[Path]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--each-once", action="store_true", help="run each test on one number of ranks only: 3 where it can"
+        "--each-once",
+        type=Path,
+        metavar="FILE",
+        help="run each test on one number of ranks only, mostly 3, and those that an earlier run skipped and listed in FILE",
     )
     parser.addoption(
         "--equivalence", type=Path, help="append what the equivalence tests found to this file (JSON lines)"
@@ -129,7 +136,15 @@ def record(world: World, pytestconfig: pytest.Config) -> Callable[..., None]:
     return note
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    listed = session.config.getoption("--each-once")
+    if listed is not None and MPI.COMM_WORLD.rank == 0:
+        listed.write_text("".join(f"{name}\n" for name in _SKIPPED))
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped:
+        _SKIPPED.append(report.nodeid)
     if report.failed and MPI.COMM_WORLD.rank:
         print(
             f"\n[rank {MPI.COMM_WORLD.rank}] FAILED {report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True

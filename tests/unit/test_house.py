@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -46,6 +47,21 @@ def test_the_help_cuts_no_description(monkeypatch: pytest.MonkeyPatch) -> None:
         first = " ".join(command.help.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
         assert f" {name} {first}" in flat, (name, shown)
     assert "Example:\n    hpctrain new job.toml" in shown and max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_examples_of_the_help_have_options_that_exist() -> None:
+    for name in COMMANDS:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        for inner in (command, *getattr(command, "commands", {}).values()):
+            if isinstance(inner, click.Group) and not inner.invoke_without_command:
+                continue
+            lines = (inner.epilog or "").splitlines()[2:]
+            assert lines, f"{inner.name} has no example"
+            known = {word for parameter in inner.params for word in parameter.opts}
+            for line in lines:
+                words = shlex.split(line.partition(" hpctrain " if "srun" in line else "hpctrain ")[2])
+                assert words[0] == name and {word for word in words if word.startswith("-")} <= known, line
 
 
 def test_every_command_and_its_options_are_documented() -> None:
