@@ -135,10 +135,10 @@ class JobFile:
         wait_until(lambda: path.exists() and path.read_text().count("\n") >= steps, seconds, f"{steps} steps")
 
     def rows(self, output: str | None = None) -> list[dict[str, Any]]:
-        """The steps' rows of metrics.jsonl."""
+        """The steps' rows of metrics.jsonl. A last line that is being written does not count."""
         path = (self.directory / output if output else self.output) / "metrics.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        return [row for row in rows if "loss" in row]
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [row for row in map(json.loads, whole) if "loss" in row]
 
     def losses(self, output: str | None = None) -> list[float]:
         return [row["loss"] for row in self.rows(output)]

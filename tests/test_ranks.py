@@ -16,7 +16,14 @@ pytestmark = pytest.mark.timeout(1800)
 
 def under_mpiexec(python: str, flavour: str, ranks: int, *words: str, timeout: float = 1700) -> None:
     mpiexec = Mpiexec(Path(python).parent / "mpiexec", flavour)
-    pytest_words = [python, "-m", "pytest", "-p", "no:cacheprovider", *(words or ("-m", "not large and not nightly", "tests/ranks"))]
+    pytest_words = [
+        python,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        *(words or ("-m", "not large and not nightly", "tests/ranks")),
+    ]
     done = run([*mpiexec.command(ranks), *pytest_words], ROOT, timeout, mpiexec.environment(ranks))
     print(done)
     assert done.code == 0, done

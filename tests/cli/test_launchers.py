@@ -88,6 +88,7 @@ def refused(done: Finished, job: JobFile, *sentences: str) -> None:
         assert sentence in done.err, done
 
 
+@pytest.mark.thorough
 def test_doctor_names_the_launcher(job: JobFile) -> None:
     done = run(started_as(AS_FLUX, 2, "doctor"), job.directory)
     assert done.code == 0 and "2 ranks on 1 node over MPI, started by Flux, connected through PMI" in done.out, done

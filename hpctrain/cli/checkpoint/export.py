@@ -11,7 +11,10 @@ from hpctrain.cli.options import example, weights_of_option
 from hpctrain.cli.progress import bytes_progress
 
 
-@click.command("export", epilog=example("hpctrain checkpoint export runs/gpt/checkpoints/best weights.safetensors --to safetensors"))
+@click.command(
+    "export",
+    epilog=example("hpctrain checkpoint export runs/gpt/checkpoints/best weights.safetensors --to safetensors"),
+)
 @click.argument("checkpoint", metavar="CKPT", type=CHECKPOINT)
 @click.option(
     "--to", "kind", required=True, type=click.Choice(("safetensors", "torch", "huggingface")), help="The kind of file."
