@@ -53,6 +53,8 @@ class JobTable(Table):
     epochs: float | None = Field(default=None, gt=0, le=1e9)
     """Train for this many passes over the data; whole global batches only."""
 
+    start: Literal["fork", "spawn"] = "fork"
+    """How `-n` starts ranks on this machine: as forks of a process that has made their imports, or each anew."""
     cpu_bind: Literal["auto", "none"] = "auto"
     """Whether the ranks of a node get cores of their own where the launcher has bound none: near their GPU, within a NUMA node."""
     time_limit: Seconds | None = None

@@ -84,9 +84,12 @@ def entry_points() -> Iterator[ModuleSource]:
     """Every installed entry point of the group, in a fixed order. A distribution found twice counts once."""
     seen = set()
     for distribution in importlib.metadata.distributions():
+        points = [point for point in distribution.entry_points if point.group == PROJECT]
+        if not points:
+            continue  # most have none, and their metadata is long
         name = distribution.metadata["Name"]
-        for point in distribution.entry_points:
-            if point.group == PROJECT and (name, point.name) not in seen:
+        for point in points:
+            if (name, point.name) not in seen:
                 seen.add((name, point.name))
                 yield ModuleSource(point.value, name, distribution.version, point.name)
 

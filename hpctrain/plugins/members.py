@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel
 
@@ -36,6 +37,10 @@ class Findings:
 
     faults: list[str]
     remarks: list[str]
+
+
+class _Named(dict[str, list[CodeType]]):
+    """Code by the names in it."""
 
 
 class Package:
@@ -62,32 +67,23 @@ class Package:
         return [one for name, one in list(sys.modules.items()) if self.has(name) and isinstance(one, ModuleType)]
 
     @cached_property
-    def _code(self) -> list[CodeType | None]:
-        """The code of its modules; None for one that is not loaded, or not Python's."""
+    def _named(self) -> list[_Named | None]:
+        """The names in each of its modules; None for one that is not loaded, or not Python's."""
         loaded = {module.__name__: list(vars(module).get("__path__", ())) for module in self.modules}
         there = {info.name for name, folders in loaded.items() for info in pkgutil.iter_modules(folders, f"{name}.")}
-        return [_code(module) for module in self.modules] + [None] * len(there - loaded.keys())
-
-    @cached_property
-    def _naming(self) -> dict[str, list[CodeType]]:
-        """The code of its loaded modules and their functions by the names in it."""
-        naming: dict[str, list[CodeType]] = {}
-        for code in filter(None, self._code):
-            for part in _parts(code):
-                for name in part.co_names:
-                    naming.setdefault(name, []).append(part)
-        return naming
+        return [_named_in(module) for module in self.modules] + [None] * len(there - loaded.keys())
 
     def reads(self, name: str) -> bool:
         """Whether the code of its loaded modules reads `name`."""
         if name not in self._reads:  # instructions are read for few names: those of a package take half a second
-            self._reads[name] = any(_reads(code, name) for code in self._naming.get(name, ()))
+            codes = [code for named in self._named if named is not None for code in named.get(name, ())]
+            self._reads[name] = any(_reads(code, name) for code in codes)
         return self._reads[name]
 
     @property
     def is_known(self) -> bool:
         """Whether `reads` knows all of the package: its modules are loaded, and their code can be read."""
-        return None not in self._code
+        return None not in self._named
 
     def parts(self) -> list[type]:
         """The classes of contracts in its loaded modules that are no plugins themselves: plugins make them."""
@@ -236,6 +232,19 @@ def _code(module: ModuleType) -> CodeType | None:
 
 
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_NAME", "LOAD_GLOBAL", "IMPORT_FROM")
+_named: WeakKeyDictionary[ModuleType, _Named | None] = WeakKeyDictionary()
+"""Of the loaded modules: their code stays as it is, and a fork server reads it for all of its ranks."""
+
+
+def _named_in(module: ModuleType) -> _Named | None:
+    """The code of a loaded module, its functions and classes by the names in it; None if it can't be read."""
+    if module not in _named:
+        code, found = _code(module), _Named()
+        for part in () if code is None else _parts(code):
+            for name in part.co_names:
+                found.setdefault(name, []).append(part)
+        _named[module] = None if code is None else found
+    return _named[module]
 
 
 def _reads(code: CodeType, name: str) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from hpctrain.starter.mpi_library import ask_library
 from hpctrain.starter.mpiexec import UnderMpiexec, find_mpiexec
-from hpctrain.starter.processes import over_pmi, without_mpi
+from hpctrain.starter.processes import StartRank, over_pmi, spawn, without_mpi
 
 
 class Launched(Protocol):
@@ -26,20 +26,28 @@ class Launched(Protocol):
     def kill(self) -> None: ...
 
 
-def launch_over_mpi(command: Sequence[str], ranks: int) -> Launched | None:
-    """Ranks over MPI; None if mpi4py has no MPI library. EnvironmentUnfitError if no mpiexec fits the library."""
+def spawning() -> StartRank:
+    """Each rank starts anew."""
+    return spawn
+
+
+def launch_over_mpi(command: Sequence[str], ranks: int, choose: Callable[[], StartRank] = spawning) -> Launched | None:
+    """Ranks over MPI; None if mpi4py has no MPI library. EnvironmentUnfitError if no mpiexec fits the library.
+
+    choose: how a rank starts where mpiexec does not start it; it may have to wait for the answer.
+    """
     library = ask_library()
     if library is None:
         return None
     if library.speaks_pmi:
-        return over_pmi(command, ranks)
+        return over_pmi(command, ranks, choose())
     return UnderMpiexec(find_mpiexec(library.flavour), command, ranks)
 
 
-def launch(command: Sequence[str], ranks: int, directory: Path) -> Launched:
+def launch(command: Sequence[str], ranks: int, directory: Path, choose: Callable[[], StartRank] = spawning) -> Launched:
     """Ranks over MPI if it is installed, else over gloo: then they meet in `directory`."""
-    launched = launch_over_mpi(command, ranks)
+    launched = launch_over_mpi(command, ranks, choose)
     if launched is not None:
         return launched
     print("hpctrain: no MPI is installed: the ranks talk over gloo", file=sys.stderr, flush=True)
-    return without_mpi(command, ranks, directory)
+    return without_mpi(command, ranks, directory, choose())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 from hpctrain.starter.pmi import PmiServer
 
@@ -32,8 +33,12 @@ class MpiLibrary:
     speaks_pmi: bool
 
 
+@cache
 def ask_library() -> MpiLibrary | None:
-    """Start MPI in a separate process, since the starter itself must not start MPI. None if there is no MPI library."""
+    """Start MPI in a separate process, since the starter itself must not start MPI. None if there is no MPI library.
+
+    A process asks once: the answer holds for restarts.
+    """
     server = PmiServer(1)
     question = subprocess.Popen(
         [sys.executable, "-c", _QUESTION],

@@ -19,6 +19,8 @@ from contextlib import suppress
 
 from hpctrain.transports import ADDED, shared_memory
 
+FD_VARIABLE = "PMI_FD"
+"""Names the descriptor over which a rank speaks with the server."""
 _LONGEST = 2**16
 """The longest line, in bytes. A rank that sends more is no longer served."""
 
@@ -55,7 +57,7 @@ class PmiServer:
         return {
             **added,
             ADDED: " ".join(added),
-            "PMI_FD": str(self._theirs[rank].fileno()),
+            FD_VARIABLE: str(self._theirs[rank].fileno()),
             "PMI_RANK": str(rank),
             "PMI_SIZE": str(self._ranks),
             "MPI_LOCALRANKID": str(rank),

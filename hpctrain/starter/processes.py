@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from hpctrain.starter.pmi import PmiServer
 from hpctrain.world.detection import STARTER_VARIABLE
@@ -21,6 +21,29 @@ _LEFT_EARLY = 1
 """The status of a rank that leaves with exit code 0 while the others wait for it."""
 
 
+class Rank(Protocol):
+    """A running rank, with methods of subprocess.Popen."""
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+StartRank = Callable[[Sequence[str], Mapping[str, str], Sequence[int]], Rank]
+"""Starts a command with more variables than this process's, and with descriptors."""
+
+
+def spawn(command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]) -> Rank:
+    """A rank that is started anew."""
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C must reach the ranks from the starter only
+    )
+
+
 class Processes:
     """N ranks with the interface of a single mpiexec process."""
 
@@ -31,6 +54,7 @@ class Processes:
         descriptors: Sequence[tuple[int, ...]] | None = None,
         grace: float = _GRACE,
         left: Sequence[int] = (),
+        start: StartRank = spawn,
     ) -> None:
         """Start a rank for each of `environments`, added to this process's, with its `descriptors`, if any.
 
@@ -38,13 +62,7 @@ class Processes:
         """
         self._grace, self._left = grace, left
         self._ranks = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **environment},
-                pass_fds=descriptors[rank] if descriptors else (),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C must reach the ranks from the starter only
-            )
+            start(command, environment, descriptors[rank] if descriptors else ())
             for rank, environment in enumerate(environments)
         ]
         self._failed_at: float | None = None
@@ -87,10 +105,10 @@ class Processes:
         """Kill every rank that still runs."""
         for rank in self._ranks:
             if rank.poll() is None:
-                rank.send_signal(signal.SIGKILL)
+                rank.kill()
 
 
-def without_mpi(command: Sequence[str], ranks: int, directory: Path) -> Processes:
+def without_mpi(command: Sequence[str], ranks: int, directory: Path, start: StartRank = spawn) -> Processes:
     """Ranks that find each other and their secret in `directory`, and their rank in torchrun's variables."""
     return Processes(
         command,
@@ -104,14 +122,15 @@ def without_mpi(command: Sequence[str], ranks: int, directory: Path) -> Processe
             }
             for rank in range(ranks)
         ],
+        start=start,
     )
 
 
-def over_pmi(command: Sequence[str], ranks: int) -> Processes:
+def over_pmi(command: Sequence[str], ranks: int, start: StartRank = spawn) -> Processes:
     """Ranks whose MPI library asks hpctrain's PMI server for their rank."""
     server = PmiServer(ranks)
     environments = [server.environment(rank) for rank in range(ranks)]
     descriptors = [server.descriptors(rank) for rank in range(ranks)]
-    started = Processes(command, environments, descriptors, _GRACE_OF_MPI, server.left)
+    started = Processes(command, environments, descriptors, _GRACE_OF_MPI, server.left, start)
     server.started()
     return started

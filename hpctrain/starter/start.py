@@ -18,8 +18,9 @@ from hpctrain.errors import EXIT_ENVIRONMENT, EXIT_STOPPED, EXIT_TRAINING
 from hpctrain.job.environment import export
 from hpctrain.job.reading import read_job
 from hpctrain.starter.counts import ask_counts
+from hpctrain.starter.forks import Forks
 from hpctrain.starter.hosts import Hosts
-from hpctrain.starter.launch import Launched, launch
+from hpctrain.starter.launch import Launched, launch, spawning
 from hpctrain.starter.link import Channel, Link
 from hpctrain.starter.on_hosts import OnHosts
 from hpctrain.starter.placement import Placement
@@ -65,7 +66,9 @@ def start_ranks(
     sets = [word for override in overrides for word in ("--set", override)]
     placement = Placement(hostfile, ranks, _least(tables), partial(ask_counts, job, overrides))
     begin, restart = time.time(), 0
-    with noted_signals() as signals:
+    with noted_signals() as signals, Forks([command, str(job), *sets, *words], tables) as forks:
+        if hostfile is None:
+            forks.begin()  # it imports while this process goes on
         while True:
             hosts, count = placement.next()
             if command == "run":
@@ -73,7 +76,7 @@ def start_ranks(
             time_told = ("--begun", f"{begin:.3f}") if command == "run" else ()
             program = [command, str(job), *sets, *words, *time_told]
             saves = _checkpoints_of(tables) if command == "run" else None
-            ended = _start_once(program, hosts, count, Requests(signals, placement.has_more), saves)
+            ended = _start_once(program, hosts, count, Requests(signals, placement.has_more), saves, forks)
             if ended.host is not None:
                 placement.note_failure(ended.host)
             if signals or not (ended.grows or (ended.again and restart < restarts)):
@@ -87,7 +90,7 @@ def start_ranks(
 def start_command(words: Sequence[str], ranks: int) -> int:
     """Start `hpctrain WORDS...` on `ranks` ranks and return their exit code."""
     with noted_signals() as signals:
-        return _start_once(words, None, ranks, Requests(signals)).code
+        return _start_once(words, None, ranks, Requests(signals), None, None).code
 
 
 def _least(tables: Mapping[str, Any]) -> int | None:
@@ -113,9 +116,10 @@ def _has_saved(checkpoints: Path, begin: float = 0.0) -> bool:
 
 
 def _start_once(
-    words: Sequence[str], hosts: Hosts | None, ranks: int, requests: Requests, saves: Path | None = None
+    words: Sequence[str], hosts: Hosts | None, ranks: int, requests: Requests, saves: Path | None, forks: Forks | None
 ) -> _Ended:
-    """hosts: with as many slots as ranks; None for this machine. saves: where the command's checkpoints are, if it makes any."""
+    """hosts: with as many slots as ranks; None for this machine. saves: where the command's checkpoints are, if it makes any.
+    forks: decides how ranks on this machine start; None: anew."""
     command = [sys.executable, "-m", "hpctrain", *words]
     if hosts is not None and not hosts.are_here:
         remote = OnHosts(command, hosts)
@@ -125,7 +129,8 @@ def _start_once(
         directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
         link = Link(directory)
         try:
-            launched = launch([*command, "--started-by", str(directory)], ranks, directory)
+            choose = spawning if forks is None else partial(forks.choose, requests)
+            launched = launch([*command, "--started-by", str(directory)], ranks, directory, choose)
             code = _attend(launched, link, ranks, requests, saves)
         finally:
             link.close()

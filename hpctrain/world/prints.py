@@ -30,7 +30,7 @@ class Labelled(io.TextIOBase):
 
     bar: ClassVar[str] = ""
     """The progress bar of this process, which is drawn again behind each line."""
-    copy: ClassVar[Callable[[str], None] | None] = None
+    copy: ClassVar[Callable[[str], object] | None] = None
     """Gets each line that is passed on: a run's log. Not a logger: a user's handler may print what loggers get."""
 
     def __init__(self, inner: TextIO, label: str) -> None:

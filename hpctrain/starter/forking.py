@@ -1,0 +1,62 @@
+"""What a forked process sets right before it becomes a rank: it begins as a rank that was started anew does. Linux only."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hpctrain.launcher_variables import set_variables
+from hpctrain.starter.pmi import FD_VARIABLE
+
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_ARGUMENTS = slice(45, 47)
+"""arg_start and arg_end among the words behind the command's name in /proc/PID/stat: fields 48 and 49 of proc(5)."""
+
+
+def end_with_parent(number: int) -> None:
+    """From now on this process gets the signal when its parent has ended; 0: it does not."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number)
+
+
+def become_rank(
+    parent: int,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    descriptors: Sequence[int],
+    mask: Collection[signal.Signals],
+) -> None:
+    """Set what differs between ranks, and what a new process has of its own.
+
+    descriptors: those of PMI, if any, the rank's end first. mask: of signals. Python itself seeds `random` anew in a forked
+    process; torch's generator begins alike in every process.
+    """
+    import numpy as np  # here, where it is imported already: the server's first look at its messages must not wait for it
+
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it has ended already
+    os.setsid()  # Ctrl-C must reach the ranks from the starter only
+    os.environ.update(environment)
+    if descriptors:
+        os.environ[FD_VARIABLE] = str(descriptors[0])
+    set_variables()  # as the import of hpctrain.mpi does
+    show(command)
+    np.random.seed()
+    multiprocessing.current_process().authkey = os.urandom(32)
+    gc.enable()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def show(command: Sequence[str]) -> None:
+    """Make this the process's command line, as `ps` and `pkill -f` see it, cut to the room that the present one takes."""
+    with suppress(OSError, ValueError):
+        words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = map(int, words[_ARGUMENTS])
+        text = b"".join(os.fsencode(word) + b"\0" for word in command)[: end - start - 1]
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)

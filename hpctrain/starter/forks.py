@@ -1,0 +1,54 @@
+"""Whether the ranks of a command are forked from a server or each started anew, from start to start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpctrain.starter.fork_client import ForkServer
+from hpctrain.starter.processes import StartRank, spawn
+from hpctrain.starter.requests import Requests
+
+
+class Forks:
+    """Keeps one fork server for all starts of a command, on this machine. Use it in a `with`, which ends the server."""
+
+    def __init__(self, command: Sequence[str], tables: Mapping[str, Any]) -> None:
+        """command: of `hpctrain`, as in a rank. tables: the job's."""
+        self._command, self._tables = command, tables
+        # elsewhere than on Linux, system libraries may not be used after a fork
+        self._wanted = sys.platform == "linux" and _start_of(tables) != "spawn"
+        self._server: ForkServer | None = None
+
+    def __enter__(self) -> Forks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(self) -> None:
+        """Start the server, unless it runs: it imports while this process goes on."""
+        if self._wanted and (self._server is None or self._server.has_ended):
+            self._server = ForkServer(self._command, self._tables)
+
+    def choose(self, requests: Requests) -> StartRank:
+        """How a rank starts now. Waits for the server's imports, except when `requests` ask twice to end."""
+        self.begin()
+        if self._server is None:
+            return spawn
+        if self._server.is_ready(lambda: requests.again is not None):
+            return self._server.fork
+        self._wanted = False  # told: it would be the same the next time
+        return spawn
+
+    def close(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            self._server.close()
+
+
+def _start_of(tables: Mapping[str, Any]) -> object:
+    """[job] start. The ranks report a value that is none."""
+    table = tables.get("job")
+    return table.get("start") if isinstance(table, dict) else None
