@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -9,7 +10,10 @@ import sys
 import sysconfig
 import time
 from collections import defaultdict
+from collections.abc import Generator
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -59,11 +63,26 @@ class _Times:
         TIMES.write_text(json.dumps(read_times() | found, indent=0, sort_keys=True) + "\n")
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let tests/test_ranks.py run alone: ranks that wait are busy, and more processes than cores take far longer."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or launched():
+        return (yield)
+    alone = item.path.name == "test_ranks.py"
+    with ExitStack() as files:
+        names = (f"hpctrain-tests-{os.getuid()}-{name}" for name in ("turn", "room"))
+        turn, room = (files.enter_context(Path(gettempdir(), name).open("w")) for name in names)
+        fcntl.flock(turn, fcntl.LOCK_EX)  # who waits to be alone keeps others from coming in
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        return (yield)
+
+
 _ORDER = ("test_ranks", "slurm", "faults", "outside", "cli", "fuzz", "unit")
 """With `pytest -n 2`, what takes long begins first: files and folders of tests."""
 _APART = ("cli", "faults")
 """Whose tests share nothing, so that any worker takes any of them. Elsewhere one worker takes a whole file, and one takes all that
-needs the Slurm. Ranks that wait are busy: twice as many of them take more than twice as long, so test_ranks.py is never split."""
+needs the Slurm. test_ranks.py is never split."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
