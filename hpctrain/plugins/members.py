@@ -64,7 +64,8 @@ class Package:
     @property
     def modules(self) -> list[ModuleType]:
         """Those of its modules that are loaded."""
-        return [one for name, one in list(sys.modules.items()) if self.has(name) and isinstance(one, ModuleType)]
+        loaded = sys.modules.copy()  # a thread may import meanwhile
+        return [one for name, one in loaded.items() if self.has(name) and isinstance(one, ModuleType)]
 
     @cached_property
     def _named(self) -> list[_Named | None]:
