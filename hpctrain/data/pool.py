@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import logging
 import multiprocessing
 import pickle
 import warnings
@@ -17,11 +19,14 @@ from torch.utils.data import DataLoader
 from hpctrain.data.batches import Batches, Loaded
 from hpctrain.data.plan import Planned
 from hpctrain.data.streams import EvaluatedStream, TrainedStream
+from hpctrain.data.worker_server import PRELOADED, Surroundings
 from hpctrain.errors import TrainingError, UsageError
 from hpctrain.torch_private import end_workers
 from hpctrain.watchdog.workers import be_watched, new_directory, remove_directory
 from hpctrain.world.prints import label_prints, labels_of_prints
 from hpctrain.world.stopping import keep_from_children
+
+LOG = logging.getLogger("hpctrain")
 
 T = TypeVar("T")
 StartMethod = Literal["spawn", "forkserver", "fork"]
@@ -36,6 +41,20 @@ class _Requests:
         return self.plan
 
 
+class _Sent:
+    """Batches on their way to a worker, which unpickles the surroundings first: modules of the data may read them."""
+
+    def __init__(self, batches: Batches | TrainedStream | EvaluatedStream) -> None:
+        self._batches = batches
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (Surroundings(), self._batches)
+
+
+def _received(_: object, batches: T) -> T:
+    return batches
+
+
 class Pool:
     """Worker processes start with the first pass, each with a copy of the data, and serve every pass until `close`."""
 
@@ -44,26 +63,33 @@ class Pool:
         batches: Batches | TrainedStream | EvaluatedStream,
         workers: int = 0,
         prefetch: int = 2,
-        start_method: StartMethod = "spawn",
+        start_method: StartMethod = "forkserver",
     ) -> None:
         """workers: 0 loads in this process. prefetch: micro batches that each worker loads in advance."""
         self.prefetch, self._workers = prefetch, workers
         self.ends_unplanned = isinstance(batches, EvaluatedStream)
         self._requests = _Requests()
         self._processes: list[BaseProcess] = []
-        context: dict[str, Any] = {}
         self._stacks: Path | None = None
-        if workers:
-            # spawn is the default: to fork a process with MPI and threads is undefined, although it works on most machines
-            method: Any = multiprocessing.get_context(start_method)
-            if start_method == "forkserver":
-                method.set_forkserver_preload([__name__])  # torch is imported once
-            context = {"multiprocessing_context": method, "prefetch_factor": prefetch, "persistent_workers": True}
-        self._loader: DataLoader[Any] = DataLoader(
-            batches,  # type: ignore[arg-type]
+        self._batches, self._method = batches, start_method
+        self._loader = self._new_loader()
+
+    def _new_loader(self) -> DataLoader[Any]:
+        """A loader whose workers have not started."""
+        context: dict[str, Any] = {}
+        sent: Any = self._batches
+        if self._workers:
+            # no fork by default: to fork a process with MPI and threads is undefined, although it works on most machines
+            method: Any = multiprocessing.get_context(self._method)
+            if self._method == "forkserver":
+                method.set_forkserver_preload([PRELOADED])  # torch is imported once
+                sent = _Sent(self._batches)
+            context = {"multiprocessing_context": method, "prefetch_factor": self.prefetch, "persistent_workers": True}
+        return DataLoader(
+            sent,
             batch_size=None,
             sampler=self._requests,
-            num_workers=workers,
+            num_workers=self._workers,
             collate_fn=_as_it_is,
             **context,
         )
@@ -89,13 +115,20 @@ class Pool:
         keep_from_children()
         if self._stacks is None:
             self._stacks = new_directory()
-            self._loader.worker_init_fn = partial(_begin, self._stacks, labels_of_prints())
+        self._loader.worker_init_fn = partial(_begin, self._stacks, labels_of_prints())
         others = multiprocessing.active_children()
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Got pickle error")  # the sentence below says it
                 warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # the user has chosen fork
                 iterator = iter(self._loader)
+        except (ValueError, OSError) as error:
+            if self._method != "forkserver" or not _has_too_many(error):
+                raise
+            LOG.info("the data has more tensors than a fork server takes: %d workers start anew", self._workers)
+            self._method = "spawn"
+            self._loader = self._new_loader()
+            return self._started()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UsageError(
                 f"[dataset] workers = {self._workers}: the data can't be sent to worker processes ({type(error).__name__}: "
@@ -132,6 +165,11 @@ def _begin(stacks: Path, labels: tuple[str, str], number: int) -> None:
     be_watched(stacks)
     if not any(labels_of_prints()):  # a forked process has its rank's
         label_prints(*labels)
+
+
+def _has_too_many(error: Exception) -> bool:
+    """Whether a fork server could not be sent the descriptors of a worker's data: one for each tensor."""
+    return str(error) == "too many fds" or getattr(error, "errno", None) in (errno.EINVAL, errno.ETOOMANYREFS)
 
 
 def _as_it_is(loaded: T) -> T:

@@ -108,9 +108,9 @@ class DatasetTable(SlotTable):
     """Tokens per sample (default: the model's max_seq_length)."""
     workers: int | None = Field(default=None, ge=0, le=1024)
     """Processes that load samples; 0 loads on a thread of the rank (default: 0, or num_workers of a DataLoader of your own)."""
-    start_method: Literal["spawn", "forkserver", "fork"] = "spawn"
-    """How worker processes start: anew, from one process that has imported torch, or as a copy of the rank, which shares its data
-    but is undefined under MPI."""
+    start_method: Literal["spawn", "forkserver", "fork"] = "forkserver"
+    """How worker processes start: from a process that has imported torch and has no MPI, anew, or as a copy of the rank, which
+    shares its data but is undefined under MPI."""
     prefetch: int = Field(default=2, ge=1)
     """Micro batches to load ahead of the step."""
     weights: str | None = None

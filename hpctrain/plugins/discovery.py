@@ -87,11 +87,12 @@ def entry_points() -> Iterator[ModuleSource]:
         points = [point for point in distribution.entry_points if point.group == PROJECT]
         if not points:
             continue  # most have none, and their metadata is long
-        name = distribution.metadata["Name"]
+        metadata = distribution.metadata  # parsed anew each time
+        name = metadata["Name"]
         for point in points:
             if (name, point.name) not in seen:
                 seen.add((name, point.name))
-                yield ModuleSource(point.value, name, distribution.version, point.name)
+                yield ModuleSource(point.value, name, metadata["Version"], point.name)
 
 
 def load(

@@ -64,8 +64,10 @@ class Package:
     @property
     def modules(self) -> list[ModuleType]:
         """Those of its modules that are loaded."""
-        loaded = sys.modules.copy()  # a thread may import meanwhile
-        return [one for name, one in loaded.items() if self.has(name) and isinstance(one, ModuleType)]
+        top, inside = self.top, f"{self.top}."
+        loaded = sys.modules.copy().items()  # a thread may import meanwhile
+        found = [one for name, one in loaded if name == top or name.startswith(inside)]
+        return [one for one in found if isinstance(one, ModuleType)]
 
     @cached_property
     def _named(self) -> list[_Named | None]:

@@ -73,10 +73,14 @@ class Registry:
         for slot, name in sorted(self.used):
             slots_of.setdefault(self.entries[slot, name].source, set()).add(slot)
         homes = {slot.contract.__module__: slot.name for slot in SLOTS.values()}
+        packages: dict[str, tuple[Package, list[type]]] = {}
         for source, slots in slots_of.items():
-            package, version = Package(source.module), version_of(sys.modules[source.module])
-            for part in package.parts():
-                makers = {homes[one.__module__] for one in contracts_of(part) if one.__module__ in homes}
+            one, version = Package(source.module), version_of(sys.modules[source.module])
+            if one.top not in packages:
+                packages[one.top] = one, one.parts()
+            package, parts = packages[one.top]
+            for part in parts:
+                makers = {homes[base.__module__] for base in contracts_of(part) if base.__module__ in homes}
                 if makers and not makers & slots:
                     continue
                 for fault in package.findings(part, version).faults:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-_OF_A_RANK = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "PMI_", "PMIX_", "MPI_LOCAL",
-    "OMPI_COMM_", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HPCTRAIN_STARTED_IN", "SLURM_PROCID", "SLURM_LOCALID",
-)  # fmt: skip
-"""Beginnings of variables that differ between ranks, or that only a rank has."""
+from hpctrain.world import threads
+
+_GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_", "MPI_LOCAL", "HPCTRAIN_STARTED_IN")
+"""Beginnings of variables that a rank gets after the fork."""
+_OF_LAUNCHERS = (
+    *_GIVEN,
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PMIX_",
+    "OMPI_COMM_",
+    "SLURM_",
+    "FLUX_",
+    "PALS_",
+    "TORCHELASTIC_",
+)
+"""Those by which a rank finds out how it was started."""
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/hl", "/dev/neuron")
 _SHARED = {"socket:": "opened a socket", "anon_inode:[eventpoll]": "started an event loop"}
 _SELF = Path("/proc/self")
@@ -36,9 +47,9 @@ class Footprint:
     def hindrances(self) -> list[str]:
         """What forbids a fork, as ends of the sentence "the import of M ..."."""
         found = []
-        threads = _threads_left()
-        if threads:
-            found.append("started a thread" if threads == 1 else f"started {threads} threads")
+        count = _threads_left()
+        if count:
+            found.append("started a thread" if count == 1 else f"started {count} threads")
         opened = [place for descriptor, place in _descriptors() if (descriptor, place) not in self._opened]
         found += [text for start, text in _SHARED.items() if any(place.startswith(start) for place in opened)]
         if torch.cuda.is_initialized() or any(place.startswith(_DEVICES) for place in opened):
@@ -74,44 +85,45 @@ class Footprint:
 
 @contextmanager
 def variables_of_ranks() -> Iterator[list[str]]:
-    """The variables of a rank that are read or set in this context: before the fork they have no value, or another."""
+    """The variables of a rank that are read in this context, before they have its value, or set, before it looks at them."""
     touched: list[str] = []
     kind: Any = type(os.environ)
 
     class Watched(kind):  # type: ignore[misc]
         def __getitem__(self, key: str) -> str:
-            _note(key, touched)
+            _note(key, _GIVEN, touched)
             return str(super().__getitem__(key))
 
         def __contains__(self, key: object) -> bool:
-            _note(key, touched)
+            _note(key, _GIVEN, touched)
             return bool(super().__contains__(key))
 
         def __setitem__(self, key: str, value: str) -> None:
-            _note(key, touched)
+            _note(key, _OF_LAUNCHERS, touched)
             super().__setitem__(key, value)
 
-    environment: MutableMapping[str, str] = os.environ
-    environment.__class__ = Watched  # type: ignore[assignment]
+    environment: Any = os.environ
+    environment.__class__ = Watched
     try:
         yield touched
     finally:
         environment.__class__ = kind
 
 
-def _note(key: object, touched: list[str]) -> None:
-    if isinstance(key, str) and key.startswith(_OF_A_RANK) and key not in touched:
+def _note(key: object, names: tuple[str, ...], touched: list[str]) -> None:
+    if isinstance(key, str) and key.startswith(names) and key not in touched:
         touched.append(key)
 
 
 def _threads_left() -> int:
     """Threads besides this one that a fork does not end: OpenBLAS ends its own before a fork, and starts them again on use."""
-    if len(os.listdir(_SELF / "task")) > 1:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        os.waitpid(pid, 0)
-    return len(os.listdir(_SELF / "task")) - 1
+    if len(os.listdir(_SELF / "task")) == 1:
+        return 0
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return threads.others()
 
 
 def _descriptors() -> list[tuple[str, str]]:
@@ -131,9 +143,9 @@ def _children() -> set[str]:
 
 def _random_states() -> dict[str, Any]:
     """The states of the random numbers that a rank does not begin anew with each use."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    of_numpy: Any = np.random.get_state(legacy=False)
     return {
         "random": random.getstate(),
-        "numpy": (kind, keys.tobytes(), *rest),  # type: ignore[union-attr]
+        "numpy": {**of_numpy, "state": {key: np.asarray(value).tobytes() for key, value in of_numpy["state"].items()}},
         "torch": torch.get_rng_state().numpy().tobytes(),
     }

@@ -17,6 +17,7 @@ from typing import Any
 from hpctrain.errors import EnvironmentUnfitError
 from hpctrain.starter.fork_server import LONGEST
 from hpctrain.starter.supervised import how
+from hpctrain.world.command_line import ROOM, ROOM_VARIABLE
 
 _IMPORT_SECONDS = 300.0
 """Limit of all imports."""
@@ -24,8 +25,8 @@ _FORK_SECONDS = 60.0
 _ENDING_SECONDS = 5.0
 """How long the ranks of a server that has ended may take to end: the system kills them."""
 _POLL = 0.1
-_ROOM = " " * 200
-"""A last word of the server's command line, which `ps` does not show: a rank's may take as much."""
+_WORD = " " * 200
+"""The last word of the server's command line, which `ps` does not show: a rank's may take as much."""
 _OFF = '[job] start = "spawn" asks for that'
 _MODULES = {"model": ("name", "loss"), "dataset": ("name", "weights", "collate"), "optimizer": ("name",), "schedule": ("name",),
             "metric": ("name",)}  # fmt: skip
@@ -57,9 +58,10 @@ class ForkServer:
     def __init__(self, command: Sequence[str], tables: Mapping[str, Any]) -> None:
         """command: of `hpctrain`, as in a rank. tables: the job's; [environment] must be set already."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = [sys.executable, "-m", "hpctrain.starter.fork_server", str(theirs.fileno()), *command, _ROOM]
+        words = [sys.executable, "-m", "hpctrain.starter.fork_server", str(theirs.fileno()), *command, _WORD]
         self._process = subprocess.Popen(
             words,
+            env={**os.environ, ROOM_VARIABLE: ROOM},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C must reach the ranks from the starter only

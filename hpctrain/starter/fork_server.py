@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from hpctrain.starter.forking import become_rank, end_with_parent
+from hpctrain.world.command_line import ROOM_VARIABLE
 
 LONGEST = 2**17
 """The longest message, in bytes."""
@@ -96,6 +97,7 @@ class ForkServer:
 def main(descriptor: int) -> None:
     """Serve, and return in the ranks only."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    os.environ.pop(ROOM_VARIABLE, None)
     end_with_parent(signal.SIGKILL)  # an import may take long
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)

@@ -8,15 +8,12 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 
 from hpctrain.launcher_variables import set_variables
 from hpctrain.starter.pmi import FD_VARIABLE
+from hpctrain.world.command_line import show
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-_ARGUMENTS = slice(45, 47)
-"""arg_start and arg_end among the words behind the command's name in /proc/PID/stat: fields 48 and 49 of proc(5)."""
 
 
 def end_with_parent(number: int) -> None:
@@ -29,7 +26,7 @@ def become_rank(
     command: Sequence[str],
     environment: Mapping[str, str],
     descriptors: Sequence[int],
-    mask: Collection[signal.Signals],
+    mask: Collection[int],
 ) -> None:
     """Set what differs between ranks, and what a new process has of its own.
 
@@ -42,21 +39,11 @@ def become_rank(
     if os.getppid() != parent:
         os._exit(1)  # it has ended already
     os.setsid()  # Ctrl-C must reach the ranks from the starter only
-    os.environ.update(environment)
-    if descriptors:
-        os.environ[FD_VARIABLE] = str(descriptors[0])
+    own = {**environment, **({FD_VARIABLE: str(descriptors[0])} if descriptors else {})}
+    os.environ.update(own)
     set_variables()  # as the import of hpctrain.mpi does
-    show(command)
+    show(command, own)
     np.random.seed()
     multiprocessing.current_process().authkey = os.urandom(32)
     gc.enable()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def show(command: Sequence[str]) -> None:
-    """Make this the process's command line, as `ps` and `pkill -f` see it, cut to the room that the present one takes."""
-    with suppress(OSError, ValueError):
-        words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = map(int, words[_ARGUMENTS])
-        text = b"".join(os.fsencode(word) + b"\0" for word in command)[: end - start - 1]
-        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpctrain.starter.fork_client import ForkServer
+from hpctrain.starter.mpi_library import ask_library
 from hpctrain.starter.processes import StartRank, spawn
 from hpctrain.starter.requests import Requests
 
@@ -29,7 +30,9 @@ class Forks:
 
     def begin(self) -> None:
         """Start the server, unless it runs: it imports while this process goes on."""
-        if self._wanted and (self._server is None or self._server.has_ended):
+        if not self._wanted:
+            self._server = None
+        elif self._server is None or self._server.has_ended:
             self._server = ForkServer(self._command, self._tables)
 
     def choose(self, requests: Requests) -> StartRank:
@@ -37,9 +40,13 @@ class Forks:
         self.begin()
         if self._server is None:
             return spawn
-        if self._server.is_ready(lambda: requests.again is not None):
-            return self._server.fork
-        self._wanted = False  # told: it would be the same the next time
+        library = ask_library()  # while the server imports
+        if library is None or library.speaks_pmi:
+            if self._server.is_ready(lambda: requests.again is not None):
+                return self._server.fork
+        else:
+            self.close()  # mpiexec starts the ranks
+        self._wanted = False  # it would be the same the next time
         return spawn
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -26,28 +26,23 @@ class Launched(Protocol):
     def kill(self) -> None: ...
 
 
-def spawning() -> StartRank:
-    """Each rank starts anew."""
-    return spawn
-
-
-def launch_over_mpi(command: Sequence[str], ranks: int, choose: Callable[[], StartRank] = spawning) -> Launched | None:
+def launch_over_mpi(command: Sequence[str], ranks: int, start: StartRank = spawn) -> Launched | None:
     """Ranks over MPI; None if mpi4py has no MPI library. EnvironmentUnfitError if no mpiexec fits the library.
 
-    choose: how a rank starts where mpiexec does not start it; it may have to wait for the answer.
+    start: starts a rank where mpiexec does not.
     """
     library = ask_library()
     if library is None:
         return None
     if library.speaks_pmi:
-        return over_pmi(command, ranks, choose())
+        return over_pmi(command, ranks, start)
     return UnderMpiexec(find_mpiexec(library.flavour), command, ranks)
 
 
-def launch(command: Sequence[str], ranks: int, directory: Path, choose: Callable[[], StartRank] = spawning) -> Launched:
+def launch(command: Sequence[str], ranks: int, directory: Path, start: StartRank = spawn) -> Launched:
     """Ranks over MPI if it is installed, else over gloo: then they meet in `directory`."""
-    launched = launch_over_mpi(command, ranks, choose)
+    launched = launch_over_mpi(command, ranks, start)
     if launched is not None:
         return launched
     print("hpctrain: no MPI is installed: the ranks talk over gloo", file=sys.stderr, flush=True)
-    return without_mpi(command, ranks, directory, choose())
+    return without_mpi(command, ranks, directory, start)

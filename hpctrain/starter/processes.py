@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,12 +56,14 @@ class Processes:
         grace: float = _GRACE,
         left: Sequence[int] = (),
         start: StartRank = spawn,
+        notice: bool = True,
     ) -> None:
         """Start a rank for each of `environments`, added to this process's, with its `descriptors`, if any.
 
-        left: gets the ranks that leave too early; they have failed even if their exit code is 0.
+        left: gets the ranks that leave too early; they have failed even if their exit code is 0. notice: whether the others
+        notice the end of a rank that is killed.
         """
-        self._grace, self._left = grace, left
+        self._grace, self._left, self._notice = grace, left, notice
         self._ranks = [
             start(command, environment, descriptors[rank] if descriptors else ())
             for rank, environment in enumerate(environments)
@@ -88,10 +91,15 @@ class Processes:
             if give_up is not None and now > give_up:
                 raise subprocess.TimeoutExpired("ranks", timeout or 0)
             self._look_for_failure()
-            if self._failed_at is not None and now > self._failed_at + self._grace:
+            if self._failed_at is not None and now > self._failed_at + self._patience:
                 self.kill()
             time.sleep(_POLL)
         return status
+
+    @property
+    def _patience(self) -> float:
+        """The grace period after the failure: a rank that was killed has told the others nothing."""
+        return self._grace if self._notice or self.failed_status != -signal.SIGKILL else 0.0
 
     def _look_for_failure(self) -> None:
         if self._failed_at is None:
@@ -131,6 +139,6 @@ def over_pmi(command: Sequence[str], ranks: int, start: StartRank = spawn) -> Pr
     server = PmiServer(ranks)
     environments = [server.environment(rank) for rank in range(ranks)]
     descriptors = [server.descriptors(rank) for rank in range(ranks)]
-    started = Processes(command, environments, descriptors, _GRACE_OF_MPI, server.left, start)
+    started = Processes(command, environments, descriptors, _GRACE_OF_MPI, server.left, start, notice=False)
     server.started()
     return started

@@ -20,10 +20,11 @@ from hpctrain.job.reading import read_job
 from hpctrain.starter.counts import ask_counts
 from hpctrain.starter.forks import Forks
 from hpctrain.starter.hosts import Hosts
-from hpctrain.starter.launch import Launched, launch, spawning
+from hpctrain.starter.launch import Launched, launch
 from hpctrain.starter.link import Channel, Link
 from hpctrain.starter.on_hosts import OnHosts
 from hpctrain.starter.placement import Placement
+from hpctrain.starter.processes import spawn
 from hpctrain.starter.requests import Requests, noted_signals
 
 _POLL = 0.1
@@ -126,11 +127,11 @@ def _start_once(
         code = _attend(remote, remote, ranks, requests, saves)
         again, host = code == EXIT_TRAINING or remote.why_not_started is not None, remote.failed_host
     else:
+        start = spawn if forks is None else forks.choose(requests)  # before there is anything that a kill would leave
         directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
         link = Link(directory)
         try:
-            choose = spawning if forks is None else partial(forks.choose, requests)
-            launched = launch([*command, "--started-by", str(directory)], ranks, directory, choose)
+            launched = launch([*command, "--started-by", str(directory)], ranks, directory, start)
             code = _attend(launched, link, ranks, requests, saves)
         finally:
             link.close()

@@ -50,7 +50,9 @@ def be_watched(directory: Path) -> None:
 
 
 def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
+    """parent: of this process. It is the rank, or a server that lives as long as a worker does: then the rank counts."""
+    rank = multiprocessing.parent_process()
+    while os.getppid() == parent and (rank is None or rank.is_alive()):
         time.sleep(_LOOK)
     os._exit(1)
 

@@ -7,6 +7,7 @@ import random
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import tomli
 from conftest import JobFile
@@ -149,18 +150,33 @@ def test_a_signal_before_the_first_step_saves_after_it(job: JobFile) -> None:
     assert done.code == 75 and len(job.losses()) == 1, done
 
 
+def are_coming_up(process: psutil.Process) -> bool:
+    """Whether this is a rank, or what ranks are forked from."""
+    words = process.cmdline()
+    return "--started-by" in words or "hpctrain.starter.fork_server" in words
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("numbers", "code", "steps"), [([TERMINATE], 75, 1), ([INTERRUPT] * 2, 130, 0), ([KILL], -KILL, 0)]
+    ("start", "numbers", "code", "steps"),
+    [
+        ("fork", [TERMINATE], 75, 1),
+        ("fork", [INTERRUPT] * 2, 130, 0),
+        ("spawn", [INTERRUPT] * 2, 130, 0),
+        ("fork", [KILL], -KILL, 0),
+        ("spawn", [KILL], -KILL, 0),
+    ],
 )
-def test_a_signal_while_the_ranks_come_up_is_not_lost(job: JobFile, numbers: list[int], code: int, steps: int) -> None:
-    """The ranks are processes but still import torch: they can't answer, nor notice that their starter is gone."""
-    job.set(job={"steps": 10**6})
+def test_a_signal_while_the_ranks_come_up_is_not_lost(
+    job: JobFile, start: str, numbers: list[int], code: int, steps: int
+) -> None:
+    """They, or the process that they are forked from, still import torch: they can't answer, nor notice a starter that is gone."""
+    job.set(job={"steps": 10**6, "start": start})
     (job.directory / "tmp").mkdir()
     with started(
         hpctrain("run", "job.toml", "-n", "2"), job.directory, {"TMPDIR": str(job.directory / "tmp")}
     ) as command:
-        wait_until(lambda: len(command.ranks()) == 2, 60, "two ranks")
+        wait_until(lambda: any(are_coming_up(one) for one in command.members()), 60, "two ranks, or their fork server")
         for number in numbers:
             command.process.send_signal(number)
             time.sleep(0.3)
