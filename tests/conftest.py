@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import sysconfig
+import time
+from collections import defaultdict
+from collections.abc import Generator
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
 import tomli_w
+from choosing import TIMES, function_of, read_times
 from hypothesis import HealthCheck, settings
 from launching import wait_until
 
 from hpctrain.world.detection import launched
 
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # else every process that a test starts compiles hpctrain, for half a second
 # a busy machine must not fail a test
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
@@ -25,16 +36,58 @@ collect_ignore = [] if launched() else ["ranks"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--draws", type=int, help="how many random cases to draw, instead of the few of every run")
+    parser.addoption("--times", action="store_true", help="write how long the tests took to tests/times.json")
+    parser.addoption("--begin-within", type=float, metavar="SECONDS", help="skip the tests that would begin later")
+
+
+_BEGIN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("begin_within")
+    if limit is not None and time.monotonic() - _BEGIN > limit:
+        pytest.skip("no time is left for it")
+
+
+class _Times:
+    """Notes how long the tests take, for choosing.py."""
+
+    def __init__(self) -> None:
+        self._cases: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._cases[function_of(report.nodeid)][report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        found = {name: round(sum(cases.values()) / len(cases), 1) for name, cases in self._cases.items()}
+        TIMES.write_text(json.dumps(read_times() | found, indent=0, sort_keys=True) + "\n")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let tests/test_ranks.py run alone: ranks that wait are busy, and more processes than cores take far longer."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or launched():
+        return (yield)
+    alone = item.path.name == "test_ranks.py"
+    with ExitStack() as files:
+        names = (f"hpctrain-tests-{os.getuid()}-{name}" for name in ("turn", "room"))
+        turn, room = (files.enter_context(Path(gettempdir(), name).open("w")) for name in names)
+        fcntl.flock(turn, fcntl.LOCK_EX)  # who waits to be alone keeps others from coming in
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        return (yield)
 
 
 _ORDER = ("test_ranks", "slurm", "faults", "outside", "cli", "fuzz", "unit")
 """With `pytest -n 2`, what takes long begins first: files and folders of tests."""
 _APART = ("cli", "faults")
 """Whose tests share nothing, so that any worker takes any of them. Elsewhere one worker takes a whole file, and one takes all that
-needs the Slurm. Ranks that wait are busy: twice as many of them take more than twice as long, so test_ranks.py is never split."""
+needs the Slurm. test_ranks.py is never split."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("times") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Times())
     if config.getoption("numprocesses", None):
         config.option.dist, config.option.loadscopereorder = "loadgroup", False
 
@@ -101,10 +154,10 @@ class JobFile:
         wait_until(lambda: path.exists() and path.read_text().count("\n") >= steps, seconds, f"{steps} steps")
 
     def rows(self, output: str | None = None) -> list[dict[str, Any]]:
-        """The steps' rows of metrics.jsonl."""
+        """The steps' rows of metrics.jsonl. A last line that is being written does not count."""
         path = (self.directory / output if output else self.output) / "metrics.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        return [row for row in rows if "loss" in row]
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [row for row in map(json.loads, whole) if "loss" in row]
 
     def losses(self, output: str | None = None) -> list[float]:
         return [row["loss"] for row in self.rows(output)]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import warm
 
 MARK = "HPCTRAIN_TEST_MARK"
 _LEAVING = 10.0
@@ -35,17 +36,22 @@ class Finished:
 class Started:
     """A command that runs; `finish` waits for it."""
 
-    def __init__(self, words: Sequence[str], cwd: Path, env: dict[str, str]) -> None:
+    def __init__(self, words: Sequence[str], cwd: Path, env: dict[str, str], cold: bool = False) -> None:
         self.mark = uuid.uuid4().hex
-        self.process = subprocess.Popen(
-            words,
-            cwd=cwd,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **env, MARK: self.mark},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        marked = {**env, MARK: self.mark}
+        self.process: subprocess.Popen[str] | warm.Process
+        if not cold and warm.can_start(words, marked):
+            self.process = warm.start(words, cwd, marked)
+        else:
+            self.process = subprocess.Popen(
+                words,
+                cwd=cwd,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **marked},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
 
     def finish(self, timeout: float) -> Finished:
         """Wait for it; return its exit code and output. Fails if it takes too long or leaves a process behind."""
@@ -61,11 +67,12 @@ class Started:
         return Finished(self.process.returncode, out, err)
 
     def members(self) -> list[psutil.Process]:
-        """Every live descendant of this command, found by the mark in its environment."""
+        """Every live process of this command: itself, which has no mark if it was forked, and those with the mark."""
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                mine = process.pid == self.process.pid or process.environ().get(MARK) == self.mark
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
@@ -97,9 +104,14 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 
 @contextmanager
-def started(words: Sequence[str], cwd: Path, env: dict[str, str] | None = None) -> Iterator[Started]:
-    """A running command. All its processes are killed at the end of the `with`."""
-    command = Started(words, cwd, env or {})
+def started(
+    words: Sequence[str], cwd: Path, env: dict[str, str] | None = None, cold: bool = False
+) -> Iterator[Started]:
+    """A running command. All its processes are killed at the end of the `with`.
+
+    cold: a new process, also where a fork (warm.py) would do.
+    """
+    command = Started(words, cwd, env or {}, cold)
     try:
         yield command
     finally:
@@ -107,9 +119,11 @@ def started(words: Sequence[str], cwd: Path, env: dict[str, str] | None = None) 
         command.process.wait(timeout=30)
 
 
-def run(words: Sequence[str], cwd: Path, timeout: float = 120, env: dict[str, str] | None = None) -> Finished:
-    """Run a command to its end."""
-    with started(words, cwd, env) as command:
+def run(
+    words: Sequence[str], cwd: Path, timeout: float = 120, env: dict[str, str] | None = None, cold: bool = False
+) -> Finished:
+    """Run a command to its end; `cold` as for `started`."""
+    with started(words, cwd, env, cold) as command:
         return command.finish(timeout)
 
 

@@ -1,4 +1,4 @@
-"""Starts tests/ranks under mpiexec: the same files on 1 to 4 ranks of MPICH, on Open MPI, layouts on 8 and 16."""
+"""Starts tests/ranks under mpiexec: each test once, mostly on 3 ranks; thoroughly, on 1 to 16 ranks and on Open MPI, too."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from launching import run
 from hpctrain.starter.mpiexec import Mpiexec
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.timeout(1000)
+pytestmark = pytest.mark.timeout(1800)
 
 
-def under_mpiexec(python: str, flavour: str, ranks: int, *words: str, timeout: float = 900) -> None:
+def under_mpiexec(python: str, flavour: str, ranks: int, *words: str, timeout: float = 1700) -> None:
     mpiexec = Mpiexec(Path(python).parent / "mpiexec", flavour)
-    pytest_words = [python, "-m", "pytest", "-p", "no:cacheprovider", *(words or ("tests/ranks",))]
+    pytest_words = [
+        python,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        *(words or ("-m", "not large and not nightly", "tests/ranks")),
+    ]
     done = run([*mpiexec.command(ranks), *pytest_words], ROOT, timeout, mpiexec.environment(ranks))
     print(done)
     assert done.code == 0, done
@@ -29,21 +36,36 @@ def of_the_backend() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in files)
 
 
+@pytest.fixture(scope="module")
+def skipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lists the tests that ran on no number of ranks yet: most that 3 ranks can't run need an even number."""
+    return tmp_path_factory.mktemp("ranks") / "skipped"
+
+
+@pytest.mark.parametrize("ranks", [3, 2, 4])
+def test_each_once(ranks: int, skipped: Path) -> None:
+    under_mpiexec(sys.executable, "MPICH", ranks, "--each-once", str(skipped), "tests/ranks")
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_on_mpich(ranks: int) -> None:
     under_mpiexec(sys.executable, "MPICH", ranks)
 
 
+@pytest.mark.thorough
 def test_one_rank() -> None:
     under_mpiexec(sys.executable, "MPICH", 1, *of_the_backend(), "tests/ranks/test_checkpoint_ranks.py")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "which"), [(8, "eight"), (16, "four_dimensions")])
 def test_many_ranks(ranks: int, which: str) -> None:
     """Layouts of three and four axes; more ranks than cores, so these only."""
     under_mpiexec(sys.executable, "MPICH", ranks, "tests/ranks/test_layouts.py", "-k", which)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_on_open_mpi(openmpi_python: str, ranks: int) -> None:
     """The tests that depend on the MPI: those of the backend."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from hpctrain.cli.options import example
 from hpctrain.errors import UsageError
 
 _TIME_LIMIT = 900
@@ -24,7 +25,7 @@ def command() -> None:
     """Benchmarks of this machine."""
 
 
-@command.command("collectives")
+@command.command("collectives", epilog=example("hpctrain bench collectives -n 2"))
 @click.option("-n", "ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
 @click.option(
     "--backends", default="mpi,gloo", show_default=True, help="Which to measure: mpi, gloo, mpi4py (plain numpy)."
@@ -56,7 +57,7 @@ def collectives(ranks: int, backends: str, as_json: bool) -> None:
         _tell(rows, lines, as_json)
 
 
-@command.command("checkpoint")
+@command.command("checkpoint", epilog=example("hpctrain bench checkpoint --size 256MB --ranks 2"))
 @click.option("-n", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
 @click.option("--size", default="1GB", show_default=True, help="Bytes of the state over all ranks.")
 @click.option("--format", "name", default="hdf5", show_default=True, help="The checkpoint format to measure.")
@@ -110,7 +111,7 @@ def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, a
         _tell(rows, lines, as_json)
 
 
-@command.command("horovod")
+@command.command("horovod", epilog=example("hpctrain bench horovod -n 2"))
 @click.option("-n", "ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
 def horovod(ranks: int, as_json: bool) -> None:

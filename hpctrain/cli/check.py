@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.options import job_arguments
+from hpctrain.cli.options import example, job_arguments
 
 
-@click.command("check")
+@click.command("check", epilog=example("hpctrain check job.toml -n 4"))
 @job_arguments
 def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     """Check JOB.toml without training: keys, types, plugins, model, data, and with -n the layout and the batch.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.options import example
 from hpctrain.cli.ranks import started_by_option
 from hpctrain.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError
 
@@ -19,7 +20,7 @@ _START_SECONDS = 120.0
 """For MPI_Init: shorter than a job's, as somebody waits for the answer."""
 
 
-@click.command("doctor")
+@click.command("doctor", epilog=example("srun -N2 --ntasks-per-node=4 hpctrain doctor --directory runs"))
 @click.option("-n", "ranks", type=click.IntRange(min=1), help="Number of ranks to start on this machine; under a launcher, "
               "the number that it started.")  # fmt: skip
 @click.option(

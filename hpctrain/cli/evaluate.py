@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.options import checkpoint_option, job_arguments, split_option, weights_of_option
+from hpctrain.cli.options import checkpoint_option, example, job_arguments, split_option, weights_of_option
 from hpctrain.cli.ranks import on_ranks, started_by_option
 
 
-@click.command("evaluate")
+@click.command("evaluate", epilog=example("hpctrain evaluate job.toml -n 2 --checkpoint runs/gpt/checkpoints/best"))
 @job_arguments
 @checkpoint_option
 @split_option

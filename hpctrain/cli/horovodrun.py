@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from hpctrain.cli import main as hpctrain
+from hpctrain.cli.options import example
 from hpctrain.errors import UsageError
 from hpctrain.horovod import __version__ as HOROVOD_VERSION  # noqa: N812 - whose interface it is
 from hpctrain.horovod.alias import hand_down
@@ -108,7 +109,11 @@ def _show_version(context: click.Context, option: click.Parameter, value: object
         context.exit()
 
 
-@click.command("horovodrun", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.command(
+    "horovodrun",
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    epilog=example("hpctrain horovodrun -np 4 python train.py"),
+)
 @click.option("-np", "-n", "--num-proc", "ranks", type=click.IntRange(1), metavar="N", help="The number of ranks.")
 @click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="The hosts, and how many ranks each may run.")
 @click.option("--hostfile", "-hostfile", "hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",

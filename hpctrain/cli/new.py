@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.options import example
 from hpctrain.errors import UsageError
 
 TEMPLATES = ("gpt", "module", "finetune")
@@ -15,7 +16,7 @@ _PROGRAMS = {"finetune": "finetune.py"}
 """The module that a template's job names; it goes beside the job."""
 
 
-@click.command("new")
+@click.command("new", epilog=example("hpctrain new job.toml", "hpctrain new --template finetune my.toml"))
 @click.argument("path", default="job.toml", type=click.Path(path_type=Path))
 @click.option("--template", default="gpt", type=click.Choice(TEMPLATES), show_default=True, help="Train a GPT from scratch or "
               "a torch.nn.Module of your own, or fine-tune a model of transformers.")  # fmt: skip

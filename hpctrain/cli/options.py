@@ -8,6 +8,12 @@ from typing import Any
 
 import click
 
+
+def example(*lines: str) -> str:
+    """The end of a command's help: command lines as they are, for `epilog`."""
+    return "\b\n" + "\n".join(["Example:", *(f"  {line}" for line in lines)])
+
+
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE",
     help="Override a key, or remove it with TABLE.KEY=; may be repeated.",

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.options import example
+
 if TYPE_CHECKING:
     from hpctrain.contracts.plugin import Plugin
     from hpctrain.plugins.listing import Listed
 
 
-@click.group("plugins", invoke_without_command=True)
+@click.group(
+    "plugins", invoke_without_command=True, epilog=example("hpctrain plugins", "hpctrain plugins show optimizer adamw")
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
 @click.option("--load", multiple=True, metavar="MODULE", help="Load this module, too, as [plugins] load does.")
 @click.pass_context
@@ -31,7 +35,7 @@ def command(ctx: click.Context, as_json: bool, load: tuple[str, ...]) -> None:
     click.echo(_table(rows))
 
 
-@command.command("show")
+@command.command("show", epilog=example("hpctrain plugins show optimizer adamw"))
 @click.argument("slot")
 @click.argument("name")
 @click.pass_obj

@@ -7,12 +7,14 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.options import checkpoint_option, job_arguments, split_option, weights_of_option
+from hpctrain.cli.options import checkpoint_option, example, job_arguments, split_option, weights_of_option
 from hpctrain.cli.ranks import on_ranks, started_by_option
 from hpctrain.errors import UsageError
 
 
-@click.command("predict")
+@click.command(
+    "predict", epilog=example("hpctrain predict job.toml --checkpoint runs/gpt/checkpoints/latest --out outputs.npy")
+)
 @job_arguments
 @checkpoint_option
 @split_option

@@ -10,12 +10,14 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.options import job_arguments
+from hpctrain.cli.options import example, job_arguments
 from hpctrain.cli.ranks import on_ranks, started_by_option
 from hpctrain.errors import EXIT_STOPPED, UsageError
 
 
-@click.command("run")
+@click.command(
+    "run", epilog=example("hpctrain run job.toml -n 4 --set optimizer.lr=1e-3", "srun hpctrain run job.toml")
+)
 @job_arguments
 @click.option("--resume", default="auto", metavar="auto|never|PATH", help="Continue from the newest checkpoint (auto), "
               "from step 0 (never), or from one checkpoint (PATH).")  # fmt: skip

@@ -8,11 +8,13 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.options import checkpoint_option, job_arguments, weights_of_option
+from hpctrain.cli.options import checkpoint_option, example, job_arguments, weights_of_option
 from hpctrain.cli.ranks import on_ranks, started_by_option
 
 
-@click.command("sample")
+@click.command(
+    "sample", epilog=example("hpctrain sample job.toml --checkpoint runs/gpt/checkpoints/best --prompt 'Once'")
+)
 @job_arguments
 @checkpoint_option
 @weights_of_option

@@ -6,8 +6,10 @@ import json
 
 import click
 
+from hpctrain.cli.options import example
 
-@click.command("schema")
+
+@click.command("schema", epilog=example("hpctrain schema > schema.json"))
 def command() -> None:
     """Print a JSON Schema of the job file, with the options of every installed plugin."""
     from hpctrain.checking.schema import job_schema

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.options import load_option
+from hpctrain.cli.options import example, load_option
 from hpctrain.errors import UsageError, escaped
 
 
-@click.command("status")
+@click.command("status", epilog=example("hpctrain status runs/gpt"))
 @click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @load_option
 def command(directory: Path, load: tuple[str, ...]) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from hpctrain.cli.options import set_option
+from hpctrain.cli.options import example, set_option
 
 
-@click.command("submit")
+@click.command("submit", epilog=example("hpctrain submit job.toml --to slurm --nodes 2 --ranks-per-node 4 --time 2h"))
 @click.argument("job", metavar="JOB.toml", type=click.Path(path_type=Path))
 @click.option("--to", metavar="TARGET", help="slurm, pbs, flux, kubernetes or another launcher plugin (default: the only "
               "table of [launcher]).")  # fmt: skip

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.options import example
 from hpctrain.errors import UsageError
 from hpctrain.watchdog.asked import ask
 
 
-@click.command("where")
+@click.command("where", epilog=example("hpctrain where runs/gpt"))
 @click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option("--timeout", default=60.0, show_default=True, type=click.FloatRange(min=0, min_open=True), help="Seconds to wait for "
               "the job's answer.")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every rank's own log, RUN/log/rank-00000.log."""
+"""Every rank's own log, RUN/log/rank-00000.log: hpctrain's lines, and what users' code prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TextIO
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import UsageError, escaped, reason
 from hpctrain.files import make_directory, open_to_change
-from hpctrain.world.prints import tell
+from hpctrain.world.prints import Labelled, tell
 
 LOG = logging.getLogger("hpctrain")
 
@@ -66,10 +66,12 @@ def logged_to_file(output_dir: Path, identity: Identity) -> Iterator[None]:
     LOG.setLevel(logging.INFO)
     for handler in handlers:
         LOG.addHandler(handler)
+    Labelled.copy = lambda line: file.handle(logging.makeLogRecord({"levelname": "PRINT", "msg": line}))
     LOG.info("rank %d of %d on %s (%s)", identity.rank, identity.size, identity.node, identity.source)
     try:
         yield
     finally:  # a program may run another job after this one
+        Labelled.copy = None
         for handler in handlers:
             LOG.removeHandler(handler)
             handler.close()

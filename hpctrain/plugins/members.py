@@ -39,12 +39,17 @@ class Findings:
     remarks: list[str]
 
 
+class _Named(dict[str, list[CodeType]]):
+    """Code by the names in it."""
+
+
 class Package:
     """The code that belongs to a plugin: the loaded modules of its top-level package."""
 
     def __init__(self, module: str) -> None:
         self.top = module.partition(".")[0]
         self._findings: dict[tuple[type, int | None], Findings] = {}
+        self._reads: dict[str, bool] = {}
 
     def findings(self, cls: type, version: int | None) -> Findings:
         """Compare `cls` with its contracts. version: the one that its module states."""
@@ -60,25 +65,28 @@ class Package:
     def modules(self) -> list[ModuleType]:
         """Those of its modules that are loaded."""
         top, inside = self.top, f"{self.top}."
-        found = [one for name, one in list(sys.modules.items()) if name == top or name.startswith(inside)]
+        loaded = sys.modules.copy().items()  # a thread may import meanwhile
+        found = [one for name, one in loaded if name == top or name.startswith(inside)]
         return [one for one in found if isinstance(one, ModuleType)]
 
     @cached_property
-    def _read(self) -> list[frozenset[str] | None]:
-        """What each of its modules reads; None for one that is not loaded, or not Python's."""
+    def _named(self) -> list[_Named | None]:
+        """The names in each of its modules; None for one that is not loaded, or not Python's."""
         loaded = {module.__name__: list(vars(module).get("__path__", ())) for module in self.modules}
         there = {info.name for name, folders in loaded.items() for info in pkgutil.iter_modules(folders, f"{name}.")}
-        return [_names_in(module) for module in self.modules] + [None] * len(there - loaded.keys())
+        return [_named_in(module) for module in self.modules] + [None] * len(there - loaded.keys())
 
-    @cached_property
-    def uses(self) -> set[str]:
-        """The names that the code of its loaded modules reads."""
-        return {name for names in self._read for name in names or ()}
+    def reads(self, name: str) -> bool:
+        """Whether the code of its loaded modules reads `name`."""
+        if name not in self._reads:  # instructions are read for few names: those of a package take half a second
+            codes = [code for named in self._named if named is not None for code in named.get(name, ())]
+            self._reads[name] = any(_reads(code, name) for code in codes)
+        return self._reads[name]
 
     @property
     def is_known(self) -> bool:
-        """Whether `uses` has all names that the package reads: its modules are loaded, and their code can be read."""
-        return None not in self._read
+        """Whether `reads` knows all of the package: its modules are loaded, and their code can be read."""
+        return None not in self._named
 
     def parts(self) -> list[type]:
         """The classes of contracts in its loaded modules that are no plugins themselves: plugins make them."""
@@ -110,7 +118,7 @@ def _judge(cls: type, package: Package, version: int | None) -> Findings:
     defined = {name: value for base in reversed(own) for name, value in vars(base).items() if not name.startswith("_")}
     faults, former, remarks = [], [], []
     for name, value in defined.items():
-        changes, used = changes_of(names, name), name in package.uses
+        changes = changes_of(names, name)
         if any(name in vars(base) or (_is_contract(base) and name in inspect.get_annotations(base)) for base in others):
             faults += [
                 f"`{name}` has changed in plugin API version {c.version}: {c.instead}"
@@ -125,13 +133,14 @@ def _judge(cls: type, package: Package, version: int | None) -> Findings:
             last = changes[-1]
             is_older = version is None or version < last.version
             is_old = is_older and last.parameters is not None and last.parameters == _parameters(value)
+            used = package.reads(name)
             if is_old or (not used and package.is_known):
                 former.append((name, last.instead))
             elif not used:
                 remarks.append(f"{cls.__qualname__} has {name!r}, {_NOT_CALLED}: {last.instead}")
         else:
             near = _near(cls, name, contracts, defined)
-            remarks += near if near and not used else []
+            remarks += near if near and not package.reads(name) else []
     for instead in dict.fromkeys(instead for _, instead in former):
         gone = ", ".join(f"`{name}`" for name, why in former if why == instead)
         faults.append(f"plugin API version {API_VERSION} does not call {gone}: {instead}")
@@ -157,7 +166,7 @@ def unmarked_hooks(holder: object, hooks: list[str], package: Package) -> list[s
         if not isinstance(value, FunctionType) or hasattr(value, "hpctrain_impl"):
             continue
         meant = near_hook(name, hooks)
-        if meant is None or name in package.uses:
+        if meant is None or package.reads(name):
             continue
         if name in hooks:
             said.append(f"it has the function {name!r} without the mark of hpctrain.api.hookimpl, so nobody calls it")
@@ -226,23 +235,28 @@ def _code(module: ModuleType) -> CodeType | None:
 
 
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_NAME", "LOAD_GLOBAL", "IMPORT_FROM")
+_named: WeakKeyDictionary[ModuleType, _Named | None] = WeakKeyDictionary()
+"""Of the loaded modules: their code stays as it is, and a fork server reads it for all of its ranks."""
 
 
-_names: WeakKeyDictionary[ModuleType, frozenset[str] | None] = WeakKeyDictionary()
-"""What the loaded modules read: their code stays as it is, and a fork server reads it for all of its ranks."""
+def _named_in(module: ModuleType) -> _Named | None:
+    """The code of a loaded module, its functions and classes by the names in it; None if it can't be read."""
+    if module not in _named:
+        code, found = _code(module), _Named()
+        for part in () if code is None else _parts(code):
+            for name in part.co_names:
+                found.setdefault(name, []).append(part)
+        _named[module] = None if code is None else found
+    return _named[module]
 
 
-def _names_in(module: ModuleType) -> frozenset[str] | None:
-    """The names that a loaded module reads; None if its code can't be read."""
-    if module not in _names:
-        code = _code(module)
-        _names[module] = None if code is None else frozenset(_read(code))
-    return _names[module]
+def _reads(code: CodeType, name: str) -> bool:
+    return any(one.opname in _READS and one.argval == name for one in dis.get_instructions(code))
 
 
-def _read(code: CodeType) -> Iterator[str]:
-    """The names that code reads."""
-    yield from (str(one.argval) for one in dis.get_instructions(code) if one.opname in _READS)
+def _parts(code: CodeType) -> Iterator[CodeType]:
+    """The code and that of the functions and classes in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _read(constant)
+            yield from _parts(constant)

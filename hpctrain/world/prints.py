@@ -6,7 +6,7 @@ import io
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, TextIO
 
@@ -30,6 +30,8 @@ class Labelled(io.TextIOBase):
 
     bar: ClassVar[str] = ""
     """The progress bar of this process, which is drawn again behind each line."""
+    copy: ClassVar[Callable[[str], object] | None] = None
+    """Gets each line that is passed on: a run's log. Not a logger: a user's handler may print what loggers get."""
 
     def __init__(self, inner: TextIO, label: str) -> None:
         self.inner, self.label = inner, label
@@ -46,6 +48,7 @@ class Labelled(io.TextIOBase):
                 visible = self._visible(line).rstrip("\r")
                 if visible or not self._begun or self._interactive:
                     shown += f"{self._label}{visible}\n"
+                    self._note(visible)
                 self._begun = False
             self._held = self._visible(self._held)
             if shown:
@@ -83,7 +86,12 @@ class Labelled(io.TextIOBase):
             put(self._label + self._held, self.inner)
         else:
             put(self.label + self._held.rstrip("\r") + "\n" + self._bar, self.inner)
+        self._note(self._held.rstrip("\r"))
         self._held, self._begun, self._last_part = "", True, time.monotonic()
+
+    def _note(self, line: str) -> None:
+        if line and Labelled.copy is not None:
+            Labelled.copy(line)
 
     def end(self) -> None:
         """Pass on a last line without an end."""

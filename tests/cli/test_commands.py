@@ -54,6 +54,7 @@ def test_plugins_are_listed_and_shown(tmp_path: Path) -> None:
     assert run(hpctrain("plugins", "--load", "bad"), tmp_path).code == 3
 
 
+@pytest.mark.thorough
 def test_collectives_are_measured(tmp_path: Path) -> None:
     done = run(hpctrain("bench", "collectives", "-n", "2", "--backends", "mpi,gloo,mpi4py", "--json"), tmp_path)
     assert done.code == 0, done

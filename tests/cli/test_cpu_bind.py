@@ -48,7 +48,11 @@ def ran(job: JobFile, words: list[str], ranks: int = 2, **env: str) -> tuple[Fin
     return done, [json.loads((job.directory / f"cores-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("mpi", [{}, {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}], ids=["MPI", "gloo"])
+@pytest.mark.parametrize(
+    "mpi",
+    [{}, pytest.param({"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}, marks=pytest.mark.thorough)],
+    ids=["MPI", "gloo"],
+)
 def test_each_rank_has_cores_of_its_own(reporting: JobFile, mpi: dict[str, str]) -> None:
     done, (first, second) = ran(reporting, hpctrain("run", "job.toml", "-n", "2"), **mpi)
     for rank in (first, second):
@@ -61,6 +65,7 @@ def test_each_rank_has_cores_of_its_own(reporting: JobFile, mpi: dict[str, str])
         assert "bound by hpctrain; threads: " in log.read_text()
 
 
+@pytest.mark.thorough
 def test_ranks_that_mpiexec_has_bound_keep_their_cores(reporting: JobFile) -> None:
     """The other way round than hpctrain would."""
     bound = f"user:{HERE[1]},{HERE[0]}"
@@ -69,6 +74,7 @@ def test_ranks_that_mpiexec_has_bound_keep_their_cores(reporting: JobFile) -> No
     assert "bound by the launcher" in done.out and first["threads"] == second["threads"] == 1, done
 
 
+@pytest.mark.thorough
 def test_a_job_may_leave_its_ranks_unbound(reporting: JobFile) -> None:
     done, (first, second) = ran(reporting, hpctrain("run", "job.toml", "-n", "2", "--set", "job.cpu_bind=none"))
     assert first["inherited"] == second["inherited"] == HERE
@@ -76,12 +82,14 @@ def test_a_job_may_leave_its_ranks_unbound(reporting: JobFile) -> None:
     assert first["threads"] == second["threads"] == max(1, len(HERE) // 2)
 
 
+@pytest.mark.thorough
 def test_openmp_s_own_binding_is_the_user_s(reporting: JobFile) -> None:
     words = hpctrain("run", "job.toml", "-n", "2", "--set", "environment.OMP_PLACES=cores")
     done, _ = ran(reporting, words)
     assert "not bound by hpctrain: OMP_PLACES is set" in done.out, done
 
 
+@pytest.mark.thorough
 def test_open_mpi_s_own_binding_may_be_asked_for_in_the_job(reporting: JobFile, openmpi_python: str) -> None:
     """Else hpctrain switches it off, and binds the ranks itself. Its mpiexec reads [environment] before there is a rank."""
     words = hpctrain("run", "job.toml", "-n", "2", python=openmpi_python)
@@ -113,6 +121,7 @@ def test_a_program_has_its_cores_back_after_a_job(tmp_path: Path) -> None:
     assert done.code == 0 and done.out.count("bound by hpctrain") == 2, done
 
 
+@pytest.mark.thorough
 def test_doctor_binds_as_a_job_does(tmp_path: Path) -> None:
     done = run(hpctrain("doctor", "-n", "2", "--json"), tmp_path)
     (row,) = [row for row in map(json.loads, done.out.splitlines()) if row["check"] == "cores"]

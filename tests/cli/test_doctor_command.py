@@ -81,6 +81,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_the_number_of_ranks_is_the_launchers(tmp_path: Path) -> None:
     done = run([MPIEXEC, "-n", "2", *hpctrain("doctor", "-n", "3")], tmp_path)
     assert done.code == 2 and done.err.count("-n 3: the launcher started 2 ranks") == 1, done
@@ -106,6 +107,7 @@ def test_a_directory_that_cannot_be_written_to(tmp_path: Path, place: str) -> No
     assert lines.code == 3 and f"fail  output directory   rank 0 can't write in {place}" in lines.out, lines
 
 
+@pytest.mark.thorough
 def test_a_rank_with_another_directory(tmp_path: Path) -> None:
     """As on nodes that do not share it: a relative path, and rank 1 in a mount namespace with another file system there."""
     if os.geteuid() != 0:
@@ -118,6 +120,7 @@ def test_a_rank_with_another_directory(tmp_path: Path) -> None:
     assert bad["ranks"] == [1], done
 
 
+@pytest.mark.thorough
 def test_versions_that_differ(tmp_path: Path) -> None:
     """Rank 1 finds another numpy's metadata first, and a plugin of its own."""
     for name, version, points in (("numpy", "1.0.0", ""), ("odd", "7", "[hpctrain]\nhook.odd = odd\n")):
@@ -137,6 +140,7 @@ def test_versions_that_differ(tmp_path: Path) -> None:
         ), done
 
 
+@pytest.mark.thorough
 def test_a_slow_rank(tmp_path: Path) -> None:
     """Rank 1 runs a fifth of the time."""
     with started(on_two(["env", "SLOW=1"], "--json"), tmp_path) as command:
@@ -179,6 +183,7 @@ def _has(process: psutil.Process, variable: str) -> bool:
         return False
 
 
+@pytest.mark.thorough
 def test_a_rank_that_never_starts(tmp_path: Path) -> None:
     """MPI_Init of the other rank waits for it. Two minutes would be too long for a test."""
     impatient = "from hpctrain.cli import doctor, main\ndoctor._START_SECONDS = 2.0\nmain()"

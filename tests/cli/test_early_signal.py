@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 from conftest import JobFile
 from launching import SOON, hpctrain, started, wait_until
 
@@ -16,6 +17,7 @@ def answers(process: int, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
+@pytest.mark.thorough
 def test_usr1_during_the_start(job: JobFile, tmp_path: Path) -> None:
     job.set(job={"steps": 1000})
     with started(hpctrain("run", "job.toml"), tmp_path) as command:

@@ -17,6 +17,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_number_of_ranks_gives_the_same_curve(job: JobFile, optimizer: str) -> None:
     job.tables["optimizer"] = OPTIMIZERS[optimizer]
@@ -40,6 +41,7 @@ def test_every_number_of_ranks_gives_the_same_curve(job: JobFile, optimizer: str
         assert [r["tokens"] for r in rows] == [r["tokens"] for r in reference]
 
 
+@pytest.mark.thorough
 def test_two_ranks_in_bf16_are_near_one_in_fp32(job: JobFile) -> None:
     """As typed; tests/ranks/test_stages.py compares every mode with a single process."""
     job.tables["optimizer"] = OPTIMIZERS["sgd"]

@@ -35,12 +35,14 @@ def losses_alone(job: JobFile) -> list[float]:
     return job.losses("alone")
 
 
+@pytest.mark.thorough
 def test_tasks_of_flux_are_one_world_over_mpi(job: JobFile, losses_alone: list[float]) -> None:
     done = run(started_as(AS_FLUX, 2, "run", "job.toml"), job.directory)
     assert done.code == 0 and done.err == "" and "2 (mpi), started by Flux" in done.out, done
     assert job.losses() == pytest.approx(losses_alone, rel=2e-6)
 
 
+@pytest.mark.thorough
 def test_tasks_of_flux_without_mpi_meet_through_its_pmi(job: JobFile, losses_alone: list[float]) -> None:
     done = run(started_as(AS_FLUX, 2, "run", "job.toml"), job.directory, env=NO_MPI)
     assert done.code == 0 and "2 (flux), 2 per node" in done.out and "gloo communicator" in done.out, done
@@ -68,6 +70,7 @@ def test_flux_without_pmi_is_refused(job: JobFile) -> None:
     refused(run(hpctrain("run", "job.toml"), job.directory, env=flux), job, "PMI_FD, PMI_RANK and PMI_SIZE", "torchrun")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("unset", ["MPI_LOCALNRANKS", "MPI_LOCALNRANKS PMI_FD"], ids=["MPI", "another PMI"])
 def test_ranks_of_pals_use_mpi_or_are_refused(job: JobFile, unset: str) -> None:
     """Without PMI_FD, as under PALS with the MPICH of a wheel, each MPI process is alone."""
@@ -85,6 +88,7 @@ def refused(done: Finished, job: JobFile, *sentences: str) -> None:
         assert sentence in done.err, done
 
 
+@pytest.mark.thorough
 def test_doctor_names_the_launcher(job: JobFile) -> None:
     done = run(started_as(AS_FLUX, 2, "doctor"), job.directory)
     assert done.code == 0 and "2 ranks on 1 node over MPI, started by Flux, connected through PMI" in done.out, done

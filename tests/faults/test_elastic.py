@@ -98,6 +98,7 @@ def test_four_ranks_three_and_four_again(elastic: JobFile, hosts: Path, tmp_path
     assert elastic.losses() == pytest.approx(whole_losses(elastic), rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_the_largest_number_that_fits_is_taken(elastic: JobFile, hosts: Path, tmp_path: Path) -> None:
     """8 samples don't divide over 3 ranks, and the tensor axis keeps its size."""
     hosts.write_text("localhost slots=3\n")
@@ -107,6 +108,7 @@ def test_the_largest_number_that_fits_is_taken(elastic: JobFile, hosts: Path, tm
     assert "2 of 4 ranks start: hosts has 3 slots; 3 ranks do not fit: [parallelism]" in done.err, done
 
 
+@pytest.mark.thorough
 def test_too_few_slots(elastic: JobFile, hosts: Path, tmp_path: Path) -> None:
     hosts.write_text("localhost slots=1\n")
     done = run(RUN, tmp_path, env=environment(elastic))
@@ -121,6 +123,7 @@ def test_too_few_slots(elastic: JobFile, hosts: Path, tmp_path: Path) -> None:
     ), none
 
 
+@pytest.mark.thorough
 def test_below_min_ranks_the_job_ends_and_the_same_command_continues(
     elastic: JobFile, hosts: Path, tmp_path: Path
 ) -> None:
@@ -137,6 +140,7 @@ def test_below_min_ranks_the_job_ends_and_the_same_command_continues(
     assert again.code == 0 and "resuming" in again.out and len(elastic.losses()) == 40, again
 
 
+@pytest.mark.thorough
 def test_a_signal_while_more_ranks_are_awaited_ends_with_75(elastic: JobFile, hosts: Path, tmp_path: Path) -> None:
     hosts.write_text("localhost slots=2\n")
     with started(RUN, tmp_path, environment(elastic)) as command:
@@ -146,6 +150,7 @@ def test_a_signal_while_more_ranks_are_awaited_ends_with_75(elastic: JobFile, ho
     assert done.code == 75 and done.out.count("starting     ") == 1, done
 
 
+@pytest.mark.thorough
 def test_a_host_that_failed_twice_is_left_out(elastic: JobFile, hosts: Path, tmp_path: Path) -> None:
     """Both rounds of two hosts: rank 1, on b, is killed at two steps. Then rank 1 is on a."""
     hosts.write_text("a:2\nb:2\n")
@@ -160,6 +165,7 @@ def test_a_host_that_failed_twice_is_left_out(elastic: JobFile, hosts: Path, tmp
     assert elastic.losses() == pytest.approx(whole_losses(elastic), rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_gone_is_left_out(elastic: JobFile, hosts: Path, tmp_path: Path) -> None:
     """Its ranks are killed, and nothing starts on it again."""
     hosts.write_text("b:1\na:1\n")

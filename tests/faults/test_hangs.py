@@ -9,8 +9,8 @@ import pytest
 from hangs import LATE, LIMIT, PLANTED, Planted, environment, idle_seconds, tell, write_job
 from launching import hpctrain, run, started, wait_until
 
-OF_EVERY_RUN = {
-    ("mpi", "sleep"),
+OF_EVERY_RUN = {("mpi", "sleep")}
+THOROUGH = {
     ("gloo", "sleep-alarm"),
     ("gloo", "sleep-check"),
     ("gloo", "stop"),
@@ -26,10 +26,10 @@ OF_EVERY_RUN = {
 @pytest.mark.parametrize(
     ("communicator", "planted"),
     [
-        (communicator, one)
+        pytest.param(communicator, one, marks=[pytest.mark.thorough] * ((communicator, one.name) in THOROUGH))
         for communicator in ("mpi", "gloo")
         for one in PLANTED
-        if (communicator, one.name) in OF_EVERY_RUN
+        if (communicator, one.name) in OF_EVERY_RUN | THOROUGH
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
@@ -46,6 +46,7 @@ def test_the_rank_that_hangs_is_named(communicator: str, planted: Planted, tmp_p
         assert rank == silent or "thread MainThread:" in log or planted.plant == "mismatch", log
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     write_job(tmp_path)
     words = hpctrain("run", "job.toml", "-n", "3")

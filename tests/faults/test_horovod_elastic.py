@@ -131,7 +131,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             [(one, n) for one in CHANGES for n in range(draws)] if draws else [("grown", 0), ("killed", 0)],
         )
     elif "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(draws or 2))
+        metafunc.parametrize("seed", range(draws or 1))
 
 
 def test_a_killed_worker_is_replaced(undisturbed: list[float], seed: int, tmp_path: Path) -> None:
@@ -153,6 +153,7 @@ def test_a_killed_worker_is_replaced(undisturbed: list[float], seed: int, tmp_pa
     assert len({step[3] for step in progress(tmp_path)}) == 5, "four workers and one in place of the killed one"
 
 
+@pytest.mark.thorough
 def test_a_lost_worker_that_nobody_can_replace_is_dropped(undisturbed: list[float], tmp_path: Path) -> None:
     """The host has lost a slot; before a commit, only the lost worker tells the others."""
     (tmp_path / "script.py").write_text(SCRIPT.replace("% 4 == 0", "% 100 == 0"))
@@ -174,6 +175,7 @@ NO_STATE = (
 )
 
 
+@pytest.mark.thorough
 def test_hosts_that_shrink_and_are_exchanged(tmp_path: Path) -> None:
     """A slot that is lost is given up at the next commit; no job begins anew without the state; a script may fail at times."""
     (tmp_path / "script.py").write_text(SCRIPT.replace("time.sleep(0.02)", "time.sleep(0.1)"))
@@ -193,6 +195,7 @@ def test_hosts_that_shrink_and_are_exchanged(tmp_path: Path) -> None:
     assert {(step[1], step[2]) for step in progress(tmp_path)} == {(0, 2), (1, 2), (0, 1)}
 
 
+@pytest.mark.thorough
 def test_a_worker_that_has_not_got_the_state_does_not_lead(tmp_path: Path) -> None:
     """One is replaced, and the other one is lost while it gives its state to the new one."""
     sync = "        if os.path.exists('progress'):\n            open(f'syncs-{os.getpid()}', 'w')\n            time.sleep(2)\n"
@@ -210,6 +213,7 @@ def test_a_worker_that_has_not_got_the_state_does_not_lead(tmp_path: Path) -> No
     assert sum(step[:2] == [1, 0] for step in progress(tmp_path)) == 1, "the new one does not begin anew"
 
 
+@pytest.mark.thorough
 def test_hosts_or_workers_that_change(change: str, seed: int, undisturbed: list[float], tmp_path: Path) -> None:
     """At a random moment: the losses are those of an undisturbed run, or the job ends and says why."""
     draw = random.Random(seed)
@@ -241,6 +245,7 @@ def test_hosts_or_workers_that_change(change: str, seed: int, undisturbed: list[
         assert sum(step[:2] == [1, 0] for step in progress(tmp_path)) == 1, "nobody begins anew"
 
 
+@pytest.mark.thorough
 def test_a_worker_that_does_not_come_back_is_replaced(undisturbed: list[float], tmp_path: Path) -> None:
     """One is stopped, and another one is killed: the third waits for both."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -260,6 +265,7 @@ def test_a_worker_that_does_not_come_back_is_replaced(undisturbed: list[float], 
     assert found["losses"] == pytest.approx(undisturbed, rel=1e-9) and found["seen"] == 480
 
 
+@pytest.mark.thorough
 def test_a_script_that_fails_by_itself_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         SCRIPT.replace("state.batch += 1", "state.batch += 1; assert state.batch < 7, 'mine'")
@@ -268,6 +274,7 @@ def test_a_script_that_fails_by_itself_ends_the_job(tmp_path: Path) -> None:
     assert done.code == 1 and "AssertionError" in done.err and "mine" in done.err, done
 
 
+@pytest.mark.thorough
 def test_a_fixed_number_of_workers_ends_with_the_first_that_is_lost(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     with started(elastic("-np", "3", "--gloo"), tmp_path) as command:
@@ -277,6 +284,7 @@ def test_a_fixed_number_of_workers_ends_with_the_first_that_is_lost(tmp_path: Pa
     assert done.code == 137 and "ended with signal 9" in done.err, done
 
 
+@pytest.mark.thorough
 def test_workers_leave_with_the_starter(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("time.sleep(0.02)", "time.sleep(1)"))
     with started(elastic("-np", "2", "--min-np", "1"), tmp_path) as command:
@@ -286,6 +294,7 @@ def test_workers_leave_with_the_starter(tmp_path: Path) -> None:
     assert done.code == -signal.SIGKILL
 
 
+@pytest.mark.thorough
 def test_the_example(tmp_path: Path) -> None:
     words = hpctrain(
         "horovodrun", "-np", "2", "--min-np", "1", sys.executable, str(EXAMPLE / "elastic.py"), "--epochs", "1"

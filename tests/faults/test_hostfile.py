@@ -60,12 +60,14 @@ def test_hosts_train_as_one_process_does(job: JobFile, hosts: Path, tmp_path: Pa
     assert job.losses() == pytest.approx(job.losses("alone"), rel=2e-6)
 
 
+@pytest.mark.thorough
 def test_open_mpi_knows_the_hosts_too(openmpi_python: str, slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
     words = [openmpi_python, *hpctrain("run", "job.toml")[1:], "--hostfile", "hosts", "-n", "2"]
     done = run([*words, "--set", "job.steps=3"], tmp_path, env=environment(tmp_path))
     assert done.code == 0 and "2 ranks on a, b" in done.out and "2 (mpi)" in done.out, done
 
 
+@pytest.mark.thorough
 def test_a_signal_saves(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
     with started(RUN, tmp_path, environment(tmp_path)) as command:
         slowly.wait_for_steps(2)
@@ -75,6 +77,7 @@ def test_a_signal_saves(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
     assert "continue with: hpctrain run job.toml --hostfile hosts" in stopped.out, stopped
 
 
+@pytest.mark.thorough
 def test_the_second_signal_ends_all_ranks_at_once(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(slow.read_text().replace("time.sleep(0.1)", "open('in-a-step', 'w')\n    time.sleep(60)"))
@@ -87,6 +90,7 @@ def test_the_second_signal_ends_all_ranks_at_once(slowly: JobFile, hosts: Path, 
     assert ended.code == 130, ended
 
 
+@pytest.mark.thorough
 def test_no_rank_outlives_its_starter(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
     with started(RUN, tmp_path, environment(tmp_path)) as command:
         slowly.wait_for_steps(2)
@@ -98,6 +102,7 @@ def rank_of(command: Started, number: str) -> int:
     return next(p.pid for p in command.ranks() if p.environ().get("PMI_RANK") == number and "-m" in p.cmdline())
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_is_told_with_its_host(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
     with started(RUN, tmp_path, environment(tmp_path)) as command:
         slowly.wait_for_steps(2)
@@ -106,6 +111,7 @@ def test_a_killed_rank_is_told_with_its_host(slowly: JobFile, hosts: Path, tmp_p
     assert ended.code == 4 and "a rank on b ended without an error message" in ended.err, ended
 
 
+@pytest.mark.thorough
 def test_errors_keep_their_exit_code(job: JobFile, hosts: Path, tmp_path: Path) -> None:
     """MPICH's mpiexec alone would give the codes of all ranks, in one number."""
     wrong = run([*RUN, "--set", "optimizer.lr=-1"], tmp_path, env=environment())
@@ -118,6 +124,7 @@ def test_errors_keep_their_exit_code(job: JobFile, hosts: Path, tmp_path: Path) 
     assert failed.code == 4 and failed.err.count("ZeroDivisionError") == 1, failed
 
 
+@pytest.mark.thorough
 def test_hosts_out_of_reach(job: JobFile, hosts: Path, tmp_path: Path) -> None:
     hosts.write_text("a:1\nunknown:1\n")
     unknown = run(RUN, tmp_path, 30, environment())
@@ -151,6 +158,7 @@ def test_no_file_and_no_mpi(job: JobFile, hosts: Path, tmp_path: Path) -> None:
     assert without.code == 3 and "--hostfile: found no MPI library, expected one" in without.err, without
 
 
+@pytest.mark.thorough
 def test_hosts_that_are_this_machine_need_no_mpiexec(job: JobFile, hosts: Path, tmp_path: Path) -> None:
     hosts.write_text("localhost slots=1\n127.0.0.1\n")
     done = run(RUN, tmp_path, env={"HYDRA_LAUNCHER_EXEC": "/none"})

@@ -21,7 +21,7 @@ def killed(job: JobFile) -> JobFile:
     return job.set(job={"steps": 9}, checkpoint={"every_steps": 2}, plugins={"load": ["killer"]})
 
 
-@pytest.mark.parametrize("communicator", ["mpi", "gloo"])
+@pytest.mark.parametrize("communicator", ["mpi", pytest.param("gloo", marks=pytest.mark.thorough)])
 def test_killed_ranks_start_again(communicator: str, killed: JobFile, tmp_path: Path) -> None:
     whole = run(hpctrain("run", "job.toml", "--set", "job.output_dir=whole"), tmp_path, 90, environment(""))
     assert whole.code == 0, whole
@@ -35,6 +35,7 @@ def test_killed_ranks_start_again(communicator: str, killed: JobFile, tmp_path: 
     assert not (tmp_path / "out.1").exists()
 
 
+@pytest.mark.thorough
 def test_restarts_have_an_end(killed: JobFile, tmp_path: Path) -> None:
     words = hpctrain("run", "job.toml", "-n", "2", "--restarts", "1")
     done = run(words, tmp_path, 120, environment("1:2 1:4"))
@@ -46,6 +47,7 @@ def test_restarts_have_an_end(killed: JobFile, tmp_path: Path) -> None:
     assert again.code == 0 and "resuming     from step 2" in again.out, again
 
 
+@pytest.mark.thorough
 def test_mistakes_are_not_tried_again(killed: JobFile, tmp_path: Path) -> None:
     killed.set(optimizer={"lr": -1.0})
     done = run(hpctrain("run", "job.toml", "-n", "2", "--restarts", "3"), tmp_path, 60, environment(""))

@@ -59,8 +59,13 @@ def stopped_in(job: JobFile, phase: str, number: int, only: int | None) -> Finis
 @pytest.mark.parametrize(
     ("phase", "number", "only"),
     [
-        ("build", SOON, 1), ("forward", SOON, 1), ("evaluation", SOON, 1), ("evaluation", SOON, None), ("save", SOON, 1),
-        ("save", TERMINATE, None),
+        ("evaluation", SOON, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("build", SOON, 1), ("forward", SOON, 1), ("evaluation", SOON, None), ("save", SOON, 1), ("save", TERMINATE, None),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_the_job_saves_once_and_goes_on(

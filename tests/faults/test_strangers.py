@@ -13,7 +13,7 @@ import pytest
 from besieging import PYTHON, besieged, needs_root, open_job
 from launching import hpctrain, run, started
 
-pytestmark = [pytest.mark.timeout(400), needs_root]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400), needs_root]
 
 WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node=2", "-m", "hpctrain", "run", "job.toml"]

@@ -83,7 +83,7 @@ def other_json(draw: Draw, content: Any) -> Any:
             )
             place = here[key]
         if here is None:
-            return draw(NASTY)
+            return nasty(draw)
         what = draw(st.sampled_from(["put", "put", "near", "delete", "repeat", "move"]))
         if what == "near" and type(place) is int:
             here[key] = place + draw(st.sampled_from([-1, 1, 8, 2**32, 2**62]))
@@ -94,8 +94,13 @@ def other_json(draw: Draw, content: Any) -> Any:
         elif what == "move" and isinstance(here, dict):
             here[draw(st.one_of(st.text(max_size=4), st.sampled_from(["\x1b[2J", "a/../b", "$x"])))] = here.pop(key)
         else:
-            here[key] = draw(NASTY)
+            here[key] = nasty(draw)
     return content
+
+
+def nasty(draw: Draw) -> Any:
+    """An odd value of one's own: the next change may be inside it, and NASTY must stay as it is."""
+    return copy.deepcopy(draw(NASTY))
 
 
 def other_operations(draw: Draw, raw: bytes) -> bytes:

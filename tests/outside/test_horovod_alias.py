@@ -41,6 +41,7 @@ def test_every_program_has_horovod(python: str, tmp_path: Path) -> None:
     assert done.code == 0 and done.out.split() == ["3.0", "3.0"], done
 
 
+@pytest.mark.thorough
 def test_a_real_horovod_keeps_its_name(python: str, tmp_path: Path) -> None:
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("kind = 'real'\n")

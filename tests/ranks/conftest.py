@@ -34,6 +34,8 @@ PATIENCE = 20.0  # seconds that a failed rank waits for the others
 
 _failed = pytest.StashKey[bool]()
 _STDERR = sys.stderr
+_SKIPPED: list[str] = []
+"""Tests that this number of ranks can't run."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     size, table = MPI.COMM_WORLD.size, config.getoption("--equivalence")
+    listed = config.getoption("--each-once")
+    if listed is not None:
+        skipped = listed.read_text().splitlines() if listed.exists() else []
+        elsewhere = [item for item in items if _home(item) != size and item.nodeid not in skipped]
+        items[:] = [item for item in items if item not in elsewhere]
+        config.hook.pytest_deselected(items=elsewhere)
     for item in items:
         needed, shown = item.get_closest_marker("ranks"), item.get_closest_marker("shown_on")
         if needed and size < needed.args[0]:
@@ -70,6 +78,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         elif shown and size > 1 and size not in shown.args:
             item.add_marker(pytest.mark.skip(f"shown on {' and '.join(map(str, shown.args))} ranks"))
+
+
+def _home(item: pytest.Item) -> int:
+    """The number of ranks for a test that runs on one number only: 3 finds what is uneven, unless it is shown on others."""
+    needed, shown = item.get_closest_marker("ranks"), item.get_closest_marker("shown_on")
+    least = needed.args[0] if needed else 1
+    fit = sorted(number for number in (shown.args if shown else (3, least)) if number >= least)
+    return 3 if 3 in fit else fit[0]
 
 
 @pytest.fixture(scope="session")
@@ -93,6 +109,12 @@ def root(world: World) -> Iterator[Path]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--each-once",
+        type=Path,
+        metavar="FILE",
+        help="run each test on one number of ranks only, mostly 3, and those that an earlier run skipped and listed in FILE",
+    )
+    parser.addoption(
         "--equivalence", type=Path, help="append what the equivalence tests found to this file (JSON lines)"
     )
 
@@ -114,7 +136,15 @@ def record(world: World, pytestconfig: pytest.Config) -> Callable[..., None]:
     return note
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    listed = session.config.getoption("--each-once")
+    if listed is not None and MPI.COMM_WORLD.rank == 0:
+        listed.write_text("".join(f"{name}\n" for name in _SKIPPED))
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped:
+        _SKIPPED.append(report.nodeid)
     if report.failed and MPI.COMM_WORLD.rank:
         print(
             f"\n[rank {MPI.COMM_WORLD.rank}] FAILED {report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True

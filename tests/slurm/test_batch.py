@@ -75,6 +75,7 @@ def test_the_batch_script_goes_on_after_its_signal(
     assert loss_texts(job) == straight
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_the_time_limit_comes_until_the_job_is_done(cluster: Cluster, job: JobFile, straight: list[str]) -> None:
     """The limit is a minute, Slurm's shortest; it may send the signal up to a minute early."""
@@ -92,6 +93,7 @@ def test_the_time_limit_comes_until_the_job_is_done(cluster: Cluster, job: JobFi
     assert loss_texts(job) == straight
 
 
+@pytest.mark.thorough
 def test_scancel_saves_and_ends(cluster: Cluster, job: JobFile, submitted: str) -> None:
     job.wait_for_steps(10)
     cluster.ask("scancel", submitted)
@@ -102,6 +104,7 @@ def test_scancel_saves_and_ends(cluster: Cluster, job: JobFile, submitted: str) 
     assert "stopped at step" in said, said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mpi", [["--mpi=pmi2"], []], ids=["mpi", "gloo"])
 def test_a_signal_to_the_step_saves_and_the_next_goes_on(
     cluster: Cluster, job: JobFile, straight: list[str], mpi: list[str]
@@ -120,6 +123,7 @@ def test_a_signal_to_the_step_saves_and_the_next_goes_on(
     assert loss_texts(job) == straight
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mpi", [["--mpi=pmi2"], []], ids=["mpi", "gloo"])
 def test_a_killed_rank_ends_the_step_and_the_next_goes_on(
     cluster: Cluster, job: JobFile, straight: list[str], mpi: list[str]

@@ -10,7 +10,7 @@ from launching import hpctrain
 
 from slurm.cluster import Cluster
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(150)]
 
 FOUR = ["srun", "-K", "-N2", "-n4", "--ntasks-per-node=2"]
 TWO = ["srun", "-K", "-N2", "-n2"]

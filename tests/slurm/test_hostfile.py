@@ -13,7 +13,7 @@ from launching import KILL, Started, hpctrain
 
 from slurm.cluster import Cluster
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(180)]
 
 BOTH = ["salloc", "--quiet", "-N2", "--ntasks-per-node=2"]
 RUN = hpctrain("run", "job.toml", "--hostfile", "hosts")

@@ -13,7 +13,7 @@ from launching import hpctrain, wait_until
 
 from slurm.cluster import Cluster
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]
 
 STEPS = 40
 TO = ("--to", "slurm", "--nodes", "2", "--set", "plugins.load=['slow']")

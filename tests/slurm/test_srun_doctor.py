@@ -14,7 +14,7 @@ from launching import Finished, hpctrain
 
 from slurm.cluster import NODES, Cluster
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(180)]
 
 FOUR = ["srun", "-K", "-N2", "-n4", "--ntasks-per-node=2"]
 

@@ -13,7 +13,7 @@ from launching import hpctrain, run, wait_until
 
 from slurm.cluster import NODES, Cluster
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
 
 MOST = 50
 """Opens of shared files that a rank may need to start."""

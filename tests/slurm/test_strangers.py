@@ -11,7 +11,7 @@ from launching import hpctrain
 
 from slurm.cluster import Cluster
 
-pytestmark = [pytest.mark.timeout(240), needs_root]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(240), needs_root]
 
 WORDS = ["srun", "-K", "-N2", "-n2", *hpctrain("run", "job.toml")]
 

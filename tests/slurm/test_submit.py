@@ -12,7 +12,7 @@ from launching import Finished, wait_until
 
 from slurm.cluster import Cluster
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(240)]
 
 TO = ("--to", "slurm", "--nodes", "2")
 SLOW = ("--set", "plugins.load=['slow']")

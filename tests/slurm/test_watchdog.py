@@ -12,7 +12,7 @@ from launching import Started, hpctrain, wait_until
 
 from slurm.cluster import Cluster
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(200)]
 
 LIMIT = 5
 """[watchdog] timeout_seconds."""

@@ -483,13 +483,13 @@ def _heeding() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_heeding")
 def test_a_signal_ends_an_import_that_survives_what_its_module_raises(site: Site) -> None:
-    (site.path / "waits.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
-    (site.path / "raises.py").write_text("raise KeyboardInterrupt\n")
+    (site.path / "interrupted.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    (site.path / "interrupts.py").write_text("raise KeyboardInterrupt\n")
     for use in (lambda module: build_registry([module]), lambda module: resolve(f"{module}:Net")):
         with pytest.raises((UsageError, EnvironmentUnfitError), match="KeyboardInterrupt"):
-            use("raises")
+            use("interrupts")
         with pytest.raises(KeyboardInterrupt):
-            use("waits")
+            use("interrupted")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

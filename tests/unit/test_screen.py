@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import logging
 import re
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from conftest import TINY
 import hpctrain
 from hpctrain.contracts.identity import Identity
 from hpctrain.loop.console import Console
+from hpctrain.loop.log_file import logged_to_file
 from hpctrain.world.launcher_channel import LauncherChannel
 from hpctrain.world.prints import CLEAR_LINE, Labelled, labelled_prints, tell
 
@@ -47,6 +49,23 @@ def test_the_bar_is_one_line_that_leaves_out_what_has_no_room(
             "loss 10.1235  best 9.5000" in shown and least in shown and absent not in shown and len(shown) < columns
         ), shown
         assert "\x1b[3" in bar  # colour
+
+
+def test_a_rank_s_log_has_what_is_printed_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rank = Identity(1, 2)
+    echo = logging.StreamHandler(
+        sys.stdout
+    )  # as a user may set it up: what is printed must not be logged and printed again
+    logging.getLogger().addHandler(echo)
+    try:
+        with labelled_prints(rank), logged_to_file(tmp_path, rank):
+            print("two\nlines")
+            print("an error", file=sys.stderr)
+    finally:
+        logging.getLogger().removeHandler(echo)
+    lines = (tmp_path / "log" / "rank-00001.log").read_text().splitlines()
+    assert [line.partition(" PRINT ")[2] for line in lines if "PRINT" in line] == ["two", "lines", "an error"]
+    assert capsys.readouterr().out.count("lines") == 1
 
 
 def test_prints_are_whole_lines_with_their_rank() -> None:

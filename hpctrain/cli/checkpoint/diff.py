@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, table
+from hpctrain.cli.options import example
 from hpctrain.cli.progress import bytes_progress
 from hpctrain.errors import escaped
 
@@ -14,7 +15,7 @@ EXIT_DIFFERENT = 1
 """As for diff and h5diff."""
 
 
-@click.command("diff")
+@click.command("diff", epilog=example("hpctrain checkpoint diff runs/a/checkpoints/latest runs/b/checkpoints/latest"))
 @click.argument("a", metavar="A", type=CHECKPOINT)
 @click.argument("b", metavar="B", type=CHECKPOINT)
 @click.pass_obj

@@ -7,11 +7,14 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.checkpoint.common import CHECKPOINT, PATH, Formats, files_of, size_text
-from hpctrain.cli.options import weights_of_option
+from hpctrain.cli.options import example, weights_of_option
 from hpctrain.cli.progress import bytes_progress
 
 
-@click.command("export")
+@click.command(
+    "export",
+    epilog=example("hpctrain checkpoint export runs/gpt/checkpoints/best weights.safetensors --to safetensors"),
+)
 @click.argument("checkpoint", metavar="CKPT", type=CHECKPOINT)
 @click.option(
     "--to", "kind", required=True, type=click.Choice(("safetensors", "torch", "huggingface")), help="The kind of file."

@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.checkpoint.common import PATH, Formats, files_of
+from hpctrain.cli.options import example
 from hpctrain.cli.progress import bytes_progress
 from hpctrain.errors import UsageError
 
 
-@click.command("import")
+@click.command("import", epilog=example("hpctrain checkpoint import weights.safetensors start"))
 @click.argument("path", metavar="FILE", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
 @click.option(

@@ -11,10 +11,11 @@ from typing import Any
 import click
 
 from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, size_text, table
+from hpctrain.cli.options import example
 from hpctrain.errors import CheckpointError, UsageError, reason
 
 
-@click.command("list")
+@click.command("list", epilog=example("hpctrain checkpoint list runs/gpt"))
 @click.argument("run", metavar="RUN", type=PATH)
 @click.pass_obj
 def list_checkpoints(formats: Formats, run: Path) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import click
 
 from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, size_text, table
+from hpctrain.cli.options import example
 from hpctrain.errors import escaped
 
 
-@click.command("show")
+@click.command("show", epilog=example("hpctrain checkpoint show runs/gpt/checkpoints/latest"))
 @click.argument("checkpoint", metavar="CKPT", type=CHECKPOINT)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.pass_obj

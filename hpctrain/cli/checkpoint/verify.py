@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, size_text
+from hpctrain.cli.options import example
 from hpctrain.cli.progress import bytes_progress
 from hpctrain.errors import CheckpointError
 
 
-@click.command("verify")
+@click.command("verify", epilog=example("hpctrain checkpoint verify runs/gpt/checkpoints/latest"))
 @click.argument("checkpoint", metavar="CKPT", type=CHECKPOINT)
 @click.pass_obj
 def verify(formats: Formats, checkpoint: Path) -> None:

@@ -1,0 +1,151 @@
+"""Chooses thorough tests for `.ci/run`: those of what changed first, then others in turn, as many as a time allows.
+
+    python tests/choosing.py SECONDS FILE
+
+writes the tests to FILE, a line each, for `pytest @FILE`, and prints the choice with its reasons. A change is the commits of the
+last day before HEAD. A test belongs to the rooms (hpctrain/ROOM, plugins/ROOM) that its file and the helpers it imports import, and
+that its folder tests through commands. The rest is shuffled with the commit as the seed: all get their turn.
+Times are those of tests/times.json, which `pytest --times` refreshes; a test without one counts a second.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+TIMES = TESTS / "times.json"
+_DAY = 24 * 3600
+_UNKNOWN = 1.0
+"""Seconds of a test that has no time yet."""
+_COMMANDS = {
+    "cli": {"cli", "starter", "submission", "job", "checking", "doctor", "loop", "horovod"},
+    "faults": {"starter", "watchdog", "world", "mpi", "horovod", "checkpoint"},
+    "slurm": {"starter", "submission", "world", "store", "watchdog", "doctor", "launcher"},
+    "outside": {"plugins", "contracts", "toolkit", "foreign"},
+    "fuzz": {"job", "checking", "checkpoint", "hdf5"},
+    "test_ranks.py": {
+        "mpi",
+        "model",
+        "gradients",
+        "loop",
+        "sharding",
+        "axes",
+        "pipeline_schedule",
+        "compression",
+        "horovod",
+    },
+}
+"""Rooms that a folder of tests reaches through commands or ranks."""
+
+
+def function_of(test: str) -> str:
+    """A test's id without its parameters."""
+    return test.partition("[")[0]
+
+
+def read_times() -> dict[str, float]:
+    """Seconds per case by test function."""
+    found: dict[str, float] = json.loads(TIMES.read_text()) if TIMES.exists() else {}
+    return found
+
+
+def changed_files() -> set[str]:
+    """Files that the commits of the last day before HEAD touch."""
+    when = int(_git("log", "-1", "--format=%ct"))
+    return set(_git("log", f"--since={when - _DAY}", "--name-only", "--format=").split())
+
+
+def room_of(path: str) -> str | None:
+    """The room of a source file, such as "checkpoint" or a plugin's slot."""
+    parts = Path(path).with_suffix("").parts
+    if parts[:2] == ("plugins", "hpctrain_plugins"):
+        parts = parts[1:]
+    return parts[1] if len(parts) > 1 and parts[0] in ("hpctrain", "hpctrain_plugins") else None
+
+
+def choose(
+    tests: Iterable[str], times: dict[str, float], changed: set[str], seconds: float, seed: str
+) -> list[tuple[str, str]]:
+    """Tests with the reasons for them, in the order of choice, that take `seconds` at most."""
+    touched = {room for path in changed if (room := room_of(path)) is not None}
+    tests = sorted(tests)
+    random.Random(seed).shuffle(tests)
+
+    def why(test: str) -> tuple[int, str]:
+        file = test.partition("::")[0]
+        if file in changed:
+            return 0, "its file changed"
+        rooms = rooms_of(file) & touched
+        return (1, f"of {', '.join(sorted(rooms))}") if rooms else (2, "its turn")
+
+    reasons = {test: why(test) for test in tests}
+    chosen, left = [], seconds
+    for test in sorted(tests, key=lambda test: reasons[test][0]):  # stable: shuffled within each
+        cost = times.get(function_of(test), _UNKNOWN)
+        if cost <= left:
+            chosen.append((test, reasons[test][1]))
+            left -= cost
+    return chosen
+
+
+@cache
+def rooms_of(file: str) -> frozenset[str]:
+    """The rooms that a test's file reaches."""
+    path, folder = ROOT / file, Path(file).parts[1]
+    seen, rooms = {path}, set(_COMMANDS.get(folder, ()))
+    queue = [path]
+    while queue:
+        for name in _imports(queue.pop()):
+            rooms |= {room} if (room := room_of(name.replace(".", "/") + ".py")) else set()
+            for helper in (TESTS / f"{name}.py", path.parent / f"{name}.py"):
+                if helper.exists() and helper not in seen:
+                    seen.add(helper)
+                    queue.append(helper)
+    return frozenset(rooms)
+
+
+def _imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def _collected() -> list[str]:
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "thorough and not large and not nightly"]
+    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
+    return [line for line in done.stdout.splitlines() if line.startswith("tests/") and "::" in line]
+
+
+def main(seconds: float, file: Path, tell: Callable[[str], None] = print) -> None:
+    times, tests, commit = read_times(), _collected(), _git("rev-parse", "HEAD").strip()
+    chosen = choose(tests, times, changed_files(), seconds, commit)
+    in_order = [test for test in tests if test in dict(chosen)]
+    file.write_text("\n".join(in_order) + "\n")
+    total = sum(times.get(function_of(test), _UNKNOWN) for test in in_order)
+    tell(f"{len(in_order)} of {len(tests)} thorough tests, about {total:.0f} s of {seconds:.0f} s:")
+    by_reason: dict[tuple[str, str], int] = {}
+    for test, reason in chosen:
+        key = test.partition("::")[0], reason
+        by_reason[key] = by_reason.get(key, 0) + 1
+    for (name, reason), number in by_reason.items():
+        tell(f"  {number:3} of {name}: {reason}")
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), Path(sys.argv[2]))

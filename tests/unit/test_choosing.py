@@ -1,0 +1,34 @@
+"""The choice of thorough tests in CI: what changed comes first, the rest gets its turn, and the time is kept."""
+
+from __future__ import annotations
+
+from choosing import choose, room_of, rooms_of
+
+TESTS = [f"tests/slurm/test_submit.py::test_{number}" for number in range(6)] + [
+    f"tests/unit/test_hosts.py::test_{number}[case]" for number in range(6)
+]
+TIMES = {test.partition("[")[0]: 10.0 for test in TESTS}
+
+
+def test_rooms_are_those_that_a_test_imports_or_reaches_through_commands() -> None:
+    assert room_of("hpctrain/checkpoint/store.py") == "checkpoint" and room_of("hpctrain/mesh.py") == "mesh"
+    assert room_of("plugins/hpctrain_plugins/metric/accuracy.py") == "metric" and room_of("docs/commands.md") is None
+    assert "starter" in rooms_of("tests/unit/test_hosts.py") and "submission" in rooms_of("tests/slurm/test_submit.py")
+    assert "submission" not in rooms_of("tests/unit/test_hosts.py")
+
+
+def test_what_changed_comes_first_and_the_time_is_kept() -> None:
+    chosen = choose(TESTS, TIMES, {"hpctrain/submission/record.py"}, 75.0, "a commit")
+    assert [reason for _, reason in chosen] == ["of submission"] * 6 + ["its turn"]
+    assert {test for test, reason in chosen if reason == "of submission"} == set(TESTS[:6])
+    own = choose(TESTS, TIMES, {"tests/unit/test_hosts.py"}, 60.0, "a commit")
+    assert {test for test, _ in own} == set(TESTS[6:]) and {reason for _, reason in own} == {"its file changed"}
+
+
+def test_the_rest_takes_turns_with_the_commit() -> None:
+    turns = [{test for test, _ in choose(TESTS, TIMES, set(), 30.0, str(commit))} for commit in range(40)]
+    assert all(len(turn) == 3 for turn in turns) and set().union(*turns) == set(TESTS)
+    assert choose(TESTS, TIMES, set(), 30.0, "x") == choose(list(reversed(TESTS)), TIMES, set(), 30.0, "x")
+    assert len(choose(["tests/unit/test_hosts.py::test_new"], {}, set(), 0.5, "x")) == 0, (
+        "an unknown test costs a second"
+    )
