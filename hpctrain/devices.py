@@ -113,6 +113,12 @@ def seconds_between(begin: Any, end: Any) -> float:
 # Specific to NVIDIA: other vendors have neither these formats nor these numbers.
 
 
+def is_started() -> bool:
+    """Whether torch has started an accelerator in this process: a forked one could not use it."""
+    kind = torch.accelerator.current_accelerator()
+    return kind is not None and bool(getattr(torch.get_device_module(kind), "is_initialized", bool)())
+
+
 def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU, such as (9, 0); None for every other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

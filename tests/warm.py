@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 IMPORTED_WITH = (
@@ -134,7 +134,7 @@ class _Server:
             closing.callback(tells.close)
             for _, writing in (out, errors):
                 closing.callback(os.close, writing)
-            request = json.dumps({"words": list(words), "cwd": str(cwd), "env": dict(env)}).encode()
+            request = json.dumps({"words": list(words), "cwd": str(cwd), "env": dict(env), "umask": _umask()}).encode()
             assert len(request) < _LONGEST
             socket.send_fds(self._socket, [request], [out[1], errors[1], tells.fileno()])
         told.settimeout(60)
@@ -148,6 +148,12 @@ class _Server:
 @functools.cache
 def _server() -> _Server:
     return _Server()
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
 
 
 def can_start(words: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -179,7 +185,8 @@ def _serve(requests: socket.socket) -> list[str] | None:
                     pid, told = running.pop(key.fd)
                     selector.unregister(key.fd)
                     os.close(key.fd)
-                    told.send(str(os.waitpid(pid, 0)[1]).encode())
+                    with suppress(OSError):  # nobody waits for it
+                        told.send(str(os.waitpid(pid, 0)[1]).encode())
                     told.close()
                     continue
                 message, descriptors, _, _ = socket.recv_fds(requests, _LONGEST, 3)
@@ -210,6 +217,7 @@ def _become(request: dict[str, object], descriptors: Sequence[int]) -> list[str]
     """Make this process what a new one would be; its words."""
     os.setsid()
     os.chdir(str(request["cwd"]))
+    os.umask(request["umask"])  # type: ignore[arg-type]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background shells
     os.environ.clear()
     os.environ.update(request["env"])  # type: ignore[arg-type]

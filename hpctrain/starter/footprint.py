@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpctrain.devices import is_started
 from hpctrain.world import threads
 
 _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_", "MPI_LOCAL", "HPCTRAIN_STARTED_IN")
@@ -52,7 +53,7 @@ class Footprint:
             found.append("started a thread" if count == 1 else f"started {count} threads")
         opened = [place for descriptor, place in _descriptors() if (descriptor, place) not in self._opened]
         found += [text for start, text in _SHARED.items() if any(place.startswith(start) for place in opened)]
-        if torch.cuda.is_initialized() or any(place.startswith(_DEVICES) for place in opened):
+        if is_started() or any(place.startswith(_DEVICES) for place in opened):
             found.append("initialized an accelerator")
         mpi: Any = sys.modules.get("mpi4py.MPI")
         if mpi is not None and mpi.Is_initialized():
