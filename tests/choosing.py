@@ -5,7 +5,7 @@
 writes the tests to FILE, a line each, for `pytest @FILE`, and prints the choice with its reasons. A change is the commits of the
 last day before HEAD. A test belongs to the rooms (hpctrain/ROOM, plugins/ROOM) that its file and the helpers it imports import, and
 that its folder tests through commands. The rest is shuffled with the commit as the seed: all get their turn.
-Times are those of tests/times.json, which `pytest --times` refreshes; a test without one counts a second.
+Times are those of tests/times.json, which `pytest --times` refreshes; a test without one counts 20 s.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 TIMES = TESTS / "times.json"
 _DAY = 24 * 3600
-_UNKNOWN = 1.0
+_UNKNOWN = 20.0
 """Seconds of a test that has no time yet."""
 _COMMANDS = {
     "cli": {"cli", "starter", "submission", "job", "checking", "doctor", "loop", "horovod"},

@@ -36,7 +36,7 @@ collect_ignore = [] if launched() else ["ranks"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--draws", type=int, help="how many random cases to draw, instead of the few of every run")
-    parser.addoption("--times", action="store_true", help="write how long the tests took to tests/times.json")
+    parser.addoption("--times", action="store_true", help="write how long thorough tests took to tests/times.json")
     parser.addoption("--begin-within", type=float, metavar="SECONDS", help="skip the tests that would begin later")
 
 
@@ -50,13 +50,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 class _Times:
-    """Notes how long the tests take, for choosing.py."""
+    """Notes how long thorough tests take, for choosing.py."""
 
     def __init__(self) -> None:
         self._cases: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._cases[function_of(report.nodeid)][report.nodeid] += report.duration
+        if "thorough" in report.keywords:
+            self._cases[function_of(report.nodeid)][report.nodeid] += report.duration
 
     def pytest_sessionfinish(self) -> None:
         found = {name: round(sum(cases.values()) / len(cases), 1) for name, cases in self._cases.items()}
