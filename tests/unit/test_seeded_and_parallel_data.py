@@ -68,11 +68,12 @@ class Numbers(Samples):
 def test_the_loader_keeps_the_order_and_the_places(workers: int) -> None:
     """Also when signals that ask the job to stop go to its workers, too, as those from a terminal and from Slurm do."""
     plan = [Planned([i, i + 1, i + 2], 100 + i, counts=i < 20) for i in range(0, 30, 3)]
+    others = set(psutil.Process().children(recursive=True))
     pool = Pool(Batches(Numbers(40)), workers, 2)
     loader = Loader(pool, iter(plan), lambda b: b, torch.device("cpu"), torch.float64)
     batches = [next(loader)]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        for process in psutil.Process().children():
+        for process in set(psutil.Process().children(recursive=True)) - others:
             process.send_signal(number)
     batches += loader
     assert [Planned(b.batch["labels"].tolist(), b.place, b.counts) for b in batches] == plan
