@@ -24,9 +24,11 @@ from launching import wait_until
 
 from hpctrain.world.detection import launched
 
-os.environ.pop(
-    "PYTHONDONTWRITEBYTECODE", None
-)  # else every process that a test starts compiles hpctrain, for half a second
+# with it, every process that a test starts compiles hpctrain, for half a second
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # before torch: threads of two workers that wait for each other take ten times as long
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a busy machine must not fail a test
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
