@@ -17,6 +17,7 @@ import psutil
 import warm
 
 MARK = "HPCTRAIN_TEST_MARK"
+_COMMAND = ["-m", "hpctrain"]
 _LEAVING = 10.0
 """Seconds within which ranks must end after their launcher."""
 
@@ -79,8 +80,8 @@ class Started:
         return found
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes that train, without launchers."""
-        return [p for p in self.members() if "--started-by" in p.cmdline() and "python" in p.name()]
+        """The processes that train, without launchers and those that stand for a rank under mpiexec."""
+        return [p for p in self.members() if (words := _command_line(p))[1:3] == _COMMAND and "--started-by" in words]
 
     def kill_all(self) -> None:
         for process in self.members():
@@ -129,7 +130,7 @@ def run(
 
 def hpctrain(*words: str, python: str = sys.executable) -> list[str]:
     """The command line of `hpctrain WORDS`."""
-    return [python, "-m", "hpctrain", *words]
+    return [python, *_COMMAND, *words]
 
 
 def wait_until(condition: object, seconds: float, what: str) -> None:

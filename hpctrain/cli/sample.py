@@ -48,7 +48,6 @@ def command(
             if speaks:
                 click.echo(text, file=own(sys.stdout), nl=False)
 
-        say(prompt)
         asked = Prompt(prompt, tokens, temperature, top_k, seed)
         question = Question(checkpoint, kept_by=weights_of, prompt=asked, say=say)
         code = int(answer_on_rank(identity, read, question, channel)["exit_code"])

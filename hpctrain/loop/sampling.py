@@ -54,7 +54,7 @@ def continue_text(
     say: Callable[[str], None],
 ) -> str:
     """The text behind the prompt. Collective; every rank returns the same. length: of a sample in training, in tokens. say: is told
-    what has been added so far, each time that it grows by whole characters.
+    the prompt, once the model has been asked, and what is added, each time that it grows by whole characters.
 
     The model reads at most the last `length` tokens. There is no cache of keys and values: a token costs a forward.
     """
@@ -62,8 +62,10 @@ def continue_text(
     if not ids:
         raise UsageError("sample needs a prompt of one token at least", everywhere=True)
     begin, generator = len(ids), torch.Generator().manual_seed(prompt.seed)
-    for _ in range(prompt.tokens):
+    for number in range(prompt.tokens):
         logits = _next_logits(model, ids[-length:], length, device)
+        if number == 0:
+            say(prompt.text)
         mine = None if logits is None else _drawn(logits[: dataset.vocabulary], prompt, generator)
         ids.append(next(one for one in gather_values(mine) if one is not None))
         text = dataset.decode(ids[begin:])

@@ -19,9 +19,9 @@ from hpctrain.starter.fork_server import LONGEST
 from hpctrain.starter.supervised import how
 from hpctrain.world.command_line import ROOM, ROOM_VARIABLE
 
-_IMPORT_SECONDS = 300.0
+IMPORT_SECONDS = 300.0
 """Limit of all imports."""
-_FORK_SECONDS = 60.0
+FORK_SECONDS = 60.0
 _ENDING_SECONDS = 5.0
 """How long the ranks of a server that has ended may take to end: the system kills them."""
 _POLL = 0.1
@@ -55,8 +55,8 @@ class ForkedRank:
 class ForkServer:
     """A running fork server. It imports what the job needs while the starter goes on."""
 
-    def __init__(self, command: Sequence[str], tables: Mapping[str, Any]) -> None:
-        """command: of `hpctrain`, as in a rank. tables: the job's; [environment] must be set already."""
+    def __init__(self, command: Sequence[str], wanted: Mapping[str, Any]) -> None:
+        """command: of `hpctrain`, as in a rank. wanted: of the job (`wanted`), whose [environment] must be set already."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = [sys.executable, "-m", "hpctrain.starter.fork_server", str(theirs.fileno()), *command, _WORD]
         self._process = subprocess.Popen(
@@ -67,12 +67,12 @@ class ForkServer:
             start_new_session=True,  # Ctrl-C must reach the ranks from the starter only
         )
         theirs.close()
-        self._give_up = time.monotonic() + _IMPORT_SECONDS
+        self._give_up = time.monotonic() + IMPORT_SECONDS
         self._importing = "torch"
         self._state = "importing"  # then "ready", or "ended"
         self._ranks: dict[int, ForkedRank] = {}
         self._answers: list[ForkedRank | str] = []
-        self._send(json.dumps({"command": command[0], **_wanted(tables)}).encode())
+        self._send(json.dumps({"command": command[0], **wanted}).encode())
 
     @property
     def has_ended(self) -> bool:
@@ -84,16 +84,30 @@ class ForkServer:
         """Wait until ranks can be forked; false if they can't be, which is told, or when `stops` does no longer want to wait."""
         while self._state == "importing" and not stops():
             if time.monotonic() > self._give_up:
-                self._refuse(f"the import of {self._importing} took longer than {_IMPORT_SECONDS:.0f} s")
+                self._refuse(f"the import of {self._importing} took longer than {IMPORT_SECONDS:.0f} s")
             self.look(_POLL)
         return self._state == "ready"
 
-    def fork(self, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]) -> ForkedRank:
-        """A rank that runs `command`. Raises EnvironmentUnfitError."""
-        message = json.dumps({"command": list(command), "environment": dict(environment)}).encode()
+    def fork(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        descriptors: Sequence[int],
+        streams: Sequence[int] = (),
+        cores: Sequence[int] = (),
+    ) -> ForkedRank:
+        """A rank that runs `command`. Raises EnvironmentUnfitError.
+
+        environment: what differs from this process's. streams: the rank's standard streams, and cores: its cores; by default this
+        process's.
+        """
+        message = {
+            "command": list(command), "environment": dict(environment), "streams": bool(streams),
+            "cores": list(cores or os.sched_getaffinity(0)),
+        }  # fmt: skip
         self._answers.clear()
-        self._send(message, descriptors)
-        give_up = time.monotonic() + _FORK_SECONDS
+        self._send(json.dumps(message).encode(), [*streams, *descriptors])
+        give_up = time.monotonic() + FORK_SECONDS
         while not self._answers:
             if self._state == "ended" or time.monotonic() > give_up:
                 raise EnvironmentUnfitError("a rank could not be forked: the fork server does not answer")
@@ -118,6 +132,10 @@ class ForkServer:
                 return
             self._take(json.loads(content))
             seconds = 0.0
+
+    def fileno(self) -> int:
+        """The descriptor that is readable when there is something to look at; -1 once the server has ended."""
+        return self._control.fileno()
 
     def close(self) -> None:
         """End the server. Its ranks have ended, or end with it."""
@@ -144,7 +162,7 @@ class ForkServer:
             self._answers.append(str(message["failed"]))
 
     def _send(self, content: bytes, descriptors: Sequence[int] = ()) -> None:
-        self._control.settimeout(_FORK_SECONDS)
+        self._control.settimeout(FORK_SECONDS)
         with suppress(OSError):  # it has ended: the next look notices
             socket.send_fds(self._control, [content], list(descriptors))
 
@@ -169,8 +187,8 @@ class ForkServer:
         self._ranks.clear()
 
 
-def _wanted(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The modules that a job names; values of wrong types are reported by the ranks."""
+def wanted(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The modules that a job names, as JSON can say it; values of wrong types are reported by the ranks."""
     plugins = tables.get("plugins")
     lists = {key: plugins.get(key) if isinstance(plugins, dict) else None for key in ("load", "block")}
     names = []

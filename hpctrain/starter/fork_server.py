@@ -20,14 +20,15 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from hpctrain.starter.forking import become_rank, end_with_parent
+from hpctrain.starter.forking import become_rank, end_with_parent, take_streams
 from hpctrain.world.command_line import ROOM_VARIABLE
 
 LONGEST = 2**17
 """The longest message, in bytes."""
 _HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that may reach all processes of a job, and are meant for the ranks."""
-_DESCRIPTORS = 8
+DESCRIPTORS = 8
+"""The most that a message carries."""
 _LEAVING_SECONDS = 5.0
 """How long ranks may take to end by themselves once the starter has ended."""
 
@@ -58,7 +59,7 @@ class ForkServer:
                 os.read(self._woken, LONGEST)
                 self._reap()
             if self._control in ready:
-                content, descriptors, _, _ = socket.recv_fds(self._control, LONGEST, _DESCRIPTORS)
+                content, descriptors, _, _ = socket.recv_fds(self._control, LONGEST, DESCRIPTORS)
                 if not content:
                     self._leave()
                 return json.loads(content), descriptors
@@ -129,6 +130,10 @@ def main(descriptor: int) -> None:
             os.close(one)
         server.forked(pid)
     server.close()
+    if request["streams"]:
+        streams, descriptors = descriptors[:3], descriptors[3:]
+        take_streams(streams)
+    os.sched_setaffinity(0, request["cores"])
     become_rank(parent, request["command"], request["environment"], descriptors, mask)
     sys.argv[1:] = request["command"][3:]
 

@@ -21,6 +21,13 @@ def end_with_parent(number: int) -> None:
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number)
 
 
+def take_streams(descriptors: Sequence[int]) -> None:
+    """Make these the standard input, output and errors of this process."""
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
 def become_rank(
     parent: int,
     command: Sequence[str],

@@ -26,22 +26,26 @@ class Launched(Protocol):
     def kill(self) -> None: ...
 
 
-def launch_over_mpi(command: Sequence[str], ranks: int, start: StartRank = spawn) -> Launched | None:
+def launch_over_mpi(
+    command: Sequence[str], ranks: int, start: StartRank = spawn, front: Sequence[str] = ()
+) -> Launched | None:
     """Ranks over MPI; None if mpi4py has no MPI library. EnvironmentUnfitError if no mpiexec fits the library.
 
-    start: starts a rank where mpiexec does not.
+    start: starts a rank where mpiexec does not. front: words in front of the command where mpiexec does.
     """
     library = ask_library()
     if library is None:
         return None
     if library.speaks_pmi:
         return over_pmi(command, ranks, start)
-    return UnderMpiexec(find_mpiexec(library.flavour), command, ranks)
+    return UnderMpiexec(find_mpiexec(library.flavour), [*front, *command], ranks)
 
 
-def launch(command: Sequence[str], ranks: int, directory: Path, start: StartRank = spawn) -> Launched:
-    """Ranks over MPI if it is installed, else over gloo: then they meet in `directory`."""
-    launched = launch_over_mpi(command, ranks, start)
+def launch(
+    command: Sequence[str], ranks: int, directory: Path, start: StartRank = spawn, front: Sequence[str] = ()
+) -> Launched:
+    """Ranks over MPI (`launch_over_mpi`) if it is installed, else over gloo: then they meet in `directory`."""
+    launched = launch_over_mpi(command, ranks, start, front)
     if launched is not None:
         return launched
     print("hpctrain: no MPI is installed: the ranks talk over gloo", file=sys.stderr, flush=True)

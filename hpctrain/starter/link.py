@@ -102,7 +102,7 @@ def attach(directory: Path) -> LauncherChannel:
     """
     if is_word(str(directory)):
         return attach_to_mpiexec(str(directory))
-    if not _is_private(directory):
+    if not is_private(directory):
         raise EnvironmentUnfitError(
             f"--started-by {directory}: expected a directory of this user's that is closed to others"
         )
@@ -122,7 +122,8 @@ def attach(directory: Path) -> LauncherChannel:
     return LauncherChannel(terminal, error_terminal, report_exit, (directory / f"{os.getpid()}.ready").touch)
 
 
-def _is_private(directory: Path) -> bool:
+def is_private(directory: Path) -> bool:
+    """Whether it is this user's and closed to others, or not there."""
     try:
         found = os.lstat(directory)
     except FileNotFoundError:

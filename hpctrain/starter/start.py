@@ -123,15 +123,17 @@ def _start_once(
     forks: decides how ranks on this machine start; None: anew."""
     command = [sys.executable, "-m", "hpctrain", *words]
     if hosts is not None and not hosts.are_here:
-        remote = OnHosts(command, hosts)
+        front = forks.front(max(slots for _, slots in hosts.named)) if forks is not None else []
+        remote = OnHosts([*front, *command], hosts)
         code = _attend(remote, remote, ranks, requests, saves)
         again, host = code == EXIT_TRAINING or remote.why_not_started is not None, remote.failed_host
     else:
-        start = spawn if forks is None else forks.choose(requests)  # before there is anything that a kill would leave
+        # before there is anything that a kill would leave
+        start, front = (spawn, []) if forks is None else (forks.choose(requests), forks.front(ranks))
         directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
         link = Link(directory)
         try:
-            launched = launch([*command, "--started-by", str(directory)], ranks, directory, start)
+            launched = launch([*command, "--started-by", str(directory)], ranks, directory, start, front)
             code = _attend(launched, link, ranks, requests, saves)
         finally:
             link.close()

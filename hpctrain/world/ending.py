@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import socket
+import stat
 import sys
 import threading
 from typing import NoReturn
@@ -22,9 +24,32 @@ def end_process(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        connection = _pmi()
         mpi.Finalize()
+        if connection is not None and _pmi() == connection:
+            _finalize_pmi(connection[0])
     flush_output()
     os._exit(code)
+
+
+def _pmi() -> tuple[int, int] | None:
+    """The descriptor on which MPICH's mpiexec, or the starter, serves PMI-1, and its inode."""
+    number = os.environ.get("PMI_FD", "")
+    if "MPI_LOCALNRANKS" not in os.environ or not number.isdigit():  # Slurm's PMI_FD speaks PMI-2
+        return None
+    with contextlib.suppress(OSError):
+        found = os.fstat(int(number))
+        return (int(number), found.st_ino) if stat.S_ISSOCK(found.st_mode) else None
+    return None
+
+
+def _finalize_pmi(descriptor: int) -> None:
+    """Say that this process ends well, as MPICH 5 does in a handler of exit(), which os._exit leaves out. Otherwise mpiexec would
+    kill the other ranks of the node."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        connection.settimeout(1.0)
+        connection.sendall(b"cmd=finalize\n")
+        connection.recv(1024)  # the acknowledgement
 
 
 def flush_output() -> None:

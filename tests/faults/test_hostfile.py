@@ -25,6 +25,15 @@ from hpctrain.cli import main
 main()
 """
 """The command with a shorter limit than the two minutes of a real start."""
+NOTING = """
+from hpctrain.api import hookimpl
+
+open("imports", "a").write("once\\n")
+
+@hookimpl
+def hpctrain_job_start():
+    pass
+"""
 
 
 def environment(python_path: Path = PROGRAMS) -> dict[str, str]:
@@ -41,8 +50,9 @@ def environment(python_path: Path = PROGRAMS) -> dict[str, str]:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Path:
+    """The ranks 0 and 1 on host a are forked from one process; rank 2 on b starts on its own."""
     file = tmp_path / "hosts"
-    file.write_text("a slots=1\n\n# another\nb:1\n")
+    file.write_text("a slots=2\n\n# another\nb:1\n")
     return file
 
 
@@ -52,19 +62,21 @@ def slowly(job: JobFile) -> JobFile:
 
 
 def test_hosts_train_as_one_process_does(job: JobFile, hosts: Path, tmp_path: Path) -> None:
+    (tmp_path / "noting.py").write_text(NOTING)
     alone = run(hpctrain("run", "job.toml", "--set", "job.output_dir=alone"), tmp_path)
     assert alone.code == 0, alone
-    done = run(RUN, tmp_path, env=environment())
-    assert done.code == 0 and "starting     2 ranks on a, b" in done.out and "2 (mpi)" in done.out, done
+    done = run([*RUN, "--set", "plugins.load=['noting']"], tmp_path, env=environment(tmp_path))
+    assert done.code == 0 and "starting     3 ranks on a, b" in done.out and "3 (mpi)" in done.out, done
     assert done.err == "" and "\x1e" not in done.out, done
     assert job.losses() == pytest.approx(job.losses("alone"), rel=2e-6)
+    assert len((tmp_path / "imports").read_text().splitlines()) == 2, "one on each host"
 
 
 @pytest.mark.thorough
 def test_open_mpi_knows_the_hosts_too(openmpi_python: str, slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
-    words = [openmpi_python, *hpctrain("run", "job.toml")[1:], "--hostfile", "hosts", "-n", "2"]
+    words = [openmpi_python, *hpctrain("run", "job.toml")[1:], "--hostfile", "hosts"]
     done = run([*words, "--set", "job.steps=3"], tmp_path, env=environment(tmp_path))
-    assert done.code == 0 and "2 ranks on a, b" in done.out and "2 (mpi)" in done.out, done
+    assert done.code == 0 and "3 ranks on a, b" in done.out and "3 (mpi)" in done.out, done
 
 
 @pytest.mark.thorough
@@ -98,17 +110,20 @@ def test_no_rank_outlives_its_starter(slowly: JobFile, hosts: Path, tmp_path: Pa
         command.finish(30)  # fails if a process is left
 
 
-def rank_of(command: Started, number: str) -> int:
-    return next(p.pid for p in command.ranks() if p.environ().get("PMI_RANK") == number and "-m" in p.cmdline())
+def rank_of(command: Started, number: int) -> int:
+    return next(p.pid for p in command.ranks() if p.environ().get("PMI_RANK") == str(number))
 
 
 @pytest.mark.thorough
-def test_a_killed_rank_is_told_with_its_host(slowly: JobFile, hosts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "host"), [(0, "a"), (1, "a"), (2, "b")])
+def test_a_killed_rank_is_told_with_its_host(
+    rank: int, host: str, slowly: JobFile, hosts: Path, tmp_path: Path
+) -> None:
     with started(RUN, tmp_path, environment(tmp_path)) as command:
         slowly.wait_for_steps(2)
-        os.kill(rank_of(command, "1"), KILL)
+        os.kill(rank_of(command, rank), KILL)
         ended = command.finish(30)
-    assert ended.code == 4 and "a rank on b ended without an error message" in ended.err, ended
+    assert ended.code == 4 and f"a rank on {host} ended without an error message" in ended.err, ended
 
 
 @pytest.mark.thorough

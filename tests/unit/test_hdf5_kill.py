@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -16,6 +17,7 @@ from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 
 from hpctrain.api import Piece, State
 from hpctrain.checkpoint.store import CheckpointStore, Restored
+from hpctrain.world.stopping import STOPPING
 
 KILLS = 20
 
@@ -59,6 +61,9 @@ def _alone() -> Iterator[None]:
 @pytest.mark.usefixtures("_alone")
 def test_kill_9_never_leaves_a_torn_checkpoint_that_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     context = multiprocessing.get_context("forkserver")  # imports torch once for all the children
+    mask = signal.pthread_sigmask(
+        signal.SIG_BLOCK, STOPPING
+    )  # as for loader workers, which may come from this server later
     context.set_forkserver_preload(["torch", "hpctrain.checkpoint.store", "hpctrain_plugins.checkpoint.hdf5"])
     chance, last, suffixes = random.Random(0), 0, set[str]()
     for _ in range(KILLS):
@@ -79,6 +84,7 @@ def test_kill_9_never_leaves_a_torn_checkpoint_that_is_taken(tmp_path: Path, cap
         assert found is not None or last == 0
         assert found is None or found.step >= last
         last = found.step if found else last
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     assert last > 5  # it went on
     assert ".tmp" in suffixes  # and was interrupted while writing
     assert caplog.messages == []
