@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 import warm
+from warm import MARK
 
-MARK = "HPCTRAIN_TEST_MARK"
 _COMMAND = ["-m", "hpctrain"]
 _LEAVING = 10.0
 """Seconds within which ranks must end after their launcher."""
@@ -68,7 +68,7 @@ class Started:
         return Finished(self.process.returncode, out, err)
 
     def members(self) -> list[psutil.Process]:
-        """Every live process of this command: itself, which has no mark if it was forked, and those with the mark."""
+        """Every live process of this command."""
         found = []
         for process in psutil.process_iter():
             try:

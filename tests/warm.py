@@ -1,4 +1,5 @@
 """Starts `python -m hpctrain WORDS` as a fork of a process that has imported torch and hpctrain: in milliseconds, not seconds.
+So does such a command start the fork server of its ranks.
 
 The child goes on as a fresh interpreter: it runs `hpctrain` as `__main__` with its own arguments, directory, environment, streams
 and session, and the interpreter ends as always. Variables that work on an import (IMPORTED_WITH) work no more: `launching` starts
@@ -8,6 +9,7 @@ a command cold that sets one. Run as a script, this file is the process that for
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import importlib
@@ -26,6 +28,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
+
+from hpctrain.world.command_line import ROOM, ROOM_VARIABLE, show
 
 IMPORTED_WITH = (
     "PYTHON",
@@ -46,6 +51,12 @@ _BEFORE = (
     "hpctrain.rank", "hpctrain.checkpoint.comparison", "hpctrain.checkpoint.conversion", "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining", "hpctrain_plugins.checkpoint.dcp",
 )  # fmt: skip
+MARK = "HPCTRAIN_TEST_MARK"
+"""The variable by which launching.py finds the processes of a command."""
+_NO_MARK = "-" * 32
+_FORK_SERVER = "hpctrain.starter.fork_server"
+_ARGUMENTS = " " * 1000
+"""Room for the words that `ps` shows of a forked process."""
 _LONGEST = 2**17
 """Bytes of a request."""
 
@@ -121,7 +132,8 @@ class _Server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())], env=_environment({}), pass_fds=[theirs.fileno()],
+                [sys.executable, __file__, str(theirs.fileno()), _ARGUMENTS],
+                env=_environment({MARK: _NO_MARK, ROOM_VARIABLE: ROOM}), pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self._socket = ours
@@ -221,6 +233,7 @@ def _become(request: dict[str, object], descriptors: Sequence[int]) -> list[str]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background shells
     os.environ.clear()
     os.environ.update(request["env"])  # type: ignore[arg-type]
+    _show([sys.executable, "-m", "hpctrain", *request["words"]])  # type: ignore[misc]
     sys.path[0] = os.getcwd()
     importlib.invalidate_caches()
     for wanted, found in zip((1, 2), descriptors[:2], strict=True):
@@ -232,6 +245,65 @@ def _become(request: dict[str, object], descriptors: Sequence[int]) -> list[str]
     sys.stderr = sys.__stderr__ = io.TextIOWrapper(errors, "utf-8", "backslashreplace", line_buffering=True)
     random.seed()
     return list(request["words"])  # type: ignore[call-overload]
+
+
+def _show(words: Sequence[str]) -> None:
+    """What the system shows of this process: its words and its mark. The room for a rank's variables stays."""
+    show(words)
+    begin, end = map(
+        int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49]
+    )  # fields 50, 51 of proc(5)
+    place = ctypes.string_at(begin, end - begin).find(f"{MARK}={_NO_MARK}".encode())
+    assert place >= 0
+    mark = os.environ[MARK].encode()
+    ctypes.memmove(begin + place + len(MARK) + 1, mark, len(mark))
+
+
+class _Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """Forks this process where it would start a fork server, which would import what this one has imported."""
+
+    imported_with: Mapping[str, str] = {}
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
+                       *others: Any) -> None:  # fmt: skip
+        is_server = not isinstance(args, str) and list(args[1:3]) == ["-m", _FORK_SERVER]
+        if not is_server or _of_imports(env) != self.imported_with:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)  # type: ignore[misc]
+            return
+        self.pid = os.fork()
+        self._child_created = True
+        if self.pid == 0:
+            code = 1
+            try:
+                _run_server(list(args), pass_fds, env)
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+
+
+def _run_server(words: list[str], descriptors: Sequence[int], environment: Mapping[str, str]) -> None:
+    os.setsid()
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in descriptors:
+            with suppress(OSError):  # the one of this listing
+                os.close(int(name))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    show(words)
+    sys.argv = [_FORK_SERVER, *words[3:]]
+    subprocess.Popen = subprocess.Popen.__base__  # type: ignore[assignment, misc]
+    del sys.modules[_FORK_SERVER]  # the starter's; else runpy warns
+    runpy.run_module(_FORK_SERVER, run_name="__main__", alter_sys=True)
+
+
+def _of_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(IMPORTED_WITH)}
 
 
 def main(descriptor: int) -> None:
@@ -249,6 +321,8 @@ def main(descriptor: int) -> None:
     gc.freeze()
     words = _serve(socket.socket(fileno=descriptor))
     if words is not None:
+        _Popen.imported_with = _of_imports(os.environ)
+        subprocess.Popen = _Popen  # type: ignore[misc]
         sys.argv = ["hpctrain", *words]
         runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 

@@ -110,6 +110,7 @@ def test_streams_that_take_nothing_are_no_traceback(
     assert (done.returncode, done.stdout, done.stderr) == (code, "", says)
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_has_the_same_curve(job: JobFile) -> None:
     """torch.compile needs a C++ compiler, which CI installs."""
     job.set(job={"steps": 3}, model={"layers": 1})

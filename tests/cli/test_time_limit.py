@@ -17,6 +17,7 @@ def slow(job: JobFile) -> JobFile:
     return job.sleeps(0.4).set(job={"steps": 24}, plugins={"load": ["slow"]})
 
 
+@pytest.mark.thorough
 def test_it_stops_in_time_and_continues_until_it_is_done(slow: JobFile, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     whole = run(hpctrain("run", "job.toml", "--set", "job.output_dir=whole"), tmp_path, 60, environment)

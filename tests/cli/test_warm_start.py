@@ -78,7 +78,7 @@ def imports(job: JobFile) -> list[str]:
 
 
 def train(job: JobFile, *words: str, env: dict[str, str] | None = None) -> Finished:
-    return run(hpctrain("run", "job.toml", "-n", "3", *words), job.directory, 120, env)
+    return run(hpctrain("run", "job.toml", "-n", "3", *words), job.directory, 120, env, cold=True)
 
 
 def test_imports_are_made_once_and_ranks_train_as_those_that_are_started_anew(counting: JobFile) -> None:
@@ -102,7 +102,7 @@ def test_imports_are_made_once_and_ranks_train_as_those_that_are_started_anew(co
 def test_a_killed_rank_starts_again_without_an_import_and_a_killed_server_ends_the_job(counting: JobFile) -> None:
     counting.sleeps(0.1).set(plugins={"load": ["slow"]}, job={"steps": 400}, checkpoint={"every_steps": 1, "keep": 1})
     words = hpctrain("run", "job.toml", "-n", "3", "--restarts", "1")
-    with started(words, counting.directory) as command:
+    with started(words, counting.directory, cold=True) as command:
         counting.wait_for_steps(2)
         ranks = command.ranks()
         assert {one.environ()["PMI_RANK"] for one in ranks} == {"0", "1", "2"}, "the system shows what a rank has"
@@ -187,12 +187,14 @@ def test_ranks_start_anew_where_a_fork_would_break_a_module(counting: JobFile, l
     assert len(imports(counting)) == (4 if "thread" in found else 3)
 
 
+@pytest.mark.thorough
 def test_a_module_that_cannot_be_imported_is_reported_as_ever(counting: JobFile) -> None:
     (counting.directory / "mine.py").write_text("import does_not_exist\n")
     forked, spawned = train(counting), train(counting, "--set", "job.start=spawn")
     assert forked.code == spawned.code == 2 and forked.err == spawned.err and "does_not_exist" in forked.err, forked
 
 
+@pytest.mark.thorough
 def test_workers_are_forked_and_end_with_a_killed_rank(counting: JobFile) -> None:
     """Where ranks are forked, the server has imported their data, too."""
     data = counting.directory / "mine_data.py"

@@ -81,6 +81,7 @@ def wait_for(command: Started, job: JobFile, ranks: int) -> None:
     wait_until(lambda: steps(job) > now + 2, 60, f"steps of {ranks} ranks")
 
 
+@pytest.mark.thorough
 def test_four_ranks_three_and_four_again(elastic: JobFile, hosts: Path, tmp_path: Path) -> None:
     with started(RUN, tmp_path, environment(elastic)) as command:
         wait_for(command, elastic, 4)

@@ -130,7 +130,7 @@ def test_values_that_each_rank_has_of_its_own(root) -> None:
     torch.testing.assert_close(whole.of("w", lambda piece: piece.tensor), mean)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.thorough) for stage in (0, 1)), 2])
 @pytest.mark.ranks(4)
 def test_gradients_that_ranks_make_in_an_order_of_their_own(root, stage: int) -> None:
     """Split backwards give the gradients of the norms, which sequence parallelism sums, in another order on each rank."""

@@ -70,7 +70,8 @@ KNOWN: dict[str, list[dict[str, float]]] = {}
     "layout",
     [
         {}, {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}, {"parallelism": {"context": 2}},
-        {"parallelism": {"pipeline": 2}, "batch": {"micro_size": 3}}, {"parallelism": {"tensor": 2, "context": 2}},
+        {"parallelism": {"pipeline": 2}, "batch": {"micro_size": 3}},
+        pytest.param({"parallelism": {"tensor": 2, "context": 2}}, marks=pytest.mark.thorough),
     ],
     ids=str,
 )  # fmt: skip

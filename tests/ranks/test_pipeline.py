@@ -269,6 +269,7 @@ def test_no_two_blocks_draw_alike(root) -> None:
     assert len({number for of_rank in everyone for number in of_rank}) == 4 * 3, "blocks x micro batches"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("pipeline", "layers", "micro_batches", "formula"),
     [

@@ -186,7 +186,7 @@ def test_gradients_travel_in_16_bits(root, name: str, stage: int) -> None:
     assert found["norm"] > 1e-7 or dist.get_world_size() == 1
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, pytest.param(torch.optim.AdamW, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "sharding", [{"stage": stage} for stage in STAGES] + [{"stage": 3, "wrap": "class:Half"}], ids=str
 )
@@ -267,7 +267,9 @@ def test_evaluation_where_the_ranks_get_different_numbers_of_samples(root, stage
     assert rows.evaluations[-1]["evaluation_tokens"] == 7 * 8
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.shown_on(3)), "sgd"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("adamw", marks=pytest.mark.shown_on(3)), pytest.param("sgd", marks=pytest.mark.thorough)]
+)
 def test_resume_from_every_stage_in_another(root, optimizer: str) -> None:
     """Each stage resumes from the previous one, and the curve is that of an uninterrupted run."""
     stages = [1, 3, 2, 1, 2, 0, 3, 1, 0, 2, 2, 3, 3, 0]

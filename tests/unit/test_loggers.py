@@ -246,7 +246,7 @@ print("DONE", hpctrain.run(json.loads(sys.argv[1]))["step"])
 """With other limits than a minute."""
 
 
-@pytest.fixture(params=["refuses", "silent"])
+@pytest.fixture(params=[pytest.param("refuses", marks=pytest.mark.thorough), "silent"])
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a server that refuses connections, or takes them and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as opened:

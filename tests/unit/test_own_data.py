@@ -472,6 +472,7 @@ def train():
 """
 
 
+@pytest.mark.thorough
 def test_data_of_a_script_or_a_notebook() -> None:
     """A notebook has no file that a worker could import, as code from the command line."""
     guarded, bare = SCRIPT + "if __name__ == '__main__': train()", SCRIPT + "train()"
