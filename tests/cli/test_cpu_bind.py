@@ -114,6 +114,7 @@ for name in ("a", "b"):
 """
 
 
+@pytest.mark.thorough
 def test_a_program_has_its_cores_back_after_a_job(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     tests = str(Path(__file__).parent.parent)

@@ -87,6 +87,7 @@ def test_the_number_of_ranks_is_the_launchers(tmp_path: Path) -> None:
     assert done.code == 2 and done.err.count("-n 3: the launcher started 2 ranks") == 1, done
 
 
+@pytest.mark.thorough
 def test_too_few_open_files(tmp_path: Path) -> None:
     words = ["bash", "-c", 'ulimit -n 128; exec "$@"', "bash", *hpctrain("doctor", "-n", "2", "--json")]
     done = run(words, tmp_path)

@@ -57,6 +57,7 @@ def test_one_task_of_flux_needs_no_mpi(job: JobFile) -> None:
     assert done.code == 0 and "1 (flux)" in done.out, done
 
 
+@pytest.mark.thorough
 def test_torchrun_under_mpiexec_is_the_launcher(job: JobFile, losses_alone: list[float]) -> None:
     torchrun = str(Path(sys.executable).parent / "torchrun")
     words = [MPIEXEC, "-n", "1", torchrun, "--standalone", "--nproc-per-node=2", "-m", "hpctrain", "run", "job.toml"]

@@ -63,6 +63,7 @@ def steps_of(directory: Path, job: int) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow(sweep: Path) -> None:
     done = run([sys.executable, "sweep.py", "12", "0"], sweep, timeout=180)
     assert done.code == 0, done

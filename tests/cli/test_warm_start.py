@@ -167,6 +167,7 @@ def test_what_an_import_leaves_behind_is_found(tmp_path: Path) -> None:
         assert found is None if not expected else found.startswith("the import of unfit ") and expected in found, done
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("line", "found"),
     [

@@ -185,6 +185,7 @@ def test_a_host_that_is_gone_is_left_out(elastic: JobFile, hosts: Path, tmp_path
     assert elastic.losses() == pytest.approx(whole_losses(elastic), rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_check_tells_what_min_ranks_allows(elastic: JobFile, tmp_path: Path) -> None:
     elastic.set(batch={"global_size": 12})
     some = run(hpctrain("check", "job.toml", "-n", "6"), tmp_path, env=environment(elastic))

@@ -134,6 +134,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seed", range(draws or 1))
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_is_replaced(undisturbed: list[float], seed: int, tmp_path: Path) -> None:
     """At a random moment; the losses are those of an undisturbed run, and each sample counts once."""
     draw = random.Random(seed)

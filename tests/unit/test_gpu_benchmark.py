@@ -66,6 +66,7 @@ def run_benchmark(*words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_stages_against_the_plain_loop_on_a_cpu() -> None:
     done = run_benchmark("stages", "--tiny", "--device", "cpu", "--rounds", "3")
     assert done.returncode == 0, done.stderr

@@ -342,6 +342,7 @@ def test_a_flood_of_connections_keeps_nobody_out_and_takes_no_memory(
     assert len(told) == 1
 
 
+@pytest.mark.thorough
 def test_a_flood_at_once_leaves_files_to_the_process(server: StoreServer, store: GuardedStore) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     flood = "import socket, sys\nheld = []\nfor _ in range(900):\n one = socket.socket(); one.setblocking(False)\n" \
@@ -362,6 +363,7 @@ def test_a_flood_at_once_leaves_files_to_the_process(server: StoreServer, store:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.thorough
 def test_a_rank_that_has_the_server_s_proof_stays_in_a_flood(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

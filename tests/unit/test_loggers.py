@@ -246,7 +246,7 @@ print("DONE", hpctrain.run(json.loads(sys.argv[1]))["step"])
 """With other limits than a minute."""
 
 
-@pytest.fixture(params=[pytest.param("refuses", marks=pytest.mark.thorough), "silent"])
+@pytest.fixture(params=["refuses", "silent"])
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a server that refuses connections, or takes them and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as opened:
@@ -265,6 +265,7 @@ def run_with(finish_seconds: float, **logger: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_wandb_keeps_a_run_whose_server_does_not_answer(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="needs hpctrain[wandb]")
     monkeypatch.setenv("WANDB_BASE_URL", server)
@@ -275,6 +276,7 @@ def test_wandb_keeps_a_run_whose_server_does_not_answer(server: str, monkeypatch
     assert not [path for path in Path().glob("**/*") if path.is_file() and key.encode() in path.read_bytes()]
 
 
+@pytest.mark.thorough
 def test_mlflow_ends_no_training_whose_server_does_not_answer(server: str) -> None:
     pytest.importorskip("mlflow", reason="needs hpctrain[mlflow]")
     said = run_with(-3, name="mlflow", tracking_uri=server)  # 2 seconds in all
