@@ -105,8 +105,9 @@ def test_the_synthetic_benchmark(tmp_path: Path) -> None:
 
 
 def script(tmp_path: Path, text: str) -> str:
+    whole_lines = "sys.stdout.reconfigure(line_buffering=True, write_through=False)"  # the ranks share a pipe
     (tmp_path / "script.py").write_text(
-        "import sys, time\nimport torch\nimport horovod.torch as hvd\nhvd.init()\n" + text
+        f"import sys, time\n{whole_lines}\nimport torch\nimport horovod.torch as hvd\nhvd.init()\n{text}"
     )
     return str(tmp_path / "script.py")
 
