@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ _BEFORE = (
 MARK = "HPCTRAIN_TEST_MARK"
 """The variable by which launching.py finds the processes of a command."""
 _NO_MARK = "-" * 32
+_OF_RANKS = ("PMI", "MPI_LOCAL", "MPIR_", "OMPI_")
 _FORK_SERVER = "hpctrain.starter.fork_server"
 _ARGUMENTS = " " * 1000
 """Room for the words that `ps` shows of a forked process."""
@@ -260,14 +261,14 @@ def _show(words: Sequence[str]) -> None:
 
 
 class _Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """Forks this process where it would start a fork server, which would import what this one has imported."""
+    """Forks this process where it would start a fork server, or a Horovod script's worker, which would import what it has."""
 
     imported_with: Mapping[str, str] = {}
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
                        *others: Any) -> None:  # fmt: skip
-        is_server = not isinstance(args, str) and list(args[1:3]) == ["-m", _FORK_SERVER]
-        if not is_server or _of_imports(env) != self.imported_with:
+        become = None if isinstance(args, str) else _program(list(args))
+        if become is None or _of_imports(env) != self.imported_with:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)  # type: ignore[misc]
             return
         self.pid = os.fork()
@@ -275,15 +276,28 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
         if self.pid == 0:
             code = 1
             try:
-                _run_server(list(args), pass_fds, env)
+                _be_new(pass_fds, env)
+                become(list(args))
+                code = 0
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else int(end.code is not None)
+                if isinstance(end.code, str):
+                    print(end.code, file=sys.stderr)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
             finally:
-                sys.stdout.flush()
-                os._exit(code)
+                ctypes.pythonapi.Py_Exit(code)  # ends the interpreter, but none of the frames below
 
 
-def _run_server(words: list[str], descriptors: Sequence[int], environment: Mapping[str, str]) -> None:
+def _program(words: list[str]) -> Callable[[list[str]], None] | None:
+    """What runs these words in a fork; None if it takes a new process."""
+    if words[1:3] == ["-m", _FORK_SERVER]:
+        return _run_server
+    return _run_worker if len(words) > 1 and words[1].endswith("/as_worker.py") else None
+
+
+def _be_new(descriptors: Sequence[int], environment: Mapping[str, str]) -> None:
+    """Make this fork of a starter what a process that it has started would be."""
     os.setsid()
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in descriptors:
@@ -295,15 +309,39 @@ def _run_server(words: list[str], descriptors: Sequence[int], environment: Mappi
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[1:1] = [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one and one not in sys.path]
+    subprocess.Popen = subprocess.Popen.__base__  # type: ignore[assignment, misc]
+
+
+def _run_server(words: list[str]) -> None:
     show(words)
     sys.argv = [_FORK_SERVER, *words[3:]]
-    subprocess.Popen = subprocess.Popen.__base__  # type: ignore[assignment, misc]
     del sys.modules[_FORK_SERVER]  # the starter's; else runpy warns
     runpy.run_module(_FORK_SERVER, run_name="__main__", alter_sys=True)
 
 
+def _run_worker(words: list[str]) -> None:
+    """Run the Python script of a worker, as as_worker.py would by exec; by exec what is none."""
+    execute = os.execvp
+
+    def run(file: str, command: list[str]) -> None:
+        os.execvp = execute
+        if command[0] != sys.executable or not command[1].endswith(".py"):
+            execute(file, command)
+        show(command)
+        sys.argv = command[1:]
+        sys.path[0] = str(Path(command[1]).parent.absolute())
+        runpy.run_path(command[1], run_name="__main__")
+        raise SystemExit(0)
+
+    os.execvp = run  # type: ignore[assignment]
+    sys.argv = words[1:]
+    runpy.run_path(words[1], run_name="__main__")
+
+
 def _of_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(IMPORTED_WITH)}
+    kept = {name: value for name, value in environment.items() if name.startswith(IMPORTED_WITH)}
+    return {name: value for name, value in kept.items() if name != "PYTHONPATH" and not name.startswith(_OF_RANKS)}
 
 
 def main(descriptor: int) -> None:
