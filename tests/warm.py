@@ -1,5 +1,5 @@
 """Starts `python -m hpctrain WORDS` as a fork of a process that has imported torch and hpctrain: in milliseconds, not seconds.
-So does such a command start the fork server of its ranks.
+So does such a command start the fork server of its ranks, and horovodrun its workers.
 
 The child goes on as a fresh interpreter: it runs `hpctrain` as `__main__` with its own arguments, directory, environment, streams
 and session, and the interpreter ends as always. Variables that work on an import (IMPORTED_WITH) work no more: `launching` starts
@@ -251,9 +251,8 @@ def _become(request: dict[str, object], descriptors: Sequence[int]) -> list[str]
 def _show(words: Sequence[str]) -> None:
     """What the system shows of this process: its words and its mark. The room for a rank's variables stays."""
     show(words)
-    begin, end = map(
-        int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49]
-    )  # fields 50, 51 of proc(5)
+    words_of_stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = map(int, words_of_stat[47:49])  # fields 50 and 51 of proc(5)
     place = ctypes.string_at(begin, end - begin).find(f"{MARK}={_NO_MARK}".encode())
     assert place >= 0
     mark = os.environ[MARK].encode()

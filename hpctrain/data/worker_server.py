@@ -96,9 +96,8 @@ class Surroundings:
 
 
 def _surround(environment: dict[str, str], cores: set[int]) -> None:
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, STOPPING
-    )  # the server may be one that other code of the program has started
+    # the server may be one that other code of the program has started
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     if dict(os.environ) != environment:
         os.environ.clear()
         os.environ.update(environment)

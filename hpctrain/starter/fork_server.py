@@ -25,7 +25,7 @@ from hpctrain.world.command_line import ROOM_VARIABLE
 
 LONGEST = 2**17
 """The longest message, in bytes."""
-_HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that may reach all processes of a job, and are meant for the ranks."""
 DESCRIPTORS = 8
 """The most that a message carries."""
@@ -97,7 +97,7 @@ class ForkServer:
 
 def main(descriptor: int) -> None:
     """Serve, and return in the ranks only."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)
     os.environ.pop(ROOM_VARIABLE, None)
     end_with_parent(signal.SIGKILL)  # an import may take long
     control = socket.socket(fileno=descriptor)

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from hpctrain.errors import EnvironmentUnfitError
 from hpctrain.launcher_variables import set_variables
 from hpctrain.starter.fork_client import FORK_SECONDS, IMPORT_SECONDS, ForkedRank, ForkServer
-from hpctrain.starter.fork_server import DESCRIPTORS, LONGEST
+from hpctrain.starter.fork_server import DESCRIPTORS, FOR_RANKS, LONGEST
 from hpctrain.starter.link import is_private
 from hpctrain.starter.pmi import FD_VARIABLE
 
@@ -41,7 +41,6 @@ _POLL = 0.02
 _LONGEST_PLACE = 100
 """The longest name of a socket, in bytes: unix(7) allows 107."""
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class _Node:
@@ -142,9 +141,8 @@ def _lead(directory: Path, told: dict[str, Any], command: Sequence[str]) -> int 
             finally:
                 shutil.rmtree(directory, ignore_errors=True)
                 if status is not None and status < 0:
-                    _end_as(
-                        status
-                    )  # now: ranks of other nodes fail, too, and mpiexec names the first. The server ends with this
+                    # at once: ranks of other nodes fail, too, and mpiexec names the first. The server ends with this process
+                    _end_as(status)
                 server.close()
             return status
     except OSError:  # the name is too long, or no descriptor is left
@@ -165,9 +163,8 @@ def _follow(directory: Path) -> int | None:
         if not answer:
             return None
         _pass_signals_to(json.loads(answer)["pid"])
-        connection.settimeout(
-            None
-        )  # as long as the rank runs; the first process, which ends with it, closes the connection
+        # as long as the rank runs: the first process, which may end before, closes the connection then
+        connection.settimeout(None)
         end = b""
         with suppress(OSError):
             end = connection.recv(LONGEST)
@@ -209,7 +206,7 @@ def _pass_signals_to(pid: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
-    for number in _PASSED_ON:
+    for number in FOR_RANKS:
         signal.signal(number, pass_on)
 
 

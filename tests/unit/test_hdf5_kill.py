@@ -61,9 +61,8 @@ def _alone() -> Iterator[None]:
 @pytest.mark.usefixtures("_alone")
 def test_kill_9_never_leaves_a_torn_checkpoint_that_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     context = multiprocessing.get_context("forkserver")  # imports torch once for all the children
-    mask = signal.pthread_sigmask(
-        signal.SIG_BLOCK, STOPPING
-    )  # as for loader workers, which may come from this server later
+    # as for loader workers, which may come from this server later
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     context.set_forkserver_preload(["torch", "hpctrain.checkpoint.store", "hpctrain_plugins.checkpoint.hdf5"])
     chance, last, suffixes = random.Random(0), 0, set[str]()
     for _ in range(KILLS):
