@@ -123,31 +123,28 @@ def _place(key: str) -> tuple[Path, bool] | None:
 
 def _lead(directory: Path, told: dict[str, Any], command: Sequence[str]) -> int | None:
     """The status of this process's rank; None if ranks can't be forked, which the others learn from the closed socket."""
-    try:
-        directory.mkdir(mode=0o700)
-    except OSError:
-        return None
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            directory.mkdir(mode=0o700)
             listener.bind(str(directory / "socket"))
             listener.listen(4096)
             server = ForkServer(command[3:], told)
-            status: int | None = None
-            try:
-                status = _Node(server, listener, command).serve() if server.is_ready(lambda: False) else None
-            except EnvironmentUnfitError as error:
-                print(f"hpctrain: {error}", file=sys.stderr, flush=True)
-                status = 1
-            finally:
-                shutil.rmtree(directory, ignore_errors=True)
-                if status is not None and status < 0:
-                    # at once: ranks of other nodes fail, too, and mpiexec names the first. The server ends with this process
-                    _end_as(status)
-                server.close()
-            return status
-    except OSError:  # the name is too long, or no descriptor is left
-        shutil.rmtree(directory, ignore_errors=True)
-        return None
+        except OSError:  # no room, memory or descriptor is left
+            shutil.rmtree(directory, ignore_errors=True)
+            return None
+        status: int | None = None
+        try:
+            status = _Node(server, listener, command).serve() if server.is_ready(lambda: False) else None
+        except EnvironmentUnfitError as error:
+            print(f"hpctrain: {error}", file=sys.stderr, flush=True)
+            status = 1
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+            if status is not None and status < 0:
+                # at once: ranks of other nodes fail, too, and mpiexec names the first. The server ends with this process
+                _end_as(status)
+            server.close()
+        return status
 
 
 def _follow(directory: Path) -> int | None:
