@@ -120,19 +120,24 @@ def label(case: Any) -> str:
     return "-".join(case[0]) + f"-stage{case[1]}-{case[2]}" if isinstance(case, tuple) else str(case)
 
 
-def with_data(case: Any) -> Any:
-    """Stages shard only over data-parallel ranks; 2 ranks with another axis have none."""
-    return pytest.param(case, marks=pytest.mark.shown_on(4)) if case[1] and "context" not in case[0] else case
+FP64 = [ONE_AXIS[3], ONE_AXIS[6], ONE_AXIS[12]]
+IN_16_BITS = [ONE_AXIS[1], ONE_AXIS[5], ONE_AXIS[6], ONE_AXIS[11]]
+
+
+def one_axis(case: Any) -> Any:
+    """Stages shard only over data-parallel ranks; 2 ranks with another axis have none. One precision of a case is enough by default."""
+    marks = [pytest.mark.shown_on(4)] if case[1] and "context" not in case[0] else []
+    return pytest.param(case, marks=[*marks, pytest.mark.thorough] if case in FP64 + IN_16_BITS else marks)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", map(with_data, ONE_AXIS), ids=label)
+@pytest.mark.parametrize("case", map(one_axis, ONE_AXIS), ids=label)
 def test_one_axis(root, record, case) -> None:
     run(root, record, case)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", [ONE_AXIS[3], ONE_AXIS[6], ONE_AXIS[12]], ids=label)
+@pytest.mark.parametrize("case", FP64, ids=label)
 @pytest.mark.shown_on(4)
 def test_fp64(root, record, case) -> None:
     run(root, record, case, "fp64")
@@ -145,7 +150,7 @@ def test_an_embedding_that_is_also_the_head(root, record, case) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", [ONE_AXIS[1], ONE_AXIS[5], ONE_AXIS[6], ONE_AXIS[11]], ids=label)
+@pytest.mark.parametrize("case", IN_16_BITS, ids=label)
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=pytest.mark.shown_on(size)) for mode, size in (("bf16", 2), ("fp16", 4))]
 )

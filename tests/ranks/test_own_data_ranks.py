@@ -15,7 +15,7 @@ from modules import built
 from plain import Step, gpt_loss, module_of, stacked, train_plainly
 from test_stages import compare
 from torch.nn.functional import cross_entropy
-from training import SGD, job, session_of, train_here
+from training import SGD, job, session_of, thorough, train_here
 
 from hpctrain.checking.check import check
 from hpctrain.data.opening import open_data
@@ -25,8 +25,8 @@ from hpctrain.job.reading import RawJob
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 
-LAYOUTS: list[dict[str, Any]] = [
-    {}, {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}, {"parallelism": {"context": 2}},
+LAYOUTS: list[Any] = [
+    thorough({}), {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}, {"parallelism": {"context": 2}},
     {"parallelism": {"pipeline": 2}, "batch": {"micro_size": 3}},
 ]  # fmt: skip
 
@@ -76,7 +76,7 @@ def test_a_stream_goes_on_under_another_layout(root, layout: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("batches", [None, 1])
+@pytest.mark.parametrize("batches", [thorough(None), 1])
 def test_an_evaluation_of_a_stream_counts_each_item_once(root, layout: dict[str, Any], batches: int | None) -> None:
     skip_unless_even(layout)
     evaluation = {"every_steps": 2, **({} if batches is None else {"batches": batches})}
@@ -115,7 +115,7 @@ def test_a_stream_that_depends_on_the_rank_does_not_hang(root) -> None:
         train_here(tables)
 
 
-@pytest.mark.parametrize("layout", [{}, {"sharding": {"stage": 2}}], ids=str)
+@pytest.mark.parametrize("layout", [thorough({}), {"sharding": {"stage": 2}}], ids=str)
 def test_weighted_sentences_of_several_lengths(root, layout: dict[str, Any]) -> None:
     tables: dict[str, Any] = {
         **layout, "job": {"name": "weighted", "steps": 8, "seed": 9, "output_dir": str(root)},

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from equivalence_table import BOUNDS
 from modules import Switched, built, foreign_steps, odd_steps
 from plain import Step, gpt_loss, samples_of, stacked, train_gpt
-from training import SGD, TINY, job, session_of, train_here
+from training import SGD, TINY, job, session_of, thorough, train_here
 
 from hpctrain.loop.signals import StopRequest
 from hpctrain.loop.training import train
@@ -174,7 +174,7 @@ def test_options_change_no_number(root, stage: int, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["bf16", thorough("fp16")])
 @pytest.mark.shown_on(3)
 def test_gradients_travel_in_16_bits(root, name: str, stage: int) -> None:
     tables = job(
@@ -186,7 +186,7 @@ def test_gradients_travel_in_16_bits(root, name: str, stage: int) -> None:
     assert found["norm"] > 1e-7 or dist.get_world_size() == 1
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, pytest.param(torch.optim.AdamW, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, thorough(torch.optim.AdamW)])
 @pytest.mark.parametrize(
     "sharding", [{"stage": stage} for stage in STAGES] + [{"stage": 3, "wrap": "class:Half"}], ids=str
 )
@@ -249,7 +249,7 @@ def test_what_forwards_write_into_buffers_is_one_rank_s_when_it_is_saved(root, s
     assert mine[:7].abs().max() > 0
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, thorough(1), thorough(2), 3])
 @pytest.mark.shown_on(3)
 def test_evaluation_where_the_ranks_get_different_numbers_of_samples(root, stage: int) -> None:
     tables = job(
@@ -267,9 +267,7 @@ def test_evaluation_where_the_ranks_get_different_numbers_of_samples(root, stage
     assert rows.evaluations[-1]["evaluation_tokens"] == 7 * 8
 
 
-@pytest.mark.parametrize(
-    "optimizer", [pytest.param("adamw", marks=pytest.mark.shown_on(3)), pytest.param("sgd", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.shown_on(3)), thorough("sgd")])
 def test_resume_from_every_stage_in_another(root, optimizer: str) -> None:
     """Each stage resumes from the previous one, and the curve is that of an uninterrupted run."""
     stages = [1, 3, 2, 1, 2, 0, 3, 1, 0, 2, 2, 3, 3, 0]
@@ -284,7 +282,7 @@ def test_resume_from_every_stage_in_another(root, optimizer: str) -> None:
     compare(rows, reference(tables)[1], losses=4e-6, norms=2e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, thorough(1), thorough(2), 3])
 @pytest.mark.shown_on(3)
 def test_numbers_in_an_optimizer_s_state_come_back(root, stage: int) -> None:
     """Each rank has only the numbers of its own pieces."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
@@ -23,6 +24,12 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.world.detection import detect
 from hpctrain.world.launcher_channel import LauncherChannel
 from hpctrain.world.meeting import World
+
+
+def thorough(*values: Any) -> Any:
+    """A case of a parametrized test that the default tier leaves out: others there show the same."""
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
 
 TINY: dict[str, Any] = {
     "job": {"name": "tiny", "steps": 10, "seed": 11},
