@@ -125,7 +125,7 @@ IN_16_BITS = [ONE_AXIS[1], ONE_AXIS[5], ONE_AXIS[6], ONE_AXIS[11]]
 
 
 def one_axis(case: Any) -> Any:
-    """Stages shard only over data-parallel ranks; 2 ranks with another axis have none. One precision of a case is enough by default."""
+    """Stages need data-parallel ranks, which 2 ranks with another axis don't have. One precision of a case is enough by default."""
     marks = [pytest.mark.shown_on(4)] if case[1] and "context" not in case[0] else []
     return pytest.param(case, marks=[*marks, pytest.mark.thorough] if case in FP64 + IN_16_BITS else marks)
 

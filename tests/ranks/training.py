@@ -32,14 +32,14 @@ def thorough(*values: Any) -> Any:
 
 
 TINY: dict[str, Any] = {
-    "job": {"name": "tiny", "steps": 10, "seed": 11},
+    "job": {"name": "tiny", "steps": 6, "seed": 11},
     # 61 and 20 rows: no number of ranks divides both
     "model": {
         "name": "gpt", "hidden_size": 20, "layers": 2, "attention_heads": 2, "vocab_size": 61, "max_seq_length": 8,
     },
     "dataset": {"name": "synthetic", "samples": 500},
     "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.1},
-    "batch": {"global_size": 24, "micro_size": 1},
+    "batch": {"global_size": 24, "micro_size": 2},
     "precision": {"mode": "fp32"},
 }  # fmt: skip
 SGD = {"name": "sgd", "lr": 0.3, "momentum": 0.9, "clip_norm": 0.36}
