@@ -169,7 +169,7 @@ class JobFile:
 
 @pytest.fixture(scope="module", autouse=True)
 def imports_are_no_garbage() -> None:
-    """`hpctrain.run` ends with a collection: a fifth of a second, were it to look through torch and all that tests have imported."""
+    """`hpctrain.run` ends with a collection, which would take a fifth of a second to look through torch."""
     gc.freeze()
 
 
