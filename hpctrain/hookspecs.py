@@ -1,5 +1,5 @@
 # mypy: disable-error-code="empty-body"
-"""The pluggy hooks: one registration hook per slot, and the life-cycle hooks. docs/plugins.md explains each."""
+"""The pluggy hooks: one registration hook per slot, the one of commands, and the life-cycle hooks. docs/plugins.md explains each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    import click
+
     from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
     from hpctrain.contracts.checkpoint import CheckpointFormat
     from hpctrain.contracts.communicator import Communicator
@@ -34,7 +36,12 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class RegistrationHooks:
-    """Called once when plugins are loaded; each returns the plugin classes of its slot."""
+    """Called once when plugins are loaded; each returns the plugin classes of its slot. `hpctrain_command` is of no slot: it returns
+    the command of an entry point "command.NAME", when that is used."""
+
+    @hookspec
+    def hpctrain_command(self) -> click.Command:
+        """A command of hpctrain. Its module must not import torch, which the help would wait for: the function does."""
 
     @hookspec
     def hpctrain_parallelism(self) -> list[type[Parallelism]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpctrain.contracts.model import Batch, PaddedModel, TokenModel
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.reading import Key
-from hpctrain.plugins.discovery import ModuleSource
+from hpctrain.plugins.entry_points import ModuleSource
 from hpctrain.plugins.registry import Registered, Registry
 from hpctrain.plugins.slots import SLOTS
 

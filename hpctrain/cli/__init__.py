@@ -1,4 +1,4 @@
-"""The command `hpctrain`: one file per subcommand, imported on use."""
+"""The command `hpctrain`: one file per subcommand, imported on use; plugins add others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from hpctrain.cli.groups import OpenGroup
 from hpctrain.errors import EXIT_TRAINING, EXIT_USAGE, HpctrainError
 from hpctrain.version import __version__
 from hpctrain.world.detection import launched
@@ -22,35 +23,27 @@ GROUPS = {
     "On a scheduler": ("submit", "status", "cancel"),
     "With a trained model": ("evaluate", "predict", "sample", "checkpoint"),
     "Machine": ("doctor", "where", "bench"),
-    "More": ("plugins", "schema", "horovodrun"),
+    "More": ("plugins", "schema"),
 }
 """The commands as the help shows them."""
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
-_LONGEST_LINE = 1000
-"""Characters of a command's description in the help, which wraps them: no description is cut."""
 
 
-class _Commands(click.Group):
+class _Commands(OpenGroup):
     """Looks a subcommand up in the module of its name, so that only commands that need torch import torch."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+    @property
+    def place(self) -> str:
+        return ""
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+    def own(self, ctx: click.Context) -> dict[str, list[str]]:
+        return {title: list(names) for title, names in GROUPS.items()}
+
+    def own_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"hpctrain.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"hpctrain.cli.{name}").command
         return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        indent = max(map(len, COMMANDS))
-        for group, names in GROUPS.items():
-            with formatter.section(group):
-                formatter.write_dl([(name.ljust(indent), self._describe(ctx, name)) for name in names])
-
-    def _describe(self, ctx: click.Context, name: str) -> str:
-        command = self.get_command(ctx, name)
-        return "" if command is None else command.get_short_help_str(_LONGEST_LINE)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

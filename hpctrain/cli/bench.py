@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
+from hpctrain.cli.groups import OpenGroup
+from hpctrain.cli.measuring import start_measuring, tell_measured
 from hpctrain.cli.options import example
 from hpctrain.errors import UsageError
 
-_TIME_LIMIT = 900
 _KNOWN = ("mpi", "gloo", "mpi4py")
 
 
-@click.group("bench")
+@click.group("bench", cls=OpenGroup)
 def command() -> None:
     """Benchmarks of this machine."""
 
@@ -43,7 +40,7 @@ def collectives(ranks: int, backends: str, as_json: bool) -> None:
     from hpctrain.world.detection import launched
 
     if not launched():
-        sys.exit(_start(ranks, ["collectives", "--backends", backends], as_json))
+        sys.exit(start_measuring(ranks, ["collectives", "--backends", backends], as_json))
     import torch.distributed as dist
 
     from hpctrain.mpi.benchmark import measure
@@ -54,7 +51,7 @@ def collectives(ranks: int, backends: str, as_json: bool) -> None:
         lines = (
             f"{row.operation:24} {row.nbytes:>10,} B  {row.backend:8} {row.seconds * 1e6:12,.1f} us" for row in rows
         )
-        _tell(rows, lines, as_json)
+        tell_measured(rows, lines, as_json)
 
 
 @command.command("checkpoint", epilog=example("hpctrain bench checkpoint --size 256MB --ranks 2"))
@@ -88,7 +85,7 @@ def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, a
 
     if not launched():
         words = ["checkpoint", "--size", size, "--format", name, "--directory", str(directory), "--rounds", str(rounds)]
-        sys.exit(_start(ranks, words, as_json))
+        sys.exit(start_measuring(ranks, words, as_json))
     import torch.distributed as dist
 
     from hpctrain.checkpoint.benchmark import measure
@@ -108,32 +105,7 @@ def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, a
             f"{row.nbytes / row.seconds / 1e6:9,.0f} MB/s  x{row.ratio:.2f}"
             for row in rows
         )
-        _tell(rows, lines, as_json)
-
-
-@command.command("horovod", epilog=example("hpctrain bench horovod -n 2"))
-@click.option("-n", "ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
-def horovod(ranks: int, as_json: bool) -> None:
-    """Measure Horovod's allreduce and a training step, against MPI, one rank, and a real Horovod if one is installed.
-
-    Under mpiexec or srun every process is a rank; otherwise the command starts its own ranks.
-    """
-    from hpctrain.world.detection import launched
-
-    if not launched():
-        sys.exit(_start(ranks, ["horovod"], as_json))
-    import torch
-
-    from hpctrain.horovod.benchmark import measure
-
-    torch.set_num_threads(1)
-    rows = measure()
-    from hpctrain.mpi.library import MPI
-
-    if MPI.COMM_WORLD.rank == 0:
-        lines = (f"{row.operation:24} {row.engine:12} {row.seconds * 1e6:12,.1f} us  x{row.ratio:.2f}" for row in rows)
-        _tell(rows, lines, as_json)
+        tell_measured(rows, lines, as_json)
 
 
 def _meet() -> None:
@@ -145,26 +117,3 @@ def _meet() -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://")
-
-
-def _tell(rows: Sequence[Any], lines: Iterable[str], as_json: bool) -> None:
-    """Print rows (dataclasses) as JSON, or as `lines`."""
-    if as_json:
-        click.echo(json.dumps([asdict(row) for row in rows], indent=2))
-        return
-    for line in lines:
-        click.echo(line)
-
-
-def _start(ranks: int, words: list[str], as_json: bool) -> int:
-    """Run this command again on ranks of its own."""
-    from hpctrain.starter.launch import launch_over_mpi
-
-    command = [sys.executable, "-m", "hpctrain", "bench", *words, *(["--json"] if as_json else [])]
-    launched = launch_over_mpi(command, ranks)
-    if launched is None:
-        raise UsageError(f"hpctrain bench {words[0]} needs an MPI to start its ranks: pip install 'hpctrain[mpich]'")
-    try:
-        return launched.wait(_TIME_LIMIT)
-    finally:
-        launched.kill()

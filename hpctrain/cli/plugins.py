@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.groups import OpenGroup
 from hpctrain.cli.options import example
 
 if TYPE_CHECKING:
     from hpctrain.contracts.plugin import Plugin
+    from hpctrain.plugins.commands import Offer
     from hpctrain.plugins.listing import Listed
 
 
@@ -21,14 +23,14 @@ if TYPE_CHECKING:
 @click.option("--load", multiple=True, metavar="MODULE", help="Load this module, too, as [plugins] load does.")
 @click.pass_context
 def command(ctx: click.Context, as_json: bool, load: tuple[str, ...]) -> None:
-    """List every plugin by slot, with its distribution, entry point and state."""
-    from hpctrain.plugins.listing import list_plugins
+    """List every plugin by slot and every command of a plugin, with distribution, entry point and state."""
+    from hpctrain.plugins.listing import list_commands, list_plugins
     from hpctrain.plugins.registry import build_registry
 
     ctx.obj = registry = build_registry(load)
     if ctx.invoked_subcommand is not None:
         return
-    rows = list_plugins(registry)
+    rows = [*list_plugins(registry), *list_commands(_offers(ctx))]
     if as_json:
         click.echo(json.dumps([row.as_dict() for row in rows], indent=2))
         return
@@ -42,11 +44,14 @@ def command(ctx: click.Context, as_json: bool, load: tuple[str, ...]) -> None:
 def show(registry: object, slot: str, name: str) -> None:
     """Describe the plugin NAME of SLOT and its options, with types, defaults, units and help."""
     from hpctrain.errors import UsageError
+    from hpctrain.plugins.entry_points import COMMAND
     from hpctrain.plugins.listing import describe_options
     from hpctrain.plugins.registry import Registry
     from hpctrain.plugins.slots import SLOTS
 
     assert isinstance(registry, Registry)
+    if slot == COMMAND:
+        raise UsageError(f"a command describes itself: hpctrain {name} --help")
     if slot not in SLOTS:
         raise UsageError(f"there is no slot {slot!r}; expected one of {', '.join(SLOTS)}")
     entry = registry.find(slot, name)
@@ -54,6 +59,16 @@ def show(registry: object, slot: str, name: str) -> None:
     click.echo(f"{slot} {name}: {(cls.__doc__ or '').strip()}\nfrom {entry.source}\n")
     for option in describe_options(cls, registry):
         click.echo(f"{option.key} ({option.type}; {option.default})\n    {option.help}")
+
+
+def _offers(ctx: click.Context) -> list[Offer]:
+    """The commands that plugins add, to any group."""
+    from hpctrain.plugins.commands import GROUPS
+
+    first = ctx.find_root().command
+    assert isinstance(first, OpenGroup)
+    groups = [first, *(group for name in GROUPS if isinstance(group := first.own_command(ctx, name), OpenGroup))]
+    return [offer for group in groups for offer in group.offers(ctx)]
 
 
 def _table(rows: list[Listed]) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.plugins.discovery import RAISED, Interrupted, import_from_here
+from hpctrain.plugins.discovery import import_from_here
+from hpctrain.plugins.entry_points import RAISED, Interrupted
 
 OBJECTS = "python"
 """The module's name in a reference to an object that a Python program gave to `hpctrain.run`."""

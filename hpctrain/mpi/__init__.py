@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,19 +30,44 @@ from hpctrain.mpi.accounting import OperationStatistics, Statistics, statistics
 from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError, OperationMismatchError
 from hpctrain.mpi.launcher import local_rank
 from hpctrain.mpi.settings import BACKEND, Settings
+from hpctrain.mpi.transfer.waiting import Patience, wait_until
+
+if TYPE_CHECKING:
+    from hpctrain.mpi.library import MPI
 
 __all__ = [
     "BACKEND",
+    "MPI",
     "CommunicationError",
     "CommunicationTimeoutError",
     "OperationMismatchError",
     "OperationStatistics",
+    "Patience",
     "Settings",
     "Statistics",
+    "create_group",
     "local_rank",
     "shared_zeros",
     "statistics",
+    "wait_until",
+    "world",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`MPI`, mpi4py's module, on first use: it starts MPI, with threads, and without ports where all ranks share a node."""
+    if name == "MPI":
+        from hpctrain.mpi.library import MPI
+
+        return MPI
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def world() -> MPI.Intracomm:
+    """The communicator of all ranks, as hpctrain numbers them. Starts MPI."""
+    from hpctrain.mpi.numbering import world
+
+    return world()
 
 
 def shared_zeros(elements: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -58,7 +83,12 @@ def shared_zeros(elements: int, dtype: torch.dtype, group: dist.ProcessGroup | N
     return memory.view(dtype)
 
 
-def _create(options: Any, settings: Any) -> dist.ProcessGroup:
+def create_group(options: Any, settings: Settings | None = None) -> dist.ProcessGroup:
+    """The group that `options` describe, as torch gives them to a backend. settings: None for those of the world's group.
+
+    options: global_ranks_in_group, group_rank, group_size, group_id, store and timeout. Collective over the group's ranks. Raises
+    EnvironmentUnfitError if torch and MPI number the ranks differently, CommunicationTimeoutError if a member does not call this.
+    """
     from hpctrain.mpi.process_group.creation import create_group
 
     if settings is None:
@@ -74,6 +104,6 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store,
     return rendezvous(url, timeout)
 
 
-dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu"])
 register_rendezvous_handler("mpi", _rendezvous)
 set_variables()

@@ -16,7 +16,7 @@ from hpctrain.errors import EnvironmentUnfitError
 from hpctrain.mpi import leaving, values
 from hpctrain.mpi.errors import name_ranks
 from hpctrain.mpi.library import MPI
-from hpctrain.mpi.world import world
+from hpctrain.mpi.numbering import world
 from hpctrain.store.client import GuardedStore, narrow, open_store
 from hpctrain.store.messages import SECRET_BYTES, ProtocolError
 from hpctrain.store.network import LOOPBACK, bind_communication, listeners, reachable_addresses

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import HpctrainError, TrainingError
 from hpctrain.mpi.errors import CommunicationError
-from hpctrain.plugins.discovery import ModuleSource
+from hpctrain.plugins.entry_points import ModuleSource
 from hpctrain.plugins.registry import Registry
 from hpctrain.torch_private import MODULE_CALL
 

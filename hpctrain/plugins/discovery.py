@@ -5,54 +5,19 @@ An unusable module becomes a `Fault` instead of an exception: the job may not ne
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import inspect
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 
 import pluggy
 
 from hpctrain.hookspecs import PROJECT, LifeCycleHooks, RegistrationHooks
-from hpctrain.horovod.alias import offer
 from hpctrain.plugins.changes import API_VERSION
+from hpctrain.plugins.entry_points import ModuleSource, entry_points, imported, usable_module
 from hpctrain.plugins.members import Package, near_hook, unmarked_hooks
-
-
-@dataclass(frozen=True)
-class ModuleSource:
-    """The origin of a plugin module."""
-
-    module: str
-    distribution: str = ""
-    version: str = ""
-    entry_point: str = ""
-    """The entry point's name; by convention "slot.name", so that a broken module still shows what it would provide."""
-
-    @property
-    def key(self) -> str:
-        """The module's name in pluggy."""
-        return f"{self.distribution}:{self.entry_point}" if self.distribution else self.module
-
-    @property
-    def chooser(self) -> str:
-        """The widest of its names in [plugins] prefer."""
-        return self.distribution or self.module
-
-    @property
-    def names(self) -> set[str]:
-        """Its names in [plugins] block and prefer."""
-        return {name for name in (self.entry_point, self.module, self.distribution) if name}
-
-    def __str__(self) -> str:
-        if not self.distribution:
-            return f"{self.module} ([plugins] load)"
-        return f"{self.module} ({self.distribution} {self.version}, entry point {self.entry_point!r})"
 
 
 @dataclass(frozen=True)
@@ -80,21 +45,6 @@ def new_manager() -> pluggy.PluginManager:
     return manager
 
 
-def entry_points() -> Iterator[ModuleSource]:
-    """Every installed entry point of the group, in a fixed order. A distribution found twice counts once."""
-    seen = set()
-    for distribution in importlib.metadata.distributions():
-        points = [point for point in distribution.entry_points if point.group == PROJECT]
-        if not points:
-            continue  # most have none, and their metadata is long
-        metadata = distribution.metadata  # parsed anew each time
-        name = metadata["Name"]
-        for point in points:
-            if (name, point.name) not in seen:
-                seen.add((name, point.name))
-                yield ModuleSource(point.value, name, metadata["Version"], point.name)
-
-
 def load(
     manager: pluggy.PluginManager, modules: Sequence[str], block: Sequence[str]
 ) -> tuple[list[ModuleSource], list[Fault]]:
@@ -102,7 +52,8 @@ def load(
 
     `block` holds entry point names, module names or distribution names.
     """
-    sources = sorted(entry_points(), key=lambda s: (s.distribution, s.entry_point))
+    found = (source for source in entry_points() if source.command is None)
+    sources = sorted(found, key=lambda s: (s.distribution, s.entry_point))
     known = {source.module for source in sources}
     sources += [ModuleSource(module) for module in modules if module not in known]
     active: list[ModuleSource] = []
@@ -121,26 +72,10 @@ def load(
 
 def _register(manager: pluggy.PluginManager, source: ModuleSource) -> str | None:
     """Import and register one module; return a sentence if that fails."""
-    try:
-        module = import_from_here(source.module) if not source.distribution else imported(source.module)
-    except ImportError as error:
-        missing = getattr(error, "name", None)
-        if missing and missing != source.module and not source.module.startswith(f"{missing}."):
-            return f"it needs the package {missing!r}, which is not installed ({error})"
-        return f"the module cannot be imported: {error}"
-    except Interrupted:
-        raise
-    except RAISED as error:  # a third party's import must not end the command
-        return f"importing it raised {type(error).__name__}: {error}"
-    wanted = version_of(module)
-    if wanted is not None and (type(wanted) is not int or wanted > API_VERSION):
-        return f"it asks for plugin API version {wanted!r}, and this hpctrain has version {API_VERSION}: install a newer hpctrain"
+    module = usable_module(source, imported if source.distribution else import_from_here)
+    if isinstance(module, str):
+        return module
     return hook_fault(manager, module) or _register_hooks(manager, module, source)
-
-
-def version_of(module: ModuleType) -> int | None:
-    """The version of the plugin interface that the module says it was written for."""
-    return getattr(module, "HPCTRAIN_API", None)
 
 
 def _register_hooks(manager: pluggy.PluginManager, module: ModuleType, source: ModuleSource) -> str | None:
@@ -175,34 +110,8 @@ def hook_fault(manager: pluggy.PluginManager, module: object) -> str | None:
 
 
 def import_from_here(module: str) -> ModuleType:
-    """Import a module that the job names, also from the current directory, as `python -m` does. It may import `horovod`."""
+    """Import a module that the job names, also from the current directory, as `python -m` does."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    offer()
     return imported(module)
-
-
-RAISED = (Exception, SystemExit, GeneratorExit, KeyboardInterrupt)
-"""What a module of somebody else's may raise at its import."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during an import, in contrast to a module that raises KeyboardInterrupt itself."""
-
-
-def imported(module: str) -> ModuleType:
-    """Import a module of somebody else's. Raises Interrupted, and whatever the module raises."""
-    answered = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not answered or threading.current_thread() is not threading.main_thread():
-        return importlib.import_module(module)
-    signal.signal(signal.SIGINT, _interrupt)
-    try:
-        return importlib.import_module(module)
-    finally:
-        if signal.getsignal(signal.SIGINT) is _interrupt:  # the module may have taken the signal
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted

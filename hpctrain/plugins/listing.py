@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpctrain.contracts.plugin import Plugin
+from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.plugins.commands import Offer
+from hpctrain.plugins.entry_points import COMMAND
 from hpctrain.plugins.registry import Registry
 
 
@@ -56,6 +60,19 @@ def list_plugins(registry: Registry) -> list[Listed]:
         s = fault.source
         slot, _, name = ".".join(fault.key or (s.entry_point,)).partition(".")
         rows.append(Listed(slot, name, fault.state, s.distribution, s.version, s.entry_point, s.module, fault.why))
+    return rows
+
+
+def list_commands(offers: Sequence[Offer]) -> list[Listed]:
+    """The commands that plugins add; each is imported."""
+    rows = []
+    for offer in offers:
+        s, state, why = offer.source, "active", ""
+        try:
+            offer.load()
+        except EnvironmentUnfitError as error:
+            state, why = "broken", str(error)
+        rows.append(Listed(COMMAND, str(s.command), state, s.distribution, s.version, s.entry_point, s.module, why))
     return rows
 
 

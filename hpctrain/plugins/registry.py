@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.errors import EnvironmentUnfitError, UsageError
-from hpctrain.plugins.discovery import Fault, ModuleSource, load, new_manager, version_of
+from hpctrain.plugins.discovery import Fault, load, new_manager
+from hpctrain.plugins.entry_points import ModuleSource, version_of
 from hpctrain.plugins.members import Package, contracts_of, missing_members
 from hpctrain.plugins.slots import SLOTS, Slot, table_class
 

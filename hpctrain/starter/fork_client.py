@@ -16,7 +16,6 @@ from typing import Any
 
 from hpctrain.errors import EnvironmentUnfitError
 from hpctrain.starter.fork_server import LONGEST
-from hpctrain.starter.supervised import how
 from hpctrain.world.command_line import ROOM, ROOM_VARIABLE
 
 IMPORT_SECONDS = 300.0
@@ -174,11 +173,11 @@ class ForkServer:
         """The server has ended by itself."""
         status = self._process.wait()
         if self._state == "importing":
-            self._refuse(f"the fork server ended with {how(status)} during the import of {self._importing}")
+            self._refuse(f"the fork server ended with {_how(status)} during the import of {self._importing}")
             return
         self._state = "ended"
         if self._ranks:
-            _say(f"the fork server, from which the ranks are forked, ended with {how(status)}, and its ranks with it")
+            _say(f"the fork server, from which the ranks are forked, ended with {_how(status)}, and its ranks with it")
         give_up = time.monotonic() + _ENDING_SECONDS
         for rank in self._ranks.values():
             while _runs(rank.pid) and time.monotonic() < give_up:
@@ -211,6 +210,10 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def _how(status: int) -> str:
+    return f"exit code {status}" if status >= 0 else f"signal {-status} ({signal.strsignal(-status)})"
 
 
 def _say(sentence: str) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,10 +14,9 @@ from hpctrain.starter.mpi_library import OPEN_MPI
 
 HERE = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
 """This machine's names."""
-_PATIENCE = 10.0  # seconds for a host discovery script
 _LINE = r"(\w[\w.-]*)(?:\s+slots\s*=\s*(\d+)|:(\d+))?"
 _PASSED_ON = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
-"""What Open MPI hands over to other hosts, besides HOROVOD_ variables."""
+"""What Open MPI hands over to other hosts."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +58,13 @@ class Hosts:
         found = found or next((name for name in names if name.partition(".")[0] in alike), None)
         return found or next((name for name in names if name in HERE and alike & HERE), None)
 
-    def words(self, flavour: str) -> list[str]:
-        """The options of an mpiexec for these hosts, which also get this process's settings of Python and Horovod."""
+    def words(self, flavour: str, variables: Collection[str] = ()) -> list[str]:
+        """The options of an mpiexec for these hosts, which also get this process's settings of Python, and the `variables` named."""
         text = ",".join(f"{name}:{slots}" for name, slots in self.named)
         if flavour != OPEN_MPI:  # the others pass on every variable
             return ["-hosts", text]
-        names = sorted(name for name in os.environ if name.startswith("HOROVOD_") or name in _PASSED_ON)
+        names = sorted(name for name in os.environ if name in _PASSED_ON or name in variables)
         return ["--host", text, *(word for name in names for word in ("-x", name))]
-
-
-def read_hosts(text: str | None, file: Path | None) -> Hosts | None:
-    """The hosts of `host:slots,...` or of a hostfile; None without either. Raises UsageError with the part that cannot be read."""
-    if text is not None:
-        return Hosts(tuple(_host(part, r"([\w.-]+)(?::(\d+))?", "HOST:SLOTS") for part in text.split(",")))
-    return None if file is None else read_hostfile(file)
 
 
 def read_hostfile(file: Path) -> Hosts:
@@ -90,7 +81,7 @@ def read_hostfile(file: Path) -> Hosts:
     for number, line in enumerate(content.splitlines(), start=1):
         text = line.partition("#")[0].strip()
         if text:
-            name, found = _host(text, _LINE, "HOST slots=SLOTS or HOST:SLOTS", f"--hostfile {file}:{number}")
+            name, found = _host(text, f"--hostfile {file}:{number}")
             slots[name] = slots.get(name, 0) + found
             lines[name] = f"{lines.get(name, '')}{line}\n"
     if not slots:
@@ -98,24 +89,9 @@ def read_hostfile(file: Path) -> Hosts:
     return Hosts(tuple(slots.items()), lines)
 
 
-def discovered(script: Path, slots: int) -> Hosts:
-    """The hosts that a program prints, a line `HOST` or `HOST:SLOTS` each. Raises UsageError if it fails or prints others."""
-    where = f"--host-discovery-script {script}"
-    try:
-        done = subprocess.run([script.absolute()], stdout=subprocess.PIPE, text=True, timeout=_PATIENCE)
-    except (OSError, UnicodeDecodeError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"{where} failed: {error}") from None
-    if done.returncode:
-        raise UsageError(
-            f"{where} ended with exit code {done.returncode}, expected 0 and a line HOST:SLOTS for each host"
-        )
-    lines = [line if ":" in line else f"{line}:{slots}" for line in done.stdout.splitlines() if line.strip()]
-    return Hosts(tuple(_host(line, r"([\w.-]+)(?::(\d+))?", "HOST:SLOTS", where) for line in lines))
-
-
-def _host(part: str, pattern: str, expected: str, where: str = "hosts") -> tuple[str, int]:
-    found = re.fullmatch(pattern, part.strip())
+def _host(part: str, where: str) -> tuple[str, int]:
+    found = re.fullmatch(_LINE, part)
     numbers = [] if found is None else [int(number) for number in found.groups()[1:] if number is not None]
     if found is None or numbers == [0]:
-        raise UsageError(f"{where}: found {part!r}, expected {expected}")
+        raise UsageError(f"{where}: found {part!r}, expected HOST slots=SLOTS or HOST:SLOTS")
     return found[1], numbers[0] if numbers else 1

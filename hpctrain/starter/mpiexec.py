@@ -61,7 +61,7 @@ class UnderMpiexec:
     ) -> None:
         """heard: listens to ranks on several hosts, which no pipe of this process's reaches. mpiexec must then end with it.
 
-        ends: listens to the ends of the ranks (supervised.py).
+        ends: listens on standard error to a program that stands in front of each rank and tells how it ended.
         """
         words = [*mpiexec.command(ranks), *command]
         if heard is not None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from hpctrain.errors import HpctrainError
-from hpctrain.plugins.discovery import RAISED, entry_points, import_from_here
+from hpctrain.plugins.discovery import import_from_here
+from hpctrain.plugins.entry_points import RAISED, entry_points
 from hpctrain.plugins.registry import OWN, build_registry
 from hpctrain.starter.footprint import Footprint, variables_of_ranks
 from hpctrain.torch_private import delay_compiler
@@ -64,8 +65,9 @@ def _import_own(command: str) -> None:
 
 def _others(wanted: Wanted) -> list[str]:
     """The modules of third parties and of the job, in the order in which a rank imports them."""
-    installed = sorted(entry_points(), key=lambda one: (one.distribution, one.entry_point))
-    active = [one.module for one in installed if one.distribution != OWN and not one.names & set(wanted.block)]
+    plugins = [one for one in entry_points() if one.command is None and not one.names & set(wanted.block)]
+    installed = sorted(plugins, key=lambda one: (one.distribution, one.entry_point))
+    active = [one.module for one in installed if one.distribution != OWN]
     named = [name for name in wanted.load if name not in wanted.block]
     return list(dict.fromkeys([*active, *named, *wanted.modules]))
 

@@ -27,7 +27,6 @@ _COMMUNICATION = tuple(
         (_TORCH, "distributed"),
         (_HPCTRAIN, "mpi"),
         (_HPCTRAIN, "store"),
-        (_HPCTRAIN, "horovod"),
         (_HPCTRAIN, "watchdog", "comparison.py"),
     )
 )
@@ -57,14 +56,14 @@ def spot_of(frame: FrameType | None) -> Spot:
     """The innermost line of a stack that is neither torch's nor Python's own, and the user's line above it."""
     frames = list(_outwards(frame))
     libraries = 0
-    while libraries < len(frames) and _is_library(frames[libraries].f_code.co_filename):
+    while libraries < len(frames) and _is_library(frames[libraries]):
         libraries += 1
     places = frames[libraries:] or frames
     shown = [_line(place) for place in places[:1]]
     if places and _is_ours(places[0].f_code.co_filename):
         user = next((place for place in places if not _is_ours(place.f_code.co_filename) and _is_users(place)), None)
         shown += [f"called from {_line(user)}"] if user is not None else []
-    inner = [one for one in frames[:libraries] if one.f_code.co_filename.startswith(_COMMUNICATION)]
+    inner = [one for one in frames[:libraries] if _communicates(one)]
     communication = _operation(inner) if inner else None
     if communication is None and places and any(call in _source(places[0]) for call in _BLOCKING):
         communication = "an operation with other ranks"
@@ -87,20 +86,21 @@ def frame_of(thread: int) -> FrameType | None:
 
 def failed_line(trace: TracebackType | None) -> str | None:
     """The line, outside of libraries, at which communication with other ranks has failed; None if the error is of another kind."""
-    places = [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in traceback.walk_tb(trace)]
+    places = list(traceback.walk_tb(trace))
     if not places:
         return None
-    path, line, _ = places[-1]
-    if not (path.startswith(_COMMUNICATION) or ".wait(" in linecache.getline(path, line)):
+    last, line = places[-1]
+    if not (_communicates(last) or ".wait(" in linecache.getline(last.f_code.co_filename, line)):
         return None
-    path, line, name = next((place for place in reversed(places) if not _is_library(place[0])), places[-1])
-    return f"{path}:{line} in {name}: {linecache.getline(path, line).strip()}"
+    frame, line = next((place for place in reversed(places) if not _is_library(place[0])), places[-1])
+    path = frame.f_code.co_filename
+    return f"{path}:{line} in {frame.f_code.co_name}: {linecache.getline(path, line).strip()}"
 
 
 def worker_line(stack: str) -> str | None:
     """The innermost line of the user's in a stack as faulthandler writes it; None if there is none."""
     for path, line, name in _DUMPED.findall(stack):
-        if not (_is_library(path) or _is_ours(path)):
+        if not (_is_of_library(path) or _is_ours(path)):
             return f"{path}:{line} in {name}: {linecache.getline(path, int(line)).strip()}".rstrip(": ")
     return None
 
@@ -109,7 +109,7 @@ def loading_line(thread: int | None) -> str | None:
     """The innermost line of a thread that is the user's, else that is a package's; None if it runs neither."""
     frames = [
         one for one in _outwards(frame_of(thread or 0))
-        if not (_is_library(one.f_code.co_filename) or _is_ours(one.f_code.co_filename))
+        if not (_is_library(one) or _is_ours(one.f_code.co_filename))
     ]  # fmt: skip
     shown = next(filter(_is_users, frames), next(iter(frames), None))
     return None if shown is None else _line(shown)
@@ -121,7 +121,18 @@ def _outwards(frame: FrameType | None) -> Iterable[FrameType]:
         frame = frame.f_back
 
 
-def _is_library(path: str) -> bool:
+def _communicates(frame: FrameType) -> bool:
+    """Whether it is code that waits for other ranks: torch's, hpctrain's, or that of a package which says HPCTRAIN_COMMUNICATES."""
+    package = sys.modules.get(str(frame.f_globals.get("__name__")).partition(".")[0])
+    says = package is not None and vars(package).get("HPCTRAIN_COMMUNICATES", False)
+    return bool(says) or frame.f_code.co_filename.startswith(_COMMUNICATION)
+
+
+def _is_library(frame: FrameType) -> bool:
+    return _communicates(frame) or _is_of_library(frame.f_code.co_filename)
+
+
+def _is_of_library(path: str) -> bool:
     if path.startswith((_TORCH, *_COMMUNICATION)) or path == _DEPRECATED:
         return True
     return path.startswith((_STANDARD, "<")) and not path.startswith(_INSTALLED)
@@ -133,7 +144,7 @@ def _is_ours(path: str) -> bool:
 
 def _is_users(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
-    return not _is_library(path) and not path.startswith((*_INSTALLED, "<")) and frame.f_code.co_name != "<module>"
+    return not _is_library(frame) and not path.startswith((*_INSTALLED, "<")) and frame.f_code.co_name != "<module>"
 
 
 def _line(frame: FrameType) -> str:

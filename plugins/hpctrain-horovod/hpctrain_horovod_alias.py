@@ -1,4 +1,4 @@
-"""Finds `horovod` where Python finds no other: as hpctrain.horovod.
+"""Finds `horovod` where Python finds no other: as hpctrain_horovod.
 
 Python imports this module at every start, through a .pth file. So it imports nothing else before a program asks for Horovod.
 """
@@ -16,7 +16,7 @@ class LateFinder:
         """The module of `horovod`; None for every other name."""
         if fullname != "horovod":
             return None
-        from hpctrain.horovod.alias import Finder, install
+        from hpctrain_horovod.alias import Finder, install
 
         install()  # in front, for the modules below it: Python would load them a second time, under the other name
         return Finder().find_spec(fullname, None)

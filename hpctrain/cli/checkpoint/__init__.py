@@ -15,9 +15,10 @@ from hpctrain.cli.checkpoint.import_ import import_weights
 from hpctrain.cli.checkpoint.list import list_checkpoints
 from hpctrain.cli.checkpoint.show import show
 from hpctrain.cli.checkpoint.verify import verify
+from hpctrain.cli.groups import OpenGroup
 
 
-@click.group("checkpoint")
+@click.group("checkpoint", cls=OpenGroup)
 @click.option(
     "--load", multiple=True, metavar="MODULE", help="Load this module's formats, too, as [plugins] load does."
 )

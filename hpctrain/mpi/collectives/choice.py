@@ -14,7 +14,7 @@ from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
 from hpctrain.mpi.transfer.node import Node
 from hpctrain.mpi.transfer.watch import Watch
-from hpctrain.mpi.world import world
+from hpctrain.mpi.numbering import world
 
 
 def choose(channel: Channel, watch: Watch, settings: Settings) -> Collectives:

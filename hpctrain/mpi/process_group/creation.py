@@ -19,7 +19,7 @@ from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
 from hpctrain.mpi.transfer.presence import Presence
 from hpctrain.mpi.transfer.watch import Watch
-from hpctrain.mpi.world import world
+from hpctrain.mpi.numbering import world
 
 
 def create_group(options: Any, settings: Settings) -> MPIProcessGroup:

@@ -1,7 +1,7 @@
 """Digits drawn with noise, classified by a small CNN: a training script as Horovod's users write them.
 
 hpctrain horovodrun -np 2 python train.py
-mpirun -n 2 python -m hpctrain.horovod train.py
+mpirun -n 2 python -m hpctrain_horovod train.py
 """
 
 import argparse

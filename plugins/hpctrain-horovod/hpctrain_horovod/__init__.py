@@ -1,12 +1,15 @@
 """Horovod's interface on torch.distributed's transports: scripts that say `import horovod.torch as hvd` run unchanged.
 
-It uses only hpctrain.mpi, hpctrain.store and the base (errors, devices, torch_private) from the rest of hpctrain.
+Of hpctrain it uses what is public: hpctrain.api, hpctrain.mpi and hpctrain.toolkit.
 """
 
-from hpctrain.horovod.runner import run
-from hpctrain.version import __version__ as _own_version
+from hpctrain_horovod.runner import run
+from hpctrain import __version__ as _own_version
 
 __all__ = ["__version__", "run"]
 
 __version__ = f"0.28.1+hpctrain.{_own_version}"
 """The version of Horovod whose interface this is: scripts compare it."""
+
+HPCTRAIN_COMMUNICATES = True
+"""The watchdog counts a thread in this package's code as one that waits for other ranks."""

@@ -1,4 +1,4 @@
-"""`mpirun -n 4 python -m hpctrain.horovod train.py ARGUMENTS` runs a Horovod script as it is."""
+"""`mpirun -n 4 python -m hpctrain_horovod train.py ARGUMENTS` runs a Horovod script as it is."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import runpy
 import sys
 from pathlib import Path
 
-from hpctrain.errors import EXIT_USAGE
-from hpctrain.horovod.alias import hand_down, install
-from hpctrain.horovod.engine.variables import of_launcher
+from hpctrain_horovod.alias import hand_down, install
+from hpctrain_horovod.engine.variables import of_launcher
+
+_EXIT_USAGE = 2
 
 
 def main(words: list[str]) -> int:
     """Run the script in place of this module; returns the exit code of a mistake in the command."""
     if not words or (words[0].startswith("-") and words[0] != "-m") or words == ["-m"]:
         print(
-            "usage: mpirun -n N python -m hpctrain.horovod SCRIPT.py ARGUMENTS..., or -m MODULE ARGUMENTS...",
+            "usage: mpirun -n N python -m hpctrain_horovod SCRIPT.py ARGUMENTS..., or -m MODULE ARGUMENTS...",
             file=sys.stderr,
         )
-        return EXIT_USAGE
+        return _EXIT_USAGE
     install()
     hand_down()
     os.environ.update(of_launcher(os.environ))
@@ -30,8 +31,8 @@ def main(words: list[str]) -> int:
         return 0
     script = Path(words[0])
     if not script.exists():
-        print(f"hpctrain.horovod: found no script {script}, expected a Python file", file=sys.stderr)
-        return EXIT_USAGE
+        print(f"hpctrain_horovod: found no script {script}, expected a Python file", file=sys.stderr)
+        return _EXIT_USAGE
     sys.argv = words
     sys.path[0] = str(script.resolve().parent)
     runpy.run_path(str(script), run_name="__main__")

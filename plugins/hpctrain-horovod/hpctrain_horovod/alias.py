@@ -1,4 +1,4 @@
-"""`import horovod` as another name of `hpctrain.horovod`, for scripts that are not to be changed.
+"""`import horovod` as another name of `hpctrain_horovod`, for scripts that are not to be changed.
 
 The modules are the same objects under both names.
 """
@@ -16,11 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-NAME, TARGET = "horovod", "hpctrain.horovod"
-_HIDDEN = ("alias", "engine", "top_level", "__main__")
+NAME, TARGET = "horovod", "hpctrain_horovod"
+_HIDDEN = ("alias", "commands", "communicator", "engine", "starter", "top_level", "__main__")
 """Modules that Horovod does not have."""
 DIRECTORY = str(Path(__file__).with_name("top_level"))
-"""An entry of sys.path from which `import horovod` finds hpctrain.horovod."""
+"""An entry of sys.path from which `import horovod` finds hpctrain_horovod."""
 
 
 class _Loader(Loader):
@@ -43,7 +43,7 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module of hpctrain.horovod for a name below horovod; None for others."""
+        """The module of hpctrain_horovod for a name below horovod; None for others."""
         first, _, rest = fullname.partition(".")
         if first != NAME:
             return None
@@ -56,7 +56,7 @@ class Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """From now on `import horovod` gives hpctrain.horovod, in this process, whatever is installed. Idempotent."""
+    """From now on `import horovod` gives hpctrain_horovod, in this process, whatever is installed. Idempotent."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
 
@@ -70,9 +70,3 @@ def hand_down() -> None:
         sys.path.insert(1, DIRECTORY)  # behind the script's own directory
     others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", DIRECTORY)]
     os.environ["PYTHONPATH"] = os.pathsep.join([DIRECTORY, *others])
-
-
-def offer() -> None:
-    """Where nothing else is installed, `import horovod` gives hpctrain.horovod, also in children of multiprocessing. Idempotent."""
-    if DIRECTORY not in sys.path:
-        sys.path.append(DIRECTORY)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-import hpctrain.horovod.torch as ours
-from hpctrain.mpi.library import MPI
-from hpctrain.mpi.values import gather
+import hpctrain_horovod.torch as ours
+from hpctrain.mpi import MPI
 
 SIZES = {"allreduce 4 KB": 4 * 1024, "allreduce 1 MB": 2**20, "allreduce 64 MB": 64 * 2**20}
 TOGETHER = "64 allreduces of 4 KB"
@@ -147,7 +147,8 @@ def _rows(
                 call()
                 if repetition >= warmup:
                     times[name].append(time.perf_counter() - start)
-    medians = gather(MPI.COMM_WORLD, {name: statistics.median(taken) for name, taken in times.items()})
-    slowest = {name: max(of_rank[name] for of_rank in medians) for name in calls}
+    medians = np.array([statistics.median(taken) for taken in times.values()])
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, medians, MPI.MAX)
+    slowest = dict(zip(calls, medians.tolist(), strict=True))
     first = next(iter(slowest.values()))
     return [Row(operation, name, seconds, seconds / first) for name, seconds in slowest.items()]

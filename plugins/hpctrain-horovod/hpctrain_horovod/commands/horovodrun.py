@@ -13,15 +13,14 @@ from typing import Any
 
 import click
 
-from hpctrain.cli import main as hpctrain
-from hpctrain.cli.options import example
-from hpctrain.errors import UsageError
-from hpctrain.horovod import __version__ as HOROVOD_VERSION  # noqa: N812 - whose interface it is
-from hpctrain.horovod.alias import hand_down
-from hpctrain.horovod.engine.variables import SWITCHES, VALUES
-from hpctrain.starter.horovod_ranks import Numbers, run_over_mpi, run_without_mpi
-from hpctrain.starter.hosts import read_hosts
-from hpctrain.starter.mpi_library import ask_library
+from hpctrain.toolkit.commands import UsageError, example, hookimpl
+from hpctrain.toolkit.starting import ask_library
+from hpctrain_horovod import __version__ as HOROVOD_VERSION  # noqa: N812 - whose interface it is
+from hpctrain_horovod.alias import hand_down
+from hpctrain_horovod.engine.variables import SWITCHES, VALUES
+from hpctrain_horovod.starter.ranks import Numbers, run_over_mpi, run_without_mpi
+from hpctrain_horovod.runner.launch import run_commandline
+from hpctrain_horovod.starter.hosts import read_hosts
 
 _VARIABLES = {
     "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",
@@ -77,7 +76,7 @@ _OPTIONS_WITHOUT_EFFECT = {
 _SO_ANYWAY = ("--no-autotune", "--no-mpi-threads-disable")
 _SHORT = {"--prefix-output-with-timestamp": "-prefix-timestamp"}
 _NUMBERS = {"--blacklist-cooldown-range": 2}
-_NO_JSRUN = "--jsrun: jsrun starts the script itself: `jsrun -n N python -m hpctrain.horovod train.py`"
+_NO_JSRUN = "--jsrun: jsrun starts the script itself: `jsrun -n N python -m hpctrain_horovod train.py`"
 
 
 def _without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +175,7 @@ def command(
     """Run COMMAND, such as `python train.py`, on N ranks; `import horovod` gives hpctrain's in them.
 
     The ranks run on this machine, or on the given hosts under mpiexec. Under mpiexec or srun, start the script with
-    `python -m hpctrain.horovod train.py` instead.
+    `python -m hpctrain_horovod train.py` instead.
     """
     if check_build:
         click.echo(build())
@@ -214,7 +213,7 @@ def build() -> str:
     """What `--check-build` prints: X for what is available."""
     import torch
 
-    from hpctrain.horovod.common.util import nccl_built
+    from hpctrain_horovod.common.util import nccl_built
 
     library = ask_library()
 
@@ -284,4 +283,9 @@ def main() -> None:
     with suppress(PackageNotFoundError):
         for entry in distribution("horovod").entry_points.select(group="console_scripts", name="horovodrun"):
             sys.exit(entry.load()())
-    hpctrain(["horovodrun", *sys.argv[1:]])
+    run_commandline()
+
+
+@hookimpl
+def hpctrain_command() -> click.Command:
+    return command

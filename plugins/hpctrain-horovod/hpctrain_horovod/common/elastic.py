@@ -7,8 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hpctrain.horovod.engine import runtime
-from hpctrain.horovod.engine.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hpctrain_horovod.engine import runtime
+from hpctrain_horovod.engine.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 
 class State:

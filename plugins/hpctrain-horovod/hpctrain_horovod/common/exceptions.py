@@ -1,5 +1,5 @@
 """Horovod's exceptions, under their usual path."""
 
-from hpctrain.horovod.engine.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hpctrain_horovod.engine.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpctrain.horovod.engine import runtime
+from hpctrain_horovod.engine import runtime
 
 
 class ProcessSet:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
-from hpctrain.devices import nccl_version
+from hpctrain.toolkit.groups import nccl_version
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from hpctrain.api import PythonGroup
-from hpctrain_plugins.communicator.horovod.work import HorovodWork
+from hpctrain_horovod.communicator.work import HorovodWork
 
 _OPERATIONS = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
 _REDUCED = (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)

@@ -21,7 +21,7 @@ from hpctrain.api import (
     Problem,
     hookimpl,
 )
-from hpctrain_plugins.communicator.horovod.group import HorovodGroup
+from hpctrain_horovod.communicator.group import HorovodGroup
 
 _BACKEND = "horovod"
 _BUILD = (
@@ -96,7 +96,7 @@ def _horovod() -> ModuleType:
 
 
 def _is_shim(hvd: ModuleType) -> bool:
-    return hvd is sys.modules.get("hpctrain.horovod.torch")
+    return hvd is sys.modules.get("hpctrain_horovod.torch")
 
 
 @hookimpl

@@ -18,15 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from hpctrain.devices import accelerator_group
-from hpctrain.horovod.engine.errors import HorovodInternalError
-from hpctrain.horovod.engine.lane import GlooLane, Lane
-from hpctrain.horovod.engine.links import Links
-from hpctrain.horovod.engine.socket_links import SocketLinks
-from hpctrain.horovod.engine.variables import WORKER
-from hpctrain.store.client import GuardedStore, open_store
-from hpctrain.store.gloo import create_group
-from hpctrain.store.network import bind_communication
+from hpctrain_horovod.engine.errors import HorovodInternalError
+from hpctrain_horovod.engine.lane import GlooLane, Lane
+from hpctrain_horovod.engine.links import Links
+from hpctrain_horovod.engine.socket_links import SocketLinks
+from hpctrain_horovod.engine.variables import WORKER
+from hpctrain.toolkit.groups import accelerator_group, create_gloo_group
+from hpctrain.toolkit.store import GuardedStore, bind_communication, open_store
 
 STARTER = "HPCTRAIN_HOROVOD_STARTER"
 """The file with the address and the secret of the starter's store."""
@@ -143,7 +141,7 @@ class GlooWorld:
             timeout=timedelta(seconds=_CONNECT),
             group_id=f"horovod {self.generation} {name}",
         )  # fmt: skip
-        made: Any = create_group(options)  # torch's types make it no ProcessGroup, which it is
+        made: Any = create_gloo_group(options)  # torch's types make it no ProcessGroup, which it is
         made.set_timeout(_TIMEOUT)
         self._lanes.append(GlooLane(made, place, len(ranks), averages=False))
         return self._lanes[-1]

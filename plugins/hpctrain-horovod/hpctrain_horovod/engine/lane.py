@@ -16,7 +16,7 @@ from torch.distributed import (
     ReduceScatterOptions,
 )
 
-from hpctrain.torch_private import AllgatherOptions
+from hpctrain.toolkit.groups import AllgatherOptions
 
 _OPERATIONS: dict[str, Any] = {
     "Sum": ReduceOp.SUM,

@@ -6,7 +6,7 @@ import json
 from collections import OrderedDict
 from typing import Any, Protocol
 
-from hpctrain.horovod.engine.request import Request
+from hpctrain_horovod.engine.request import Request
 
 FAN_OUT = 16
 """Children of a rank in the tree: up to 17 ranks, each talks to rank 0 directly."""

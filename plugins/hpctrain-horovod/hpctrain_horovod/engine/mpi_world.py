@@ -14,20 +14,16 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
-from hpctrain.devices import accelerator_group
-from hpctrain.horovod.engine.lane import Lane
-from hpctrain.horovod.engine.links import Links
-from hpctrain.mpi import values
-from hpctrain.mpi.library import MPI
-from hpctrain.mpi.process_group.creation import create_group
-from hpctrain.mpi.rendezvous import open_over_mpi
-from hpctrain.mpi.settings import Settings
-from hpctrain.mpi.transfer.waiting import Patience, wait_until
-from hpctrain.mpi.world import world
+from hpctrain.mpi import MPI, Patience, Settings, create_group, wait_until, world
+from hpctrain.toolkit.groups import accelerator_group
+from hpctrain_horovod.engine.lane import Lane
+from hpctrain_horovod.engine.links import Links
 
 _TIMEOUT = timedelta(minutes=30)
 """For the data of an operation that all ranks have agreed to run."""
@@ -73,7 +69,8 @@ class MPIWorld:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         """ranks: those of MPI's world, this one among them. Collective over all processes of MPI's world."""
-        self._store = PrefixStore(f"horovod/{'-'.join(map(str, ranks))}", open_over_mpi(_TIMEOUT))
+        store, _, _ = next(rendezvous("mpi://", timeout=_TIMEOUT))
+        self._store = PrefixStore(f"horovod/{'-'.join(map(str, ranks))}", store)
         self._ranks = list(ranks)
         self._comms: dict[tuple[int, ...], MPI.Comm] = {}
         self._made_links: dict[tuple[int, ...], int] = {}
@@ -84,8 +81,9 @@ class MPIWorld:
         self.local_rank, self.local_size = node.rank, node.size
         cross = comm.Split(node.rank)
         self.cross_rank, self.cross_size = cross.rank, cross.size
-        sizes = values.gather(comm, node.size)
-        self.homogeneous = len(set(sizes)) == 1
+        sizes = np.empty(comm.size, dtype=np.int64)
+        comm.Allgather(np.array([node.size], dtype=np.int64), sizes)
+        self.homogeneous = len(set(sizes.tolist())) == 1
         node.Free()
         cross.Free()
         self.generation = 0

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.horovod.engine.links import END, Links, Longhand, Shorthand, children_of, decode, encode, parent_of
-from hpctrain.horovod.engine.request import ALLREDUCE, BARRIER, JOIN, Key, Request, mismatch, title
+from hpctrain_horovod.engine.links import END, Links, Longhand, Shorthand, children_of, decode, encode, parent_of
+from hpctrain_horovod.engine.request import ALLREDUCE, BARRIER, JOIN, Key, Request, mismatch, title
 
 _ASK, _GO, _JOINED, _END = "ask", "go", "joined", END
 

@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.horovod.engine import gloo_world, variables
-from hpctrain.horovod.engine.errors import HorovodInternalError
-from hpctrain.horovod.engine.negotiation import Agreed, Negotiation
-from hpctrain.horovod.engine.request import JOIN, PROCESS_SET, Request
-from hpctrain.horovod.engine.settings import EngineSettings
-from hpctrain.horovod.engine.submission import Submission
-from hpctrain.horovod.engine.timeline import Timeline
-from hpctrain.horovod.engine.world import World
+from hpctrain_horovod.engine import gloo_world, variables
+from hpctrain_horovod.engine.errors import HorovodInternalError
+from hpctrain_horovod.engine.negotiation import Agreed, Negotiation
+from hpctrain_horovod.engine.request import JOIN, PROCESS_SET, Request
+from hpctrain_horovod.engine.settings import EngineSettings
+from hpctrain_horovod.engine.submission import Submission
+from hpctrain_horovod.engine.timeline import Timeline
+from hpctrain_horovod.engine.world import World
 
 if TYPE_CHECKING:
-    from hpctrain.horovod.engine.team import Team
+    from hpctrain_horovod.engine.team import Team
 
 _GRACE = 1.0  # seconds for operations in flight when this rank ends
 _GRACE_AT_EXIT = 10.0
@@ -57,7 +57,7 @@ class Runtime:
 
     def register(self, ranks: Sequence[int]) -> int:
         """A new process set and its number. All ranks call this in the same order; only members make a team."""
-        from hpctrain.horovod.engine.team import Team  # imports hpctrain.mpi, which sets RANK and its kin
+        from hpctrain_horovod.engine.team import Team  # imports hpctrain.mpi, which sets RANK and its kin
 
         number = next(self._next_set)
         self._sets[number] = list(ranks)
@@ -187,7 +187,7 @@ def start(comm: Any, dynamic: bool) -> None:
             raise ValueError("found comm= under horovodrun --gloo or --min-np, expected none: the ranks use no MPI")
         world: World = gloo_world.open_world()
     else:
-        from hpctrain.horovod.engine.mpi_world import open_world  # starts MPI
+        from hpctrain_horovod.engine.mpi_world import open_world  # starts MPI
 
         world = open_world(comm)
     variables.settle(world)

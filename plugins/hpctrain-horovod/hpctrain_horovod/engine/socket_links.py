@@ -17,12 +17,12 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from hpctrain.horovod.engine.links import END, children_of, encode, parent_of
-from hpctrain.store.messages import DIGEST_BYTES, NONCE_BYTES, ProtocolError, digest, verify
-from hpctrain.store.network import listeners
+from hpctrain_horovod.engine.links import END, children_of, encode, parent_of
+from hpctrain.toolkit.store import DIGEST_BYTES, ProtocolError, digest, listeners, verify
 
+_NONCE_BYTES = 32
 _HEADER = struct.Struct("<Q")
-_GREETING = struct.Struct(f"<I{NONCE_BYTES}s")
+_GREETING = struct.Struct(f"<I{_NONCE_BYTES}s")
 _HANDSHAKE = 5.0  # seconds for one connection to prove itself
 _CONNECT = 60.0  # seconds for all connections
 
@@ -101,9 +101,9 @@ class SocketLinks:
     def _call(self, address: tuple[str, int]) -> socket.socket:
         """A connection to the parent."""
         connection = socket.create_connection(address, timeout=_CONNECT)
-        mine = secrets.token_bytes(NONCE_BYTES)
+        mine = secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(_GREETING.pack(self.rank, mine))
-        theirs = _read(connection, NONCE_BYTES)
+        theirs = _read(connection, _NONCE_BYTES)
         if not verify(_read(connection, DIGEST_BYTES), self._secret, b"parent", mine, theirs):
             raise ProtocolError("it does not know this job's secret")
         connection.sendall(digest(self._secret, b"child", mine, theirs))
@@ -120,7 +120,7 @@ class SocketLinks:
         try:
             connection.settimeout(_HANDSHAKE)
             child, theirs = _GREETING.unpack(_read(connection, _GREETING.size))
-            mine = secrets.token_bytes(NONCE_BYTES)
+            mine = secrets.token_bytes(_NONCE_BYTES)
             connection.sendall(mine + digest(self._secret, b"parent", theirs, mine))
             proof = _read(connection, DIGEST_BYTES)
             if (

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from torch.distributed.distributed_c10d import Store
 
-from hpctrain.horovod.engine.request import title
-from hpctrain.horovod.engine.settings import EngineSettings
-from hpctrain.horovod.engine.submission import Submission
+from hpctrain_horovod.engine.request import title
+from hpctrain_horovod.engine.settings import EngineSettings
+from hpctrain_horovod.engine.submission import Submission
 
 _COLLECT = 2.5  # seconds in which all ranks publish what they wait for
 
@@ -62,7 +62,7 @@ class StallCheck:
         self._next_report = now + self._settings.stall_warning
         lines = [f"  {name}\n    {self._absent(list(ranks))}" for name, ranks in sorted(stalled.items())]
         print(
-            f"hpctrain.horovod: stalled for more than {self._settings.stall_warning:g} s, because only some ranks have "
+            f"hpctrain_horovod: stalled for more than {self._settings.stall_warning:g} s, because only some ranks have "
             "submitted these operations:\n" + "\n".join(lines),
             file=sys.stderr,
             flush=True,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hpctrain.horovod.engine.request import Key, Request
+from hpctrain_horovod.engine.request import Key, Request
 
 
 @dataclass(slots=True, eq=False)

@@ -14,17 +14,17 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from hpctrain.horovod.engine import request as kinds
-from hpctrain.horovod.engine.errors import HorovodInternalError
-from hpctrain.horovod.engine.execution import Batch, Buffers, fused, run
-from hpctrain.horovod.engine.lane import Lane
-from hpctrain.horovod.engine.negotiation import Agreed, Negotiation
-from hpctrain.horovod.engine.request import Key, title
-from hpctrain.horovod.engine.settings import EngineSettings
-from hpctrain.horovod.engine.stall import StallCheck
-from hpctrain.horovod.engine.submission import Submission
-from hpctrain.horovod.engine.timeline import Timeline
-from hpctrain.mpi.transfer.waiting import Patience, wait_until
+from hpctrain_horovod.engine import request as kinds
+from hpctrain_horovod.engine.errors import HorovodInternalError
+from hpctrain_horovod.engine.execution import Batch, Buffers, fused, run
+from hpctrain_horovod.engine.lane import Lane
+from hpctrain_horovod.engine.negotiation import Agreed, Negotiation
+from hpctrain_horovod.engine.request import Key, title
+from hpctrain_horovod.engine.settings import EngineSettings
+from hpctrain_horovod.engine.stall import StallCheck
+from hpctrain_horovod.engine.submission import Submission
+from hpctrain_horovod.engine.timeline import Timeline
+from hpctrain.mpi import Patience, wait_until
 
 _IDLE = 0.1  # seconds between two looks for messages without submissions of this rank
 _LOOK = 1.0  # seconds between two looks at stalled operations

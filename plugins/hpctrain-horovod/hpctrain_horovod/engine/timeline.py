@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from hpctrain.horovod.engine.negotiation import Agreed
-from hpctrain.horovod.engine.request import Key, title
-from hpctrain.horovod.engine.submission import Submission
+from hpctrain_horovod.engine.negotiation import Agreed
+from hpctrain_horovod.engine.request import Key, title
+from hpctrain_horovod.engine.submission import Submission
 
 
 class Timeline:
@@ -96,7 +96,7 @@ class Timeline:
         except OSError as error:
             file, self._file = self._file, None
             print(
-                f"hpctrain.horovod: the timeline {file.name} ends here: {error.strerror}", file=sys.stderr, flush=True
+                f"hpctrain_horovod: the timeline {file.name} ends here: {error.strerror}", file=sys.stderr, flush=True
             )
             with suppress(OSError):
                 file.close()

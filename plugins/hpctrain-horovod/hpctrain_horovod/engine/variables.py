@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.launcher_variables import set_variables
+from hpctrain.toolkit.launcher_variables import set_variables
 
 if TYPE_CHECKING:
-    from hpctrain.horovod.engine.world import World  # imports torch, which the program before each worker does without
+    from hpctrain_horovod.engine.world import World  # imports torch, which the program before each worker does without
 
 WORKER = "HPCTRAIN_HOROVOD_WORKER"
 """The name by which the starter of workers without MPI knows a process: their ranks come from it, not from a launcher."""

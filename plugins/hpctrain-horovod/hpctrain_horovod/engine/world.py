@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import Store
 
-from hpctrain.horovod.engine.lane import Lane
-from hpctrain.horovod.engine.links import Links
+from hpctrain_horovod.engine.lane import Lane
+from hpctrain_horovod.engine.links import Links
 
 
 class World(Protocol):

@@ -54,7 +54,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
         directory = Path(name)
         (directory / FUNCTION).write_bytes(_pickled((func, tuple(args), dict(kwargs or {}))))
-        task = [executable or sys.executable, "-m", "hpctrain.horovod.runner.task", name]
+        task = [executable or sys.executable, "-m", "hpctrain_horovod.runner.task", name]
         command = [sys.executable, "-m", "hpctrain", "horovodrun", *words, *task]
         done = subprocess.run(command, env=environment)
         if done.returncode:

@@ -1,4 +1,4 @@
-"""A rank of `horovod.run`: `python -m hpctrain.horovod.runner.task DIRECTORY`."""
+"""A rank of `horovod.run`: `python -m hpctrain_horovod.runner.task DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpctrain.horovod.engine import runtime
-from hpctrain.horovod.runner import FUNCTION, RESULT
-from hpctrain.launcher_variables import set_variables
+from hpctrain_horovod.engine import runtime
+from hpctrain_horovod.runner import FUNCTION, RESULT
+from hpctrain.toolkit.launcher_variables import set_variables
 
 
 def main(directory: Path) -> None:

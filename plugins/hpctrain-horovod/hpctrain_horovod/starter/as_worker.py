@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 
-from hpctrain.horovod.engine.variables import WORKER, of_launcher, of_started
+from hpctrain_horovod.engine.variables import WORKER, of_launcher, of_started
 
 
 def main(words: list[str]) -> None:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.errors import EXIT_TRAINING, UsageError
-from hpctrain.starter.hosts import Hosts
-from hpctrain.starter.supervised import how
-from hpctrain.starter.worker_store import WorkerStore
-from hpctrain.starter.workers import Worker, places, start_worker, with_slots
+from hpctrain.toolkit.commands import EXIT_TRAINING, UsageError
+from hpctrain.toolkit.starting import Hosts
+from hpctrain_horovod.starter.supervised import how
+from hpctrain_horovod.starter.worker_store import WorkerStore
+from hpctrain_horovod.starter.workers import Worker, places, start_worker, with_slots
 
 _POLL = 0.1  # seconds between two looks
 _DISCOVER = 1.0  # seconds between two looks for hosts

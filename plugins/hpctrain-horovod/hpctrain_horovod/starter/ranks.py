@@ -12,13 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import EnvironmentUnfitError, UsageError
-from hpctrain.starter import supervised
-from hpctrain.starter.hosts import Hosts, discovered
-from hpctrain.starter.launch import Launched
-from hpctrain.starter.mpi_library import ask_library
-from hpctrain.starter.mpiexec import UnderMpiexec, find_mpiexec
-from hpctrain.starter.processes import over_pmi
+from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError
+from hpctrain_horovod.starter import supervised
+from hpctrain.toolkit.starting import Hosts, Launched, UnderMpiexec, ask_library, find_mpiexec, over_pmi
+from hpctrain_horovod.starter.hosts import discovered
 
 HERE_AS = "localhost"
 """The name of this machine where the user gives none."""
@@ -81,7 +78,7 @@ def run_over_mpi(
             print(end + early, file=sys.stderr, flush=True)
         return status
     mpiexec = find_mpiexec(library.flavour)
-    more = [*(hosts.words(mpiexec.flavour) if hosts is not None and remote else []), *mpi_words]
+    more = [*(hosts.words(mpiexec.flavour, _own_variables()) if hosts is not None and remote else []), *mpi_words]
     command = [*more, sys.executable, "-I", supervised.__file__, *command]
     if verbose:
         print(" ".join([*mpiexec.command(ranks), *command]), file=sys.stderr)
@@ -106,7 +103,7 @@ def run_without_mpi(
     ssh: list[str],
 ) -> int:
     """Run the command on workers that need no MPI; the exit code of the job. script: prints the hosts. Raises UsageError."""
-    from hpctrain.starter.elastic import Elastic, Limits  # they import torch
+    from hpctrain_horovod.starter.elastic import Elastic, Limits  # they import torch
 
     count = numbers.ranks or numbers.least or (hosts.slots if hosts else None)
     if count is None or not words:
@@ -137,6 +134,10 @@ def run_without_mpi(
         return _wait(Elastic(command, limits, discover, directory, ssh))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _own_variables() -> list[str]:
+    return [name for name in os.environ if name.startswith("HOROVOD_")]
 
 
 class _FirstEnd:

@@ -1,4 +1,4 @@
-"""The store in which workers without MPI ask the starter for their ranks; hpctrain/horovod/engine/gloo_world.py is their side."""
+"""The store in which workers without MPI ask the starter for their ranks; hpctrain_horovod/engine/gloo_world.py is their side."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
-from hpctrain.starter.workers import Worker
-from hpctrain.store.client import open_store
-from hpctrain.store.messages import SECRET_BYTES
-from hpctrain.store.network import LOOPBACK, listeners, reachable_addresses
-from hpctrain.store.server import StoreServer
+from hpctrain_horovod.starter.workers import Worker
+from hpctrain.toolkit.store import SECRET_BYTES, StoreServer, listeners, open_store, reachable_addresses
+
+_LOOPBACK = "127.0.0.1"
 
 
 class WorkerStore:
@@ -25,7 +24,7 @@ class WorkerStore:
     def __init__(self, directory: Path, workers: int, everywhere: bool) -> None:
         """directory: private, for the file. workers: the most at a time. everywhere: other hosts must reach the store."""
         secret = secrets.token_bytes(SECRET_BYTES)
-        addresses = [LOOPBACK, *(reachable_addresses() if everywhere else [])]
+        addresses = [_LOOPBACK, *(reachable_addresses() if everywhere else [])]
         self._server = StoreServer(secret, listeners(addresses), workers)
         self._store = open_store(self._server.addresses, lambda _: secret, 30.0, timedelta(seconds=30))
         self.where = json.dumps({"addresses": self._server.addresses, "secret": secret.hex()})

@@ -1,1 +1,1 @@
-"""A directory for PYTHONPATH, from which `import horovod` finds hpctrain.horovod; `hpctrain horovodrun` puts it there."""
+"""A directory for PYTHONPATH, from which `import horovod` finds hpctrain_horovod; `hpctrain horovodrun` puts it there."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpctrain.horovod.common import process_sets as sets
-from hpctrain.horovod.common.process_sets import ProcessSet
-from hpctrain.horovod.engine import runtime
+from hpctrain_horovod.common import process_sets as sets
+from hpctrain_horovod.common.process_sets import ProcessSet
+from hpctrain_horovod.engine import runtime
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.horovod.common.process_sets import ProcessSet
-from hpctrain.horovod.torch.operations import (
+from hpctrain_horovod.common.process_sets import ProcessSet
+from hpctrain_horovod.torch.operations import (
     Average,
     Scales,
     Sum,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.horovod.common.process_sets import ProcessSet, global_process_set
-from hpctrain.horovod.engine import runtime
-from hpctrain.horovod.torch.gradients import zeros_of
-from hpctrain.horovod.torch.mpi_ops import allgather, broadcast_, broadcast_async_, synchronize
+from hpctrain_horovod.common.process_sets import ProcessSet, global_process_set
+from hpctrain_horovod.engine import runtime
+from hpctrain_horovod.torch.gradients import zeros_of
+from hpctrain_horovod.torch.mpi_ops import allgather, broadcast_, broadcast_async_, synchronize
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.horovod.common.process_sets import ProcessSet
-from hpctrain.horovod.engine.errors import HorovodInternalError
-from hpctrain.horovod.torch.compression import Compressor
-from hpctrain.horovod.torch.mpi_ops import (
+from hpctrain_horovod.common.process_sets import ProcessSet
+from hpctrain_horovod.engine.errors import HorovodInternalError
+from hpctrain_horovod.torch.compression import Compressor
+from hpctrain_horovod.torch.mpi_ops import (
     Average,
     allreduce_async_,
     grouped_allreduce_async_,

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.horovod.common.exceptions import HorovodInternalError
-from hpctrain.horovod.common.process_sets import ProcessSet, global_process_set
-from hpctrain.horovod.common.util import cuda_built, gloo_built, mpi_built, nccl_built
-from hpctrain.horovod.common.util import no_such_build as ccl_built
-from hpctrain.horovod.common.util import no_such_build as ddl_built
-from hpctrain.horovod.common.util import no_such_build as rocm_built
-from hpctrain.horovod.torch.basics import (
+from hpctrain_horovod.common.exceptions import HorovodInternalError
+from hpctrain_horovod.common.process_sets import ProcessSet, global_process_set
+from hpctrain_horovod.common.util import cuda_built, gloo_built, mpi_built, nccl_built
+from hpctrain_horovod.common.util import no_such_build as ccl_built
+from hpctrain_horovod.common.util import no_such_build as ddl_built
+from hpctrain_horovod.common.util import no_such_build as rocm_built
+from hpctrain_horovod.torch.basics import (
     cross_rank,
     cross_size,
     gloo_enabled,
@@ -35,9 +35,9 @@ from hpctrain.horovod.torch.basics import (
     start_timeline,
     stop_timeline,
 )
-from hpctrain.horovod.torch.compression import Compression, Compressor
-from hpctrain.horovod.torch.differentiable import Broadcast, Exchanged, Gathered, Reduced, Scattered, apply
-from hpctrain.horovod.torch.operations import (
+from hpctrain_horovod.torch.compression import Compression, Compressor
+from hpctrain_horovod.torch.differentiable import Broadcast, Exchanged, Gathered, Reduced, Scattered, apply
+from hpctrain_horovod.torch.operations import (
     Adasum,
     Average,
     Max,

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.horovod.common.process_sets import ProcessSet, global_process_set
-from hpctrain.horovod.engine import request as kinds
-from hpctrain.horovod.engine import runtime
-from hpctrain.horovod.engine.errors import HorovodInternalError
-from hpctrain.horovod.engine.request import Request
-from hpctrain.horovod.engine.submission import Submission
+from hpctrain_horovod.common.process_sets import ProcessSet, global_process_set
+from hpctrain_horovod.engine import request as kinds
+from hpctrain_horovod.engine import runtime
+from hpctrain_horovod.engine.errors import HorovodInternalError
+from hpctrain_horovod.engine.request import Request
+from hpctrain_horovod.engine.submission import Submission
 
 if TYPE_CHECKING:
-    from hpctrain.horovod.engine.team import Team
+    from hpctrain_horovod.engine.team import Team
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 _NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.horovod.common.process_sets import ProcessSet, global_process_set
-from hpctrain.horovod.torch.compression import Compression, Compressor
-from hpctrain.horovod.torch.gradients import GradientReduction, grouped
-from hpctrain.horovod.torch.mpi_ops import Adasum, Average, allreduce_async_, size, synchronize
+from hpctrain_horovod.common.process_sets import ProcessSet, global_process_set
+from hpctrain_horovod.torch.compression import Compression, Compressor
+from hpctrain_horovod.torch.gradients import GradientReduction, grouped
+from hpctrain_horovod.torch.mpi_ops import Adasum, Average, allreduce_async_, size, synchronize
 
 _Options = Callable[[], float] | None
 

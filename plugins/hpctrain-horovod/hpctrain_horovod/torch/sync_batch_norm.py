@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.horovod.torch.differentiable import apply
-from hpctrain.horovod.torch.mpi_ops import Sum, allgather, allreduce, is_initialized, size
+from hpctrain_horovod.torch.differentiable import apply
+from hpctrain_horovod.torch.mpi_ops import Sum, allgather, allreduce, is_initialized, size
 
 _numbers = itertools.count()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from launching import Finished, hpctrain, run, started, wait_until
 
-from hpctrain.cli import horovodrun
+from hpctrain_horovod.commands import horovodrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod"
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
@@ -26,13 +26,13 @@ PYTHON = sys.executable
 def start(how: str, ranks: int, *words: str) -> list[str]:
     if how == "horovodrun":
         return hpctrain("horovodrun", "-np", str(ranks), PYTHON, *words)
-    return [MPIEXEC, "-n", str(ranks), PYTHON, "-m", "hpctrain.horovod", *words]
+    return [MPIEXEC, "-n", str(ranks), PYTHON, "-m", "hpctrain_horovod", *words]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the example prints on one process."""
-    done = run([PYTHON, "-m", "hpctrain.horovod", str(EXAMPLE / "train.py"), *SHORT], tmp_path_factory.mktemp("alone"))
+    done = run([PYTHON, "-m", "hpctrain_horovod", str(EXAMPLE / "train.py"), *SHORT], tmp_path_factory.mktemp("alone"))
     assert done.code == 0 and done.out.startswith("epoch 0: loss "), done
     return done.out
 
@@ -63,14 +63,14 @@ def test_another_python_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("words", [["-m", "hpctrain.horovod"], []], ids=["as a script", "as a job"])
+@pytest.mark.parametrize("words", [["-m", "hpctrain_horovod"], []], ids=["as a script", "as a job"])
 def test_hpctrain_on_no_real_horovod(words: list[str], tmp_path: Path) -> None:
     """A job that names modules of its own finds the shim, too."""
     if not words and _has_horovod():
         pytest.skip("a Horovod is installed")
     _, *command = hpctrain("run", str(EXAMPLE / "job.toml"), "--set", "communicator.name=horovod")
     done = run([MPIEXEC, "-n", "2", PYTHON, *words, *command], tmp_path, env={"PYTHONPATH": str(EXAMPLE)})
-    sentence = "gives hpctrain.horovod.torch, which is hpctrain's own; build one with"
+    sentence = "gives hpctrain_horovod.torch, which is hpctrain's own; build one with"
     assert done.code == 3 and done.err.count(sentence) == 1 and "Traceback" not in done.err, done
 
 
@@ -119,7 +119,7 @@ def ran(tmp_path: Path, text: str, *options: str, ranks: int = 2) -> Finished:
 def test_the_modules_that_scripts_import(tmp_path: Path) -> None:
     done = ran(
         tmp_path,
-        "import horovod, horovod.torch.mpi_ops, horovod.torch.compression, horovod.torch.sync_batch_norm, hpctrain.horovod.torch\n"
+        "import horovod, horovod.torch.mpi_ops, horovod.torch.compression, horovod.torch.sync_batch_norm, hpctrain_horovod.torch\n"
         "import horovod.common.process_sets, horovod.torch.elastic.sampler, horovod.torch.elastic.state\n"
         "from horovod.torch.optimizer import _DistributedOptimizer, _DistributedAdasumOptimizer\n"
         "from horovod.runner.launch import run_commandline\n"
@@ -127,9 +127,9 @@ def test_the_modules_that_scripts_import(tmp_path: Path) -> None:
         "assert horovod.torch.elastic.sampler.ElasticSampler is hvd.elastic.ElasticSampler\n"
         "from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt\n"
         "from horovod.common.util import env, _cache, extension_available, gloo_built, mpi_built\n"
-        "assert horovod.torch is hpctrain.horovod.torch is hvd and hvd.HorovodInternalError is HorovodInternalError\n"
+        "assert horovod.torch is hpctrain_horovod.torch is hvd and hvd.HorovodInternalError is HorovodInternalError\n"
         "assert tuple(map(int, horovod.__version__.split('.')[:2])) >= (0, 28)\n"
-        "assert horovod.torch.mpi_ops.__spec__.name == 'hpctrain.horovod.torch.mpi_ops'\n"
+        "assert horovod.torch.mpi_ops.__spec__.name == 'hpctrain_horovod.torch.mpi_ops'\n"
         "try:\n    import horovod.tensorflow\nexcept ModuleNotFoundError:\n    print('no tensorflow\\n', end='')\n",
     )
     assert done.code == 0 and done.out == "no tensorflow\n" * 2, done
@@ -255,7 +255,7 @@ def test_the_timeline(tmp_path: Path) -> None:
     )
     done = ran(tmp_path, text, "--timeline-filename", "trace.json", "--timeline-mark-cycles")
     assert done.code == 0 and done.out == "['MPI_ALLREDUCE', 'MPI_BROADCAST']\n", "in the file while the script runs"
-    assert done.err == "hpctrain.horovod: the timeline pipe ends here: Broken pipe\n", done
+    assert done.err == "hpctrain_horovod: the timeline pipe ends here: Broken pipe\n", done
     events = json.loads((tmp_path / "trace.json").read_text())
     names = [event.get("name") for event in events]
     for name in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE", "MPI_ALLREDUCE"):
@@ -277,7 +277,7 @@ def test_the_timeline(tmp_path: Path) -> None:
         (["-np", "3", "-H", "localhost:2", "python"], "the hosts have 2 slots"),
         (["-np", "2", "-H", "a b:2", "python"], "expected HOST:SLOTS"),
         (["-np", "2", "--timeline-file", "x", "python"], "No such option"),
-        (["-np", "2", "--jsrun", "python"], "jsrun -n N python -m hpctrain.horovod train.py"),
+        (["-np", "2", "--jsrun", "python"], "jsrun -n N python -m hpctrain_horovod train.py"),
         (["-np", "2", "-p", "2222", "python"], "found -p or -i for ranks under MPI"),
         (["-np", "2", "--config-file", __file__, "python"], "is not YAML"),
         (["-np", "2", "--config-file", sys.executable, "python"], "cannot be read"),
@@ -403,14 +403,14 @@ def test_check_build(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [[], ["-m"], ["--flag"], ["missing.py"]], ids=str)
 def test_mistakes_of_the_module(words: list[str], tmp_path: Path) -> None:
-    done = run([PYTHON, "-m", "hpctrain.horovod", *words], tmp_path)
+    done = run([PYTHON, "-m", "hpctrain_horovod", *words], tmp_path)
     assert done.code == 2 and len(done.err.splitlines()) == 1, done
 
 
 def test_an_import_starts_no_mpi_and_sets_nothing(tmp_path: Path) -> None:
     """Login nodes and data workers import scripts, too; other libraries look for torchrun's variables."""
     text = (
-        "import os, sys; before = dict(os.environ); import hpctrain.horovod.torch as hvd\n"
+        "import os, sys; before = dict(os.environ); import hpctrain_horovod.torch as hvd\n"
         "assert 'mpi4py.MPI' not in sys.modules and dict(os.environ) == before\nhvd.rank()\n"
     )
     done = run([PYTHON, "-c", text], tmp_path, env={"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"})
@@ -481,8 +481,8 @@ def children(tmp_path: Path, *words: str) -> str:
     )
     done = run([*words, "script.py"], tmp_path)
     assert done.code == 0 and "Traceback" not in done.err, done
-    assert done.out.count("hpctrain.horovod.torch in worker of 0\n") == 4, done
-    assert done.out.count("hpctrain.horovod.torch in worker of 1\n") == 4, done
+    assert done.out.count("hpctrain_horovod.torch in worker of 0\n") == 4, done
+    assert done.out.count("hpctrain_horovod.torch in worker of 1\n") == 4, done
     return done.out
 
 
@@ -492,7 +492,7 @@ def children(tmp_path: Path, *words: str) -> str:
     [
         (hpctrain("horovodrun", "-np", "2", PYTHON), "mpi"),
         (hpctrain("horovodrun", "-np", "2", "--gloo", PYTHON), "gloo"),
-        ([MPIEXEC, "-n", "2", PYTHON, "-m", "hpctrain.horovod"], "mpi"),
+        ([MPIEXEC, "-n", "2", PYTHON, "-m", "hpctrain_horovod"], "mpi"),
     ],
     ids=["horovodrun", "gloo", "module"],
 )
@@ -510,7 +510,7 @@ def test_children_of_a_function_on_several_ranks(tmp_path: Path) -> None:
     (tmp_path / "home" / "job.py").write_text(
         "import children, horovod\nif __name__ == '__main__':\n    print(horovod.run(children.work, np=2))\n"
     )
-    done = run([PYTHON, "-m", "hpctrain.horovod", "home/job.py"], tmp_path)
+    done = run([PYTHON, "-m", "hpctrain_horovod", "home/job.py"], tmp_path)
     expected = [[rank, "2", rank, "2", "0", "1", "mpi"] for rank in "01"]
     assert done.code == 0 and str(expected) in done.out and done.out.count(" in worker of ") == 8, done
 
@@ -522,7 +522,7 @@ def test_children_of_a_job(method: str, tmp_path: Path) -> None:
     (tmp_path / "children.py").write_text(CHILDREN)
     (tmp_path / "job.toml").write_text(CHILDREN_JOB.replace("METHOD", method))
     done = run(hpctrain("run", "job.toml", "-n", "2"), tmp_path)
-    assert done.code == 0 and {f"[rank {rank}] hpctrain.horovod.torch in worker of {rank}" for rank in "01"} <= set(
+    assert done.code == 0 and {f"[rank {rank}] hpctrain_horovod.torch in worker of {rank}" for rank in "01"} <= set(
         done.out.splitlines()
     ), done
 
@@ -625,7 +625,7 @@ def fails():
 def test_a_function_on_several_ranks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(JOB)
     (tmp_path / "mine.py").write_text(MINE)
-    done = run([PYTHON, "-m", "hpctrain.horovod", "script.py"], tmp_path)
+    done = run([PYTHON, "-m", "hpctrain_horovod", "script.py"], tmp_path)
     lines = done.out.splitlines()
     assert lines[:2] == ["[(18, 0), (18, 1), (18, 2)]", "[(16, 0), (16, 1)]"], done
     assert lines[2].startswith("RuntimeError: horovod.run: the ranks ended with exit code 1") and "mine" in done.err, (

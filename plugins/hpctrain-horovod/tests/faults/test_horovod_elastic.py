@@ -72,7 +72,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of one process over 40 batches."""
     directory = tmp_path_factory.mktemp("undisturbed")
     (directory / "script.py").write_text(SCRIPT)
-    done = run([sys.executable, "-m", "hpctrain.horovod", "script.py", "40"], directory)
+    done = run([sys.executable, "-m", "hpctrain_horovod", "script.py", "40"], directory)
     assert done.code == 0, done
     losses: list[float] = json.loads(done.out)["losses"]
     return losses

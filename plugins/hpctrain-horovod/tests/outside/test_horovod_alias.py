@@ -30,8 +30,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_every_program_has_horovod(python: str, tmp_path: Path) -> None:
     text = (
         "import sys; assert not any(name.startswith(('hpctrain.', 'torch')) for name in sys.modules), 'start-up'\n"
-        "import horovod.torch as hvd, horovod.common.exceptions, hpctrain.horovod.torch\n"
-        "assert hvd is hpctrain.horovod.torch\nhvd.init()\n"
+        "import horovod.torch as hvd, horovod.common.exceptions, hpctrain_horovod.torch\n"
+        "assert hvd is hpctrain_horovod.torch\nhvd.init()\n"
         "import torch\nfound = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item()\n"
         "print(f'{found}\\n', end='')\n"
     )

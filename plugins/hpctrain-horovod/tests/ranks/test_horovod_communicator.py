@@ -1,4 +1,4 @@
-"""The communicator horovod, on a real Horovod where one is installed, else on hpctrain.horovod; compared with gloo."""
+"""The communicator horovod, on a real Horovod where one is installed, else on hpctrain_horovod; compared with gloo."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hpctrain_plugins.communicator.horovod import plugin
+from hpctrain_horovod.communicator import plugin
 from torch import Tensor
 
-import hpctrain.horovod.torch as shim
+import hpctrain_horovod.torch as shim
 from hpctrain.api import Options
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG

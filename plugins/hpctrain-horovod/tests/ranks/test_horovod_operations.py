@@ -1,4 +1,4 @@
-"""hpctrain.horovod.torch: what a Horovod script relies on, compared with the plain arithmetic."""
+"""hpctrain_horovod.torch: what a Horovod script relies on, compared with the plain arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import hpctrain.horovod.torch as hvd
+import hpctrain_horovod.torch as hvd
 
 pytestmark = pytest.mark.usefixtures("world")
 

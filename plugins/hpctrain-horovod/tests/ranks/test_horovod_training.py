@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import hpctrain.horovod.torch as hvd
+import hpctrain_horovod.torch as hvd
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -134,7 +134,7 @@ def test_gradients_may_be_cleared_before_the_first_backward_pass() -> None:
 
 
 def test_what_other_libraries_read_of_an_optimizer() -> None:
-    from hpctrain.horovod.torch import optimizer as module
+    from hpctrain_horovod.torch import optimizer as module
 
     model = model_of()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.horovod.engine.links import FAN_OUT, Longhand, Shorthand, children_of, parent_of
-from hpctrain.horovod.engine.negotiation import Agreed, Negotiation
-from hpctrain.horovod.engine.request import JOIN, Request
-from hpctrain.horovod.engine.settings import EngineSettings
+from hpctrain_horovod.engine.links import FAN_OUT, Longhand, Shorthand, children_of, parent_of
+from hpctrain_horovod.engine.negotiation import Agreed, Negotiation
+from hpctrain_horovod.engine.request import JOIN, Request
+from hpctrain_horovod.engine.settings import EngineSettings
 
 
 class Post:

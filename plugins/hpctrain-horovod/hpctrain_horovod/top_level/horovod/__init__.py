@@ -1,10 +1,10 @@
-"""hpctrain.horovod under Horovod's name."""
+"""hpctrain_horovod under Horovod's name."""
 
 import importlib
 import sys
 
 try:
-    from hpctrain.horovod.alias import install
+    from hpctrain_horovod.alias import install
 except ModuleNotFoundError as error:
     if error.name != "hpctrain":
         raise

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hpctrain.horovod.common.elastic import ObjectState, State, run_fn
-from hpctrain.horovod.engine.errors import HorovodInternalError
-from hpctrain.horovod.torch.elastic.sampler import ElasticSampler
-from hpctrain.horovod.torch.elastic.state import TorchState
-from hpctrain.horovod.torch.mpi_ops import init, shutdown
+from hpctrain_horovod.common.elastic import ObjectState, State, run_fn
+from hpctrain_horovod.engine.errors import HorovodInternalError
+from hpctrain_horovod.torch.elastic.sampler import ElasticSampler
+from hpctrain_horovod.torch.elastic.state import TorchState
+from hpctrain_horovod.torch.mpi_ops import init, shutdown
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 

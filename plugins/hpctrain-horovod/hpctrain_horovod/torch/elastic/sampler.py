@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.horovod.torch.mpi_ops import rank, size
+from hpctrain_horovod.torch.mpi_ops import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from hpctrain.horovod.common.elastic import ObjectState
-from hpctrain.horovod.torch.elastic.sampler import ElasticSampler
-from hpctrain.horovod.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from hpctrain.horovod.torch.mpi_ops import rank
+from hpctrain_horovod.common.elastic import ObjectState
+from hpctrain_horovod.torch.elastic.sampler import ElasticSampler
+from hpctrain_horovod.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from hpctrain_horovod.torch.mpi_ops import rank
 
 
 class TorchState(ObjectState):

@@ -1,0 +1,64 @@
+"""Groups of commands to which plugins may add their own."""
+
+from __future__ import annotations
+
+import click
+
+from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.plugins.commands import Offer, offers
+
+_LONGEST_LINE = 1000
+"""Characters of a command's description in the help, which wraps them: no description is cut."""
+
+
+class OpenGroup(click.Group):
+    """hpctrain's own commands, which keep their names, and those of plugins. A plugin's is imported on use only."""
+
+    @property
+    def place(self) -> str:
+        """The group's name in entry points."""
+        return self.name or ""
+
+    def own(self, ctx: click.Context) -> dict[str, list[str]]:
+        """The names of hpctrain's own commands, under the titles of the help."""
+        return {"Commands": super().list_commands(ctx)}
+
+    def own_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """One of hpctrain's own commands."""
+        return super().get_command(ctx, name)
+
+    def offers(self, ctx: click.Context) -> list[Offer]:
+        """What plugins add."""
+        return offers(self.place, [name for names in self.own(ctx).values() for name in names])
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        own = [name for names in self.own(ctx).values() for name in names]
+        return list(dict.fromkeys([*own, *(offer.name for offer in self.offers(ctx))]))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command. Raises EnvironmentUnfitError for a plugin's that cannot be used."""
+        own = self.own_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        offer = next((one for one in self.offers(ctx) if one.name == cmd_name), None)
+        return None if offer is None else offer.load()
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections = {title: [(name, self._describe(ctx, name)) for name in names] for title, names in self.own(ctx).items()}
+        sections["Of plugins"] = [(offer.name, _describe_offer(offer)) for offer in self.offers(ctx)]
+        indent = max(len(name) for rows in sections.values() for name, _ in rows)
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl([(name.ljust(indent), text) for name, text in rows])
+
+    def _describe(self, ctx: click.Context, name: str) -> str:
+        command = self.own_command(ctx, name)
+        return "" if command is None else command.get_short_help_str(_LONGEST_LINE)
+
+
+def _describe_offer(offer: Offer) -> str:
+    try:
+        return offer.load().get_short_help_str(_LONGEST_LINE)
+    except EnvironmentUnfitError as error:
+        return str(error)

@@ -1,0 +1,77 @@
+"""Commands that plugins add: entry points "command.NAME", or "command.GROUP.NAME" in one of hpctrain's own groups.
+
+Their names are in the metadata. A module is imported when its command is used, and when the help describes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import click
+
+from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.hookspecs import PROJECT
+from hpctrain.plugins.entry_points import RAISED, Interrupted, ModuleSource, entry_points, imported, usable_module
+
+GROUPS = ("bench", "checkpoint")
+"""hpctrain's own commands that take commands of plugins."""
+_HOOK = f"{PROJECT}_command"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A command of a plugin's. name: in its group. why: why it cannot be used, if that is known without its module."""
+
+    name: str
+    source: ModuleSource
+    why: str = ""
+
+    def load(self) -> click.Command:
+        """Import it. Raises EnvironmentUnfitError with the reason why it cannot be used."""
+        found = self.why or _command_of(self.source)
+        if isinstance(found, str):
+            raise EnvironmentUnfitError(f"the command {self.source.command!r} is broken: {self.source}: {found}")
+        return found
+
+
+def offers(group: str, own: Collection[str]) -> list[Offer]:
+    """What plugins add to a group, "" for hpctrain's first level, by name. own: the names of hpctrain's own commands there."""
+    found: dict[str, list[ModuleSource]] = {}
+    for source in sorted(entry_points(), key=lambda one: one.distribution):
+        if source.command is not None:
+            place, _, name = source.command.rpartition(" ")
+            if place not in ("", *GROUPS):
+                place, name = "", source.command  # told at the first level
+            if place == group:
+                found.setdefault(name, []).append(source)
+    return [
+        Offer(name, source, _hindrance(name, sources, own)) for name, sources in sorted(found.items()) for source in sources
+    ]
+
+
+def _hindrance(name: str, sources: Sequence[ModuleSource], own: Collection[str]) -> str:
+    if " " in name or not name:
+        return f'its entry point names no group; expected "command.NAME", or "command.GROUP.NAME" with {" or ".join(GROUPS)}'
+    if name in own:
+        return "the name is that of a command of hpctrain's own, which is used; expected another name"
+    if len(sources) > 1:
+        return f"the name is claimed by {' and by '.join(map(str, sources))}; uninstall one of them"
+    return ""
+
+
+def _command_of(source: ModuleSource) -> click.Command | str:
+    """The command of a module; a sentence if it has none that can be used."""
+    module = usable_module(source, imported)
+    if isinstance(module, str):
+        return module
+    hook = getattr(module, _HOOK, None)
+    if not hasattr(hook, f"{PROJECT}_impl"):
+        return f"it implements no hook {_HOOK}: expected a function of this name, marked with hpctrain.toolkit.commands.hookimpl"
+    try:
+        made = hook()
+    except Interrupted:
+        raise
+    except RAISED as error:  # a third party's code
+        return f"hook {_HOOK} raised {type(error).__name__}: {error}"
+    return made if isinstance(made, click.Command) else f"hook {_HOOK}: expected a click.Command, found {made!r}"

@@ -1,0 +1,19 @@
+"""What a command of a plugin is made of: the marker of its hook, errors that become a sentence and an exit code, its help.
+
+Imports no torch, since the help imports every command.
+"""
+
+from hpctrain.cli.measuring import start_measuring, tell_measured
+from hpctrain.cli.options import example
+from hpctrain.errors import EXIT_TRAINING, EnvironmentUnfitError, UsageError
+from hpctrain.hookspecs import hookimpl
+
+__all__ = [
+    "EXIT_TRAINING",
+    "EnvironmentUnfitError",
+    "UsageError",
+    "example",
+    "hookimpl",
+    "start_measuring",
+    "tell_measured",
+]

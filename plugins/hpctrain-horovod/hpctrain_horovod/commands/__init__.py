@@ -1,0 +1,1 @@
+"""Commands of hpctrain: horovodrun, and bench horovod."""
