@@ -1,4 +1,7 @@
-"""The common part of all tests. tests/ranks is collected only in a process that mpiexec started (see tests/test_ranks.py)."""
+"""The common part of all tests: those of tests/ and those of each distribution, plugins/*/tests, in folders of the same names.
+
+The folders `ranks` are collected only in a process that mpiexec started (see tests/test_ranks.py), which tests/on_ranks.py runs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from choosing import TIMES, function_of, read_times
+from choosing import TIMES, function_of, read_times, room_of_tests
 from hypothesis import HealthCheck, settings
 from launching import wait_until
 
@@ -34,7 +37,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-collect_ignore = [] if launched() else ["ranks"]
+pytest_plugins = ["on_ranks"] if launched() else []
+collect_ignore_glob = [] if launched() else ["tests/ranks", "plugins/*/tests/ranks"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -99,10 +103,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not getattr(config.option, "loadgroup", False):  # it is so in xdist's workers
         return
-    tests = Path(__file__).parent
+    root = Path(__file__).parent
 
     def room(item: pytest.Item) -> str:
-        return item.path.relative_to(tests).parts[0].removesuffix(".py")
+        return room_of_tests(item.path.relative_to(root)).removesuffix(".py")
 
     items.sort(key=lambda item: _ORDER.index(room(item)) if room(item) in _ORDER else len(_ORDER))
     for item in items:

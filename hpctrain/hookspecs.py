@@ -1,5 +1,5 @@
 # mypy: disable-error-code="empty-body"
-"""The pluggy hooks: one registration hook per slot, the one of commands, and the life-cycle hooks. docs/plugins.md explains each."""
+"""The pluggy hooks: one registration hook per slot, one for commands, and the life-cycle hooks. docs/plugins.md explains each."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class RegistrationHooks:
-    """Called once when plugins are loaded; each returns the plugin classes of its slot. `hpctrain_command` is of no slot: it returns
-    the command of an entry point "command.NAME", when that is used."""
+    """Called once when plugins are loaded; each returns the plugin classes of its slot.
+
+    `hpctrain_command` is of no slot: the function of the entry point "command.NAME" is called when its command is used.
+    """
 
     @hookspec
     def hpctrain_command(self) -> click.Command:

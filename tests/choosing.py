@@ -26,8 +26,8 @@ _DAY = 24 * 3600
 _UNKNOWN = 20.0
 """Seconds of a test that has no time yet."""
 _COMMANDS = {
-    "cli": {"cli", "starter", "submission", "job", "checking", "doctor", "loop", "horovod"},
-    "faults": {"starter", "watchdog", "world", "mpi", "horovod", "checkpoint"},
+    "cli": {"cli", "starter", "submission", "job", "checking", "doctor", "loop", "hpctrain_horovod"},
+    "faults": {"starter", "watchdog", "world", "mpi", "hpctrain_horovod", "checkpoint"},
     "slurm": {"starter", "submission", "world", "store", "watchdog", "doctor", "launcher"},
     "outside": {"plugins", "contracts", "toolkit", "foreign"},
     "fuzz": {"job", "checking", "checkpoint", "hdf5"},
@@ -40,10 +40,12 @@ _COMMANDS = {
         "axes",
         "pipeline_schedule",
         "compression",
-        "horovod",
+        "hpctrain_horovod",
     },
 }
 """Rooms that a folder of tests reaches through commands or ranks."""
+FIRST_PARTY = "hpctrain_plugins"
+"""The package of plugins in hpctrain's own distribution. Other distributions have a folder each, and are a room each."""
 
 
 def function_of(test: str) -> str:
@@ -64,11 +66,24 @@ def changed_files() -> set[str]:
 
 
 def room_of(path: str) -> str | None:
-    """The room of a source file, such as "checkpoint" or a plugin's slot."""
+    """The room of a source file, such as "checkpoint", a plugin's slot, or the package of a distribution under plugins/."""
     parts = Path(path).with_suffix("").parts
-    if parts[:2] == ("plugins", "hpctrain_plugins"):
-        parts = parts[1:]
-    return parts[1] if len(parts) > 1 and parts[0] in ("hpctrain", "hpctrain_plugins") else None
+    if parts[0] == "plugins":
+        parts = parts[1:] if parts[1] == FIRST_PARTY else parts[2:]
+    if parts[0] in ("hpctrain", FIRST_PARTY):
+        return parts[1] if len(parts) > 1 else None
+    return parts[0] if parts[0] in _packages() else None
+
+
+def room_of_tests(path: Path) -> str:
+    """The first name below the folder of tests: "cli" for tests/cli/test_run.py and plugins/NAME/tests/cli/test_more.py."""
+    return path.parts[path.parts.index("tests") + 1]
+
+
+@cache
+def _packages() -> frozenset[str]:
+    """The packages of the distributions under plugins/."""
+    return frozenset(path.parent.name for path in (ROOT / "plugins").glob("*/*/__init__.py")) - {FIRST_PARTY}
 
 
 def choose(
@@ -99,8 +114,8 @@ def choose(
 @cache
 def rooms_of(file: str) -> frozenset[str]:
     """The rooms that a test's file reaches."""
-    path, folder = ROOT / file, Path(file).parts[1]
-    seen, rooms = {path}, set(_COMMANDS.get(folder, ()))
+    path = ROOT / file
+    seen, rooms = {path}, set(_COMMANDS.get(room_of_tests(Path(file)), ()))
     queue = [path]
     while queue:
         for name in _imports(queue.pop()):
@@ -129,7 +144,7 @@ def _git(*words: str) -> str:
 def _collected() -> list[str]:
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "thorough and not large and not nightly"]
     done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
-    return [line for line in done.stdout.splitlines() if line.startswith("tests/") and "::" in line]
+    return [line for line in done.stdout.splitlines() if line.startswith(("tests/", "plugins/")) and "::" in line]
 
 
 def main(seconds: float, file: Path, tell: Callable[[str], None] = print) -> None:

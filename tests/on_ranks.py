@@ -1,4 +1,4 @@
-"""Runs these tests on every rank: `mpiexec -n 4 python -m pytest tests/ranks`.
+"""Runs tests on every rank: `mpiexec -n 4 python -m pytest tests/ranks plugins/*/tests/ranks`. A plugin of pytest's.
 
 All ranks run the same tests in the same order, and meet after each test. If a rank failed and the others do not come (they wait
 for it inside the test), or if a test takes longer than LIMIT, the stacks are shown and the world is ended. Rank 0 reports

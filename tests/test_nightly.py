@@ -66,6 +66,7 @@ def newest(tmp_path_factory: pytest.TempPathFactory) -> str:
     python = tmp_path_factory.mktemp("newest") / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", str(python.parent.parent)], check=True, timeout=120)
     words = [str(python), "-m", "pip", "install", "-q", f"torch=={TORCH}", "-e", f"{ROOT}[mpich,test]"]
+    words += [word for path in sorted(ROOT.glob("plugins/*/pyproject.toml")) for word in ("-e", str(path.parent))]
     subprocess.run(words, check=True, timeout=3600)
     return str(python)
 
@@ -73,6 +74,10 @@ def newest(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_newest_torch(newest: str) -> None:
     """The types, the tests in one process, and all tests on two ranks."""
     subprocess.run([newest, "-m", "mypy"], cwd=ROOT, check=True, timeout=900)
-    rooms = [str(Path("tests") / room) for room in ("unit", "fuzz")]
+    rooms = [
+        "tests/unit",
+        "tests/fuzz",
+        *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/tests/unit")),
+    ]
     subprocess.run([newest, "-m", "pytest", "-q", "-p", "no:cacheprovider", *rooms], cwd=ROOT, check=True, timeout=3600)
     under_mpiexec(newest, "MPICH", 2, timeout=3000)

@@ -1,4 +1,7 @@
-"""Starts tests/ranks under mpiexec: each test once, mostly on 3 ranks; thoroughly, on 1 to 16 ranks and on Open MPI, too."""
+"""Starts tests/ranks and plugins/*/tests/ranks under mpiexec: each test once, mostly on 3 ranks.
+
+Thoroughly, on 1 to 16 ranks and on Open MPI, too.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from launching import run
 from hpctrain.starter.mpiexec import Mpiexec
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = ["tests/ranks", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/tests/ranks"))]
 pytestmark = pytest.mark.timeout(1800)
 
 
@@ -22,7 +26,7 @@ def under_mpiexec(python: str, flavour: str, ranks: int, *words: str, timeout: f
         "pytest",
         "-p",
         "no:cacheprovider",
-        *(words or ("-m", "not large and not nightly", "tests/ranks")),
+        *(words or ("-m", "not large and not nightly", *FOLDERS)),
     ]
     done = run([*mpiexec.command(ranks), *pytest_words], ROOT, timeout, mpiexec.environment(ranks))
     print(done)
@@ -31,15 +35,15 @@ def under_mpiexec(python: str, flavour: str, ranks: int, *words: str, timeout: f
 
 
 def of_the_backend() -> list[str]:
-    """The tests of hpctrain.mpi, and of Horovod's interface, which uses MPI itself."""
-    files = [path for kind in ("mpi", "horovod") for path in (ROOT / "tests/ranks").glob(f"test_{kind}_*.py")]
-    return sorted(str(path.relative_to(ROOT)) for path in files)
+    """The tests of hpctrain.mpi, and of the distributions that use it."""
+    own, *others = FOLDERS
+    return [*sorted(str(path.relative_to(ROOT)) for path in (ROOT / own).glob("test_mpi_*.py")), *others]
 
 
 def test_each_once(tmp_path: Path) -> None:
     """One test for the three worlds, since each takes what the one before could not run: most of it needs an even number."""
     for ranks in (3, 2, 4):
-        under_mpiexec(sys.executable, "MPICH", ranks, "--each-once", str(tmp_path / "skipped"), "tests/ranks")
+        under_mpiexec(sys.executable, "MPICH", ranks, "--each-once", str(tmp_path / "skipped"), *FOLDERS)
 
 
 @pytest.mark.thorough

@@ -349,11 +349,15 @@ def main(descriptor: int) -> None:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
     from hpctrain.cli import COMMANDS
+    from hpctrain.plugins.entry_points import entry_points
     from hpctrain.plugins.registry import build_registry
 
     build_registry(())  # imports the plugins
-    for name in COMMANDS:
-        importlib.import_module(f"hpctrain.cli.{name}")
+    for name in (
+        *(f"hpctrain.cli.{name}" for name in COMMANDS),
+        *(one.module for one in entry_points() if one.command),
+    ):
+        importlib.import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would not be there in a child"
     gc.freeze()
     words = _serve(socket.socket(fileno=descriptor))

@@ -44,7 +44,9 @@ class OpenGroup(click.Group):
         return None if offer is None else offer.load()
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections = {title: [(name, self._describe(ctx, name)) for name in names] for title, names in self.own(ctx).items()}
+        sections = {
+            title: [(name, self._describe(ctx, name)) for name in names] for title, names in self.own(ctx).items()
+        }
         sections["Of plugins"] = [(offer.name, _describe_offer(offer)) for offer in self.offers(ctx)]
         indent = max(len(name) for rows in sections.values() for name, _ in rows)
         for title, rows in sections.items():

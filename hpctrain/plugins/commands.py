@@ -46,7 +46,9 @@ def offers(group: str, own: Collection[str]) -> list[Offer]:
             if place == group:
                 found.setdefault(name, []).append(source)
     return [
-        Offer(name, source, _hindrance(name, sources, own)) for name, sources in sorted(found.items()) for source in sources
+        Offer(name, source, _hindrance(name, sources, own))
+        for name, sources in sorted(found.items())
+        for source in sources
     ]
 
 
@@ -66,7 +68,7 @@ def _command_of(source: ModuleSource) -> click.Command | str:
     if isinstance(module, str):
         return module
     hook = getattr(module, _HOOK, None)
-    if not hasattr(hook, f"{PROJECT}_impl"):
+    if hook is None or not hasattr(hook, f"{PROJECT}_impl"):
         return f"it implements no hook {_HOOK}: expected a function of this name, marked with hpctrain.toolkit.commands.hookimpl"
     try:
         made = hook()

@@ -59,7 +59,7 @@ class Hosts:
         return found or next((name for name in names if name in HERE and alike & HERE), None)
 
     def words(self, flavour: str, variables: Collection[str] = ()) -> list[str]:
-        """The options of an mpiexec for these hosts, which also get this process's settings of Python, and the `variables` named."""
+        """The options of an mpiexec for these hosts, which also get this process's settings of Python and these variables."""
         text = ",".join(f"{name}:{slots}" for name, slots in self.named)
         if flavour != OPEN_MPI:  # the others pass on every variable
             return ["-hosts", text]

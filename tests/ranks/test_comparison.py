@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import World
+from on_ranks import World
 
 from hpctrain.mpi import OperationMismatchError
 from hpctrain.watchdog.comparison import compared

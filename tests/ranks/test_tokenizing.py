@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from conftest import World
 from hpctrain_plugins.dataset.encoding import Encoder
+from on_ranks import World
 from tokenizers import Tokenizer, models, pre_tokenizers
 from training import job, session_of
 

@@ -13,7 +13,6 @@ import pytest
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.errors import EnvironmentUnfitError
-from hpctrain.horovod.engine.variables import of_launcher, of_place, of_started
 from hpctrain.launcher_variables import set_variables
 from hpctrain.starter.pmi import PmiServer
 from hpctrain.transports import ADDED, forget, share_node, shared_memory
@@ -197,28 +196,6 @@ def test_the_ranks_pass_no_transport_on_that_the_starter_chose(monkeypatch: pyte
     forget(environment, {"OMPI_MCA_btl": "^tcp"})
     server.started()
     assert environment["FI_PROVIDER"] == "tcp" and not {"UCX_TLS", "OMPI_MCA_btl", ADDED} & environment.keys()
-
-
-def test_horovods_variables_of_a_launcher_and_of_places() -> None:
-    """A launcher tells nothing of several nodes; torchrun's variables are not asked."""
-    mine = of_launcher({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "RANK": "9"})
-    assert {name: mine[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CONTROLLER")} == {
-        "RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CONTROLLER": "mpi"
-    }  # fmt: skip
-    assert "HOROVOD_CROSS_RANK" not in mine and of_launcher({"RANK": "0", "PATH": "/bin"}) == {}
-    names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME"
-    for rank, by_name, expected in (
-        (0, False, "0 4 0 2 0 3 b"), (1, False, "1 4 1 2 0 1 b"), (2, False, "2 4 0 1 1 3 c"), (3, False, "3 4 0 1 2 3 a"),
-        (0, True, "0 4 0 2 1 3 b"), (3, True, "3 4 0 1 0 3 a"),
-    ):  # fmt: skip
-        place = of_place(["b", "b", "c", "a"], rank, by_name)
-        assert [place[f"HOROVOD_{name}"] for name in names] == expected.split(), (rank, by_name)
-    hosts = ["a", "a", "b", "b"]
-    for local, placed in (("0", True), ("1", False)):  # mapped by slot, and by node
-        told = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": local}
-        assert bool(of_started(hosts, 2, of_launcher(told))) is placed
-    assert of_started(hosts, 2, None) == of_place(hosts, 2, by_name=True)
-    assert not of_started(["a"], 2, of_launcher(told)), "the launcher has started more"
 
 
 def test_pals_starts_ranks() -> None:

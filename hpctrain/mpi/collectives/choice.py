@@ -10,11 +10,11 @@ from hpctrain.mpi.collectives.node import OverNode
 from hpctrain.mpi.collectives.nodes import OverNodes
 from hpctrain.mpi.collectives.protocol import Collectives
 from hpctrain.mpi.library import MPI
+from hpctrain.mpi.numbering import world
 from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
 from hpctrain.mpi.transfer.node import Node
 from hpctrain.mpi.transfer.watch import Watch
-from hpctrain.mpi.numbering import world
 
 
 def choose(channel: Channel, watch: Watch, settings: Settings) -> Collectives:

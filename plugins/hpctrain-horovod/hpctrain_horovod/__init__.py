@@ -3,8 +3,8 @@
 Of hpctrain it uses what is public: hpctrain.api, hpctrain.mpi and hpctrain.toolkit.
 """
 
-from hpctrain_horovod.runner import run
 from hpctrain import __version__ as _own_version
+from hpctrain_horovod.runner import run
 
 __all__ = ["__version__", "run"]
 

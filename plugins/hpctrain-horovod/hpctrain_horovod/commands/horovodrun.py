@@ -18,9 +18,9 @@ from hpctrain.toolkit.starting import ask_library
 from hpctrain_horovod import __version__ as HOROVOD_VERSION  # noqa: N812 - whose interface it is
 from hpctrain_horovod.alias import hand_down
 from hpctrain_horovod.engine.variables import SWITCHES, VALUES
-from hpctrain_horovod.starter.ranks import Numbers, run_over_mpi, run_without_mpi
 from hpctrain_horovod.runner.launch import run_commandline
 from hpctrain_horovod.starter.hosts import read_hosts
+from hpctrain_horovod.starter.ranks import Numbers, run_over_mpi, run_without_mpi
 
 _VARIABLES = {
     "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.toolkit.groups import foreach_copy_
 from hpctrain_horovod.engine import request as kinds
 from hpctrain_horovod.engine.arithmetic import adasum, scale
 from hpctrain_horovod.engine.lane import Lane
 from hpctrain_horovod.engine.negotiation import Agreed
 from hpctrain_horovod.engine.request import Request
 from hpctrain_horovod.engine.submission import Submission
-from hpctrain.toolkit.groups import foreach_copy_
 
 Batch = list[Agreed]
 _LARGE = 2**20

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from hpctrain.toolkit.groups import accelerator_group, create_gloo_group
+from hpctrain.toolkit.store import GuardedStore, bind_communication, open_store
 from hpctrain_horovod.engine.errors import HorovodInternalError
 from hpctrain_horovod.engine.lane import GlooLane, Lane
 from hpctrain_horovod.engine.links import Links
 from hpctrain_horovod.engine.socket_links import SocketLinks
 from hpctrain_horovod.engine.variables import WORKER
-from hpctrain.toolkit.groups import accelerator_group, create_gloo_group
-from hpctrain.toolkit.store import GuardedStore, bind_communication, open_store
 
 STARTER = "HPCTRAIN_HOROVOD_STARTER"
 """The file with the address and the secret of the starter's store."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
+from hpctrain.mpi import Patience, wait_until
 from hpctrain_horovod.engine import request as kinds
 from hpctrain_horovod.engine.errors import HorovodInternalError
 from hpctrain_horovod.engine.execution import Batch, Buffers, fused, run
@@ -24,7 +25,6 @@ from hpctrain_horovod.engine.settings import EngineSettings
 from hpctrain_horovod.engine.stall import StallCheck
 from hpctrain_horovod.engine.submission import Submission
 from hpctrain_horovod.engine.timeline import Timeline
-from hpctrain.mpi import Patience, wait_until
 
 _IDLE = 0.1  # seconds between two looks for messages without submissions of this rank
 _LOOK = 1.0  # seconds between two looks at stalled operations

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hpctrain.toolkit.launcher_variables import set_variables
 from hpctrain_horovod.engine import runtime
 from hpctrain_horovod.runner import FUNCTION, RESULT
-from hpctrain.toolkit.launcher_variables import set_variables
 
 
 def main(directory: Path) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError
-from hpctrain_horovod.starter import supervised
 from hpctrain.toolkit.starting import Hosts, Launched, UnderMpiexec, ask_library, find_mpiexec, over_pmi
+from hpctrain_horovod.starter import supervised
 from hpctrain_horovod.starter.hosts import discovered
 
 HERE_AS = "localhost"

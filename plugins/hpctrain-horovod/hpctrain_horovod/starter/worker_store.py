@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
-from hpctrain_horovod.starter.workers import Worker
 from hpctrain.toolkit.store import SECRET_BYTES, StoreServer, listeners, open_store, reachable_addresses
+from hpctrain_horovod.starter.workers import Worker
 
 _LOOPBACK = "127.0.0.1"
 

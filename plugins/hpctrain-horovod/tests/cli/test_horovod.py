@@ -13,11 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+from hpctrain_horovod.commands import horovodrun
 from launching import Finished, hpctrain, run, started, wait_until
 
-from hpctrain_horovod.commands import horovodrun
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod"
+EXAMPLE = Path(__file__).parents[2] / "examples"
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
 SHORT = ["--epochs", "1", "--double"]
 PYTHON = sys.executable

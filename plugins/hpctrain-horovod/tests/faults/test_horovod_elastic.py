@@ -1,6 +1,6 @@
 """Elastic training: workers that are killed, hosts that change, and a script that fails by itself.
 
-More kills at random moments: `python -m pytest tests/faults/test_horovod_elastic.py -k killed_worker --draws 12`.
+More kills at random moments: `python -m pytest plugins/hpctrain-horovod -k killed_worker --draws 12`.
 Each change of hosts and workers five times: `-k hosts_or_workers --draws 5`.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from launching import hpctrain, run, started, wait_until
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod"
+EXAMPLE = Path(__file__).parents[2] / "examples"
 SCRIPT = """
 import os, sys, time
 import torch

@@ -1,4 +1,4 @@
-"""hpctrain-horovod-alias, installed into an environment of its own."""
+"""hpctrain-horovod, installed into an environment of its own: every program has `import horovod`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from launching import run
 
-ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).parents[2]
+ROOT = SOURCE.parents[1]
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter with the alias; everything else comes from this one."""
+    """An interpreter with the distribution; everything else comes from this one."""
     home = tmp_path_factory.mktemp("alias") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True, timeout=120)
     python = str(home / "bin" / "python")
-    source = ROOT / "plugins" / "hpctrain-horovod-alias"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", str(source)]
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", str(SOURCE)]
     subprocess.run(pip, check=True, timeout=300)
     [site] = (home / "lib").glob("python*/site-packages")
     others = [entry for entry in sys.path if entry.endswith("site-packages")]

@@ -8,13 +8,13 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
+import hpctrain_horovod.torch as shim
 import pytest
 import torch
 import torch.distributed as dist
 from hpctrain_horovod.communicator import plugin
 from torch import Tensor
 
-import hpctrain_horovod.torch as shim
 from hpctrain.api import Options
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG

@@ -6,11 +6,10 @@ import threading
 import time
 from collections.abc import Iterator
 
+import hpctrain_horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor
-
-import hpctrain_horovod.torch as hvd
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -6,11 +6,10 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import hpctrain_horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
-
-import hpctrain_horovod.torch as hvd
 
 pytestmark = pytest.mark.usefixtures("world")
 

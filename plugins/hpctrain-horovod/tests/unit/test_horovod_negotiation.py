@@ -11,13 +11,12 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from hpctrain_horovod.engine.links import FAN_OUT, Longhand, Shorthand, children_of, parent_of
 from hpctrain_horovod.engine.negotiation import Agreed, Negotiation
 from hpctrain_horovod.engine.request import JOIN, Request
 from hpctrain_horovod.engine.settings import EngineSettings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 class Post:
