@@ -1,4 +1,4 @@
-"""Plugin modules by their entry points, of the group `hpctrain`, and their import. The help imports this: neither torch nor pydantic.
+"""Plugin modules by their entry points, of the group `hpctrain`, and their import. Without torch and pydantic, for the help.
 
 Somebody else's module may raise anything when it is imported.
 """

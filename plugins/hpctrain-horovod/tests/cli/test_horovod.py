@@ -58,7 +58,7 @@ def test_another_python_is_told(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=120)
     (tmp_path / "script.py").write_text("import horovod.torch\n")
     done = run(hpctrain("horovodrun", "-np", "2", str(tmp_path / "bare" / "bin" / "python"), "script.py"), tmp_path)
-    assert done.code == 1 and "/bare/bin/python has no hpctrain; start the script with" in done.err, done
+    assert done.code == 1 and "/bare/bin/python has no hpctrain-horovod; start the script with" in done.err, done
 
 
 @pytest.mark.thorough

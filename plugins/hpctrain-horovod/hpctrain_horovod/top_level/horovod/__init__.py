@@ -6,10 +6,10 @@ import sys
 try:
     from hpctrain_horovod.alias import install
 except ModuleNotFoundError as error:
-    if error.name != "hpctrain":
+    if error.name not in ("hpctrain", "hpctrain_horovod"):
         raise
     raise ModuleNotFoundError(
-        f"horovodrun: {sys.executable} has no hpctrain; start the script with the Python that has: the one beside horovodrun"
+        f"horovodrun: {sys.executable} has no hpctrain-horovod; start the script with the Python that has: the one beside horovodrun"
     ) from None
 
 del sys.modules[__name__]
