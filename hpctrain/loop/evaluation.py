@@ -112,8 +112,3 @@ def _in_step(loader: Loader) -> Iterator[MicroBatch]:
         if micro is None:
             return
         yield micro
-
-
-def row_of(metrics: dict[str, float]) -> dict[str, float]:
-    """As metrics.jsonl has them."""
-    return {f"evaluation_{name}": value for name, value in metrics.items()}
