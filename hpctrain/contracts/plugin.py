@@ -1,4 +1,4 @@
-"""What every plugin has: a name, and options with types and help. It is a choice, not what runs."""
+"""The base of every plugin: a name, and options with types and help. It is a choice, not what runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Options(BaseModel):
 
 
 class _Frozen(ABCMeta):
-    """Its classes' instances take no attributes after their constructor."""
+    """A metaclass whose classes' instances take no attributes after their constructor."""
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
         plugin = super().__call__(*args, **keywords)
@@ -43,7 +43,7 @@ class Plugin(metaclass=_Frozen):
     """
 
     name: ClassVar[str]
-    """What the job file calls it."""
+    """The plugin's name in the job file."""
 
     Options: ClassVar[type[Options]] = Options
     """The keys that its table may hold."""
@@ -64,14 +64,14 @@ class Plugin(metaclass=_Frozen):
             self.chosen = chosen
 
     def problems(self, plan: Plan) -> list[Problem]:
-        """What in the job doesn't go with this plugin. Asked once for each job, before anything is built.
+        """Problems of the job with this plugin. Asked once for each job, before anything is built.
 
         A UsageError that it raises is told as it is. Must not communicate.
         """
         return []
 
     def missing(self, machine: Machine) -> str | None:
-        """What this plugin needs and `machine` lacks, as the end of a sentence; None where it can run.
+        """The need of this plugin that `machine` lacks, as the end of a sentence; None where it can run.
 
         Asked where a rank starts; `hpctrain check` asks, too, and only notes the answer: the job may be for another machine.
         """

@@ -54,7 +54,7 @@ def lack_of_memory(error: BaseException | None) -> BaseException | None:
 
 
 def shortage(error: BaseException, device: torch.device) -> str:
-    """What was asked for, and what there is."""
+    """A clause about the memory that was asked for, and that there is."""
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
     told = f"asked for {_readable(asked[1])}" if asked else (str(error).splitlines() or ["no size is known"])[0]
     if not isinstance(error, torch.OutOfMemoryError):

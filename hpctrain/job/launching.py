@@ -37,7 +37,7 @@ class LauncherTable(SlotTable):
     stage: bool = False
     """Pack this Python environment once, and unpack it on each node's own disk before the ranks start."""
     stage_directory: Annotated[str, AfterValidator(_absolute)] = "/tmp"
-    """Where a node has its own disk."""
+    """A directory on each node's own disk."""
 
     @property
     def seconds(self) -> int | None:

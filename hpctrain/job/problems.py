@@ -17,7 +17,7 @@ from hpctrain.job.toml import written
 
 @dataclass(frozen=True)
 class PlacedProblem:
-    """One problem, at `key`. lacks: the key that isn't there. wants_text: whether the value is to be a text."""
+    """A problem at `key`. lacks: the key that isn't there. wants_text: whether the value is to be a text."""
 
     key: Key
     message: str

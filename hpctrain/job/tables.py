@@ -43,7 +43,7 @@ class JobTable(Table):
     name: Annotated[str, AfterValidator(_file_name)]
     """The name of the run."""
     output_dir: Annotated[Path | None, BeforeValidator(_not_empty)] = None
-    """Where the files of the run go, relative to the current directory (default: runs/NAME)."""
+    """Directory of the run's files, relative to the current directory (default: runs/NAME)."""
     permissions: Annotated[str, AfterValidator(_permissions)] = "0700"
     """Permissions of output_dir if hpctrain makes it, in octal, reduced by the umask; "umask": whatever the umask allows."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
@@ -89,7 +89,7 @@ class ModelTable(SlotTable):
     trainable: list[str] | None = Field(default=None, min_length=1)
     """Patterns of the only parameters that are trained; parameters in freeze are never trained."""
     loss: str | None = None
-    """For a module of your own: "package.module:callable", called as loss(outputs, target); a mean or a loss per sample."""
+    """Loss of a module of your own: "package.module:callable", called as loss(outputs, target); a mean or a loss per sample."""
 
 
 class DatasetTable(SlotTable):
@@ -114,11 +114,11 @@ class DatasetTable(SlotTable):
     prefetch: int = Field(default=2, ge=1)
     """Micro batches to load ahead of the step."""
     weights: str | None = None
-    """For data of your own: "package.module:callable", called with the data set; returns a weight for each training sample, by
-    which samples are drawn with replacement (default: the data set's `sample_weights` if it has them, else none)."""
+    """Weights for data of your own: "package.module:callable", called with the data set; returns a weight for each training
+    sample, by which samples are drawn with replacement (default: the data set's `sample_weights` if it has them, else none)."""
     collate: str | None = None
-    """For data of your own: "package.module:callable", called with a list of samples; returns the micro batch (default: the
-    data set's `collate_fn` if it has one, else torch's default_collate)."""
+    """Collation of data of your own: "package.module:callable", called with a list of samples; returns the micro batch
+    (default: the data set's `collate_fn` if it has one, else torch's default_collate)."""
     cache: Path | None = None
     """Directory for prepared data such as token ids (default: $XDG_CACHE_HOME/hpctrain or ~/.cache/hpctrain)."""
 
@@ -292,7 +292,7 @@ class KeepBestTable(Table):
     count: int = Field(default=1, ge=1)
     """How many."""
     metric: str = "loss"
-    """What they go by: the loss, or the name of a metric that [[metric]] measures, as it stands behind "evaluation_"."""
+    """Measure that they go by: the loss, or the name of a metric that [[metric]] measures, as it stands behind "evaluation_"."""
     mode: Literal["min", "max"] = "min"
     """Whether the lowest or the highest is the best."""
 
@@ -402,7 +402,7 @@ class Job(Table):
     hook: list[HookTable] = []
     metric: list[MetricTable] = []
     launcher: dict[str, LauncherTable] = {}
-    """Where `hpctrain submit` sends the job: a table for each target, such as [launcher.slurm]."""
+    """Targets of `hpctrain submit`: a table for each target, such as [launcher.slurm]."""
     environment: dict[Variable, Value] = Field(default={}, json_schema_extra={"additionalProperties": False})
     """Variables that each rank sets before MPI, torch and OpenMP start, such as FI_PROVIDER = "tcp"; one that the shell has set
     stays as it is."""
@@ -410,5 +410,5 @@ class Job(Table):
 
     @property
     def output_dir(self) -> Path:
-        """Where the files of the run go."""
+        """The directory of the run's files."""
         return self.job.output_dir or Path("runs") / self.job.name

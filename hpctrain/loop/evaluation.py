@@ -1,4 +1,4 @@
-"""One evaluation: the loss and the job's metrics over the samples of a split."""
+"""An evaluation: the loss and the job's metrics over the samples of a split."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class EvaluationRow:
 
 @dataclass(frozen=True)
 class RankFigures(Generic[T]):
-    """What ranks tell each other of a step: one rank's numbers, or those of all ranks, (ranks,) each."""
+    """Figures that ranks tell each other of a step: one rank's, or those of all ranks, (ranks,) each."""
 
     loss: T
     """Sum of the rank's losses that no other rank counts."""

@@ -207,7 +207,7 @@ def refuse_different_norms(parts: Parts, norms: Tensor) -> None:
 
 
 def counted(spec: ModelSpec, micro: MicroBatch) -> int:
-    """What the loss of a micro batch is a sum over. Raises ContractError for what is no count."""
+    """The number of terms in the loss of a micro batch. Raises ContractError for what is no count."""
     count = spec.count(micro.batch)
     if not isinstance(count, Integral) or count < 0:
         raise broken(spec, f"counted {count!r} {spec.counts} in a micro batch", "a whole number, zero or more")
@@ -231,7 +231,7 @@ def explained(session: Session, doing: str) -> AbstractContextManager[None]:
 
 
 def evaluate_if_due(session: Session) -> None:
-    """When the job says so, and at the end."""
+    """Evaluate when the job says so, and at the end."""
     table, progress = session.job.evaluation, session.progress
     due = bool(table.every_steps) and progress.step % table.every_steps == 0
     due = due or progress.completes(session.feed.samples_of(table.every_epochs)) or progress.done

@@ -46,7 +46,7 @@ class ModuleSource:
 
     @property
     def names(self) -> set[str]:
-        """Its names in [plugins] block and prefer."""
+        """The module's names in [plugins] block and prefer."""
         return {name for name in (self.entry_point, self.module, self.distribution) if name}
 
     def __str__(self) -> str:
@@ -184,7 +184,7 @@ def import_from_here(module: str) -> ModuleType:
 
 
 RAISED = (Exception, SystemExit, GeneratorExit, KeyboardInterrupt)
-"""What a module of somebody else's may raise at its import."""
+"""Exceptions that a module of somebody else's may raise at its import."""
 
 
 class Interrupted(KeyboardInterrupt):
