@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 if TYPE_CHECKING:
+    import torch
+
     from hpctrain.contracts.plan import Machine, Plan, Problem
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -76,6 +78,13 @@ class Plugin(metaclass=_Frozen):
         Asked where a rank starts; `hpctrain check` asks, too, and only notes the answer: the job may be for another machine.
         """
         return None
+
+    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
+        """Settings of this plugin's slot that would save memory and are not on, such as "[sharding] stage = 3, found 1".
+
+        Asked, the cheapest first, when a rank has run out of memory on `device`. ranks: those that see different samples.
+        """
+        return []
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_is_made" in self.__dict__:
