@@ -12,7 +12,7 @@ from pydantic.config import JsonDict
 
 from hpctrain.job.exclusive import either, excluded
 from hpctrain.job.launching import LauncherTable
-from hpctrain.job.table import Seconds, SlotTable, Table
+from hpctrain.job.table import Seconds, SlotTable, Table, error_of_several_keys
 from hpctrain.job.variables import Value, Variable
 from hpctrain.job.watching import GuardTable, WatchdogTable
 
@@ -70,7 +70,7 @@ class JobTable(Table):
     def _steps_or_epochs(self) -> JobTable:
         if (self.steps is None) == (self.epochs is None):
             found = "neither" if self.steps is None else "both; --set job.steps= or --set job.epochs= removes one"
-            raise ValueError(f"expected either steps or epochs, found {found}")
+            raise error_of_several_keys(f"expected either steps or epochs, found {found}")
         return self
 
 
@@ -156,7 +156,7 @@ class OptimizerTable(SlotTable):
     @model_validator(mode="after")
     def _scaling_needs_reference(self) -> OptimizerTable:
         if (self.lr_scaling != "none") != (self.lr_reference_batch is not None):
-            raise ValueError(
+            raise error_of_several_keys(
                 'expected lr_reference_batch together with lr_scaling = "linear" or "sqrt", found one alone'
             )
         return self
@@ -187,12 +187,12 @@ class BatchTable(Table):
     def _samples_or_tokens(self) -> BatchTable:
         found = [key for key in BatchTable.model_fields if getattr(self, key) is not None]
         if found not in (["global_size", "micro_size"], ["tokens", "micro_tokens"]):
-            raise ValueError(
+            raise error_of_several_keys(
                 f"expected either global_size and micro_size or tokens and micro_tokens, found {', '.join(found) or 'none'}"
             )
         if self.tokens is not None and self.micro_tokens is not None and self.micro_tokens > self.tokens:
-            raise ValueError(
-                f"expected either more tokens than micro_tokens or as many, found {self.tokens} and {self.micro_tokens}"
+            raise error_of_several_keys(
+                f"expected tokens >= micro_tokens, found tokens = {self.tokens} and micro_tokens = {self.micro_tokens}"
             )
         return self
 
