@@ -70,7 +70,7 @@ def attempt(action: Callable[[], T]) -> Outcome[T]:
 
 
 def gather_outcomes(outcome: Outcome[Any], group: dist.ProcessGroup) -> Outcome[list[Any]]:
-    """On rank 0 every rank's value in rank order, or the exception of the lowest failing rank; elsewhere []."""
+    """Gather on rank 0 every rank's value in rank order, or the exception of the lowest failing rank; elsewhere []."""
     content, lengths = _padded(_encode(outcome), group)
     received = [torch.empty_like(content) for _ in range(group.size())] if group.rank() == 0 else None
     dist.gather(content, received, group=group, group_dst=0)

@@ -41,7 +41,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def open_to_change(path: Path, flags: int) -> int:
-    """Like `open_regular`, but creates a missing file and refuses a file with several names (hard links)."""
+    """Open a file as `open_regular` does, but creates a missing file and refuses a file with several names (hard links)."""
     fd = open_regular(path, flags | os.O_CREAT)
     names = os.fstat(fd).st_nlink
     if names > 1:
@@ -76,7 +76,8 @@ def read_all(fd: int, path: Path, most: int) -> bytes:
 
 
 def read_pipe(path: Path, most: int = SMALL_BYTES, seconds: float = 10.0) -> bytes:
-    """What a writer puts into the pipe `path` until it closes it; OSError for more than `most` bytes, or none within `seconds`."""
+    """Read what a writer puts into the pipe `path` until it closes it; OSError for more than `most` bytes, or none within
+    `seconds`."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # must not wait for its other end
     try:
         waiting, content = select.poll(), b""
@@ -124,7 +125,8 @@ def temporary_name(path: Path) -> Path:
 
 
 def cache_directory() -> Path:
-    """Where this user's programs keep what they can make again: $XDG_CACHE_HOME or ~/.cache, in a folder of hpctrain's own."""
+    """The directory of files that this user's programs can make again: $XDG_CACHE_HOME or ~/.cache, in a folder of hpctrain's
+    own."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     return Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache"), "hpctrain")
 

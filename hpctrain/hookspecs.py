@@ -103,7 +103,7 @@ class RegistrationHooks:
 
     @hookspec
     def hpctrain_metric(self) -> list[type[Metric]]:
-        """What an evaluation measures."""
+        """Metrics of evaluations."""
 
     @hookspec
     def hpctrain_launcher(self) -> list[type[Launcher]]:
@@ -124,8 +124,8 @@ class LifeCycleHooks:
 
     @hookspec
     def hpctrain_measured(self, names: Sequence[str]) -> None:
-        """Before the first step: what evaluations measure, such as "loss" and "accuracy", where a micro batch has told. Raise
-        UsageError for a name that is not among them."""
+        """Called before the first step with what evaluations measure, such as "loss" and "accuracy", where a micro batch has
+        told. Raise UsageError for a name that is not among them."""
 
     @hookspec
     def hpctrain_outputs(self, step: int, batch: Batch, outputs: Any) -> None:

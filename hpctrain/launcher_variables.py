@@ -13,7 +13,7 @@ _NAMES = {
     ),
     "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }  # fmt: skip
-"""What Open MPI's mpiexec, MPICH's, PALS, Flux and srun call them, in the order in which they are asked: mpiexec may run inside
+"""The variables of Open MPI's mpiexec, MPICH's, PALS, Flux and srun, in the order in which they are asked: mpiexec may run inside
 srun."""
 
 

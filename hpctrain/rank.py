@@ -234,8 +234,8 @@ def _say(identity: Identity, name: str, text: str) -> None:
 
 @contextmanager
 def _communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJob, torch.device, LifeCycle, Binding]]:
-    """With torch.distributed set up: the job with its communicator, the device, the hooks and this rank's cores. Errors of plugins
-    and of the user's own model become sentences."""
+    """Set torch.distributed up, and yield the job with its communicator, the device, the hooks and this rank's cores. Errors
+    of plugins and of the user's own model become sentences."""
     identity, hooks = world.identity, None
     try:
         checked = _with_communicator(checked, identity)
@@ -316,8 +316,8 @@ def agree_on_job(world: World, read: Callable[[], RawJob]) -> CheckedJob:
 
 
 def _cancel_mark(checked: CheckedJob) -> int | None:
-    """When `hpctrain cancel` last ended the submitted job that this run belongs to, in ns by the file system's clock; None if it
-    never did. The mark of an earlier start stays: only `hpctrain submit` removes it."""
+    """The time at which `hpctrain cancel` last ended the submitted job of this run, in ns by the file system's clock; None if
+    never. The mark of an earlier start stays: only `hpctrain submit` removes it."""
     directory = checked.job.output_dir
     if os.path.realpath(checked.raw.source) != os.path.realpath(directory / JOB_FILE):
         return None

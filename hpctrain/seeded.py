@@ -51,7 +51,7 @@ _WITH_GENERATOR: tuple[Callable[..., Any], ...] = (
 )  # fmt: skip
 """The draws of torch that take a generator."""
 _ALIKE = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
-"""Those that take none, and what draws the same with one."""
+"""Functions that take no generator, and those that draw the same with one."""
 
 
 class _Private(TorchFunctionMode):
@@ -92,7 +92,7 @@ _LOCK = threading.Lock()
 
 
 def _unlock() -> None:
-    """In a forked process: the thread that may have held the lock is not there."""
+    """Unlock in a forked process: the thread that may have held the lock is not there."""
     global _LOCK
     _LOCK = threading.Lock()
 

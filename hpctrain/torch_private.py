@@ -100,7 +100,7 @@ def make_group(backend: str, options: Any, backend_options: Any) -> dist.Process
 
 
 def make_backend(name: str, options: Any, backend_options: Any) -> Any:
-    """One backend of a group; a whole group where the registered one is made in Python."""
+    """Make a backend of a group; a whole group where the registered one is made in Python."""
     plugin = dist.Backend._plugins.get(name.upper())
     place = options.store, options.group_rank, options.group_size
     if plugin is not None:
@@ -130,7 +130,7 @@ class WrappingGroup(PythonGroup):
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        """What the inner group has besides torch's names."""
+        """An attribute that the inner group has besides torch's names."""
         if name == "inner":
             raise AttributeError(name)  # not made yet
         return getattr(self.inner, name)
@@ -285,7 +285,7 @@ def end_workers(loader: DataLoader[Any]) -> None:
 
 
 def hide_worker() -> None:
-    """From now on this worker process of a DataLoader is none to `get_worker_info`: a stream that asks it for its share of the
+    """Make `get_worker_info` say that this process is no worker of a DataLoader: a stream that asks it for its share of the
     items would leave some out."""
     from torch.utils.data._utils import worker
 

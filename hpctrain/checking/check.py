@@ -108,7 +108,7 @@ def _check(raw: RawJob, world_size: int | None, tries: bool, depth: int = 0) -> 
 def _further(
     raw: RawJob, found: Sequence[PlacedProblem], world_size: int | None, tries: bool, registry: Registry, depth: int
 ) -> list[PlacedProblem]:
-    """What else is wrong with a job that has wrong values."""
+    """Find what else is wrong with a job that has wrong values."""
     if any(problem.key[:1] == ("parallelism",) for problem in found):
         world_size = None  # without the axis that was meant the layout would be another one
 

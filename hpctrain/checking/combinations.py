@@ -38,7 +38,7 @@ def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProbl
 
 
 def _evaluation_problems(job: Job) -> list[PlacedProblem]:
-    """What needs evaluations in a job that has none."""
+    """Keys that need evaluations, in a job that has none."""
     if job.evaluation.enabled:
         return _best_problems(job)
     expected = "expected [evaluation] every_steps or every_epochs, found none"

@@ -13,7 +13,7 @@ from hpctrain.job.reading import Key, RawJob
 from hpctrain.plugins.registry import Registry
 
 _STAND_INS: tuple[Any, ...] = (None, 1, "x", ["x"])
-"""In place of a wrong value, in this order; None removes the key, so that its default holds."""
+"""Values that replace a wrong one, in this order; None removes the key, so that its default holds."""
 
 Check = Callable[[RawJob], object]
 
@@ -49,7 +49,7 @@ def _is_row(key: Key) -> bool:
 
 
 def _replaced(key: Key) -> Key:
-    """What a stand-in replaces: a row of a list of tables as a whole."""
+    """The key that a stand-in replaces: a row of a list of tables as a whole."""
     return key[:2] if _is_row(key) else key
 
 

@@ -19,7 +19,7 @@ _REFERENCE = r"^[\w.]+:[\w.]+$"
 
 
 def job_schema(registry: Registry) -> Schema:
-    """What holds for every file, and what a job needs that extends no other file."""
+    """The schema of every file, with what a job needs that extends no other file."""
     job = _whole_job(registry)
     schema = partial(job)
     schema["properties"]["extends"] = {"type": "string", "description": "A job file that this one is merged over."}

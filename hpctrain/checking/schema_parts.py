@@ -62,7 +62,7 @@ def partial(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def requirements(schema: dict[str, Any]) -> dict[str, Any]:
-    """What `partial` leaves out."""
+    """The requirements that `partial` leaves out."""
     changed: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "required":

@@ -36,7 +36,7 @@ _FULL = 0.9
 
 
 class _TooSlow(BaseException):
-    """Not an Exception, so that the user's code does not catch it."""
+    """Ends a trial that takes too long. No Exception, so that the user's code does not catch it."""
 
 
 def build_outline(spec: ModelSpec, problems: list[PlacedProblem], tries: bool, registry: Registry) -> nn.Module | None:

@@ -26,7 +26,7 @@ STEPS, STEP_PRODUCTS = 10, 10
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: the median over the rounds, of the slowest rank.
+    """A measurement: the median over the rounds, of the slowest rank.
 
     nbytes: bytes of the values over all ranks; for a partial read, of the requested part. ratio: speed relative to a
     reference in the same round. The references: plain files for full writes and reads, the method's own full read for

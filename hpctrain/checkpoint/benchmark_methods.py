@@ -15,7 +15,7 @@ from hpctrain.contracts.pieces import Piece, State
 
 
 class Method(ABC):
-    """One way to write this rank's tensors and to read them back."""
+    """A way to write this rank's tensors and to read them back."""
 
     def __init__(self, name: str, pieces: list[Piece], root: Path) -> None:
         self.name, self.pieces, self.root = name, pieces, root

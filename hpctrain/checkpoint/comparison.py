@@ -54,7 +54,7 @@ def compare(a: Checkpoint, b: Checkpoint, progress: Callable[[int, int], None] |
 
 
 def compare_values(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """One sentence per small value that differs."""
+    """A sentence per small value that differs."""
     missing = object()
     pairs = [(key, a.get(key, missing), b.get(key, missing)) for key in {**a, **b}]
     return [

@@ -136,7 +136,7 @@ def new_file(path: Path) -> Iterator[int]:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Like `new_file`, for a directory."""
+    """Yield a new directory, as `new_file` does for a file."""
     temporary = _name_until_whole(path, "directory")
     temporary.mkdir()
     try:

@@ -30,7 +30,7 @@ def step_of(path: Path) -> int:
 
 
 def behind_name(path: Path) -> Path:
-    """If `path` is a file `latest` or `best`, the checkpoint that it names; else `path` itself."""
+    """The checkpoint that `path` names, if it is a file `latest` or `best`; else `path` itself."""
     if path.name not in ("latest", "best"):
         return path
     try:

@@ -25,7 +25,7 @@ class Checkpoint:
     format: CheckpointFormat
 
     def files(self) -> dict[str, int]:
-        """Its files and their sizes in bytes, by path within the directory."""
+        """The checkpoint's files and their sizes in bytes, by path within the directory."""
         found = (path for path in sorted(self.path.rglob("*")) if path.is_file() and not path.is_symlink())
         return {str(path.relative_to(self.path)): path.stat().st_size for path in found}
 

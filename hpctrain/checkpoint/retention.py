@@ -18,7 +18,7 @@ EVALUATION_LOSS = "evaluation_loss"
 
 
 EVALUATION_METRICS = "evaluation_metrics"
-"""What else its evaluation measured, by name."""
+"""The key of the other values that its evaluation measured, by name."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ _MOST_SHARED = 4
 """How many times a file's size its tensors may add up to: the names of a tied parameter share its values."""
 
 _STATE_DICTS = frozenset(("state_dict", "model_state_dict", "model", "module", "net", "network", "weights"))
-"""Under these names training programs save a model's parameters."""
+"""Names under which training programs save a model's parameters."""
 _DEEPEST = 3
 """How many dicts deep a state dict is looked for."""
 
@@ -179,7 +179,7 @@ def _state_dict(path: Path, content: Any) -> tuple[dict[str, Tensor], str]:
 
 
 def _state_dicts(content: Any, place: tuple[str, ...]) -> Iterator[tuple[dict[str, Tensor], tuple[str, ...]]]:
-    """Those in dicts of dicts; what belongs to an optimizer is none."""
+    """The state dicts in dicts of dicts; what belongs to an optimizer is none."""
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content) or len(place) > _DEEPEST:
         return
     if (content and all(isinstance(value, Tensor) for value in content.values())) or (not place and not content):
@@ -256,7 +256,7 @@ def _odd_kind(tensor: Tensor) -> str | None:
 
 
 def _check_name(path: Path, name: str) -> None:
-    """As for hpctrain's checkpoints: names are printed on terminals."""
+    """Refuse names that hpctrain's checkpoints refuse, too: they are printed on terminals."""
     if not name.isprintable():
         raise CheckpointError(f"{path}: {name!r} can't name a tensor: expected printable characters")
 

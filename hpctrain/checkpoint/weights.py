@@ -183,7 +183,7 @@ def open_weights(path: Path, formats: Sequence[CheckpointFormat], kept_by: str |
 
 
 def _kept(path: Path, places: Mapping[str, str], stored: Mapping[str, StoredTensor], kept_by: str) -> dict[str, str]:
-    """Where a plugin's values for parameters are stored."""
+    """The stored names of a plugin's values for parameters."""
 
     def of(plugin: str) -> dict[str, str]:
         names = {name: f"{PLUGIN}{plugin}/{name}" for name in places}

@@ -1,1 +1,1 @@
-"""What each plugin slot asks of a plugin: one file per slot. Plugin authors import them from `hpctrain.api`."""
+"""The contracts between the trainer and plugins: one file per slot. Plugin authors import them from `hpctrain.api`."""

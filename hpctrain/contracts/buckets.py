@@ -32,13 +32,13 @@ class Span:
         return self.piece.tensor.numel()
 
     def view(self, flat: Tensor) -> Tensor:
-        """Its place in a flat tensor, in the rectangle's shape."""
+        """The span's part of a flat tensor, in the rectangle's shape."""
         return flat[self.begin : self.begin + self.numel].view(self.piece.tensor.shape)
 
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """What lies in a flat bucket of gradients, equal on all ranks that sum it. Elements of no span are zeros.
+    """The layout of a flat bucket of gradients, equal on all ranks that sum it. Elements of no span are zeros.
 
     `spans` is empty where the sharding strategy does not tell (`Sharding.tells_spans`).
     """
@@ -63,7 +63,7 @@ class BucketSum(Protocol):
 
 
 class GradientSums(Protocol):
-    """Where a sharding strategy gets its sums from: they are compressed as the job says."""
+    """The source of a sharding strategy's sums, which are compressed as the job says."""
 
     def group(self, axis: str, piece_axes: Sequence[str]) -> dist.ProcessGroup:
         """The ranks of the data axis `axis` over which a parameter is summed whose pieces have these `axes`.
@@ -72,7 +72,7 @@ class GradientSums(Protocol):
         """
 
     def bucket(self, content: GradientBucket, axis: str) -> BucketSum:
-        """What sums such a bucket over `axis`; the same buckets in the same order on all its ranks.
+        """The sum of such a bucket over `axis`; the same buckets in the same order on all its ranks.
 
         The pieces in a bucket have the same `axes`, which decide on the group, see above.
         """

@@ -35,7 +35,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of its values."""
+        """Bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -74,7 +74,7 @@ class CheckpointFormat(Plugin):
 
     @abstractmethod
     def writer(self) -> CheckpointWriter:
-        """What writes the checkpoints of a run."""
+        """The writer of a run's checkpoints."""
 
     @abstractmethod
     def read_values(self, directory: Path) -> dict[str, Any]:

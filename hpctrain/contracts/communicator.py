@@ -26,7 +26,7 @@ class Communicator(Plugin):
         """The backend for torch.distributed.init_process_group; registers it first where it is not torch's own."""
 
     def backend_options(self) -> Any:
-        """What init_process_group gives the backend as `pg_options`; None for the backend's own defaults."""
+        """The `pg_options` of init_process_group; None for the backend's own defaults."""
         return None
 
     @abstractmethod

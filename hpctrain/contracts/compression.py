@@ -63,7 +63,7 @@ class Compressor(ABC):
         """
 
     def reduce_scatter(self, output: Tensor, gradients: Tensor, scale: float) -> None:
-        """As all_reduce, but only this rank's equal slice of the sum is needed, in `output`.
+        """Reduce as all_reduce does, but only this rank's equal slice of the sum is needed, in `output`.
 
         `output` may be that slice of `gradients` itself, which hold nothing of use afterwards.
         """
@@ -73,7 +73,7 @@ class Compressor(ABC):
             output.copy_(mine)
 
     def state(self) -> list[Tensor]:
-        """What lasts from step to step. The trainer puts it back when a step is left out, as if it had not been."""
+        """The tensors that last from step to step. The trainer puts it back when a step is left out, as if it had not been."""
         return []
 
     def consolidate(self) -> None:

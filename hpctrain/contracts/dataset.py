@@ -25,7 +25,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Source(ABC):
-    """What samples come from: `Samples`, which have places, or a `Stream`."""
+    """The source of samples: `Samples`, which have places, or a `Stream`."""
 
     draws: ClassVar[bool] = False
     """Whether an item may draw random numbers (augmentation). Then Python's, NumPy's and torch's draws on the CPU are seeded for
@@ -42,7 +42,7 @@ class Source(ABC):
     """Whether the number of samples and their lengths are estimates; only where the context `may_estimate`."""
 
     remark: str = ""
-    """For the screen: what of the data set's own settings is used."""
+    """A clause for the screen about the data set's own settings that are used."""
 
     def collation(self) -> Collate | None:
         """Makes micro batches of samples; None stacks samples of one shape (torch's default_collate).
@@ -102,7 +102,8 @@ class Stream(Source):
         raise NotImplementedError
 
     def state(self) -> Any:
-        """What `load_state` needs to go on behind the item that came last, as a value for `encode_value`; None if it can't."""
+        """The state with which `load_state` goes on behind the item that came last, as a value for `encode_value`; None if it
+        can't."""
         return None
 
     def load_state(self, state: Any) -> None:
@@ -115,7 +116,7 @@ def _here(name: str, action: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class DatasetContext:
-    """What the rest of the job says to a dataset."""
+    """The rest of the job, as far as a dataset needs it."""
 
     seq_length: int | None
     """Tokens per sample, at most: `[dataset] seq_length`, else the model's max_seq_length."""

@@ -20,7 +20,7 @@ CANCELLED = "cancelled"
 
 @dataclass(frozen=True)
 class SubmittedRun:
-    """One run: its output directory, its job file there (both absolute), and the content of that file."""
+    """A run: its output directory, its job file there (both absolute), and the content of that file."""
 
     directory: Path
     job: Path
@@ -49,13 +49,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher is to start: one run, or several that differ in one value (an array)."""
+    """An order to a launcher: one run, or several that differ in one value (an array)."""
 
     name: str
     """The job's name, made of letters, digits, dots, dashes and underscores."""
 
     directory: Path
-    """Where the script and the output go: the run's directory, or the one above all runs of an array."""
+    """The directory of the script and the output: the run's, or the one above all runs of an array."""
 
     runs: tuple[SubmittedRun, ...]
     """The runs in the order of the array; more than one only for a launcher that `takes_arrays`."""

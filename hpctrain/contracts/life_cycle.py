@@ -1,4 +1,4 @@
-"""What the life-cycle hooks give to plugins and take from them."""
+"""The objects that life-cycle hooks give to plugins and take from them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class LiveModel(Protocol):
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """What of the trained parameters this rank's optimizer updates. After a step, `piece.tensor.grad` is its gradient: clipped,
-        and without the loss scale."""
+        """The pieces of the trained parameters that this rank's optimizer updates. After a step, `piece.tensor.grad` is its
+        gradient: clipped, and without the loss scale."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -76,7 +76,7 @@ def _forget(values: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class PluginState:
-    """What a plugin keeps in checkpoints, under `name`, a name of its own.
+    """State that a plugin keeps in checkpoints, under a name of its own.
 
     pieces: live tensors, filled at a resume. values: gives small JSON values at each save, equal on all ranks. restore: gets
     them back at a resume. A checkpoint need not have any of it: then the tensors stay as they are, and restore isn't called.

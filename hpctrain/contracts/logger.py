@@ -19,11 +19,11 @@ class Logger(Plugin):
 
 
 class LogWriter(ABC):
-    """What gets the rows of one run. A writer that raises gets no more rows, and training goes on."""
+    """A receiver of the rows of one run. A writer that raises gets no more rows, and training goes on."""
 
     @abstractmethod
     def log(self, row: Mapping[str, Any]) -> None:
-        """One row of metrics.jsonl, as it is written there."""
+        """Take a row of metrics.jsonl, as it is written there."""
 
     def close(self) -> None:
         """The run has ended."""

@@ -15,18 +15,18 @@ from hpctrain.errors import TrainingError, shown
 
 
 class Metric(Plugin):
-    """One of the job's `[[metric]]`."""
+    """A metric of the job's `[[metric]]`."""
 
     takes_logits: bool = False
     """Whether it measures the logits in the outputs (`ModelSpec.logits`), not all of the outputs."""
 
     @abstractmethod
     def start(self) -> RunningMetric:
-        """What measures one evaluation on one rank."""
+        """Begin the measurement of one evaluation on one rank."""
 
 
 class RunningMetric(ABC):
-    """One evaluation's measurement on one rank."""
+    """A measurement of one evaluation on one rank."""
 
     @abstractmethod
     def update(self, outputs: Any, target: Tensor) -> None:

@@ -16,14 +16,14 @@ from hpctrain.contracts.plugin import Plugin
 from hpctrain.errors import UsageError
 
 Batch = Any
-"""What the collated samples of a micro batch are: a dict of tensors, or a list of tensors whose last is the target."""
+"""The collated samples of a micro batch: a dict of tensors, or a list of tensors whose last is the target."""
 
 
 class ModelSpec(Plugin):
-    """What the trainer needs to know of a model. Parameter names are those of the module that `build` returns."""
+    """A model, as the trainer needs to know it. Parameter names are those of the module that `build` returns."""
 
     counts: ClassVar[str] = "tokens"
-    """What `count` counts, as the screen and metrics.jsonl call it."""
+    """The unit of `count`, as the screen and metrics.jsonl call it."""
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -35,7 +35,7 @@ class ModelSpec(Plugin):
 
     @abstractmethod
     def count(self, batch: Batch) -> int:
-        """What the loss of `batch` is a sum over: tokens that have a label, or samples (see `counts`)."""
+        """The number of terms in the loss of `batch`: tokens that have a label, or samples (see `counts`)."""
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Tensor]:
@@ -47,12 +47,12 @@ class ModelSpec(Plugin):
         """
 
     def target(self, batch: Batch) -> Tensor:
-        """What metrics compare the outputs with."""
+        """The labels that metrics compare the outputs with."""
         target: Tensor = batch["labels"] if isinstance(batch, Mapping) else batch[-1]
         return target
 
     def logits(self, outputs: Any) -> Tensor:
-        """What of the `outputs` of `forward` is the prediction, for metrics such as accuracy, for `predict` and `sample`: a tensor
+        """The prediction among the `outputs` of `forward`, for metrics such as accuracy, for `predict` and `sample`: a tensor
         itself, else `outputs.logits`, as in transformers, else `outputs["logits"]`. Raises UsageError for other outputs."""
         found = outputs["logits"] if isinstance(outputs, Mapping) and "logits" in outputs else outputs
         found = found if isinstance(found, Tensor) else getattr(found, "logits", None)
@@ -170,4 +170,4 @@ class PipelineModel(ModelSpec):
 
     @abstractmethod
     def head(self, module: nn.Module, hidden: Tensor) -> Any:
-        """What the last block gives -> what goes to `loss`."""
+        """Turn the last block's output into the argument of `loss`."""

@@ -12,7 +12,7 @@ from hpctrain.contracts.plugin import Options, Plugin
 
 
 class OptimizerOptions(Options):
-    """What every optimizer has: a learning rate, which schedule and scaling multiply."""
+    """Options of every optimizer: a learning rate, which schedule and scaling multiply."""
 
     lr: float = Field(gt=0, description="peak learning rate, before lr_scaling")
 

@@ -18,16 +18,16 @@ from hpctrain.errors import UsageError
 
 @dataclass(frozen=True)
 class AxisTraits:
-    """What an axis of the mesh is. The core and other plugins ask for these, never for an axis by its name."""
+    """The traits of a mesh axis. The core and other plugins ask for these, never for an axis by its name."""
 
     axis: str
-    """Its short form in the field: "tp", "pp", "cp"."""
+    """The axis's short form in the field: "tp", "pp", "cp"."""
 
     order: int
-    """Its place in the mesh, outermost first. pp is 10, the data axes 20, 21, ..., cp 40, tp 50."""
+    """The axis's place in the mesh, outermost first. pp is 10, the data axes 20, 21, ..., cp 40, tp 50."""
 
     ranks_have: Literal["the same samples", "parts of samples", "other parameters"]
-    """What each rank of the axis has of a micro batch and of the model.
+    """The share that each rank of the axis has of a micro batch and of the model.
 
     "the same samples": all compute the same loss, which is counted once (tp). "parts of samples": what `split_batch` gives, and
     a part of the loss; to the sharding strategy they are data-parallel ranks, so gradients are summed over them, and what it
@@ -51,8 +51,8 @@ class AxisTraits:
     """Whether a block's backward comes in two: one for its input, one for its parameters (pp's zero bubble)."""
 
     one_shape: Literal["always", "compiled"] | None = None
-    """When all micro batches must have the same shape, so that batches by token budget can't be had: always (pp), or where
-    blocks are compiled (tp)."""
+    """The case in which all micro batches must have the same shape, so that batches by token budget can't be had: always (pp),
+    or where blocks are compiled (tp)."""
 
     @property
     def cuts_samples(self) -> bool:
@@ -80,24 +80,24 @@ class AppliedAxis:
         return nullcontext()
 
     def split_batch(self, batch: Batch) -> Batch:
-        """What this rank of the axis gets of a micro batch; called ahead of the step, in a thread of its own."""
+        """This rank's share of a micro batch; called ahead of the step, in a thread of its own."""
         return batch
 
     def runner(self, parts: RunnerParts) -> Runner | None:
-        """What runs the micro batches in place of one after the other; None where that is right."""
+        """A runner that replaces the sequential one; None to keep it."""
         return None
 
 
 class Parallelism(Plugin):
-    """One axis of the mesh besides the data axes. `[parallelism] NAME = size`, or a table with `size` and options."""
+    """A mesh axis besides the data axes. `[parallelism] NAME = size`, or a table with `size` and options."""
 
     @property
     @abstractmethod
     def traits(self) -> AxisTraits:
-        """What the axis is, under these options."""
+        """The axis's traits under these options."""
 
     def sequence_multiple(self, size: int) -> int:
-        """What the length of a batch must be a multiple of for `size` ranks of this axis to cut it."""
+        """The number that divides the length of a batch which `size` ranks of this axis can cut."""
         return 1
 
     @abstractmethod

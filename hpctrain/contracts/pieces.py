@@ -57,7 +57,7 @@ class Piece:
 def offsets_of(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """Where a rank's part of a DTensor begins in every dimension, on a mesh of these `sizes` at this `coordinate`.
+    """The begin of a rank's part of a DTensor in every dimension, on a mesh of these `sizes` at this `coordinate`.
 
     torch 2.13 gives another rank's place where one axis cuts, unevenly, what another has cut unevenly.
     """
@@ -105,7 +105,7 @@ def set_row_order(module: nn.Module, parameter: str, runs: Sequence[Run]) -> Non
 
 
 def pieces_of(module: nn.Module, name: str, tensor: Tensor) -> list[Piece]:
-    """What of `tensor`, the parameter or buffer `name` of `module`, lies on this rank, in the order of its memory.
+    """This rank's pieces of `tensor`, the parameter or buffer `name` of `module`, in the order of its memory.
 
     One piece, unless `set_row_order` was called for it; then they are runs of whole local rows, and none is empty.
     """
@@ -127,7 +127,7 @@ def _of_the_model(stored: Piece, runs: Sequence[Run]) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint holds: tensors by pieces, and small values (JSON: step, schedule, scaler, versions)."""
+    """The content of a checkpoint: tensors by pieces, and small values (JSON: step, schedule, scaler, versions)."""
 
     pieces: list[Piece]
     values: dict[str, Any] = field(default_factory=dict)

@@ -25,7 +25,7 @@ class PipelineSchedule(Plugin):
         """
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """Which rank of the pipeline has the stage; `torch_class` must place stages in the same way."""
+        """The rank of the pipeline that has the stage; `torch_class` must place stages in the same way."""
         return stage % ranks
 
     def cannot_run(self, micro_batches: int, ranks: int, stages: int) -> str | None:

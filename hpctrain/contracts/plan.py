@@ -1,4 +1,4 @@
-"""What plugins look at before anything is built: the job as data, and the machine that it is to run on."""
+"""The view of plugins before anything is built: the job as data, and the machine that it is to run on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Problem:
 
     @staticmethod
     def of(error: HpctrainError) -> Problem:
-        """What an error says."""
+        """The problem that an error tells."""
         return Problem(str(error), exit_code=error.exit_code, is_sentence=True)
 
 
@@ -61,10 +61,10 @@ class Plan:
     """The size of each mesh axis, the data axes included; None where the number of ranks is not known."""
 
     model_axes: Mapping[str, int] | None = None
-    """As the sharding strategy sees it: axes that cut samples are part of a data axis."""
+    """Sizes of the model's axes as the sharding strategy sees them: axes that cut samples are part of a data axis."""
 
     data_axes: tuple[str, ...] = ()
-    """Those of the mesh axes that the sharding strategy cuts the data ranks into."""
+    """The mesh axes that the sharding strategy cuts the data ranks into."""
 
     data_ranks: int | None = None
     """Ranks that see different samples; None where the number of ranks is not known."""
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def traits(self) -> list[AxisTraits]:
-        """Those of all axes."""
+        """The traits of all axes."""
         return [plugin.traits for plugin in self.parallelism.values()]
 
     @property
@@ -85,7 +85,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a rank runs. device: None until a communicator has given the rank one."""
+    """The machine of a rank. device: None until a communicator has given the rank one."""
 
     identity: Identity
     device: torch.device | None = None

@@ -1,4 +1,4 @@
-"""What every plugin has: a name, and options with types and help. It is a choice, not what runs."""
+"""The base of every plugin: a name, and options with types and help. It is a choice, not what runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 if TYPE_CHECKING:
+    import torch
+
     from hpctrain.contracts.plan import Machine, Plan, Problem
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -27,7 +29,7 @@ class Options(BaseModel):
 
 
 class _Frozen(ABCMeta):
-    """Its classes' instances take no attributes after their constructor."""
+    """A metaclass whose classes' instances take no attributes after their constructor."""
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
         plugin = super().__call__(*args, **keywords)
@@ -43,7 +45,7 @@ class Plugin(metaclass=_Frozen):
     """
 
     name: ClassVar[str]
-    """What the job file calls it."""
+    """The plugin's name in the job file."""
 
     Options: ClassVar[type[Options]] = Options
     """The keys that its table may hold."""
@@ -64,18 +66,25 @@ class Plugin(metaclass=_Frozen):
             self.chosen = chosen
 
     def problems(self, plan: Plan) -> list[Problem]:
-        """What in the job doesn't go with this plugin. Asked once for each job, before anything is built.
+        """Problems of the job with this plugin. Asked once for each job, before anything is built.
 
         A UsageError that it raises is told as it is. Must not communicate.
         """
         return []
 
     def missing(self, machine: Machine) -> str | None:
-        """What this plugin needs and `machine` lacks, as the end of a sentence; None where it can run.
+        """The need of this plugin that `machine` lacks, as the end of a sentence; None where it can run.
 
         Asked where a rank starts; `hpctrain check` asks, too, and only notes the answer: the job may be for another machine.
         """
         return None
+
+    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
+        """Settings of this plugin's slot that would save memory and are not on, such as "[sharding] stage = 3, found 1".
+
+        Asked, the cheapest first, when a rank has run out of memory on `device`. ranks: those that see different samples.
+        """
+        return []
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_is_made" in self.__dict__:

@@ -31,7 +31,7 @@ class LossScaler:
         return
 
     def state(self) -> dict[str, Any]:
-        """What a resume must restore, as JSON values."""
+        """The state that a resume must restore, as JSON values."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ See = Callable[[Any, Batch], None]
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """What a runner works with; `sharded.module` is ready to be trained.
+    """The parts that a runner works with; `sharded.module` is ready to be trained.
 
     context: entered around forward, loss and backward; once per micro batch, or around all of them.
     phase: to be entered around the phases "forward" and "backward" of a step.
@@ -59,8 +59,8 @@ class RunnerParts:
         return self.sharded.module
 
     def backward_from(self, loss: Tensor, divisor: int) -> Tensor:
-        """What backward starts from, where the step's losses are divided by `divisor`. Raises TrainingError for a loss without
-        a graph."""
+        """The tensor from which backward starts, where the step's losses are divided by `divisor`. Raises TrainingError for a
+        loss without a graph."""
         if not loss.requires_grad:
             raise TrainingError(
                 f"[model] name = {self.spec.name!r}: its loss has no gradient, expected one that follows from trained parameters; "
@@ -99,7 +99,7 @@ class Runner(ABC):
     """The loop never forwards a model itself: it asks the runner."""
 
     out_of_memory: str | None = None
-    """What was lacking in the last `train` on this rank, where that has survived it: its loss and gradients are not whole."""
+    """The lack of memory that the last `train` on this rank has survived, in words: its loss and gradients are not whole."""
 
     @abstractmethod
     def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
@@ -110,11 +110,11 @@ class Runner(ABC):
         """
 
     def figures(self) -> Sequence[float]:
-        """Of the last `train` on this rank, for `metrics`; as many on every rank."""
+        """This rank's numbers from the last `train`, for `metrics`; as many on every rank."""
         return ()
 
     def metrics(self, figures: Tensor) -> tuple[dict[str, float], str]:
-        """What all ranks' `figures`, (ranks, figures), come to: metrics of the step, and what the screen says of them."""
+        """Combine all ranks' `figures`, (ranks, figures), into metrics of the step and a remark for the screen."""
         return {}, ""
 
     @abstractmethod

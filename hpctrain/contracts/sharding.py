@@ -18,7 +18,7 @@ from hpctrain.contracts.plugin import Plugin
 
 
 class Sharding(Plugin):
-    """One strategy: who holds parameters, gradients and optimizer state, and when gradients are summed.
+    """A strategy: who holds parameters, gradients and optimizer state, and when gradients are summed.
 
     `[sharding] stage = N` is short for the name "zero-N".
     """
@@ -31,7 +31,7 @@ class Sharding(Plugin):
     own (AxisTraits.has_own_parameters) needs that."""
 
     divides: ClassVar[frozenset[str] | None] = None
-    """Of "parameters", "gradients" and "optimizer state", what the data-parallel ranks of a replica share out, so that each keeps a
+    """The kinds among "parameters", "gradients" and "optimizer state" of which each data-parallel rank of a replica keeps a
     part, for the estimate of `hpctrain check`; None: unknown."""
 
     ranks_diverge: ClassVar[bool] = False
@@ -51,7 +51,7 @@ class Sharding(Plugin):
         """
 
     def home(self, device: torch.device) -> torch.device:
-        """Where the parameters of a rank that computes on `device` are kept."""
+        """The device of the parameters of a rank that computes on `device`."""
         return device
 
     @abstractmethod
@@ -111,7 +111,7 @@ class ShardedModel(ABC):
         return
 
     def state(self) -> PluginState | None:
-        """What the strategy keeps in checkpoints besides the pieces and the optimizer's state, or None. Not collective.
+        """The strategy's state in checkpoints besides the pieces and the optimizer's state, or None. Not collective.
 
         Asked when the optimizer has its state: before a restore, and at each save after `consolidate`. What differs between n
         ranks is a piece of the shape (n, ...) of which each rank has one row. `restore` is called before `refresh`.
@@ -120,7 +120,7 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def pieces(self) -> list[Piece]:
-        """What this rank's optimizer updates, without empty pieces; a piece's gradient is `piece.tensor.grad`.
+        """The pieces that this rank's optimizer updates, without empty ones; a piece's gradient is `piece.tensor.grad`.
 
         Each `piece.tensor` is a leaf that is given to the optimizer as it is. It may be a part of a parameter, and
         several pieces may be of one parameter.

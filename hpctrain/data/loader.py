@@ -20,7 +20,8 @@ from hpctrain.errors import HpctrainError, TrainingError
 from hpctrain.watchdog.position import LOADER
 
 StepEnd: TypeAlias = tuple[int, Mapping[int, Place]]
-"""Of a step's last micro batch: the position at which the next step begins, and the places of this rank's readers."""
+"""The end of a step, with its last micro batch: the position at which the next step begins, and the places of this rank's
+readers."""
 Item: TypeAlias = tuple[MicroBatch, Sequence[int], StepEnd | None] | BaseException | None
 """A micro batch and the indices of its samples."""
 

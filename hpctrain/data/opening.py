@@ -31,7 +31,7 @@ _EPOCHS = 100
 
 @dataclass(frozen=True)
 class Data:
-    """What a job trains and evaluates on; `validation` is None if the job does not evaluate.
+    """The data that a job trains and evaluates on; `validation` is None if the job does not evaluate.
 
     samples: of an epoch; None for a stream that does not know. lengths, validation_lengths: for token batches, else None.
     """

@@ -95,7 +95,7 @@ class Pool:
         )
 
     def load(self, plan: Iterator[Planned]) -> Iterator[Loaded]:
-        """One pass: the micro batches of `plan`. A pass that is left early does not disturb the next one."""
+        """Load the micro batches of `plan` in one pass. A pass that is left early does not disturb the next one."""
         self._requests.plan = plan
         try:
             for loaded in self._started() if self._workers else self._loader:
@@ -161,7 +161,7 @@ def refuse_in_worker() -> None:
 
 
 def _begin(stacks: Path, labels: tuple[str, str], number: int) -> None:
-    """In a worker, before its first sample. labels: of the rank's prints."""
+    """Prepare a worker before its first sample. labels: of the rank's prints."""
     be_watched(stacks)
     if not any(labels_of_prints()):  # a forked process has its rank's
         label_prints(*labels)

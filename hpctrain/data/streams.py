@@ -49,7 +49,7 @@ class Reader:
         return item
 
     def place(self) -> Place:
-        """Behind the item that came last. Raises UsageError for a state that is not made of plain values."""
+        """The place behind the item that came last. Raises UsageError for a state that is not made of plain values."""
         state = self._stream.state()
         try:
             text = None if state is None else json.dumps(encode(state, "state_dict()"))

@@ -51,7 +51,7 @@ def begin_early() -> None:
 
 
 def _fork(start: Any, path: Any, words: Sequence[Any], descriptors: Sequence[int]) -> int:
-    """In place of multiprocessing's function that starts the server's command: fork it."""
+    """Fork the server, in place of multiprocessing's function that starts its command."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -89,7 +89,8 @@ def _close_connections(kept: Sequence[int]) -> None:
 
 
 class Surroundings:
-    """What a worker would have inherited from the rank, had it been started by it: set where this object is unpickled."""
+    """The surroundings that a worker would have inherited from the rank, had it been started by it: set where this object is
+    unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _surround, (dict(os.environ), os.sched_getaffinity(0))

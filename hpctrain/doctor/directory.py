@@ -68,7 +68,7 @@ def _fill(path: Path, token: str) -> tuple[Scratch, IO[str] | None]:
 
 
 def directory_checks(identity: Identity, directory: Path, scratch: Scratch) -> list[Finding]:
-    """On one rank of each node, and on rank 1, which tries the locks where the job has one node."""
+    """Check the directory on one rank of each node, and on rank 1, which tries the locks where the job has one node."""
     leader = identity.local_rank == 0
     if scratch.error is not None:
         if identity.rank:

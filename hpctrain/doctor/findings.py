@@ -1,4 +1,4 @@
-"""What the checks find: on one rank a finding, for the user one row for all ranks that found the same."""
+"""The findings of checks: on a rank a finding, for the user a row for all ranks that found the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST = 8
 
 @dataclass(frozen=True)
 class Finding:
-    """One rank's finding. remedy: what to do, for warn and fail."""
+    """A rank's finding. remedy: what to do, for warn and fail."""
 
     check: str
     state: State
@@ -40,7 +40,7 @@ def row_of(finding: Finding, ranks: Iterable[int], nodes: Sequence[str]) -> Row:
 
 
 def merged(reports: Sequence[Sequence[Finding]], nodes: Sequence[str]) -> list[Row]:
-    """One row for equal findings of several ranks: checks in order, the worst first. reports, nodes: of each rank."""
+    """A row for equal findings of several ranks: checks in order, the worst first. reports, nodes: of each rank."""
     ranks: dict[Finding, list[int]] = {}
     for rank, report in enumerate(reports):
         for finding in report:

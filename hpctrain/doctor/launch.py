@@ -62,7 +62,7 @@ def mpi_library(load: bool = True) -> str:
 
 
 def software(registry: Registry, identity: Identity) -> dict[str, list[str]]:
-    """What must be alike on all ranks, by kind."""
+    """Facts that must be alike on all ranks, by kind."""
     packages = [f"{name} {found}" for name in _PACKAGES if (found := _version(name))]
     first = [f"hpctrain {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"]
     return {

@@ -1,4 +1,4 @@
-"""What is taken over from a torch.utils.data.DataLoader of the user's."""
+"""Takes over a torch.utils.data.DataLoader of the user's."""
 
 from __future__ import annotations
 

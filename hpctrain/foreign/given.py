@@ -83,7 +83,7 @@ def _found(module: Any, path: str) -> Any:
 
 
 def _as_callable(value: Any, key: Key) -> Any:
-    """What a reference stands for: something to call."""
+    """The callable that a reference stands for."""
     place = (key[0], key[-1])
     if place == ("model", "name") and isinstance(value, nn.Module):
         return _copies_of(value)

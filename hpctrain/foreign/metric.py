@@ -83,7 +83,7 @@ class _Mean(SummedMetric):
 
 
 class _Torchmetrics(RunningMetric):
-    """It sums its own states up over the ranks."""
+    """A metric of torchmetrics, which sums its own states up over the ranks."""
 
     def __init__(self, reference: str, metric: Any) -> None:
         self._reference, self._metric, self._has_begun = reference, metric, False

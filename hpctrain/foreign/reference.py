@@ -15,7 +15,7 @@ from hpctrain.plugins.entry_points import RAISED, Interrupted
 OBJECTS = "python"
 """The module's name in a reference to an object that a Python program gave to `hpctrain.run`."""
 GIVEN: dict[str, Any] = {}
-"""These objects, while their run lasts."""
+"""Objects of the user's, while their run lasts."""
 
 
 def is_reference(name: str) -> bool:

@@ -26,7 +26,7 @@ class ForeignSchedule(Schedule):
         self.name = self.reference = reference  # type: ignore[misc]  # its name in the job file, for messages
         self._function, self._of_torch = function, of_torch
         self._factors: list[float] = []
-        """Those of a scheduler of torch, as far as they have been asked for: it knows the next one only."""
+        """Factors of a scheduler of torch, as far as they have been asked for: it knows the next one only."""
         self._schedulers: list[Any] = []
 
     @classmethod

@@ -64,7 +64,7 @@ class GradientReducer:
                 try_compressor(self._lossy, group, torch.device(self._device_type))
 
     def bucket(self, content: GradientBucket, axis: str) -> BucketSum:
-        """What sums such a bucket over `axis`; the same buckets in the same order on all its ranks."""
+        """The sum of such a bucket over `axis`; the same buckets in the same order on all its ranks."""
         group = self.group(axis, content.spans[0].piece.axes if content.spans else ())
         goes_elsewhere = axis != self._axis or group is not self._groups[axis]
         if self._routes is None or self._lossy is None or goes_elsewhere or content.dtype.is_complex:
@@ -101,7 +101,7 @@ class GradientReducer:
             compressor.consolidate()
 
     def pieces(self) -> list[Piece]:
-        """What compression remembers: see Compressor.pieces."""
+        """The pieces that compression remembers: see Compressor.pieces."""
         return [piece for one in self._compressors for piece in one.pieces()]
 
     @property

@@ -16,7 +16,7 @@ from hpctrain.contracts.pieces import Piece
 
 
 class Residual:
-    """What of a bucket has not been sent yet by this rank, without loss scaling; for use in a Compressor.
+    """The part of a bucket that this rank has not sent yet, without loss scaling. For compressors with error feedback.
 
     Only the sum over the ranks matters: it is what the parameters still lack. Checkpoints have that sum, so it loads into any
     number of ranks. It is given to one rank, parameter by parameter in turns: to divide it would round, and need a copy.
@@ -43,7 +43,7 @@ class Residual:
                 span.view(self.flat).zero_()
 
     def pieces(self) -> list[Piece]:
-        """Those that are this rank's after `consolidate`, named residual/NAME."""
+        """This rank's pieces after `consolidate`, named residual/NAME."""
         return [
             replace(span.piece, name=f"residual/{span.piece.name}", tensor=span.view(self.flat))
             for number, span in enumerate(self._bucket.spans)

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a node, and the groups inside and between nodes. Needs no MPI: the world's names of nodes."""
+"""Groups inside and between nodes, by the ranks of a group that share a node. Needs no MPI: the world's names of nodes."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from hpctrain.devices import is_accelerator
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
-"""By the bytes of an element. Wider ones are words of 32 bits: of 64 bits, the product would lose the highest ones' place."""
+"""Integers by the bytes of an element. Wider ones are words of 32 bits: of 64 bits, the product would lose the highest ones'
+place."""
 _ROW = 1 << 14
 """Words that share a table of factors. Temporary copies of them fit into a CPU's cache."""
 _ROWS = 64

@@ -21,7 +21,7 @@ _MEND = "mend the samples, or leave them out of the data"
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What all ranks know of a step before its update.
+    """Figures of a step that all ranks know before its update.
 
     losses: each rank's part of the loss. out_of_memory: the ranks without memory for their forwards and backwards.
     overflow: whether the gradients overflowed under a loss scale that can fall, which is no failure.
@@ -37,7 +37,7 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do about a step. said: a clause about what was found."""
+    """The guard's decision about a step. said: a clause about what was found."""
 
     cause: Literal["non_finite", "loss_spike", "oom"]
     action: Literal["stop", "skip", "rollback", "warn"]
@@ -55,7 +55,7 @@ class Verdict:
 
 
 class _Kept(BaseModel):
-    """What a checkpoint keeps."""
+    """The guard's state in a checkpoint."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -65,7 +65,7 @@ class _Kept(BaseModel):
 
 
 def remedy_for(verdict: Verdict, saved: bool) -> str:
-    """What to do about a verdict that ends the training. saved: whether there is a checkpoint."""
+    """The remedy for a verdict that ends the training. saved: whether there is a checkpoint."""
     if verdict.exhausted:
         return "as many steps in a row were left out as [guard] limit allows"
     if verdict.action == "rollback":
@@ -89,12 +89,12 @@ class Guard:
         self._table = table
         window = table.loss_spike.window if table.loss_spike else 0
         self._losses: deque[float] = deque(maxlen=window)
-        """Of the newest steps that updated the model."""
+        """Losses of the newest steps that updated the model."""
         self._in_row = 0
         self.skipped = 0
         """Steps of this run that a guard left out."""
         self.rollbacks = 0
-        """In this process."""
+        """Rollbacks in this process."""
         self._target: tuple[Path, int] | None = None
         """The checkpoint of the newest rollback, and how many led there."""
 
@@ -146,7 +146,7 @@ class Guard:
         return True
 
     def metrics(self, verdict: Verdict | None) -> dict[str, Any]:
-        """What a step's row has of the guards; nothing in a run without an event."""
+        """The guards' keys of a step's row; none in a run without an event."""
         found: dict[str, Any] = {} if verdict is None else {"guard": verdict.cause}
         if self.skipped:
             found["skipped_steps"] = self.skipped
@@ -155,7 +155,7 @@ class Guard:
         return found
 
     def state(self) -> list[PluginState]:
-        """What checkpoints keep, so that a resumed run judges as an uninterrupted one."""
+        """The guards' state in checkpoints, so that a resumed run judges as an uninterrupted one."""
         if not self._table.may_leave_out and self._table.loss_spike is None:
             return []
         return [PluginState("guard", values=self._values, restore=self._restore)]

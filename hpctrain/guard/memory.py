@@ -7,13 +7,16 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
+from math import prod
 
 import psutil  # type: ignore[import-untyped]
 import torch
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import ContextParallelModel, PipelineModel, TensorParallelModel, TokenModel
-from hpctrain.devices import device_name, is_accelerator, memory_left
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.devices import device_name, memory_left
 from hpctrain.errors import TrainingError
 from hpctrain.foreign import is_reference
 from hpctrain.job.parts import Parts
@@ -54,7 +57,7 @@ def lack_of_memory(error: BaseException | None) -> BaseException | None:
 
 
 def shortage(error: BaseException, device: torch.device) -> str:
-    """What was asked for, and what there is."""
+    """A clause about the memory that was asked for, and that there is."""
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
     told = f"asked for {_readable(asked[1])}" if asked else (str(error).splitlines() or ["no size is known"])[0]
     if not isinstance(error, torch.OutOfMemoryError):
@@ -81,32 +84,23 @@ def _on_this_machine() -> str:
 
 def advice(job: Job, parts: Parts, ranks: int, device: torch.device, has_batch: bool = True) -> str:
     """The settings that would help, without those that are on, the cheapest first."""
+    different = ranks // prod(job.parallelism[name].size for name in parts.parallelism)
+    asked = [*([parts.activation_checkpointing] if has_batch else []), parts.sharding, *parts.parallelism.values()]
     found = [
-        *(_activations(job) if has_batch else []),
-        *_sharding(job, parts, ranks, device),
+        *chain.from_iterable(_told_by(plugin, different, device) for plugin in asked),
         *([*_batch(job), *_sequence(job, parts)] if has_batch else []),
         *_layout(job, parts),
     ]
     return f"what helps, the cheapest first: {'; '.join(found)}" if found else "use more ranks, or a smaller model"
 
 
-def _activations(job: Job) -> list[str]:
-    return [] if job.activation_checkpointing.mode == "full" else ['[activation_checkpointing] mode = "full"']
-
-
-def _sharding(job: Job, parts: Parts, ranks: int, device: torch.device) -> list[str]:
-    spread, options, found = 1, parts.sharding.options, []
-    for name in parts.parallelism:
-        spread *= job.parallelism[name].size
-    stage = re.fullmatch(r"zero-([0-3])", parts.sharding.name)
-    if stage and stage[1] != "3" and ranks > spread:
-        found.append(f"[sharding] stage = 3, found {stage[1]}")
-    found += [
-        f"[sharding] {key} = true"
-        for key in ("offload_optimizer", "offload_parameters")
-        if is_accelerator(device) and getattr(options, key, None) is False
-    ]
-    return found
+def _told_by(plugin: Plugin, ranks: int, device: torch.device) -> list[str]:
+    """The plugin's advice; a mistake of the plugin's must not hide that memory is lacking."""
+    try:
+        return [f"{one}" for one in plugin.memory_advice(ranks, device)]
+    except Exception as error:
+        LOG.warning("%s gave no advice: %s: %s", type(plugin).__qualname__, type(error).__name__, error)
+        return []
 
 
 def _batch(job: Job) -> list[str]:

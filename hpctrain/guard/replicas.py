@@ -30,7 +30,7 @@ class Replicas:
         self._module, self._meshes, self._identity = module, meshes, identity
         spread = [axis for axis in meshes.model.mesh_dim_names or () if axis not in meshes.data_axes]
         self._place = [meshes.axis(axis).get_local_rank() for axis in spread]
-        """Among the ranks that hold other parts of the model."""
+        """This rank's place among the ranks that hold other parts of the model."""
         self._equal_at: int | None = None
 
     def exist(self) -> bool:

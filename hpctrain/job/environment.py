@@ -20,7 +20,7 @@ PREFIXES = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "CUDA_", "CUBLAS_", "CUDNN_", "HIP_", "HSA_", "MIOPEN_", "TOKENIZERS_",
 )  # fmt: skip
 OF_MPIEXEC = ("OMPI_MCA_", "PRTE_MCA_")
-"""What an mpiexec reads before there is a rank."""
+"""Prefixes of variables that an mpiexec reads before there is a rank."""
 _CODE = re.compile(
     r"PATH$|PLUGIN|LIBRAR|(^|_)LIB(_|$)|AGENT|PREFIX|EXEC|COMMAND|_DIR$|_HOME$|(CONFIG|CONF|PARAM)_FILE|ENV_LIST",
     re.IGNORECASE,
@@ -28,7 +28,7 @@ _CODE = re.compile(
 """Parts of names whose values are programs, libraries, directories of these, or more variables."""
 _SECRET = re.compile(r"(^|_)(SECRET|TOKEN|PASSWORD|CREDENTIALS?|KEY)(_|$)", re.IGNORECASE)
 _OF_THE_LAUNCHER = {"OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs"}
-"""What Open MPI's mpiexec tells its ranks; no settings."""
+"""Variables by which Open MPI's mpiexec tells its ranks something; no settings."""
 _READERS = {
     "torch": ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "TORCH_", "PYTORCH_"),
     "mpi4py.MPI": ("OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "MPICH_", "FI_", "UCX_", "UCC_"),
@@ -81,7 +81,7 @@ def export(tables: Mapping[str, Any]) -> None:
 
 @contextmanager
 def exported(tables: Mapping[str, Any]) -> Iterator[None]:
-    """As `export`; afterwards the environment is as before."""
+    """Export as `export` does; afterwards the environment is as before."""
     before = set(_exported)
     try:
         export(tables)
@@ -94,7 +94,7 @@ def exported(tables: Mapping[str, Any]) -> Iterator[None]:
 
 
 def in_effect(tables: Mapping[str, Any]) -> dict[str, str | None]:
-    """What this process has for each variable of the job, and for those that `export` has set; None for nothing."""
+    """This process's value of each variable of the job, and for those that `export` has set; None for nothing."""
     return {name: os.environ.get(name) for name in sorted({*variables(tables), *_exported})}
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
-from hpctrain.job.table import SlotTable
+from hpctrain.job.table import SlotTable, error_of_several_keys
 from hpctrain.job.times import seconds_of
 
 
@@ -37,7 +37,7 @@ class LauncherTable(SlotTable):
     stage: bool = False
     """Pack this Python environment once, and unpack it on each node's own disk before the ranks start."""
     stage_directory: Annotated[str, AfterValidator(_absolute)] = "/tmp"
-    """Where a node has its own disk."""
+    """A directory on each node's own disk."""
 
     @property
     def seconds(self) -> int | None:
@@ -47,7 +47,7 @@ class LauncherTable(SlotTable):
     @model_validator(mode="after")
     def _leaves_time_to_train(self) -> LauncherTable:
         if self.seconds is not None and self.seconds <= self.save_seconds:
-            raise ValueError(
-                f"expected either a time above save_seconds or fewer save_seconds, found {self.time} and {self.save_seconds} s"
+            raise error_of_several_keys(
+                f"expected time > save_seconds, found time = {self.time} and save_seconds = {self.save_seconds}"
             )
         return self

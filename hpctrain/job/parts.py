@@ -23,13 +23,14 @@ from hpctrain.contracts.sharding import Sharding
 
 @dataclass(frozen=True)
 class Parts:
-    """One plugin per slot; `parallelism` by the axis's name in the job; `loggers`, `hooks` and `metrics` in the job's order."""
+    """The plugins of a job, one per slot; `parallelism` by the axis's name in the job; `loggers`, `hooks` and `metrics` in the
+    job's order."""
 
     model: ModelSpec
     dataset: Dataset
     optimizer: Optimizer
     optimizer_groups: list[dict[str, Any]]
-    """For each [[optimizer.groups]]: `pattern` (a list) and the complete options of the group."""
+    """The groups of [[optimizer.groups]], each with `pattern` (a list) and its complete options."""
     schedule: Schedule
     parallelism: dict[str, Parallelism]
     sharding: Sharding
@@ -42,7 +43,7 @@ class Parts:
     hooks: list[Hook]
     metrics: list[Metric]
     launcher: dict[str, Launcher]
-    """By the name of the table in [launcher]."""
+    """Launchers by the name of their table in [launcher]."""
     formats: list[CheckpointFormat]
     """Every installed checkpoint format: a run can continue from a checkpoint of any format."""
     communicators: list[Communicator]

@@ -12,12 +12,13 @@ from pydantic import BaseModel, ValidationError
 
 from hpctrain.errors import EXIT_USAGE, HpctrainError, JobFileError
 from hpctrain.job.reading import Key, RawJob, dotted
+from hpctrain.job.table import OF_SEVERAL_KEYS
 from hpctrain.job.toml import written
 
 
 @dataclass(frozen=True)
 class PlacedProblem:
-    """One problem, at `key`. lacks: the key that isn't there. wants_text: whether the value is to be a text."""
+    """A problem at `key`. lacks: the key that isn't there. wants_text: whether the value is to be a text."""
 
     key: Key
     message: str
@@ -76,7 +77,7 @@ def _problem(
         return PlacedProblem((*table, name), unknown_key(name, table, known(item["loc"][:-1]), owners(name)))
     message = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     message = message.replace("a valid boolean", "true or false")
-    if message.startswith(("expected either", "expected lr_reference_batch")):
+    if item["type"] == OF_SEVERAL_KEYS:
         return PlacedProblem(place, f"{dotted(place)}: {message}")
     wants_text = item["type"] == "string_type"
     return PlacedProblem(place, f"{dotted(place)}: {message}, found {written(item['input'])}", wants_text=wants_text)

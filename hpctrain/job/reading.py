@@ -177,7 +177,7 @@ def _value_at(tables: Any, key: Key) -> Any:
 
 
 _ENDS = ("]", "}", '"""', "'''")
-"""One of these is in the last line of every multi-line statement."""
+"""Ends of multi-line statements."""
 
 
 def key_lines(text: str) -> Iterator[tuple[Key, int]]:

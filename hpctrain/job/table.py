@@ -5,8 +5,18 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from hpctrain.job.times import seconds_or_number
+
+OF_SEVERAL_KEYS = "several_keys"
+"""The kind of an error that says itself what was found."""
+
+
+def error_of_several_keys(sentence: str) -> PydanticCustomError:
+    """The error of a validator about keys that don't go together; the sentence says what was found."""
+    return PydanticCustomError(OF_SEVERAL_KEYS, "{sentence}", {"sentence": sentence})
+
 
 Seconds = Annotated[float, BeforeValidator(seconds_or_number, json_schema_input_type=float | str), Field(gt=0, le=1e8)]
 

@@ -12,7 +12,7 @@ from pydantic.config import JsonDict
 
 from hpctrain.job.exclusive import either, excluded
 from hpctrain.job.launching import LauncherTable
-from hpctrain.job.table import Seconds, SlotTable, Table
+from hpctrain.job.table import Seconds, SlotTable, Table, error_of_several_keys
 from hpctrain.job.variables import Value, Variable
 from hpctrain.job.watching import GuardTable, WatchdogTable
 
@@ -43,7 +43,7 @@ class JobTable(Table):
     name: Annotated[str, AfterValidator(_file_name)]
     """The name of the run."""
     output_dir: Annotated[Path | None, BeforeValidator(_not_empty)] = None
-    """Where the files of the run go, relative to the current directory (default: runs/NAME)."""
+    """Directory of the run's files, relative to the current directory (default: runs/NAME)."""
     permissions: Annotated[str, AfterValidator(_permissions)] = "0700"
     """Permissions of output_dir if hpctrain makes it, in octal, reduced by the umask; "umask": whatever the umask allows."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
@@ -70,7 +70,7 @@ class JobTable(Table):
     def _steps_or_epochs(self) -> JobTable:
         if (self.steps is None) == (self.epochs is None):
             found = "neither" if self.steps is None else "both; --set job.steps= or --set job.epochs= removes one"
-            raise ValueError(f"expected either steps or epochs, found {found}")
+            raise error_of_several_keys(f"expected either steps or epochs, found {found}")
         return self
 
 
@@ -89,7 +89,7 @@ class ModelTable(SlotTable):
     trainable: list[str] | None = Field(default=None, min_length=1)
     """Patterns of the only parameters that are trained; parameters in freeze are never trained."""
     loss: str | None = None
-    """For a module of your own: "package.module:callable", called as loss(outputs, target); a mean or a loss per sample."""
+    """Loss of a module of your own: "package.module:callable", called as loss(outputs, target); a mean or a loss per sample."""
 
 
 class DatasetTable(SlotTable):
@@ -114,11 +114,11 @@ class DatasetTable(SlotTable):
     prefetch: int = Field(default=2, ge=1)
     """Micro batches to load ahead of the step."""
     weights: str | None = None
-    """For data of your own: "package.module:callable", called with the data set; returns a weight for each training sample, by
-    which samples are drawn with replacement (default: the data set's `sample_weights` if it has them, else none)."""
+    """Weights for data of your own: "package.module:callable", called with the data set; returns a weight for each training
+    sample, by which samples are drawn with replacement (default: the data set's `sample_weights` if it has them, else none)."""
     collate: str | None = None
-    """For data of your own: "package.module:callable", called with a list of samples; returns the micro batch (default: the
-    data set's `collate_fn` if it has one, else torch's default_collate)."""
+    """Collation of data of your own: "package.module:callable", called with a list of samples; returns the micro batch
+    (default: the data set's `collate_fn` if it has one, else torch's default_collate)."""
     cache: Path | None = None
     """Directory for prepared data such as token ids (default: $XDG_CACHE_HOME/hpctrain or ~/.cache/hpctrain)."""
 
@@ -156,7 +156,7 @@ class OptimizerTable(SlotTable):
     @model_validator(mode="after")
     def _scaling_needs_reference(self) -> OptimizerTable:
         if (self.lr_scaling != "none") != (self.lr_reference_batch is not None):
-            raise ValueError(
+            raise error_of_several_keys(
                 'expected lr_reference_batch together with lr_scaling = "linear" or "sqrt", found one alone'
             )
         return self
@@ -187,12 +187,12 @@ class BatchTable(Table):
     def _samples_or_tokens(self) -> BatchTable:
         found = [key for key in BatchTable.model_fields if getattr(self, key) is not None]
         if found not in (["global_size", "micro_size"], ["tokens", "micro_tokens"]):
-            raise ValueError(
+            raise error_of_several_keys(
                 f"expected either global_size and micro_size or tokens and micro_tokens, found {', '.join(found) or 'none'}"
             )
         if self.tokens is not None and self.micro_tokens is not None and self.micro_tokens > self.tokens:
-            raise ValueError(
-                f"expected either more tokens than micro_tokens or as many, found {self.tokens} and {self.micro_tokens}"
+            raise error_of_several_keys(
+                f"expected tokens >= micro_tokens, found tokens = {self.tokens} and micro_tokens = {self.micro_tokens}"
             )
         return self
 
@@ -292,7 +292,7 @@ class KeepBestTable(Table):
     count: int = Field(default=1, ge=1)
     """How many."""
     metric: str = "loss"
-    """What they go by: the loss, or the name of a metric that [[metric]] measures, as it stands behind "evaluation_"."""
+    """Measure that they go by: the loss, or the name of a metric that [[metric]] measures, as it stands behind "evaluation_"."""
     mode: Literal["min", "max"] = "min"
     """Whether the lowest or the highest is the best."""
 
@@ -402,7 +402,7 @@ class Job(Table):
     hook: list[HookTable] = []
     metric: list[MetricTable] = []
     launcher: dict[str, LauncherTable] = {}
-    """Where `hpctrain submit` sends the job: a table for each target, such as [launcher.slurm]."""
+    """Targets of `hpctrain submit`: a table for each target, such as [launcher.slurm]."""
     environment: dict[Variable, Value] = Field(default={}, json_schema_extra={"additionalProperties": False})
     """Variables that each rank sets before MPI, torch and OpenMP start, such as FI_PROVIDER = "tcp"; one that the shell has set
     stays as it is."""
@@ -410,5 +410,5 @@ class Job(Table):
 
     @property
     def output_dir(self) -> Path:
-        """Where the files of the run go."""
+        """The directory of the run's files."""
         return self.job.output_dir or Path("runs") / self.job.name

@@ -31,7 +31,7 @@ class GuardTable(Table):
     oom: Literal["stop", "skip"] = "stop"
     """Reaction to a rank that runs out of memory in forward or backward: stop, or leave the update out on all ranks."""
     replica_check_every: int = Field(default=0, ge=0)
-    """At this interval of steps, compare the parameters of ranks that hold the same ones, and stop if they differ; 0 is never."""
+    """Interval in steps at which ranks that hold the same parameters compare them, and stop if they differ; 0 is never."""
     limit: int = Field(default=10, ge=1)
     """The most steps in a row to leave out, and the most rollbacks to one checkpoint; the next one stops the job."""
 

@@ -14,7 +14,7 @@ from hpctrain.job.tables import KeepBestTable
 
 @dataclass
 class BestSoFar:
-    """By the metric of [checkpoint] keep_best, else by the loss."""
+    """The best evaluation so far, by the metric of [checkpoint] keep_best, else by the loss."""
 
     metric: str = "loss"
     higher: bool = False
@@ -24,7 +24,7 @@ class BestSoFar:
 
     @classmethod
     def by(cls, keep: KeepBestTable | None) -> BestSoFar:
-        """As the job's table says."""
+        """Compare as the job's table says."""
         return cls() if keep is None else cls(keep.metric, keep.mode == "max")
 
     def see(self, row: Mapping[str, Any]) -> None:

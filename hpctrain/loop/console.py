@@ -22,9 +22,9 @@ from hpctrain.world.prints import CLEAR_LINE, Labelled, own, put
 LOG = logging.getLogger("hpctrain")
 
 _SECONDS_BETWEEN_LINES = 5.0
-"""Between progress lines if the output is not a terminal, and in the log."""
+"""The interval of progress lines if the output is not a terminal, and in the log."""
 _SECONDS_BETWEEN_DRAWS = 0.2
-"""Between updates of the bar on a terminal."""
+"""The interval of the bar's updates on a terminal."""
 _WEIGHT = 0.1
 """The weight of a step in the mean step time."""
 _KEPT = 3
@@ -53,7 +53,7 @@ class Console:
         self._step_seconds, self._steps = 0.0, 0
 
     def line(self, text: str) -> None:
-        """One line of plain text."""
+        """Print a line of plain text."""
         if self._speaks:
             LOG.info("%s", text)
             put(f"{CLEAR_LINE}{text}\n{self._bar}" if self._bar else f"{text}\n", own(sys.stdout))
@@ -124,7 +124,7 @@ class Console:
 
 
 def _words(row: Mapping[str, Any], counts: str, remark: str, best: Sequence[str]) -> list[str]:
-    """What a step's row says, the most important first."""
+    """The words about a step's row, the most important first."""
     return [
         f"loss {row['loss']:.4f}",
         *(["skipped"] if row.get("skipped") else []),

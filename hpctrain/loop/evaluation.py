@@ -1,4 +1,4 @@
-"""One evaluation: the loss and the job's metrics over the samples of a split."""
+"""An evaluation: the loss and the job's metrics over the samples of a split."""
 
 from __future__ import annotations
 
@@ -112,8 +112,3 @@ def _in_step(loader: Loader) -> Iterator[MicroBatch]:
         if micro is None:
             return
         yield micro
-
-
-def row_of(metrics: dict[str, float]) -> dict[str, float]:
-    """As metrics.jsonl has them."""
-    return {f"evaluation_{name}": value for name, value in metrics.items()}

@@ -119,7 +119,7 @@ class Feed:
 
     @property
     def remark(self) -> str:
-        """What of the data set's own settings is used, for the screen; "" for none."""
+        """A line for the screen about the data set's own settings that are used; "" for none."""
         return self._training.remark
 
     def training_loader(self, progress: Progress) -> Loader:
@@ -148,7 +148,7 @@ class Feed:
         return self._load("validation", lambda: make_pool(self._job, self._parts, source), plan, self._split)
 
     def stream_values(self) -> dict[str, Any] | None:
-        """What a checkpoint needs to continue a stream; None for samples. Collective."""
+        """The values with which a checkpoint continues a stream; None for samples. Collective."""
         self._note_places()
         return None if self._places is None else self._places.values()
 

@@ -45,11 +45,9 @@ from hpctrain.world.meeting import World
 
 @dataclass(frozen=True)
 class Question:
-    """What to do with the weights of a checkpoint.
-
-    weights: whatever `[model] weights` takes. out: where the outputs for the samples go, "FILE.npy"; None asks for metrics.
-    kept_by: the plugin whose weights are taken in place of the model's. prompt: a text to continue, instead of a split; `say` is
-    told what is added.
+    """A question to the weights of a checkpoint. weights: whatever `[model] weights` takes. out: where the outputs for the
+    samples go, "FILE.npy"; None asks for metrics. kept_by: the plugin whose weights are taken in place of the model's. prompt:
+    a text to continue, instead of a split; `say` is told what is added.
     """
 
     weights: Path

@@ -1,32 +1,156 @@
-"""Metrics, one row per step: gathered over the ranks, written to metrics.jsonl, passed to loggers."""
+"""Metrics of the training: the rows of steps and evaluations, and what they are made of.
+
+The docstrings of the rows' fields are the page docs/metrics.md (tests/metrics_page.py).
+"""
 
 from __future__ import annotations
 
-import json
-import logging
-import math
-import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, StrictInt, ValidationError
+from torch import Tensor
 
 from hpctrain.devices import is_accelerator, peak_memory
-from hpctrain.errors import TrainingError, reason
-from hpctrain.files import open_regular, reading, replacing
 
-LOG = logging.getLogger("hpctrain")
-_LONGEST_ROW = 2**20
-"""The longest line of metrics.jsonl, in bytes."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The position of the training at which a row is made."""
+
+    step: int
+    """The optimizer step, from 1."""
+
+    epoch: float
+    """Passes over the training data, with fractions."""
+
+    time: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The metrics of one optimizer step of all ranks."""
+
+    loss: float
+    """The mean over the tokens or samples of the global batch; `null` if a rank ran out of memory or the loss is not finite."""
+
+    named_losses: Mapping[str, float]
+    """Keys `loss_NAME`: the same mean of each loss by name, for a model whose loss is a dict."""
+
+    lr: float
+    """The learning rate of the step."""
+
+    grad_norm: float
+    """The 2-norm of the full gradient before it was clipped; `null` if it is not finite."""
+
+    count: int
+    """Key `tokens` or `samples`: the size of the global batch. Tokens without a label are not counted."""
+
+    step_seconds: float
+    """Duration of the step on rank 0."""
+
+    per_second: float
+    """Key `tokens_per_second` or `samples_per_second`: the throughput of all ranks together."""
+
+    data_seconds: float
+    """Seconds that the slowest rank waited for its samples."""
+
+    communication_seconds: float
+    """Seconds that the slowest rank waited for other ranks, without the communication that backward hides."""
+
+    memory_bytes: Mapping[str, int]
+    """Peak memory so far, on the accelerator or else of the process: `rank_max` and `rank_mean`."""
+
+    of_runner: Mapping[str, float]
+    """Keys `pipeline_bubble` and others: figures of an axis that runs the micro batches itself. A pipeline's bubble is the share of
+    the step in which a rank has nothing to compute."""
+
+    skipped: bool
+    """`true` if the update was left out, by a guard or by the loss scale; absent otherwise."""
+
+    of_guard: Mapping[str, Any]
+    """Keys `guard`, `skipped_steps` and `rollbacks`: the guard that found something in the step, and how many updates were left out
+    and how often the run went back to a checkpoint so far. Absent until there is such an event."""
+
+    def as_dict(self, moment: Moment, counts: str) -> dict[str, Any]:
+        """The row as metrics.jsonl has it. counts: "tokens" or "samples"."""
+        return {
+            **asdict(moment),
+            "loss": self.loss,
+            **{f"loss_{name}": value for name, value in self.named_losses.items()},
+            "lr": self.lr,
+            "grad_norm": self.grad_norm,
+            counts: self.count,
+            "step_seconds": self.step_seconds,
+            f"{counts}_per_second": self.per_second,
+            "data_seconds": self.data_seconds,
+            "communication_seconds": self.communication_seconds,
+            "memory_bytes": dict(self.memory_bytes),
+            **self.of_runner,
+            **({"skipped": True} if self.skipped else {}),
+            **self.of_guard,
+        }
+
+
+@dataclass(frozen=True)
+class EvaluationRow:
+    """The metrics of one evaluation of all ranks."""
+
+    measured: Mapping[str, float]
+    """Keys `evaluation_NAME`: `evaluation_loss`, `evaluation_loss_NAME` of a loss by name, and each `[[metric]]`."""
+
+    count: int
+    """Key `evaluation_tokens` or `evaluation_samples`: what the loss is a mean over."""
+
+    def as_dict(self, moment: Moment, counts: str) -> dict[str, Any]:
+        """The row as metrics.jsonl has it. counts: "tokens" or "samples"."""
+        measured = {f"evaluation_{name}": value for name, value in self.measured.items()}
+        return {**asdict(moment), **measured, f"evaluation_{counts}": self.count}
+
+
+@dataclass(frozen=True)
+class RankFigures(Generic[T]):
+    """Figures that ranks tell each other of a step: one rank's, or those of all ranks, (ranks,) each."""
+
+    loss: T
+    """Sum of the rank's losses that no other rank counts."""
+
+    out_of_memory: T
+    """1 if a forward or backward ran out of memory."""
+
+    data_seconds: T
+    communication_seconds: T
+    memory_bytes: T
+
+    stop: T
+    """The level of a request to stop, 0 for none."""
+
+    norm: T
+    """The full gradient's. Ranks without pieces have a norm of their own, of gradients that should be equal."""
+
+
+def gather_figures(mine: RankFigures[float], more: Sequence[float]) -> tuple[RankFigures[Tensor], Tensor]:
+    """All ranks' figures, and all ranks' `more`, (ranks, more): one collective, equal results on all ranks."""
+    values = astuple(mine)
+    everyone = gather_row([*values, *more])
+    return RankFigures(*everyone[:, : len(values)].T), everyone[:, len(values) :]
+
+
+def gather_row(values: Sequence[float]) -> Tensor:
+    """Every rank's `values`: (ranks, values) in float64 on the CPU, equal on all ranks."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    everyone = torch.empty(dist.get_world_size(), len(values), dtype=torch.float64)
+    dist.all_gather_single(everyone, mine[None])
+    return everyone
 
 
 @dataclass
@@ -53,7 +177,7 @@ class StepTimes:
 
     @property
     def seconds(self) -> float:
-        """Since the step began."""
+        """Seconds since the step began."""
         return time.perf_counter() - self.begin
 
 
@@ -63,97 +187,3 @@ def memory_bytes(device: torch.device) -> int:
         return peak_memory(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def gather_row(values: list[float]) -> torch.Tensor:
-    """Every rank's `values`: (ranks, values) in float64 on the CPU, equal on all ranks."""
-    mine = torch.tensor(values, dtype=torch.float64)
-    everyone = torch.empty(dist.get_world_size(), len(values), dtype=torch.float64)
-    dist.all_gather_single(everyone, mine[None])
-    return everyone
-
-
-class MetricsFile:
-    """metrics.jsonl on rank 0: a JSON object per line. Non-finite numbers are null."""
-
-    def __init__(self, path: Path, resumed_step: int) -> None:
-        """Drops the rows after `resumed_step`: their steps run again. Raises OSError if the file can't be written."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.writelines(_rows_until(path, resumed_step) if resumed_step else [])
-        self._path = path
-        # open for the whole run
-        self._file = open(open_regular(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: SIM115
-        self._waiting = b""
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Append `row` at once, so that readers who follow the file see it.
-
-        If the disk is full, rows wait in memory until there is room: a full disk does not end a training here.
-        """
-        waited, self._waiting = bool(self._waiting), self._waiting + json.dumps(finite(row)).encode() + b"\n"
-        try:
-            self._append()
-        except OSError as error:
-            if not waited:
-                LOG.warning("%s can't be written; rows are kept in memory until it can: %s", self._path, reason(error))
-
-    def close(self) -> None:
-        try:
-            self._append()
-            self._file.close()
-        except OSError as error:
-            lost = self._waiting.count(b"\n")
-            LOG.warning("%s could not be written; its last %d rows are missing: %s", self._path, lost, reason(error))
-
-    def _append(self) -> None:
-        while self._waiting:
-            self._waiting = self._waiting[self._file.write(self._waiting) :]
-
-
-def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with tensors and NumPy numbers of one element as numbers. Raises TrainingError for a value that JSON can't hold."""
-    found = {
-        name: value.item()
-        if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-        else value
-        for name, value in row.items()
-    }
-    for name, value in found.items():
-        try:
-            json.dumps(finite(value))
-        except TypeError:
-            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-            raise TrainingError(
-                f"a hook has put {name!r} into the metrics of step {row.get('step')}: found a {type(value).__name__}{shape}, "
-                "expected a number or text, or a list or dict of them"
-            ) from None
-    return found
-
-
-def finite(value: Any) -> Any:
-    """`value` with None for NaN and infinities, which JSON lacks."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class _Row(BaseModel):
-    """The parts of a row that a resume reads."""
-
-    step: StrictInt
-
-
-def _rows_until(path: Path, step: int) -> Iterator[bytes]:
-    """The complete lines; fragments left by a crash or a power failure are dropped."""
-    if not os.path.lexists(path):
-        return
-    with reading(path) as fd, open(fd, "rb", closefd=False) as file:
-        while line := file.readline(_LONGEST_ROW):
-            if not line.endswith(b"\n"):  # cut short, or not a row: the rest may be endless
-                return
-            with suppress(ValidationError):
-                if _Row.model_validate_json(line).step <= step:
-                    yield line

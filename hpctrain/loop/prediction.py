@@ -113,7 +113,7 @@ class Outputs:
     def _write(
         self, fd: int, array: np.ndarray[Any, Any], columns: np.ndarray[Any, Any] | None, shape: tuple[int, ...]
     ) -> None:
-        """At exact positions: on a file system of several nodes, mapped pages that ranks share would overwrite each other."""
+        """Write at exact positions: on a file system of several nodes, mapped pages that ranks share would overwrite each other."""
         row = prod(shape[1:]) * array.itemsize
         first = self._begin + self._place * row
         if columns is None:

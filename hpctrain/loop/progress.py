@@ -22,7 +22,7 @@ class Progress:
     steps_before: int | None = field(default=None, init=False)
     """The last step of the job as the checkpoint's run knew it; None in a new run."""
     loss: float = field(default=math.nan, init=False)
-    """Of the newest step."""
+    """The loss of the newest step."""
     ended: bool = field(default=False, init=False)
     """Whether a plugin ended the run here."""
     evaluation: tuple[int, dict[str, float]] | None = field(default=None, init=False)

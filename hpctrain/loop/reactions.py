@@ -1,4 +1,4 @@
-"""What the loop does about a step that the guard has something against."""
+"""Carries out the guard's verdict on a step: warn, skip, roll back or stop."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ from hpctrain.contracts.logger import Logger
 from hpctrain.job.tables import KeepBestTable
 from hpctrain.loop.best import BestSoFar
 from hpctrain.loop.console import Console
-from hpctrain.loop.metrics import plain_row
-from hpctrain.loop.records import Records
+from hpctrain.loop.records import Records, plain_row
 from hpctrain.world.launcher_channel import LauncherChannel
 
 

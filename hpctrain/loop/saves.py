@@ -1,4 +1,4 @@
-"""When the loop saves, and what a failed save means."""
+"""The times at which the loop saves, and the meaning of a failed save."""
 
 from __future__ import annotations
 

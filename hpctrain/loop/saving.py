@@ -51,7 +51,7 @@ _Number = Annotated[int, Field(gt=-(2**63), lt=2**63)] | float | bool | None
 
 
 class _Place(BaseModel):
-    """Of a reader of a stream."""
+    """The place of a reader of a stream."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -61,7 +61,7 @@ class _Place(BaseModel):
 
 
 class _Stream(BaseModel):
-    """Where the readers of a stream are."""
+    """The places of the readers of a stream."""
 
     model_config = ConfigDict(strict=True)
 
@@ -216,7 +216,7 @@ class Saving:
 
     @property
     def seconds_unsaved(self) -> float:
-        """Since the newest save of this start, or since the start."""
+        """Seconds since the newest save of this start, or since the start."""
         return time.monotonic() - self._saved_at
 
     def is_due(self) -> bool:

@@ -1,4 +1,4 @@
-"""One job on this rank, as the loop uses it. Its five parts know each other only through their arguments."""
+"""A job on this rank, as the loop uses it. Its five parts know each other only through their arguments."""
 
 from __future__ import annotations
 

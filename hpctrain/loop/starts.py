@@ -45,7 +45,7 @@ def note_start(output_dir: Path, identity: Identity, hosts: Sequence[str], plugi
 
 
 def describe_start(identity: Identity, hosts: Sequence[str], plugins: Sequence[str]) -> dict[str, Any]:
-    """What the line says."""
+    """The line's content."""
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(_command()),

@@ -1,4 +1,4 @@
-"""Where the readers of a stream are: shared out over ranks and workers, saved, and restored on other ranks."""
+"""The places of a stream's readers: shared out over ranks and workers, saved, and restored on other ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StreamPlaces:
         self._places: Mapping[int, Place] = {}
 
     def reading(self, samples_seen: int, micro_batches: int) -> Reading:
-        """What the readers begin with. micro_batches: the number that this rank has trained on."""
+        """The position with which the readers begin. micro_batches: the number that this rank has trained on."""
         turn = micro_batches % len(self._mine)  # the reader whose micro batch is next
         places = {shard: self._place(shard) for shard in self._mine}
         return Reading(self.shards, self._mine[turn:] + self._mine[:turn], places, samples_seen)
@@ -41,7 +41,7 @@ class StreamPlaces:
         return self._places.get(shard, Place())
 
     def update(self, places: Mapping[int, Place]) -> None:
-        """After a step."""
+        """Take over the places after a step."""
         self._places = {**self._places, **places}
 
     @property
@@ -50,7 +50,7 @@ class StreamPlaces:
         return min(self._place(shard).epoch for shard in self._mine)
 
     def values(self) -> dict[str, Any]:
-        """For a checkpoint. Collective over the world."""
+        """The places for a checkpoint. Collective over the world."""
         places = {shard: asdict(self._place(shard)) for shard in self._mine}
         if self.shards > 1:
             everyone: list[dict[int, Any]] = gather_values(places)

@@ -9,9 +9,10 @@ from functools import partial
 from numbers import Integral
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from hpctrain.conformance.first_step import FirstStep
 from hpctrain.conformance.hooks import weights_kept
 from hpctrain.contracts.breach import broken
 from hpctrain.contracts.model import ModelSpec
@@ -22,9 +23,9 @@ from hpctrain.exchange import gather_values, sum_of, together
 from hpctrain.guard.judging import StepFigures, Verdict
 from hpctrain.guard.memory import memory_explained
 from hpctrain.job.parts import Parts
-from hpctrain.loop.evaluation import evaluate, refuse_unmeasured, row_of
+from hpctrain.loop.evaluation import evaluate, refuse_unmeasured
 from hpctrain.loop.look import look
-from hpctrain.loop.metrics import StepTimes, gather_row, memory_bytes
+from hpctrain.loop.metrics import EvaluationRow, Moment, RankFigures, StepRow, StepTimes, gather_figures, memory_bytes
 from hpctrain.loop.reactions import act, with_samples
 from hpctrain.loop.saves import save_before_evaluation, save_if_due
 from hpctrain.loop.session import Session
@@ -86,8 +87,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
 
 
 def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dict[str, Any], int, Verdict | None]:
-    """Run one optimizer step; return its row, the strongest request to stop on any rank (0 is none), and what the guard has
-    found, if anything."""
+    """Run one optimizer step; return its row, the strongest request to stop on any rank (0 is none), and the guard's verdict."""
     parts, model, progress, times = session.parts, session.model, session.progress, StepTimes()
     step, phase, position = progress.step, session.hooks.phase, session.hooks.position
     with times.waiting_for_data(), phase("data", step):
@@ -96,82 +96,97 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
         count = model.sum_over_batch(sum(counted(parts.model, micro) for micro in micro_batches))
     if count == 0:
         raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label", everywhere=True)
+
     model.begin_sums(step)
     trial = model.first_step()
-    loss_sum = model.runner.train(micro_batches, count, step)
+    loss_sum = model.runner.train(micro_batches, count, step)  # forward and backward; buckets are summed as they fill
     if trial is not None:
         trial.forwarded(loss_sum.item())
     with times.communicating(), position.inside("sums of gradients", step):
         model.sharded.synchronize()
 
-    # unscale -> norm -> guard -> clip -> step -> update: the norm is finite only if every gradient is
+    # unscale -> norm -> guard -> clip -> step: the norm is finite only if every gradient is
     gradients = model.take_gradients()
     norm = model.gradient_norm(gradients)
     if session.replicas is not None and (step + 1) % session.job.guard.replica_check_every == 0:
         session.replicas.check(step)
-
-    loss_part, starved = loss_sum.item() * model.loss_share, float(model.runner.out_of_memory is not None)
-    asked = max(stop.level, STOPPED if session.deadline.turn() else 0)
-    local = [loss_part, starved, times.data, times.communication, memory_bytes(session.device), float(asked), norm]
-    figures = gather_row([*local, *model.runner.figures()])
-    losses, lacking, data, communication, memory, stops, norms = figures[:, : len(local)].T
-    brought, remark = model.runner.metrics(figures[:, len(local) :])
-    out_of_memory = lacking.nonzero().flatten().tolist()
-    loss = math.nan if out_of_memory else losses.sum().item() / count
-    finite = bool(
-        norms.isfinite().all()
-    )  # without pieces, each rank has its own norm, of gradients that should be equal
-    if finite and not parts.sharding.ranks_diverge:
-        refuse_different_norms(parts, norms)
-        if trial is not None:
-            trial.summed(norm, model.scaler.scale)
-    norm = norm if finite else norms[~norms.isfinite()][0].item()
-    overflow = not finite and model.scaler.skips_nonfinite
-    found = StepFigures(step + 1, loss, norm, losses.tolist(), out_of_memory, overflow)
+    mine = RankFigures(
+        loss=loss_sum.item() * model.loss_share,
+        out_of_memory=float(model.runner.out_of_memory is not None),
+        data_seconds=times.data,
+        communication_seconds=times.communication,
+        memory_bytes=memory_bytes(session.device),
+        stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
+        norm=norm,
+    )
+    ranks, of_runner = gather_figures(mine, model.runner.figures())
+    found = step_figures(session, ranks, norm, count, trial)
     verdict = session.guard.judge(found)
     if verdict is not None:
         verdict = with_samples(session, verdict, micro_batches, loader)
-    apply = finite and (verdict is None or verdict.updates)
+    updates = math.isfinite(found.norm) and (verdict is None or verdict.updates)
 
     lr = model.set_learning_rate(step, progress.steps)
     with phase("optimizer", step):
-        if apply:
-            clip(gradients, norm, session.job.optimizer.clip_norm)
-            model.optimizer.step()
-            model.optimizer_begun = True
-            model.sharded.refresh()
-            if trial is not None:
-                trial.updated()
-                model.is_tried = True
-            model.sharded.stepped(step + 1)
+        if updates:
+            update(session, gradients, found.norm, trial)
         else:
             model.sums.leave_out()
-    model.scaler.update(finite)
+    model.scaler.update(math.isfinite(found.norm))
     progress.advance(samples_seen)
-    progress.loss = loss
+    progress.loss = found.loss
 
-    if out_of_memory:  # what was summed is not whole
+    if found.out_of_memory:  # the sums of the losses by name lack those of some micro batches
         model.named_losses.forget()
-    named = {} if out_of_memory else model.named_losses.take(count)
-    row = {
-        **moment(session),
-        "loss": loss,
-        **{f"loss_{name}": value for name, value in named.items()},
-        "lr": lr,
-        "grad_norm": math.nan if out_of_memory else norm,
-        session.parts.model.counts: count,
-        "step_seconds": times.seconds,
-        f"{session.parts.model.counts}_per_second": count / times.seconds,
-        "data_seconds": data.max().item(),
-        "communication_seconds": communication.max().item(),
-        "memory_bytes": {"rank_max": int(memory.max()), "rank_mean": int(memory.mean())},
-        **brought,
-        **({} if apply else {"skipped": True}),
-        **session.guard.metrics(verdict),
-    }
+    metrics, remark = model.runner.metrics(of_runner)
+    seconds = times.seconds
+    row = StepRow(
+        loss=found.loss,
+        named_losses={} if found.out_of_memory else model.named_losses.take(count),
+        lr=lr,
+        grad_norm=math.nan if found.out_of_memory else found.norm,
+        count=count,
+        step_seconds=seconds,
+        per_second=count / seconds,
+        data_seconds=ranks.data_seconds.max().item(),
+        communication_seconds=ranks.communication_seconds.max().item(),
+        memory_bytes={"rank_max": int(ranks.memory_bytes.max()), "rank_mean": int(ranks.memory_bytes.mean())},
+        of_runner=metrics,
+        skipped=not updates,
+        of_guard=session.guard.metrics(verdict),
+    ).as_dict(moment(session), parts.model.counts)
     show_model(session, "hpctrain_step_end", step=progress.step, metrics=row, control=session.control)
     session.report.row(row, progress.steps, parts.model.counts, remark)
-    return row, int(stops.max()), verdict
+    return row, int(ranks.stop.max()), verdict
+
+
+def step_figures(
+    session: Session, ranks: RankFigures[Tensor], norm: float, count: int, trial: FirstStep | None
+) -> StepFigures:
+    """Decide on the loss and the norm that all ranks go by. norm: this rank's. Raises ContractError for different gradients."""
+    out_of_memory = ranks.out_of_memory.nonzero().flatten().tolist()
+    loss = math.nan if out_of_memory else ranks.loss.sum().item() / count
+    not_finite = ranks.norm[~ranks.norm.isfinite()]  # one rank's NaN leaves the update out on all
+    if not len(not_finite) and not session.parts.sharding.ranks_diverge:
+        refuse_different_norms(session.parts, ranks.norm)
+        if trial is not None:
+            trial.summed(norm, session.model.scaler.scale)
+    overflow = bool(len(not_finite)) and session.model.scaler.skips_nonfinite
+    norm = not_finite[0].item() if len(not_finite) else norm
+    return StepFigures(session.progress.step + 1, loss, norm, ranks.loss.tolist(), out_of_memory, overflow)
+
+
+def update(session: Session, gradients: list[Tensor], norm: float, trial: FirstStep | None) -> None:
+    """Clip, let the optimizer step, and give the ranks the new parameters."""
+    model = session.model
+    clip(gradients, norm, session.job.optimizer.clip_norm)
+    model.optimizer.step()
+    model.optimizer_begun = True
+    model.sharded.refresh()
+    if trial is not None:
+        trial.updated()
+        model.is_tried = True
+    model.sharded.stepped(session.progress.step + 1)
 
 
 def show_model(session: Session, hook: str, **arguments: Any) -> None:
@@ -181,7 +196,7 @@ def show_model(session: Session, hook: str, **arguments: Any) -> None:
         session.hooks.call(hook, model=session.model, **arguments)
 
 
-def refuse_different_norms(parts: Parts, norms: torch.Tensor) -> None:
+def refuse_different_norms(parts: Parts, norms: Tensor) -> None:
     """Raises ContractError on all ranks unless the full gradient has one norm. norms: (ranks,)"""
     if (norms.max() - norms.min()).item() <= _ALIKE * norms.max().item():
         return
@@ -192,20 +207,19 @@ def refuse_different_norms(parts: Parts, norms: torch.Tensor) -> None:
 
 
 def counted(spec: ModelSpec, micro: MicroBatch) -> int:
-    """What the loss of a micro batch is a sum over. Raises ContractError for what is no count."""
+    """The number of terms in the loss of a micro batch. Raises ContractError for what is no count."""
     count = spec.count(micro.batch)
     if not isinstance(count, Integral) or count < 0:
         raise broken(spec, f"counted {count!r} {spec.counts} in a micro batch", "a whole number, zero or more")
     return int(count)
 
 
-def moment(session: Session) -> dict[str, Any]:
-    """When a row was made: the step, passes over the data, and seconds since 1970."""
-    progress = session.progress
-    return {"step": progress.step, "epoch": session.feed.epochs(progress.samples_seen), "time": time.time()}
+def moment(session: Session) -> Moment:
+    """The position of the training now."""
+    return Moment(session.progress.step, session.feed.epochs(session.progress.samples_seen), time.time())
 
 
-def clip(gradients: list[torch.Tensor], norm: float, limit: float | None) -> None:
+def clip(gradients: list[Tensor], norm: float, limit: float | None) -> None:
     """Scale all gradients so that their global norm is at most `limit` (Pascanu et al., 2013)."""
     if gradients and limit is not None and norm > limit:
         foreach_mul_(gradients, limit / norm)
@@ -217,8 +231,8 @@ def explained(session: Session, doing: str) -> AbstractContextManager[None]:
 
 
 def evaluate_if_due(session: Session) -> None:
-    """When the job says so, and at the end."""
-    table, progress, counts = session.job.evaluation, session.progress, session.parts.model.counts
+    """Evaluate when the job says so, and at the end."""
+    table, progress = session.job.evaluation, session.progress
     due = bool(table.every_steps) and progress.step % table.every_steps == 0
     due = due or progress.completes(session.feed.samples_of(table.every_epochs)) or progress.done
     if not (table.enabled and session.feed.validates and due):
@@ -234,7 +248,7 @@ def evaluate_if_due(session: Session) -> None:
         metrics, count = evaluate(session.model, session.parts, session.feed.validation_loader(), moved)
     refuse_unmeasured(session.job, metrics)
     progress.evaluation = progress.step, metrics
-    row = {**moment(session), **row_of(metrics), f"evaluation_{counts}": count}
+    row = EvaluationRow(metrics, count).as_dict(moment(session), session.parts.model.counts)
     show_model(session, "hpctrain_evaluation", step=progress.step, metrics=row, control=session.control)
     session.report.row(row, progress.steps, session.parts.model.counts)
 

@@ -15,7 +15,7 @@ from hpctrain.mesh import Meshes
 
 
 class WholeTensors:
-    """Of the trained parameters with these `shapes`, of which this rank has `pieces`."""
+    """Full tensors of the trained parameters with these `shapes`, of which this rank has `pieces`."""
 
     def __init__(
         self, pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]], meshes: Meshes, device: torch.device

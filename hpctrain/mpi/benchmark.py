@@ -24,9 +24,7 @@ _TURN = 10  # repetitions
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement.
-
-    nbytes: size of the reduced tensor, of the gathered output, or of the scattered input.
+    """A measurement. nbytes: size of the reduced tensor, of the gathered output, or of the scattered input.
     seconds: the slowest rank's median over the repetitions.
     """
 

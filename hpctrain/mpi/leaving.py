@@ -37,7 +37,7 @@ _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def finish_at_exit(group: Group) -> None:
-    """At exit, wait for the group's operations."""
+    """Wait for the group's operations at exit."""
     _groups.add(group)
 
 

@@ -48,7 +48,7 @@ class ModuleSource:
 
     @property
     def names(self) -> set[str]:
-        """Its names in [plugins] block and prefer."""
+        """The module's names in [plugins] block and prefer."""
         return {name for name in (self.entry_point, self.module, self.distribution) if name}
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ def version_of(module: ModuleType) -> int | None:
 
 
 RAISED = (Exception, SystemExit, GeneratorExit, KeyboardInterrupt)
-"""What a module of somebody else's may raise at its import."""
+"""Exceptions that a module of somebody else's may raise at its import."""
 
 
 class Interrupted(KeyboardInterrupt):

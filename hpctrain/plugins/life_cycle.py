@@ -31,7 +31,7 @@ class LifeCycle:
     def __init__(self, registry: Registry, identity: Identity, hooks: Sequence[Hook]) -> None:
         """hooks: the hooks that the job turns on; they start here."""
         self.position = Position()
-        """Where this rank is in the training."""
+        """This rank's position in the training."""
         self._manager, self._hooks = registry.manager, registry.manager.hook
         self._here = f", on rank {identity.rank} on {identity.node}" if identity.size > 1 else ""
         self._sources = {source.key: str(source) for source in registry.sources}

@@ -15,7 +15,7 @@ from hpctrain.plugins.registry import Registry
 
 @dataclass(frozen=True)
 class Listed:
-    """One plugin, or a module whose plugins are unknown."""
+    """A plugin, or a module whose plugins are unknown."""
 
     slot: str
     name: str
@@ -32,7 +32,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Option:
-    """One key of a plugin's table."""
+    """A key of a plugin's table."""
 
     key: str
     type: str

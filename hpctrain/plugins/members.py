@@ -63,7 +63,7 @@ class Package:
 
     @property
     def modules(self) -> list[ModuleType]:
-        """Those of its modules that are loaded."""
+        """The package's modules that are loaded."""
         top, inside = self.top, f"{self.top}."
         loaded = sys.modules.copy().items()  # a thread may import meanwhile
         found = [one for name, one in loaded if name == top or name.startswith(inside)]
@@ -236,7 +236,7 @@ def _code(module: ModuleType) -> CodeType | None:
 
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_NAME", "LOAD_GLOBAL", "IMPORT_FROM")
 _named: WeakKeyDictionary[ModuleType, _Named | None] = WeakKeyDictionary()
-"""Of the loaded modules: their code stays as it is, and a fork server reads it for all of its ranks."""
+"""Names by loaded module: their code stays as it is, and a fork server reads it for all of its ranks."""
 
 
 def _named_in(module: ModuleType) -> _Named | None:

@@ -25,7 +25,7 @@ _HUB = '; names of the Hugging Face hub are not taken: name a function that load
 
 @dataclass(frozen=True)
 class Registered:
-    """One plugin: its class and its origin."""
+    """A plugin: its class and its origin."""
 
     slot: Slot
     cls: type[Plugin]
@@ -60,7 +60,7 @@ class Registry:
         return [f"plugin {one.source}: {one.text}" for one in dict.fromkeys(told)]
 
     def remarks_on(self, slot: str, name: str) -> list[Remark]:
-        """What a user of a usable plugin should know."""
+        """Remarks that a user of a usable plugin should know."""
         source = self.entries[slot, name].source
         mine = [one for one in self.remarks if one.source == source and one.key == (slot, name)]
         return list(dict.fromkeys(mine))

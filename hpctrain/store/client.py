@@ -49,7 +49,7 @@ _open: set[GuardedStore] = set()
 
 
 class Connection:
-    """One authenticated connection; requests and replies take turns on it."""
+    """An authenticated connection; requests and replies take turns on it."""
 
     def __init__(self, address: Address, find_secret: FindSecret, seconds: float) -> None:
         """Connect and shake hands within `seconds`. Raises OSError, or ProtocolError if the other end is no rank of this job."""
@@ -130,7 +130,7 @@ class GuardedStore(Store):
         self._lost: Exception | None = None
         self._lock = threading.Lock()
         self.server: StoreServer | None = None
-        """On rank 0 the server; `close` stops it."""
+        """The server, on rank 0; `close` stops it."""
         _open.add(self)
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def verify(found: bytes, secret: bytes, *parts: bytes) -> bool:
 
 
 def pack(parts: Sequence[bytes]) -> bytes:
-    """One payload from several byte strings."""
+    """Pack several byte strings into a payload."""
     return b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
 
 

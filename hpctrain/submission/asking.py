@@ -1,4 +1,4 @@
-"""What became of the submissions of a run: its launcher, asked with the options of the job that was submitted.
+"""Asks what became of the submissions of a run: its launcher, with the options of the job that was submitted.
 
 The directory may be another person's: no code that its job names is loaded.
 """

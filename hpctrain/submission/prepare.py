@@ -1,4 +1,4 @@
-"""From the command line of `hpctrain submit` to checked jobs and what a launcher is to start."""
+"""Makes checked jobs, and a launcher's orders, from the command line of `hpctrain submit`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Prepared:
         return tuple(self.checked[0].job.plugins.load)
 
     def launches(self, after: tuple[str, ...]) -> list[Launch]:
-        """What the launcher is to start: all runs at once if it takes arrays, else each by itself."""
+        """The launcher's orders: all runs at once if it takes arrays, else each by itself."""
         runs = tuple(_run_of(one) for one in self.checked)
         first, table = self.checked[0].job, self.checked[0].job.launcher[self.target]
         name = re.sub(r"[^A-Za-z0-9._-]", "-", first.job.name)[:_LONGEST_NAME]

@@ -18,7 +18,7 @@ from hpctrain.errors import UsageError, reason
 from hpctrain.files import open_to_change, read_bytes
 
 ID = r"^\w[\w.:/@+=\[\]-]*$"
-"""What a scheduler's id may look like."""
+"""The form of a scheduler's id."""
 
 
 class Submission(BaseModel):

@@ -21,12 +21,12 @@ from hpctrain.errors import UsageError, WriteError, reason
 from hpctrain.files import replacing
 
 _OF_EACH_NODE = ("/usr",)
-"""Where a Python belongs to the operating system, which every node has."""
+"""Places in which a Python belongs to the operating system, which every node has."""
 _PARTS = ("site-packages", "dist-packages")
 
 
 def described(directory: Path, parent: str) -> Stage:
-    """What a launcher needs to know. directory: of the packed file. parent: a directory on each node's own disk.
+    """Describe the packed environment for a launcher. directory: of the packed file. parent: a directory on each node's own disk.
 
     Raises UsageError for an environment that cannot be packed.
     """

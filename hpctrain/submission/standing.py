@@ -1,4 +1,4 @@
-"""Where a run stands by the files in its directory, whoever started it. The directory may be another person's."""
+"""The status of a run by the files in its directory, whoever started it. The directory may be another person's."""
 
 from __future__ import annotations
 

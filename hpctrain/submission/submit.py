@@ -19,7 +19,7 @@ from hpctrain.submission.staging import pack
 
 
 def scripts(prepared: Prepared, after: str | None) -> list[str]:
-    """What `submit` would submit."""
+    """The scripts that `submit` would submit."""
     with blamed(prepared.checked[0].registry):
         return _rendered(prepared, prepared.launches(_ids(after, prepared)))
 

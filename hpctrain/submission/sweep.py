@@ -12,7 +12,7 @@ from hpctrain.errors import UsageError
 from hpctrain.job.toml import LimitError, parse
 
 _LONGEST = 100
-"""Of a directory's name; file systems allow 255 bytes."""
+"""Characters of a directory's name; file systems allow 255 bytes."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class Alone:
         self._values.pop(key, None)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Close nothing: there is nothing to close."""
 
 
 def _own(key: str) -> str:

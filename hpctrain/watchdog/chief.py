@@ -100,7 +100,7 @@ class Chief(Watcher):
                 self._beats[rank], self._heard[rank] = beat, now
 
     def _overdue(self) -> list[str]:
-        """What is overdue, in words."""
+        """Clauses about what is overdue."""
         found = []
         silent = [rank for rank, heard in self._heard.items() if time.monotonic() - heard > self.limit]
         if silent:

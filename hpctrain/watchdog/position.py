@@ -1,4 +1,4 @@
-"""Where the training on this rank is. Written by the loop's thread, read by the watchdog's."""
+"""The position of the training on this rank. Written by the loop's thread, read by the watchdog's."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _DEPRECATED = typing_extensions.__file__
 """Wraps the functions that torch will rename."""
 _COLLECTIVES = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
 _TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output", "tensor_list", "output_tensor_list")
-"""What torch's collectives call their tensors."""
+"""Names of the tensors in torch's collectives."""
 
 _DUMPED = re.compile(r'^ *File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _BLOCKING = (".wait(", ".item()", ".tolist()", ".cpu()", "synchronize(")

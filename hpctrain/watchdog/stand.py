@@ -1,4 +1,4 @@
-"""What a rank does at a moment, as the others are told."""
+"""The status of a rank at a moment, as the others are told."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Beat:
     number: int = 0
 
     def as_json(self) -> str:
-        """For the store."""
+        """The JSON text for the store."""
         return json.dumps([self.phase, self.step, round(self.idle, 3), self.number])
 
     @classmethod
@@ -52,7 +52,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a rank is, and what it waits for. line: file, line and source. pending: operations over MPI that have not finished.
+    """A rank's position, and what it waits for. line: file, line and source. pending: operations over MPI that have not finished.
     workers: clauses with the lines at which samples are loaded, if training waits for them.
     """
 
@@ -68,7 +68,7 @@ class Stand:
 
     @property
     def beat(self) -> Beat:
-        """Its position."""
+        """The rank's position."""
         return Beat(self.phase, self.step, self.idle)
 
     @property
@@ -77,7 +77,7 @@ class Stand:
         return self.pending[0] if self.communication and self.pending else self.communication
 
     def as_json(self) -> str:
-        """For the store."""
+        """The JSON text for the store."""
         return json.dumps(asdict(self))
 
     @classmethod

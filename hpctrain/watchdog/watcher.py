@@ -33,7 +33,8 @@ from hpctrain.world.prints import tell
 LOG = logging.getLogger("hpctrain")
 
 _SHORTEST, _LONGEST_SHARE, _RANKS_PER_SECOND = 0.1, 10, 25
-"""Between two heartbeats of a rank: at least so many seconds, at most this share of the limit, so many ranks served a second."""
+"""Limits of the interval of a rank's heartbeats: at least so many seconds, at most this share of the limit, so many ranks
+served a second."""
 _LEAVING = 10
 """Seconds for this process to end, by Abort under MPI, before the system ends it."""
 _FINISHING = 10.0
@@ -102,7 +103,7 @@ class Watcher:
         self.position.touch()
 
     def stand(self) -> Stand:
-        """What this rank does now."""
+        """This rank's status now."""
         return stand_of(self.identity, self.position)
 
     def _run(self) -> None:
@@ -130,7 +131,7 @@ class Watcher:
                 self.closing.wait(self.interval)
 
     def turn(self) -> None:
-        """One round: a heartbeat, and the next order if there is one. Raises DistNetworkError if rank 0 does not answer."""
+        """Send a heartbeat, and take the next order if there is one. Raises DistNetworkError if rank 0 does not answer."""
         self.beat()
         key = f"order/{self._orders + 1}"
         if self.comes(key, self.interval):

@@ -41,7 +41,7 @@ def remove_directory(directory: Path) -> None:
 
 
 def be_watched(directory: Path) -> None:
-    """In a worker: from now on it answers the signal, and ends when its rank has ended in any way."""
+    """Let this worker answer the signal, and end when its rank has ended in any way."""
     threading.Thread(target=_end_with, args=(os.getppid(),), name="end with the rank", daemon=True).start()
     path = directory / f"{os.getpid()}.begun"
     file = open(path, "a")  # noqa: SIM115 - open while the process lives

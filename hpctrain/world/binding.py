@@ -24,7 +24,7 @@ LOG = logging.getLogger("hpctrain")
 CpuBind = Literal["auto", "none"]
 
 _USERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""With one of these, other than false, OpenMP has chosen the CPUs of its threads from those that the rank was started with."""
+"""Variables with which, other than false, OpenMP has chosen the CPUs of its threads from those that the rank was started with."""
 _SYSTEM = Path("/sys/devices/system/cpu")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

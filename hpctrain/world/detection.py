@@ -99,7 +99,7 @@ def slurm_step_tasks(environment: Mapping[str, str]) -> int:
 
 @contextmanager
 def torchrun_variables(identity: Identity) -> Iterator[None]:
-    """What torchrun sets, for code of the user's that asks the environment; afterwards the environment is as before."""
+    """Set what torchrun sets, for code of the user's that asks the environment; afterwards the environment is as before."""
     told = {
         "RANK": identity.rank, "WORLD_SIZE": identity.size,
         "LOCAL_RANK": identity.local_rank, "LOCAL_WORLD_SIZE": identity.local_size,

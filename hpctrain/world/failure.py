@@ -85,7 +85,7 @@ def end_now(identity: Identity, code: int, everybody: bool) -> NoReturn:
 
 
 def delay_terminate() -> None:
-    """From now on a SIGTERM that the loop does not answer ends this process after a few seconds instead of at once.
+    """Let a SIGTERM that the loop does not answer end this process after a few seconds instead of at once.
 
     `srun --kill-on-bad-exit` sends SIGTERM to ranks that exit slightly later than the first. They must exit with the code
     that all agreed on. Killed by the signal they would turn 75 into 143, and the batch script would not requeue the job.
@@ -94,7 +94,7 @@ def delay_terminate() -> None:
 
 
 def end_on_signals(channel: LauncherChannel) -> None:
-    """From now on SIGINT and SIGTERM end this rank at once: it has nothing to save."""
+    """Let SIGINT and SIGTERM end this rank at once: it has nothing to save."""
 
     def end(number: int, frame: FrameType | None) -> None:
         channel.report_exit(128 + number)

@@ -15,7 +15,7 @@ from hpctrain.world.launcher_channel import LauncherChannel
 from hpctrain.world.prints import tell
 
 START_SECONDS = 900.0
-"""For MPI_Init, which waits for all ranks. From a slow file system some start minutes after others."""
+"""The limit of MPI_Init, which waits for all ranks. From a slow file system some start minutes after others."""
 
 
 @contextmanager

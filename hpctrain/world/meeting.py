@@ -182,7 +182,7 @@ def _differences(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def _variables(reports: list[dict[str, Any]]) -> Iterator[tuple[list[str], list[str]]]:
-    """For each rank, a line for each variable that only it or only rank 0 has, and for each with another value."""
+    """Yield for each rank a line for each variable that only it or only rank 0 has, and for each with another value."""
     for rank, report in enumerate(reports):
         odd, other = compare(report["environment"], reports[0]["environment"])
         where = f"rank {rank} on {report['node']}: environment"

@@ -1,4 +1,4 @@
-"""Where ranks without MPI meet: rank 0 opens the guarded store on its host, at a port that every rank computes alike.
+"""The meeting place of ranks without MPI: rank 0 opens the guarded store on its host, at a port that every rank computes alike.
 
 Under Flux, rank 0 takes any port and sends it through the launcher.
 """

@@ -1,4 +1,4 @@
-"""What users' code prints on ranks: whole lines, with the rank in front where there are several."""
+"""The output of users' code on ranks: whole lines, with the rank in front where there are several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLEAR_LINE = "\r\x1b[2K"
 _LONGEST = 65536
 """Characters; a line that grows longer is passed on before its end."""
 _SECONDS_BETWEEN_PARTS = 1.0
-"""Between flushed lines without an end that are passed on: each becomes a line, and a progress bar flushes many."""
+"""The interval of flushed lines without an end that are passed on: each becomes a line, and a progress bar flushes many."""
 
 
 class Labelled(io.TextIOBase):
@@ -76,7 +76,7 @@ class Labelled(io.TextIOBase):
         return self.bar if self.label.startswith(CLEAR_LINE) else ""
 
     def _visible(self, line: str) -> str:
-        r"""What a terminal would show of a line that may have been overwritten. A last "\r" stays: "\n" may follow."""
+        r"""The part that a terminal would show of a line that may have been overwritten. A last "\r" stays: "\n" may follow."""
         text = line.rstrip("\r")
         self._begun = self._begun and "\r" not in text
         return text.rpartition("\r")[2] + "\r" * line.endswith("\r")
@@ -155,7 +155,7 @@ def labels_of_prints() -> tuple[str, str]:
 
 
 def label_prints(output: str, error: str) -> None:
-    """From now on in this process, what is printed comes by whole lines with these labels in front; "" changes nothing."""
+    """Print by whole lines in this process from now on, with these labels in front; "" changes nothing."""
     if output and sys.stdout is not None:
         sys.stdout = Labelled(sys.stdout, output)
     if error and sys.stderr is not None:

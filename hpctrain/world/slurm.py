@@ -1,4 +1,4 @@
-"""What Slurm says of a job: the host of rank 0, a name for this start of the step, the end of its time."""
+"""Facts that Slurm tells of a job: the host of rank 0, a name for this start of the step, the end of its time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def step_token(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def end_time(environment: Mapping[str, str] = os.environ) -> float | None:
-    """When Slurm ends this job, in seconds since 1970; None outside of Slurm, without a limit, or if Slurm does not answer."""
+    """The time at which Slurm ends this job, in seconds since 1970; None outside of Slurm, without a limit, or if Slurm does
+    not answer."""
     known, job = environment.get("SLURM_JOB_END_TIME", ""), environment.get("SLURM_JOB_ID")
     if known.isdigit():  # since Slurm 22.05 in batch scripts and steps, if the site's is that new
         return float(known)

@@ -13,7 +13,7 @@ _early: list[int] = []
 
 
 def note_early() -> None:
-    """From now on SIGUSR1 does not end this process, but is kept until the loop can answer it.
+    """Keep a SIGUSR1 from now on until the loop can answer it, instead of ending this process.
 
     A batch script cannot know whether its ranks have started already when the time limit comes.
     """

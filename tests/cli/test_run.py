@@ -24,6 +24,8 @@ def test_one_rank_writes_the_files_of_a_run(job: JobFile) -> None:
     assert done.code == 0, done
     rows = job.rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    page = (Path(__file__).parent.parent.parent / "docs" / "metrics.md").read_text()
+    assert all(f"`{key}`" in page for key in KEYS)
     assert rows[0].keys() == KEYS and rows[0]["memory_bytes"].keys() == {"rank_max", "rank_mean"}
     assert rows[0]["tokens"] == 12 * 8
     assert abs(rows[0]["loss"] - 4.16) < 0.1  # ln 64: an untrained model

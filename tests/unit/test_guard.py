@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from conftest import TINY
 from torch import Tensor
 
 import hpctrain
-from hpctrain.api import LiveModel, hookimpl
+from hpctrain.api import LiveModel, Options, Sharding, hookimpl
 from hpctrain.checking.check import check
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.errors import EXIT_TRAINING, HpctrainError, TrainingError
@@ -226,6 +227,36 @@ def test_what_helps_a_job_without_memory(tables: dict[str, Any], expected: list[
     assert (
         "tensor" not in told[-1] if "parallelism" in tables else "tensor = 2 or context = 2 or pipeline = 2" in told[-1]
     )
+
+
+class Advises(Sharding):
+    """A strategy of somebody else's, which says itself what would help."""
+
+    name = "advises"
+
+    def axes(self, ranks: int, replicate: int) -> dict[str, int]:
+        return {"dp": ranks}
+
+    def shard(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
+        return [f"[sharding] slices = {ranks}"]
+
+
+class Fails(Advises):
+    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
+        raise KeyError("slices")
+
+
+def test_a_strategy_gives_its_own_advice(caplog: pytest.LogCaptureFixture) -> None:
+    checked = check(RawJob(TINY, {}, "job"), 4)
+    told = [
+        advice(checked.job, replace(checked.parts, sharding=one(Options())), 4, torch.device("cuda"))
+        for one in (Advises, Fails)
+    ]
+    assert "[sharding] slices = 4" in told[0] and "stage" not in told[0]
+    assert "[sharding]" not in told[1] and "Fails gave no advice: KeyError: 'slices'" in caplog.text
 
 
 def test_a_step_without_memory_is_left_out(planted: Any) -> None:

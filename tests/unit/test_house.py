@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import click
+import metrics_page
 import pytest
 import tomli
 from click.testing import CliRunner
@@ -35,6 +36,10 @@ def test_every_hook_is_documented_and_every_slot_has_one() -> None:
     assert {f"hpctrain_{slot}" for slot in SLOTS} <= set(hooks())
     named = set(re.findall(r"`(hpctrain_[a-z_]+)`", text)) - {"hpctrain_plugins"}
     assert named == set(hooks()), "the page names no hook that does not exist"
+
+
+def test_the_page_of_metrics_is_that_of_the_rows() -> None:
+    assert metrics_page.PAGE.read_text() == metrics_page.page(), "run python tests/metrics_page.py > docs/metrics.md"
 
 
 def test_the_help_cuts_no_description(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from hpctrain.checkpoint.retention import Best, Retention
 from hpctrain.cli import execute
 from hpctrain.errors import CheckpointError, EnvironmentUnfitError, HpctrainError, TrainingError, UsageError
 from hpctrain.job import output_lock
-from hpctrain.loop.metrics import MetricsFile
+from hpctrain.loop.records import MetricsFile
 from hpctrain.toolkit.checkpoint.sealed import seal
 
 BREAKS = """

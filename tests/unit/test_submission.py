@@ -41,7 +41,7 @@ MISTAKES = {
     "an unknown key": (["--set", "launcher.slurm.qeue=x"], 2, "unknown key 'qeue' in [launcher] slurm"),
     "a line of two": (["--to", "slurm", "--set", 'launcher.slurm.qos="a\\nb"'], 2, "expected one line of printable text"),
     "a time of no unit": (["--to", "slurm", "--time", "60x"], 2, "--time 60x: [launcher] slurm.time: expected a time such as"),
-    "no time to train": (["--to", "slurm", "--time", "2m"], 2, "expected either a time above save_seconds"),
+    "no time to train": (["--to", "slurm", "--time", "2m"], 2, "expected time > save_seconds, found time = 2m"),
     "ranks that do not fit": (["--to", "slurm", "--nodes", "5"], 2, "12 does not divide over 5 data-parallel ranks"),
     "a key of the job": (["--to", "slurm", "--set", "optimizer.lr=fast"], 2, "[optimizer] lr: expected a valid number"),
     "one value": (["--to", "slurm", "--array", "job.seed=1"], 2, "found one value, expected two or more"),

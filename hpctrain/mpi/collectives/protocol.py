@@ -22,7 +22,7 @@ class Collectives(Protocol):
     size: int
 
     def begin(self, operation: Operation) -> None:
-        """Before data moves, compare the operations that the ranks called, if `operation` asks for it or if it is cheap
+        """Compare the operations that the ranks called, before data moves, if `operation` asks for it or if it is cheap
         compared with the data. Raises OperationMismatchError if they differ."""
 
     def barrier(self) -> None:

@@ -22,7 +22,7 @@ def views_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def outputs_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As views_of, for tensors that are written to: each element must have its own memory."""
+    """Flat views as those of views_of, for tensors that are written to: each element must have its own memory."""
     views = views_of(tensors)
     for view in views:
         if not view.is_contiguous() and any(

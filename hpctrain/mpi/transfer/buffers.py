@@ -72,7 +72,7 @@ def message(tensor: Tensor) -> Any:
 
 @lru_cache(maxsize=64)
 def _large_type(nbytes: int) -> MPI.Datatype:
-    """One element that spans `nbytes`: whole units, then the rest."""
+    """A type of one element that spans `nbytes`: whole units, then the rest."""
     units, rest = divmod(nbytes, _UNIT)
     unit = MPI.BYTE.Create_contiguous(_UNIT)
     whole = unit.Create_contiguous(units)

@@ -87,7 +87,7 @@ class Node:
         return all(self.is_allocated(place) or (place != 0 and self._peers is not None) for place in places)
 
     def at(self, rank: int, place: int, like: Tensor) -> Tensor:
-        """That rank's tensor at a place in the allocated memory, flat, of the size and dtype of `like`."""
+        """The tensor of a rank at a place in the allocated memory, flat, of the size and dtype of `like`."""
         offset = place & (1 << _OFFSET_BITS) - 1
         return self._allocated[(place >> _OFFSET_BITS) - 1][rank][offset : offset + like.nbytes].view(like.dtype)
 

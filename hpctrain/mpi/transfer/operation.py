@@ -31,7 +31,7 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 @dataclass(slots=True)
 class Operation:
-    """One collective operation of a group.
+    """A collective operation of a group.
 
     nbytes: this rank's input. agreed_bytes: a size that must be equal on all ranks; 0 if it may differ.
     meet_first: all ranks exchange a description before any data moves, whatever the size. This distinguishes a mistake
@@ -53,7 +53,7 @@ class Operation:
 
     @property
     def told(self) -> str:
-        """For messages."""
+        """The operation in messages."""
         return f"{self.name} of {self.nbytes} bytes, {str(self.dtype).removeprefix('torch.')}"
 
 

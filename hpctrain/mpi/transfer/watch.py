@@ -28,7 +28,7 @@ class Watch:
         self.all_here = False
         """Whether every rank is known to be in this operation."""
         self.deadline = 0.0
-        """When the running operation is overdue, on time.perf_counter()."""
+        """The time at which the running operation is overdue, on time.perf_counter()."""
         self._number = 0
 
     def start(self, operation: Operation, number: int, *, in_worker: bool) -> None:

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from hpctrain.api import ModelSpec, UsageError, buffers_of, version_of
 
+FULL = '[activation_checkpointing] mode = "full"'
+"""The advice of the other modes where memory is lacking."""
+
 
 def blocks_of(module: nn.Module, spec: ModelSpec, mode: str) -> list[nn.Module]:
     """The blocks of the model. Raises UsageError if it has none."""

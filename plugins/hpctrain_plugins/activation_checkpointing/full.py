@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, Plan, Problem, accelerator, hookimpl
-from hpctrain_plugins.activation_checkpointing.blocks import BlockBuffers, blocks_of
+from hpctrain_plugins.activation_checkpointing.blocks import FULL, BlockBuffers, blocks_of
 from hpctrain_plugins.activation_checkpointing.partition import Partition
 
 LOG = logging.getLogger("hpctrain")
@@ -37,6 +38,9 @@ class Keep(ActivationCheckpointing):
 
     def apply(self, module: nn.Module, spec: ModelSpec, replicas: DeviceMesh | None) -> None:
         return
+
+    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
+        return [FULL]
 
 
 class Full(ActivationCheckpointing):

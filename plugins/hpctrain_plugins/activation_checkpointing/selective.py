@@ -25,7 +25,7 @@ from hpctrain.api import (
     hookimpl,
     is_mutable,
 )
-from hpctrain_plugins.activation_checkpointing.blocks import BlockBuffers, blocks_of
+from hpctrain_plugins.activation_checkpointing.blocks import FULL, BlockBuffers, blocks_of
 
 _EXPENSIVE = [
     "mm",
@@ -50,6 +50,9 @@ class Selective(ActivationCheckpointing):
     is_compiled = True  # in compiled code, operators are not visible from outside
     Options = SelectiveOptions
     options: SelectiveOptions
+
+    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
+        return [FULL]
 
     def problems(self, plan: Plan) -> list[Problem]:
         split = [name for name, plugin in plan.parallelism.items() if plugin.traits.splits_backward]

@@ -75,7 +75,8 @@ class TopKCompressor(Compressor):
             gradients.index_add_(0, one_places, one_values)
 
     def _largest(self, gradients: Tensor) -> Tensor:
-        """Their indices in the bucket: (count,) int64. NaN and infinity count as the largest, so they are sent."""
+        """The indices in the bucket of the largest gradients: (count,) int64. NaN and infinity count as the largest, so they
+        are sent."""
         # cat needs a tensor even if a rank's slice of a bucket is only padding
         found = [torch.empty(0, dtype=torch.int64, device=gradients.device)]
         for span, count in zip(self.bucket.spans, self._counts, strict=True):

@@ -31,7 +31,7 @@ class Corpus:
         return list(paths)
 
     def contents(self) -> Iterator[bytes]:
-        """Of each file. Raises UsageError if one can't be read."""
+        """Yield the content of each file. Raises UsageError if one can't be read."""
         for path in self.paths:
             try:
                 content = path.read_bytes()
@@ -40,7 +40,7 @@ class Corpus:
             yield content
 
     def texts(self, content: bytes) -> list[bytes]:
-        """Those of one file. A line has its line end, from which a model learns to stop."""
+        """The texts of one file. A line has its line end, from which a model learns to stop."""
         if not self.by_line:
             return [content]
         return [line for line in content.splitlines(keepends=True) if line.strip()]

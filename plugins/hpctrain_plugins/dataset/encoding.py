@@ -22,7 +22,7 @@ LOG = logging.getLogger("hpctrain")
 CACHE = "tokens"
 """The directory of the kept files within the cache."""
 _FORMAT = 1
-"""Of the kept files; a change of what they hold needs another number."""
+"""The version of the kept files; a change of what they hold needs another number."""
 _BATCH_BYTES = 2**23
 """Text to encode at once. The library needs about 20 bytes of memory for each byte of text."""
 _EXCERPTS, _EXCERPT_BYTES = 16, 2**15
@@ -169,7 +169,7 @@ def _encode(corpus: Corpus, encoder: Encoder, name: str, write: Write) -> dict[s
 
 
 def _digest(corpus: Corpus, encoder: Encoder) -> xxhash.xxh3_128:
-    """Of everything that the ids depend on besides the text."""
+    """The digest of everything that the ids depend on besides the text."""
     return xxhash.xxh3_128(encoder.identity + (b" line" if corpus.by_line else b" file"))
 
 

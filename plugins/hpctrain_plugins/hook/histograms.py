@@ -50,7 +50,7 @@ class _Counting:
 def histograms(
     elements: dict[str, int], pieces: Sequence[Piece], values_of: Callable[[Piece], Tensor | None], bins: int
 ) -> dict[str, dict[str, Any]]:
-    """For each parameter `low`, `high`, `mean`, `std` and `counts`, of its finite elements. Collective.
+    """The `low`, `high`, `mean`, `std` and `counts` of each parameter's finite elements. Collective.
 
     elements: the number of elements of each parameter of the full model.
     """

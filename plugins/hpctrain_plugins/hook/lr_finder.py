@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.api import Control, Field, Hook, Identity, LiveModel, Options, Plan, Problem, hookimpl
 
 _SMOOTHING = 0.9
-"""What remains of the average of the losses at each step."""
+"""The share of the average of the losses that remains at each step."""
 _DIVERGED = 4.0
 """The test is over when the averaged loss is this many times its lowest value."""
 

@@ -1,4 +1,4 @@
-"""What the scripts for Slurm, PBS and Flux share."""
+"""The common parts of the scripts for Slurm, PBS and Flux."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Run(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """There are no more rows."""
+        """Write what is left: there are no more rows."""
 
 
 class Sender(LogWriter):

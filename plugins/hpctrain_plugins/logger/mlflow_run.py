@@ -124,7 +124,7 @@ class MLflowRun(Run):
         return run_id
 
     def _log_job(self, job: Mapping[str, str]) -> None:
-        """As parameters. MLflow's never change: what a resume has changed becomes a tag."""
+        """Log the job as parameters. MLflow's never change: what a resume has changed becomes a tag."""
         from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(self._run_id).data.params

@@ -1,4 +1,4 @@
-"""What loggers make of a row and of the job."""
+"""Prepares rows and the job for loggers."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class FP16(Precision):
 
 
 class StaticScaler(LossScaler):
-    """One scale for the whole run."""
+    """A scale for the whole run."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale

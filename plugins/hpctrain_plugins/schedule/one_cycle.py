@@ -1,4 +1,5 @@
-"""One cycle (Smith and Topin, "Super-Convergence: Very Fast Training of Neural Networks Using Large Learning Rates", 2018)."""
+"""The one-cycle policy (Smith and Topin, "Super-Convergence: Very Fast Training of Neural Networks Using Large Learning
+Rates", 2018)."""
 
 from __future__ import annotations
 

@@ -58,14 +58,14 @@ class Constant(Warmup):
 
 
 class _Decay(Warmup):
-    """From 1 to final_factor along a curve."""
+    """A decay from 1 to final_factor along a curve."""
 
     Options = DecayOptions
     options: DecayOptions
 
     @abstractmethod
     def curve(self, share: float) -> float:
-        """From 1 to 0 as `share` goes from 0 to 1."""
+        """The factor, from 1 to 0 as `share` goes from 0 to 1."""
 
     def after(self, share: float) -> float:
         return self.options.final_factor + (1.0 - self.options.final_factor) * self.curve(share)

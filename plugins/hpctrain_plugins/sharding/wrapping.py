@@ -17,7 +17,7 @@ LOG = logging.getLogger("hpctrain")
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Containers have no forward that could gather them."""
 _INDIVISIBLE = nn.MultiheadAttention
-"""Their forward uses the parameters of a child without calling the child."""
+"""Modules whose forward uses the parameters of a child without calling the child."""
 
 
 def units_of(module: nn.Module, spec: ModelSpec, wrap: str, min_parameters: int) -> list[nn.Module]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.api import ByteSize, Field, GradientSums, ModelSpec, Options, Piece, Sharding, hookimpl
 from hpctrain.toolkit.bucketed import BucketedModel
 from hpctrain.toolkit.buckets import Bucket, BucketEntry
+from hpctrain_plugins.sharding.offload import memory_advice
 
 
 class Zero0Options(Options):
@@ -35,6 +37,9 @@ class Zero0(Sharding):
 
     def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> Zero0Model:
         return Zero0Model(module, sums, self.options)
+
+    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
+        return memory_advice(self.name, self.options, ranks, device)
 
 
 class Zero0Model(BucketedModel):

@@ -54,8 +54,8 @@ class Zero2Model(PartitionedModel):
             self._free[kind] = self._buffers_for([bucket for bucket in self.buckets if _kind(bucket) == kind])
 
     def _buffers_for(self, buckets: list[Bucket]) -> list[Tensor]:
-        """What buckets of one kind take turns with. To make a buffer is collective, and ranks that use other parameters
-        make gradients in another order, so none is made during a backward."""
+        """Scratch buffers that buckets of one kind take turns with. To make a buffer is collective, and ranks that use other
+        parameters make gradients in another order, so none is made during a backward."""
         largest = max(buckets, key=lambda bucket: bucket.numel)
         return [largest.buffer() for _ in range(min(len(buckets), self._most_in_flight() + 1))]
 

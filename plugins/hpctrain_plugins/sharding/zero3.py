@@ -37,7 +37,7 @@ from hpctrain.api import (
 )
 from hpctrain.toolkit.buckets import trained
 from hpctrain_plugins.sharding.communication import AsynchronousAllGather, HostBuffers, Pending, SummingReduceScatter
-from hpctrain_plugins.sharding.offload import host_copy, is_needed, warn_if_useless
+from hpctrain_plugins.sharding.offload import host_copy, is_needed, memory_advice, warn_if_useless
 from hpctrain_plugins.sharding.wrapping import refuse_mixed, refuse_unseen, units_of, unseen
 
 _MIN_PARAMETERS = 100_000_000
@@ -125,6 +125,9 @@ class Zero3(Sharding):
 
     def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> Zero3Model:
         return Zero3Model(module, spec, mesh, sums, self.options)
+
+    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
+        return memory_advice(self.name, self.options, ranks, device)
 
 
 class Zero3Model(ShardedModel):

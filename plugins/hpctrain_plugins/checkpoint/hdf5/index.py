@@ -22,7 +22,7 @@ from .template import create_dataset, create_links
 
 FILE_NAME = "index.h5"
 MAX_CHUNKS = 100_000
-"""With more chunks than this there is no index: HDF5 needs 30 to 100 us and 100 to 150 bytes for each."""
+"""The most chunks of a shard with an index: HDF5 needs 30 to 100 us and 100 to 150 bytes for each."""
 
 
 def make_index(plan: SavePlan, shard_names: Sequence[str]) -> bytes | None:

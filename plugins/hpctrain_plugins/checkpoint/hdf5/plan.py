@@ -50,7 +50,7 @@ class Offer(NamedTuple):
 
     @property
     def dataset(self) -> str:
-        """Its path in the HDF5 file: the tensor's name, and the offsets if it is only a part of the tensor."""
+        """The path in the HDF5 file: the tensor's name, and the offsets if it is only a part of the tensor."""
         if self.part.shape == self.shape:
             return self.name
         return f"{self.name}@{','.join(map(str, self.part.offsets))}"

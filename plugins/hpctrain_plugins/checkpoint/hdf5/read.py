@@ -126,7 +126,7 @@ class Scratch:
 
 
 def _needs(directory: Path, content: Manifest, pieces: list[Piece]) -> dict[int, dict[str, list[Piece]]]:
-    """For each shard, the pieces with elements in it, by tensor. Checks that the shards have all elements."""
+    """The pieces with elements in each shard, by tensor. Checks that the shards have all elements."""
     needs: dict[int, dict[str, list[Piece]]] = {}
     known: dict[tuple[int, Rectangle], set[int]] = {}  # most tensors and pieces are cut alike
     for piece in pieces:

@@ -22,7 +22,7 @@ Expected = dict[str, Place]
 
 
 def faults(path: str, expected: Expected) -> list[str]:
-    """One sentence per object that isn't a plain dataset of the table, and per missing dataset."""
+    """A sentence per object that isn't a plain dataset of the table, and per missing dataset."""
     found: set[str] = set()
     sentences: list[str] = []
     with h5py.File(path, "r", locking=False) as file:

@@ -76,7 +76,7 @@ class Chunk(NamedTuple):
         return self.at + self.part.volume * self.dtype.itemsize
 
     def blocks(self) -> Iterator[tuple[RowBlock, str]]:
-        """Its blocks, each with its checksum."""
+        """Yield the tensor's blocks, each with its checksum."""
         return zip(blocks(self.part, self.at, self.dtype.itemsize), self.checksums, strict=True)
 
 

@@ -38,7 +38,7 @@ class Summary:
 
 @dataclass
 class Agreement:
-    """One rank's view of a plan, kept until the shape of any rank's pieces changes. Only rank 0 has `plan`, until it is
+    """A rank's view of a plan, kept until the shape of any rank's pieces changes. Only rank 0 has `plan`, until it is
     summarized."""
 
     group: dist.ProcessGroup

@@ -29,7 +29,7 @@ _PODS = {
 """The label of a job's pods that has its name."""
 _MAKERS = {"TrainJob": train_job, "MPIJob": mpi_job, "Job": indexed_job}
 _LONGEST = 40
-"""Of a name, to which hash, job, index and service add: 63 is the limit of a label."""
+"""Characters of a name, to which hash, job, index and service add: 63 is the limit of a label."""
 
 
 class Toleration(Options):
@@ -43,7 +43,7 @@ class Toleration(Options):
 
 
 class Extra(Options):
-    """What Kubernetes takes besides, in its own words."""
+    """Options that Kubernetes takes besides, in its own words."""
 
     metadata: dict[str, Any] = Field(default={}, description="of the job, such as labels")
     pod: dict[str, Any] = Field(default={}, description="of each pod's spec, such as priorityClassName")
@@ -208,7 +208,7 @@ def _name(launch: Launch) -> str:
 
 
 def _state(status: dict[str, Any]) -> JobState:
-    """From the conditions, which the three kinds name alike but for MPIJob's Succeeded."""
+    """The state by the conditions, which the three kinds name alike but for MPIJob's Succeeded."""
     true = {one["type"]: one for one in status.get("conditions") or [] if one.get("status") == "True"}
     if "Complete" in true or "Succeeded" in true:
         return JobState("done")

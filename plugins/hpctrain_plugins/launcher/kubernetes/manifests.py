@@ -12,14 +12,14 @@ Manifest = dict[str, Any]
 
 _JOB = "/etc/hpctrain"
 _HOSTS = "/etc/mpi/hostfile"
-"""Where Trainer and the MPI operator put the hosts."""
+"""The file into which Trainer and the MPI operator put the hosts."""
 _SSH = "/home/mpiuser/.ssh"
 _SSHD = ["/usr/sbin/sshd", "-De", "-f", "/home/mpiuser/.sshd_config"]
 _RANK_CPU, _RANK_MEMORY = 500, 1
 """Thousandths of a CPU and GiB that are requested for each rank if the job does not say: little more than its start needs, as the
 pods of a larger guess may fit on no node."""
 _LAUNCHER = {"cpu": "1", "memory": "1Gi"}
-"""What mpirun alone needs."""
+"""Resources that mpirun alone needs."""
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _PORT = 29400
 _PATIENCE = 5

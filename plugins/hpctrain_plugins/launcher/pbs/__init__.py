@@ -11,9 +11,9 @@ from hpctrain.toolkit.scripts import Line, asked, clock, filled, told_by
 from hpctrain_plugins.launcher.shell import ShellOptions, program
 
 _LONGEST_NAME = 15
-"""Of a job, where PBS is old."""
+"""Characters of a job's name, where PBS is old."""
 _TOLD = 143
-"""With this the script ends after a SIGTERM."""
+"""The script's exit code after a SIGTERM."""
 _KILLED = 256
 """PBS adds the signal to this for an exit status."""
 

@@ -82,7 +82,7 @@ class Slurm(Launcher):
 
 
 def _in_accounting(id: str) -> JobState:
-    """What sacct says of a job that the controller has forgotten: by default five minutes after its end."""
+    """The state that sacct tells of a job that the controller has forgotten: by default five minutes after its end."""
     shown = asked(["sacct", "--jobs", id, "--allocations", "--noheader", "--parsable2", "--format=State,ExitCode"])
     state, _, code = (shown or "").partition("\n")[0].partition("|")
     if not state:

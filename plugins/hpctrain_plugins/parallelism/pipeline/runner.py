@@ -105,7 +105,7 @@ class PipelineRunner(Runner):
         return self._stages[self._count - 1].outputs
 
     def _loss(self, _: Tensor, index: Tensor) -> Tensor:
-        """Of the newest micro batch: a schedule asks for it right after the forward."""
+        """The loss of the newest micro batch: a schedule asks for it right after the forward."""
         parts, outputs = self._parts, self._outputs
         micro = self._given[int(index)]
         if not self._has_forwarded:  # torch runs one forward for shapes

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass
 class Shared:
-    """One such parameter. `name` is its name in the single-process model."""
+    """A parameter of several stages. `name` is its name in the single-process model."""
 
     name: str
     trained: bool

@@ -93,7 +93,7 @@ class Stage(nn.Module):
         self.in_step = False
         """Whether a micro batch runs. Before that, torch runs one forward for shapes; after the first stage it is noise."""
         self.outputs: Any = None
-        """Of the latest forward of the last stage."""
+        """Outputs of the latest forward of the last stage."""
         self.input_is_trained = False
         """Whether the latest `value` required a gradient."""
 

@@ -57,7 +57,7 @@ class TimedStage(PipelineStage):
         self._whole: set[int] = set()
         """Micro batches whose backward must not be split."""
         self._input_is_trained: dict[int, bool] = {}
-        """For each running micro batch, whether anything before this stage gets a gradient."""
+        """Whether anything before this stage gets a gradient, for each running micro batch."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self.submod.in_step = True  # type: ignore[assignment]

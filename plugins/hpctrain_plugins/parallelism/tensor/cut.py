@@ -65,7 +65,7 @@ def linear_of(module: nn.Module, name: str) -> nn.Linear:
 
 
 def row_runs(parts: list[int], ranks: int) -> list[list[tuple[int, int]]]:
-    """For each rank, its share of every part: first row, number of rows."""
+    """The share of every part that each rank has: first row, number of rows."""
     begins = [0, *accumulate(parts)]
     shares = [(begin, rows // ranks) for begin, rows in zip(begins, parts, strict=False)]
     return [[(begin + rank * share, share) for begin, share in shares] for rank in range(ranks)]

@@ -9,7 +9,7 @@ except ModuleNotFoundError as error:
     if error.name not in ("hpctrain", "hpctrain_horovod"):
         raise
     raise ModuleNotFoundError(
-        f"horovodrun: {sys.executable} has no hpctrain-horovod; start the script with the Python that has: the one beside horovodrun"
+        f"horovodrun: {sys.executable} has no hpctrain-horovod; start the script with the Python beside horovodrun, which has"
     ) from None
 
 del sys.modules[__name__]
