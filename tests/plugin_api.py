@@ -11,22 +11,23 @@ from __future__ import annotations
 import ast
 import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "unit" / "plugin_api.txt"
 PAGE = ROOT / "docs" / "plugin-api.md"
+API = "hpctrain.api"
 TOOLKIT = "hpctrain.toolkit"
-"""A package that is public as a whole."""
+"""A package that is public as a whole; its doors to other rooms with the names in their `__all__`."""
 
 
 def describe() -> list[str]:
-    """The interface: names of hpctrain.api, contracts with their members, hooks, the toolkit, and the core's keys."""
-    lines = {line for name, (module, original) in _names_of_api().items() for line in _of_api(name, module, original)}
+    """The interface: names of hpctrain.api and of hpctrain.mpi, contracts with their members, hooks, the toolkit, the core's keys."""
+    lines = set(_of_door(API)) | set(_of_door("hpctrain.mpi"))
     for file in sorted((ROOT / TOOLKIT.replace(".", "/")).glob("**/*.py")):
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        lines |= {line for node in _tree(module).body for line in _described(module, node)}
+        lines |= set(_of_door(module)) or {line for node in _tree(module).body for line in _described(module, node)}
     lines |= {line for node in _tree("hpctrain.hookspecs").body for line in _hooks(node)}
     return sorted(lines | set(_keys()))
 
@@ -49,23 +50,34 @@ def _tree(module: str) -> ast.Module:
     return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
 
 
-def _names_of_api() -> dict[str, tuple[str, str]]:
-    """The names in hpctrain.api: where each comes from, and its name there."""
-    imports = [node for node in _tree("hpctrain.api").body if isinstance(node, ast.ImportFrom)]
-    return {one.asname or one.name: (str(node.module), one.name) for node in imports for one in node.names}
+def _of_door(door: str) -> Iterator[str]:
+    """The names in `__all__` of a module that is a door to others; nothing for a module without one."""
+    names = _names_of(door)
+    for name, (module, original) in names.items():
+        yield from _of_name(door, names, name, module, original)
 
 
-def _of_api(name: str, module: str, original: str) -> Iterator[str]:
-    """A name of hpctrain.api; of a class also its members, those of base classes with no public name included."""
-    yield f"hpctrain.api.{name}"
+def _names_of(door: str) -> dict[str, tuple[str, str]]:
+    """The names in `__all__`: where each comes from, and its name there."""
+    body = _tree(door).body
+    listed = next((node.value for node in body if isinstance(node, ast.Assign) and _defines(node) == ["__all__"]), None)
+    names = [] if listed is None else ast.literal_eval(listed)
+    imports = [node for node in body if isinstance(node, ast.ImportFrom)]
+    found = {one.asname or one.name: (str(node.module), one.name) for node in imports for one in node.names}
+    return {name: found.get(name, (door, name)) for name in names}
+
+
+def _of_name(door: str, public: Collection[str], name: str, module: str, original: str) -> Iterator[str]:
+    """A public name; of a class also its members, those of base classes with no public name included."""
+    yield f"{door}.{name}"
     if not module.startswith("hpctrain.") or name in ("Job", "API_VERSION"):
         return  # another package's; a table of the job file; the version itself
     node = _found(module, original)
-    yield from _described("hpctrain.api", node, name) if node is not None else ()
+    yield from _described(door, node, name) if node is not None else ()
     for base in node.bases if isinstance(node, ast.ClassDef) else ():
         hidden = _found(module, ast.unparse(base))
-        if isinstance(hidden, ast.ClassDef) and hidden.name not in _names_of_api():
-            yield from _described("hpctrain.api", hidden)
+        if isinstance(hidden, ast.ClassDef) and hidden.name not in public:
+            yield from _described(door, hidden)
 
 
 def _found(module: str, name: str) -> ast.stmt | None:

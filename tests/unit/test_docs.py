@@ -15,7 +15,8 @@ from hpctrain.plugins.slots import SLOTS
 
 ROOT = Path(__file__).parent.parent.parent
 PLUGINS = ROOT / "plugins" / "hpctrain_plugins"
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"), *PLUGINS.glob("*/README.md")]
+DISTRIBUTIONS = [path.parent / "README.md" for path in (ROOT / "plugins").glob("*/pyproject.toml")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"), *PLUGINS.glob("*/README.md"), *DISTRIBUTIONS]
 
 
 def without_code(page: Path) -> str:
@@ -70,7 +71,8 @@ def test_the_pages_are_found_from_the_readme() -> None:
             found.add(page)
             targets = [(page.parent / link.partition("#")[0]).resolve() for link in links(page)]
             waiting += [target for target in targets if target.suffix == ".md" and target.is_file()]
-    assert not {page for page in PAGES if page.parent in (ROOT / "docs", ROOT / "docs" / "decisions")} - found
+    expected = {page for page in PAGES if page.parent in (ROOT / "docs", ROOT / "docs" / "decisions")}
+    assert not expected.union(DISTRIBUTIONS) - found
 
 
 def test_every_key_of_a_job_file_is_documented() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sources import sources
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -170,8 +171,7 @@ def private_names_of_torch(tree: ast.AST, own: set[str], heirs: Mapping[str, set
 
 
 def test_no_other_file_uses_a_private_name_of_torch() -> None:
-    files = [*(ROOT / "hpctrain").glob("**/*.py"), *(ROOT / "plugins").glob("**/*.py")]
-    trees = {file: ast.parse(file.read_text()) for file in files if file != HOME}
+    trees = {file: ast.parse(file.read_text()) for file in sources() if file != HOME}
     assert len(trees) > 200
     own = set.union(*map(defined, trees.values()))
     heirs = all_heirs_of_torch(trees.values())
