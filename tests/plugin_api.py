@@ -23,7 +23,7 @@ TOOLKIT = "hpctrain.toolkit"
 
 
 def describe() -> list[str]:
-    """The interface: names of hpctrain.api and of hpctrain.mpi, contracts with their members, hooks, the toolkit, the core's keys."""
+    """The interface: names of hpctrain.api and hpctrain.mpi, contracts with their members, hooks, the toolkit, the core's keys."""
     lines = set(_of_door(API)) | set(_of_door("hpctrain.mpi"))
     for file in sorted((ROOT / TOOLKIT.replace(".", "/")).glob("**/*.py")):
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

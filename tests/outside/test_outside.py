@@ -73,7 +73,7 @@ def test_it_imports_what_is_public_only_and_is_listed(python: str, tmp_path: Pat
     done = run(hpctrain("plugins", "--json", python=python), tmp_path)
     acme = {(row["slot"], row["name"]) for row in json.loads(done.out) if row["distribution"] == "acme-hpctrain"}
     assert acme >= {
-        ("launcher", "background"),
+        ("command", "acme-rows"), ("launcher", "background"),
         ("checkpoint", "per-rank"), ("communicator", "acme-gloo"), ("parallelism", "rows"), ("sharding", "late-sums"),
         ("sharding", "local-sgd"),        ("pipeline_schedule", "looped-bfs"), ("precision", "power-of-two"),
     }  # fmt: skip
@@ -92,6 +92,18 @@ def test_a_schedule_a_precision_a_format_and_a_communicator(long_job: JobFile, p
     compare(job, train_gpt({**plain, "communicator": {}, "checkpoint": {}}, torch.float32)[1])
     newest = str(next(job.output.glob("checkpoints/step-*6")))
     assert run(hpctrain("checkpoint", "verify", newest, python=python), job.directory).code == 0
+
+
+def test_a_command(python: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
+    done = run(hpctrain("acme-rows", ".", python=python), tmp_path)
+    assert done.code == 0 and done.out == "2\n", done
+    done = run(hpctrain("acme-rows", "nowhere", python=python), tmp_path)
+    assert (
+        done.code == 2 and done.err == "hpctrain: found no nowhere/metrics.jsonl, expected the directory of a run\n"
+    ), done
+    done = run(hpctrain("--help", python=python), tmp_path)
+    assert done.code == 0 and "acme-rows   Count the rows that a run has written." in done.out, done
 
 
 @pytest.mark.thorough

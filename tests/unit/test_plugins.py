@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import plugin_api
 import pytest
 
 from hpctrain.api import CompressionOptions
+from hpctrain.cli import cli, execute
 from hpctrain.contracts.launcher import JOB_FILE
-from hpctrain.errors import EnvironmentUnfitError, UsageError
+from hpctrain.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError, UsageError
 from hpctrain.foreign.reference import resolve
 from hpctrain.plugins.changes import API_VERSION, CHANGES
 from hpctrain.plugins.listing import describe_options, list_plugins
@@ -535,3 +539,103 @@ def test_a_loaded_module_whose_hook_raises_is_told(tmp_path: Path, monkeypatch: 
         EnvironmentUnfitError, match=r"\[plugins\] load: raises_in_hook .*hook hpctrain_model raised ValueError: boom"
     ):
         build_registry(["raises_in_hook"])
+
+
+COMMAND = """
+import click
+from hpctrain.toolkit.commands import UsageError, hookimpl
+
+@click.command()
+@click.option("--wrong", is_flag=True)
+def command(wrong):
+    "Count to seven."
+    if wrong:
+        raise UsageError("found a mistake")
+    click.echo("counted")
+    return 7
+
+@hookimpl
+def hpctrain_command():
+    return command
+"""
+
+
+@pytest.mark.parametrize("group", ["", "bench", "checkpoint"])
+def test_a_plugin_adds_a_command(site: Site, group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [group, "count"] if group else ["count"]
+    site.install("acme-hpc", ".".join(["command", *words]), "acme_count", COMMAND)
+    assert execute(words) == 7 and capsys.readouterr().out == "counted\n"
+    assert execute([*words, "--wrong"]) == 2 and capsys.readouterr().err == "hpctrain: found a mistake\n"
+    assert "acme_count" in sys.modules
+    assert execute([*words[:-1], "--help"]) == 0
+    assert "\nOf plugins:\n" in (shown := capsys.readouterr().out) and "count" in shown and "Count to seven." in shown
+    assert execute(["plugins"]) == 0
+    assert re.search(rf"^command +{' '.join(words)} +active +acme-hpc 1\.2 ", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("point", "source", "why"),
+    [
+        ("command.count", "import no_such_package", "it needs the package 'no_such_package', which is not installed"),
+        ("command.count", "1 / 0", "importing it raised ZeroDivisionError"),
+        ("command.count", "raise SystemExit(7)", "importing it raised SystemExit: 7"),
+        ("command.count", "HPCTRAIN_API = 999", "it asks for plugin API version 999"),
+        ("command.count", COMMAND.replace("@hookimpl", ""), "it implements no hook hpctrain_command"),
+        ("command.count", COMMAND.replace("return command", "return 5"), "expected a click.Command, found 5"),
+        (
+            "command.count",
+            COMMAND.replace("return command", "return 1 / 0"),
+            "hook hpctrain_command raised ZeroDivisionError",
+        ),
+    ],
+)
+def test_a_broken_command_is_told_where_it_is_used_and_in_the_help(
+    site: Site, point: str, source: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No other command notices."""
+    site.install("acme-hpc", point, "acme_count", source)
+    assert execute(["count"]) == EXIT_ENVIRONMENT
+    said = capsys.readouterr().err
+    assert said.startswith("hpctrain: the command 'count' is broken: acme_count (acme-hpc 1.2") and why in said
+    assert execute(["--help"]) == 0
+    assert why in " ".join(capsys.readouterr().out.split())
+    assert execute(["plugins"]) == 0 and "  broken  acme-hpc 1.2" in capsys.readouterr().out
+    assert execute(["bench", "--help"]) == 0
+
+
+def test_names_of_commands(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    """hpctrain's own stay; two of one name and one without a place are broken, and all of it is told."""
+    told = COMMAND.replace("Count to seven.", "Not this one.")
+    for name in ("run", "fly.away", "bench.collectives"):
+        site.install(f"acme-{name}", f"command.{name}", f"acme_{name.replace('.', '_')}", told)
+    for name in ("acme-two", "bob-two"):
+        site.install(name, "command.two", name.replace("-", "_"), COMMAND)
+    own = cli.get_command(click.Context(cli), "run")
+    assert own is not None and own.help is not None and own.help.startswith("Train JOB.toml")
+    assert execute(["two"]) == EXIT_ENVIRONMENT
+    assert (
+        "claimed by acme_two (acme-two 1.2, entry point 'command.two') and by bob_two (bob-two"
+        in capsys.readouterr().err
+    )
+    assert execute(["--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Not this one" not in shown and shown.count("the command 'two' is broken") == 2
+    assert (
+        "the command 'run' is broken: acme_run (acme-run 1.2, entry point 'command.run'): the name is that of a"
+        in shown
+    )
+    assert "the command 'fly away' is broken" in shown and "names no group" in shown
+    assert execute(["bench", "--help"]) == 0 and "'bench collectives' is broken" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert execute(["plugins", "--json"]) == 0
+    rows = [
+        row for row in json.loads(capsys.readouterr().out) if row["slot"] == "command" and "two" in row["distribution"]
+    ]
+    assert [row["state"] for row in rows] == ["broken", "broken"]
+
+
+def test_a_command_is_imported_on_use_only(site: Site) -> None:
+    site.install("acme-hpc", "command.count", "acme_count", COMMAND)
+    build_registry()
+    assert execute(["schema"]) == 0 and "acme_count" not in sys.modules
