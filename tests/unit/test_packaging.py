@@ -13,6 +13,8 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 from mypy.modulefinder import FindModuleCache, SearchPaths, get_search_dirs
 
+from hpctrain import __version__
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -20,31 +22,42 @@ ROOT = Path(__file__).parents[2]
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The wheel, and the unpacked sdist."""
     directory = tmp_path_factory.mktemp("dist")
-    wheel, sdist = (
-        Path(next(iter(builder(str(ROOT)).build(directory=str(directory), versions=["standard"]))))
-        for builder in (WheelBuilder, SdistBuilder)
-    )
+    wheel, sdist = (_built(builder(str(ROOT)), directory) for builder in (WheelBuilder, SdistBuilder))
     with tarfile.open(sdist) as tar:
         tar.extractall(directory, filter="data")
     return wheel, directory / sdist.name.removesuffix(".tar.gz")
 
 
-def test_the_wheel_has_both_packages_and_a_page_that_an_index_can_show(built: tuple[Path, Path]) -> None:
-    with zipfile.ZipFile(built[0]) as wheel:
-        names = wheel.namelist()
-        metadata = wheel.read(next(name for name in names if name.endswith("/METADATA"))).decode()
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"hpctrain", "hpctrain_plugins"}
-    assert not any("alias" in name.partition("/")[0] for name in names)
-    for package, folder in (
-        ("hpctrain", ROOT / "hpctrain"),
-        ("hpctrain_plugins", ROOT / "plugins" / "hpctrain_plugins"),
-    ):
+def _built(builder: WheelBuilder | SdistBuilder, directory: Path) -> Path:
+    return Path(next(iter(builder.build(directory=str(directory), versions=["standard"]))))
+
+
+def _look(wheel: Path, *folders: Path) -> tuple[set[str], str]:
+    """The names in a wheel and its metadata; all files of the packages are in it, and its page is one that an index can show."""
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+        metadata = file.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+    for folder in folders:
         files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-        assert {f"{package}/{path.relative_to(folder)}" for path in files} <= set(names)
+        assert {f"{folder.name}/{path.relative_to(folder)}" for path in files} <= names
     head, _, page = metadata.partition("\n\n")
     assert "git+" not in head and " @ " not in head, "an index refuses requirements with an address"
     links = re.findall(r"\]\(([^)]*)\)", page)
     assert len(links) > 10 and [link for link in links if not link.startswith(("https://", "#"))] == []
+    return {name.partition("/")[0] for name in names if ".dist-info" not in name}, head
+
+
+def test_the_wheel_has_both_packages_and_a_page_that_an_index_can_show(built: tuple[Path, Path]) -> None:
+    top, _ = _look(built[0], ROOT / "hpctrain", ROOT / "plugins" / "hpctrain_plugins")
+    assert top == {"hpctrain", "hpctrain_plugins"}
+
+
+def test_the_wheel_of_horovods_interface(tmp_path: Path) -> None:
+    """It has the file that Python reads at its start, and needs the hpctrain that it was built beside."""
+    home = ROOT / "plugins" / "hpctrain-horovod"
+    top, head = _look(_built(WheelBuilder(str(home)), tmp_path), home / "hpctrain_horovod")
+    assert top == {"hpctrain_horovod", "hpctrain_horovod_alias.pth", "hpctrain_horovod_alias.py"}
+    assert f"\nVersion: {__version__}\n" in head and f"\nRequires-Dist: hpctrain=={__version__}\n" in head
 
 
 def test_the_sdist_has_what_readme_names(built: tuple[Path, Path]) -> None:
@@ -61,6 +74,10 @@ def test_the_sdist_has_what_readme_names(built: tuple[Path, Path]) -> None:
 def test_type_checkers_find_a_package_that_is_installed_in_place() -> None:
     on_path, in_site = get_search_dirs(sys.executable)
     finder = FindModuleCache(SearchPaths((), (), (*on_path, *in_site), ()), None, None)
-    for name, folder in (("hpctrain.api", ROOT), ("hpctrain_plugins.model.gpt", ROOT / "plugins")):
+    for name, folder in (
+        ("hpctrain.api", ROOT),
+        ("hpctrain_plugins.model.gpt", ROOT / "plugins"),
+        ("hpctrain_horovod.torch", ROOT / "plugins" / "hpctrain-horovod"),
+    ):
         found = finder.find_module(name)
         assert isinstance(found, str) and Path(found).is_relative_to(folder), found
