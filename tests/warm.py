@@ -15,6 +15,7 @@ import gc
 import importlib
 import io
 import json
+import multiprocessing.process
 import os
 import random
 import runpy
@@ -236,6 +237,7 @@ def _become(request: dict[str, object], descriptors: Sequence[int]) -> list[str]
     os.environ.update(request["env"])  # type: ignore[arg-type]
     _show([sys.executable, "-m", "hpctrain", *request["words"]])  # type: ignore[misc]
     sys.path[0] = os.getcwd()
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]  # where children of spawn look for a script
     importlib.invalidate_caches()
     for wanted, found in zip((1, 2), descriptors[:2], strict=True):
         os.dup2(found, wanted)
