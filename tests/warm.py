@@ -330,7 +330,8 @@ def _run_worker(words: list[str]) -> None:
         show(command)
         sys.argv = command[1:]
         sys.path[0] = str(Path(command[1]).parent.absolute())
-        runpy.run_path(command[1], run_name="__main__")
+        # absolute, as Python makes it: processes that multiprocessing starts would look for it where this one began
+        runpy.run_path(str(Path(command[1]).absolute()), run_name="__main__")
         raise SystemExit(0)
 
     os.execvp = run  # type: ignore[assignment]
