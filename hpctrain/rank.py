@@ -349,7 +349,7 @@ def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) ->
             ", as it was cancelled" if cancelled else ", as its time is nearly over" if session.deadline.is_near else ""
         )
         session.report.say(
-            f"stopped at step {result['step']} of {session.progress.steps}{why}, saved in {session.saving.newest}"
+            f"stopped at step {result['step']} of {session.progress.steps}{why}, saved in {session.saved.newest}"
         )
         return
     if session.progress.step == session.progress.first_step:
@@ -361,4 +361,4 @@ def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) ->
         session.report.say(f"done         step {result['step']}, {ended}")
     else:
         session.report.say(f"done         step {result['step']}, loss {result['loss']:.4f}, {seconds:.0f} s")
-    session.report.say(f"results      {directory / 'metrics.jsonl'}, {session.saving.newest}")
+    session.report.say(f"results      {directory / 'metrics.jsonl'}, {session.saved.newest}")

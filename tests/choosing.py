@@ -46,6 +46,8 @@ _COMMANDS = {
 """Rooms that a folder of tests reaches through commands or ranks."""
 FIRST_PARTY = "hpctrain_plugins"
 """The package of plugins in hpctrain's own distribution. Other distributions have a folder each, and are a room each."""
+_OF_RANKS = "tests/test_ranks.py"
+"""Runs tests/ranks and plugins/*/tests/ranks."""
 
 
 def function_of(test: str) -> str:
@@ -60,9 +62,11 @@ def read_times() -> dict[str, float]:
 
 
 def changed_files() -> set[str]:
-    """Files that the commits of the last day before HEAD touch."""
+    """Files that the commits of the last day before HEAD touch, with all that a merge has brought."""
     when = int(_git("log", "-1", "--format=%ct"))
-    return set(_git("log", f"--since={when - _DAY}", "--name-only", "--format=").split())
+    return set(
+        _git("log", "--first-parent", "--diff-merges=1", f"--since={when - _DAY}", "--name-only", "--format=").split()
+    )
 
 
 def room_of(path: str) -> str | None:
@@ -96,7 +100,7 @@ def choose(
 
     def why(test: str) -> tuple[int, str]:
         file = test.partition("::")[0]
-        if file in changed:
+        if file in changed or (file == _OF_RANKS and any("tests/ranks/" in path for path in changed)):
             return 0, "its file changed"
         rooms = rooms_of(file) & touched
         return (1, f"of {', '.join(sorted(rooms))}") if rooms else (2, "its turn")

@@ -15,7 +15,6 @@ import gc
 import importlib
 import io
 import json
-import multiprocessing.process
 import os
 import random
 import runpy
@@ -237,7 +236,6 @@ def _become(request: dict[str, object], descriptors: Sequence[int]) -> list[str]
     os.environ.update(request["env"])  # type: ignore[arg-type]
     _show([sys.executable, "-m", "hpctrain", *request["words"]])  # type: ignore[misc]
     sys.path[0] = os.getcwd()
-    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]  # where children of spawn look for a script
     importlib.invalidate_caches()
     for wanted, found in zip((1, 2), descriptors[:2], strict=True):
         os.dup2(found, wanted)
@@ -332,7 +330,8 @@ def _run_worker(words: list[str]) -> None:
         show(command)
         sys.argv = command[1:]
         sys.path[0] = str(Path(command[1]).parent.absolute())
-        runpy.run_path(command[1], run_name="__main__")
+        # absolute, as Python makes it: processes that multiprocessing starts would look for it where this one began
+        runpy.run_path(str(Path(command[1]).absolute()), run_name="__main__")
         raise SystemExit(0)
 
     os.execvp = run  # type: ignore[assignment]

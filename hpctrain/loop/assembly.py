@@ -9,7 +9,6 @@ import torch
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.choices import refuse_machine
 from hpctrain.conformance.trials import refuse_impure_schedule
-from hpctrain.contracts.life_cycle import Control
 from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.plan import Machine
 from hpctrain.guard.judging import Guard
@@ -19,10 +18,11 @@ from hpctrain.loop.deadline import deadline_of
 from hpctrain.loop.feed import Feed
 from hpctrain.loop.progress import Progress
 from hpctrain.loop.report import Report
-from hpctrain.loop.saving import Saving
+from hpctrain.loop.restoring import restore
+from hpctrain.loop.saving import open_store
 from hpctrain.loop.session import Session
 from hpctrain.loop.trained_model import TrainedModel
-from hpctrain.mesh import Layout, build_meshes, layout_of
+from hpctrain.mesh import build_meshes, layout_of
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.world.detection import launcher_name
 from hpctrain.world.meeting import World
@@ -49,24 +49,28 @@ def assemble(
         feed.refuse_stream()
     refuse_impure_schedule(parts.schedule, feed.steps)
     progress, guard = Progress(feed.steps), Guard(job.guard)
-    saving = Saving(job, parts, identity, hooks, layout, model, feed, progress, report, guard.state())
+    told = hooks.call("hpctrain_state", job=job, identity=identity, model=model)
+    session = Session(
+        job, parts, identity, device, layout, hooks, report, model, feed,
+        store=open_store(job, parts),
+        guard=guard,
+        replicas=Replicas(model.module, meshes, identity) if job.guard.replica_check_every else None,
+        deadline=deadline_of(job.job.time_limit, time.monotonic() if begin is None else begin, identity),
+        states=[*guard.state(), *told],
+        progress=progress,
+    )  # fmt: skip
     with memory_explained(job, parts, identity, device, "while the optimizer's state was made", has_batch=False):
-        saving.restore(resume)
+        restore(session, resume)
     model.refuse_optimizer()
-    replicas = Replicas(model.module, meshes, identity) if job.guard.replica_check_every else None
     if job.job.epochs is not None and progress.step:  # the earlier run may have had another batch size
         progress.steps = progress.step + feed.steps_from(progress.samples_seen)
-    deadline = deadline_of(job.job.time_limit, time.monotonic() if begin is None else begin, identity)
-    session = Session(
-        job, parts, hooks, identity, device, progress, model, feed, report, saving, Control(), guard, deadline, replicas
-    )
-    for name, value in describe(session, layout).items():
+    for name, value in describe(session).items():
         report.say(f"{name:<12} {value}")
     if progress.step:
-        report.say(f"resuming     from step {progress.step} ({saving.newest})")
+        report.say(f"resuming     from step {progress.step} ({session.saved.newest})")
         for sentence in changed_schedule(parts.schedule, progress):
             report.say(f"schedule     {sentence}")
-    if replicas is not None and not replicas.exist():
+    if session.replicas is not None and not session.replicas.exist():
         report.say("guard        replica_check_every has no effect: no two ranks hold the same parameters")
     report.open(job.output_dir, parts.loggers, progress.step)
     return session
@@ -87,7 +91,7 @@ def changed_schedule(schedule: Schedule, progress: Progress) -> list[str]:
     ]
 
 
-def describe(session: Session, layout: Layout) -> dict[str, str]:
+def describe(session: Session) -> dict[str, str]:
     """The resolved job in a few lines."""
     job, parts, identity, plan, model = session.job, session.parts, session.identity, session.feed.plan, session.model
     progress, everything, trained = session.progress, model.elements, model.trained_elements
@@ -104,7 +108,7 @@ def describe(session: Session, layout: Layout) -> dict[str, str]:
         "job": f"{job.job.name}, seed {job.job.seed}, {progress.steps} steps, files in {job.output_dir}",
         "ranks": f"{identity.size} ({identity.source}){launcher}, {identity.local_size} per node{dealt}, "
         f"{threads} thread{'s' if threads > 1 else ''} each, on {session.device.type}",
-        "mesh": f"{layout}; sharding {parts.sharding.name}",
+        "mesh": f"{session.layout}; sharding {parts.sharding.name}",
         **({"pipeline": pipeline} if pipeline else {}),
         "batch": str(plan),
         "data": session.feed.describe(epochs),

@@ -11,7 +11,8 @@ from hpctrain.errors import TrainingError
 from hpctrain.exchange import gather_values
 from hpctrain.guard.culprit import first_nonfinite, nonfinite_samples
 from hpctrain.guard.judging import Verdict, remedy_for
-from hpctrain.loop.saves import finish_saving
+from hpctrain.loop import restoring
+from hpctrain.loop.saving import finish_saving
 from hpctrain.loop.session import Session
 
 
@@ -28,7 +29,7 @@ def act(session: Session, verdict: Verdict) -> bool:
     if verdict.action in ("warn", "skip"):
         return False
     finish_saving(session, excused=True)
-    newest = session.saving.newest
+    newest = session.saved.newest
     if verdict.action == "rollback" and newest is not None and guard.may_go_back_to(newest):
         roll_back(session)
         session.report.say(f"guard        step {step}: {why}; back to {newest}, on with the samples that follow")
@@ -61,7 +62,7 @@ def reasons(session: Session, verdict: Verdict) -> str:
 def roll_back(session: Session) -> None:
     """Make model, optimizer and state of plugins those of the newest checkpoint; the samples go on."""
     job, progress = session.job, session.progress
-    session.saving.roll_back()
+    restoring.roll_back(session)
     if job.job.epochs is not None:
         progress.steps = progress.step + session.feed.steps_from(progress.samples_seen)
     session.report.go_back(job.output_dir, session.parts.loggers, progress.step)

@@ -1,13 +1,17 @@
-"""A job on this rank, as the loop uses it. Its five parts know each other only through their arguments."""
+"""A job on this rank, as the loop uses it. Its parts know each other only through their arguments."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.life_cycle import Control
+from hpctrain.contracts.life_cycle import Control, PluginState
 from hpctrain.guard.judging import Guard
 from hpctrain.guard.replicas import Replicas
 from hpctrain.job.parts import Parts
@@ -16,30 +20,46 @@ from hpctrain.loop.deadline import Deadline
 from hpctrain.loop.feed import Feed
 from hpctrain.loop.progress import Progress
 from hpctrain.loop.report import Report
-from hpctrain.loop.saving import Saving
 from hpctrain.loop.trained_model import TrainedModel
+from hpctrain.mesh import Layout
 from hpctrain.plugins.life_cycle import LifeCycle
+
+
+@dataclass
+class Saved:
+    """The checkpoints of this run so far."""
+
+    newest: Path | None = None
+    """The newest one that is complete."""
+    at: float = field(default_factory=time.monotonic)
+    """Time of its save, or of the start, on time.monotonic()."""
+    background_step: int = 0
+    """The step of the newest background save."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """Made by loop/assembly.py."""
+    """A job on this rank. Made by loop/assembly.py."""
 
     job: Job
     parts: Parts
-    hooks: LifeCycle
     identity: Identity
     device: torch.device
-    progress: Progress
+    layout: Layout
+    hooks: LifeCycle
+    report: Report
     model: TrainedModel
     feed: Feed
-    report: Report
-    saving: Saving
-    control: Control
+    store: CheckpointStore
     guard: Guard
-    deadline: Deadline
     replicas: Replicas | None
     """None where the job compares none."""
+    deadline: Deadline
+    states: Sequence[PluginState]
+    """State that checkpoints keep: the guard's and that of life-cycle plugins."""
+    progress: Progress
+    saved: Saved = field(default_factory=Saved)
+    control: Control = field(default_factory=Control)
 
     def close(self) -> None:
         """End background work, and close rank 0's outputs."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.state import model_pieces
+from hpctrain.checkpoint.state import group_options, model_pieces
 from hpctrain.checkpoint.weights import load_weights
 from hpctrain.conformance.first_step import FirstStep
 from hpctrain.conformance.hooks import tensors_kept
@@ -80,6 +80,7 @@ class TrainedModel:
         self.totals = PieceTotals(self.pieces, meshes)
         self._whole = WholeTensors(self.pieces, self.shapes, meshes, device)
         self.optimizer, self.optimizer_begun = self.new_optimizer(), False
+        self.group_options = group_options(self.optimizer)
         self._base_rates = [group["lr"] * self._rate_factor() for group in self.optimizer.param_groups]
         repeated = [one.axis for one in axes if one.ranks_have == "the same samples"]
         self.loss_share = 0.0 if any(meshes.axis(axis).get_local_rank() for axis in repeated) else 1.0

@@ -27,7 +27,7 @@ from hpctrain.loop.evaluation import evaluate, refuse_unmeasured
 from hpctrain.loop.look import look
 from hpctrain.loop.metrics import EvaluationRow, Moment, RankFigures, StepRow, StepTimes, gather_figures, memory_bytes
 from hpctrain.loop.reactions import act, with_samples
-from hpctrain.loop.saves import save_before_evaluation, save_if_due
+from hpctrain.loop.saving import save_before_evaluation, save_if_due
 from hpctrain.loop.session import Session
 from hpctrain.loop.signals import INTERRUPTED, STOPPED, StopRequest
 from hpctrain.torch_private import foreach_mul_
@@ -78,7 +78,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
         "loss": progress.loss,
         "losses": losses,
         "evaluation": None if progress.evaluation is None else dict(progress.evaluation[1]),
-        "checkpoint": session.saving.newest,
+        "checkpoint": session.saved.newest,
         "exit_code": code,
         "interrupted": code == EXIT_STOPPED and stops == INTERRUPTED,
     }

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +22,13 @@ from hpctrain.world import threads
 
 _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_", "MPI_LOCAL", "HPCTRAIN_STARTED_IN")
 """Beginnings of variables that a rank gets after the fork."""
+_OF_MPIEXEC = ("OMPI_COMM_WORLD_", "PMIX_")
+"""Beginnings of variables that are the first rank's where mpiexec has started the server's parent."""
 _OF_LAUNCHERS = (
     *_GIVEN,
+    *_OF_MPIEXEC,
     "MASTER_ADDR",
     "MASTER_PORT",
-    "PMIX_",
     "OMPI_COMM_",
     "SLURM_",
     "FLUX_",
@@ -31,7 +37,13 @@ _OF_LAUNCHERS = (
 )
 """Those by which a rank finds out how it was started."""
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/hl", "/dev/neuron")
-_SHARED = {"socket:": "opened a socket", "anon_inode:[eventpoll]": "started an event loop"}
+_SHARED = {
+    "socket:": "opened a socket",
+    "pipe:": "opened a pipe",
+    "anon_inode:[eventpoll]": "started an event loop",
+    "anon_inode:[eventfd]": "opened an event descriptor",
+    "anon_inode:inotify": "watches files",
+}
 _SELF = Path("/proc/self")
 
 
@@ -41,6 +53,7 @@ class Footprint:
     def __init__(self) -> None:
         self._modules = set(sys.modules)
         self._opened = set(_descriptors())
+        self._memory = _shared_memory()
         self._children = _children()
         self._directory = os.getcwd()
         self._numbers = _random_states()
@@ -51,9 +64,15 @@ class Footprint:
         count = _threads_left()
         if count:
             found.append("started a thread" if count == 1 else f"started {count} threads")
-        opened = [place for descriptor, place in _descriptors() if (descriptor, place) not in self._opened]
-        found += [text for start, text in _SHARED.items() if any(place.startswith(start) for place in opened)]
-        if is_started() or any(place.startswith(_DEVICES) for place in opened):
+        opened = [one for one in _descriptors() if one not in self._opened]
+        places = [place for _, place in opened]
+        found += [text for start, text in _SHARED.items() if any(place.startswith(start) for place in places)]
+        files = [place for descriptor, place in opened if _has_place_in(descriptor)]
+        if files:
+            found.append(f"keeps the file {files[0]} open, in which ranks would have one position")
+        if _shared_memory() - self._memory:
+            found.append("made memory that processes share")
+        if is_started() or any(place.startswith(_DEVICES) for place in places):
             found.append("initialized an accelerator")
         mpi: Any = sys.modules.get("mpi4py.MPI")
         if mpi is not None and mpi.Is_initialized():
@@ -62,7 +81,7 @@ class Footprint:
             found.append("started a process")
         return found
 
-    def differences(self) -> list[str]:
+    def differences(self, seen: Seen) -> list[str]:
         """What would be another value in each rank, or would not be in effect there, as `hindrances`."""
         found = []
         if os.getcwd() != self._directory:
@@ -70,9 +89,13 @@ class Footprint:
         now = _random_states()
         if any(now[name] != state for name, state in self._numbers.items()):
             found.append("drew or seeded random numbers")
-        named = self._process_numbers()
+        named = self._process_numbers() if seen.process_number else []
         if named:
             found.append(f"keeps the number of its process in {named[0]}")
+        if seen.mpi:
+            found.append("asks whether MPI has started, which it has in a rank")
+        if seen.variables:
+            found.append(f"reads or sets {', '.join(seen.variables)}, of which each rank has its own")
         return found
 
     def _process_numbers(self) -> list[str]:
@@ -84,36 +107,76 @@ class Footprint:
         return sorted(found)
 
 
+@dataclass
+class Seen:
+    """What code asks that has another answer in a rank. variables: those of a rank that it reads before they have its value, or
+    sets before the rank looks at them."""
+
+    variables: list[str] = field(default_factory=list)
+    process_number: bool = False
+    mpi: bool = False
+
+    def variable(self, key: object, names: tuple[str, ...]) -> None:
+        """Note a variable whose name begins so."""
+        if isinstance(key, str) and key.startswith(names) and key not in self.variables:
+            self.variables.append(key)
+
+
 @contextmanager
-def variables_of_ranks() -> Iterator[list[str]]:
-    """The variables of a rank that are read in this context, before they have its value, or set, before it looks at them."""
-    touched: list[str] = []
+def watched() -> Iterator[Seen]:
+    """See what the code in this context asks."""
+    seen = Seen()
+    with _watched_variables(seen), ExitStack() as replaced:
+        for module, name, mark in (("os", "getpid", "process_number"), ("mpi4py.MPI", "Is_initialized", "mpi")):
+            if module in sys.modules:
+                replaced.enter_context(_noted(sys.modules[module], name, partial(setattr, seen, mark, True)))
+        yield seen
+
+
+@contextmanager
+def _watched_variables(seen: Seen) -> Iterator[None]:
     kind: Any = type(os.environ)
 
     class Watched(kind):  # type: ignore[misc]
         def __getitem__(self, key: str) -> str:
-            _note(key, _GIVEN, touched)
-            return str(super().__getitem__(key))
+            seen.variable(key, _GIVEN)
+            value = str(super().__getitem__(key))
+            seen.variable(key, _OF_MPIEXEC)  # it is set: in this process, to the first rank's value
+            return value
 
         def __contains__(self, key: object) -> bool:
-            _note(key, _GIVEN, touched)
-            return bool(super().__contains__(key))
+            seen.variable(key, _GIVEN)
+            found = bool(super().__contains__(key))
+            if found:
+                seen.variable(key, _OF_MPIEXEC)
+            return found
 
         def __setitem__(self, key: str, value: str) -> None:
-            _note(key, _OF_LAUNCHERS, touched)
+            seen.variable(key, _OF_LAUNCHERS)
             super().__setitem__(key, value)
 
     environment: Any = os.environ
     environment.__class__ = Watched
     try:
-        yield touched
+        yield
     finally:
         environment.__class__ = kind
 
 
-def _note(key: object, names: tuple[str, ...], touched: list[str]) -> None:
-    if isinstance(key, str) and key.startswith(names) and key not in touched:
-        touched.append(key)
+@contextmanager
+def _noted(module: Any, name: str, note: Callable[[], None]) -> Iterator[None]:
+    """Note calls of a function while it is looked up in its module."""
+    function = getattr(module, name)
+
+    def noting(*arguments: Any) -> Any:
+        note()
+        return function(*arguments)
+
+    setattr(module, name, noting)
+    try:
+        yield
+    finally:
+        setattr(module, name, function)
 
 
 def _threads_left() -> int:
@@ -134,6 +197,22 @@ def _descriptors() -> list[tuple[str, str]]:
         with suppress(OSError):  # the one of this listing
             found.append((name, os.readlink(_SELF / "fd" / name)))
     return found
+
+
+def _has_place_in(descriptor: str) -> bool:
+    """Whether it is a file's in which reads and writes move a position: not one that is only appended to."""
+    try:
+        is_file = stat.S_ISREG(os.stat(int(descriptor)).st_mode)
+        flags = re.search(r"^flags:\s*(\d+)", (_SELF / "fdinfo" / descriptor).read_text(), re.MULTILINE)
+    except OSError:  # it was closed meanwhile
+        return False
+    return is_file and flags is not None and not int(flags[1], 8) & os.O_APPEND
+
+
+def _shared_memory() -> set[str]:
+    """The writable mappings that a forked process would share."""
+    lines = (line.split() for line in (_SELF / "maps").read_text().splitlines())
+    return {words[0] for words in lines if words[1][1] == "w" and words[1][3] == "s"}
 
 
 def _children() -> set[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import EnvironmentUnfitError
-from hpctrain.starter.fork_server import LONGEST
+from hpctrain.starter.fork_server import GIVE_UP, LONGEST
 from hpctrain.world.command_line import ROOM, ROOM_VARIABLE
 
 IMPORT_SECONDS = 300.0
@@ -90,22 +90,28 @@ class ForkServer:
     def fork(
         self,
         command: Sequence[str],
-        environment: Mapping[str, str],
+        environment: Mapping[str, str | None],
         descriptors: Sequence[int],
         streams: Sequence[int] = (),
         cores: Sequence[int] = (),
     ) -> ForkedRank:
         """A rank that runs `command`. Raises EnvironmentUnfitError.
 
-        environment: what differs from this process's. streams: the rank's standard streams, and cores: its cores; by default this
-        process's.
+        environment: what differs from this process's; None is a variable that the rank lacks. streams: the rank's standard
+        streams, and cores: its cores; by default this process's.
         """
         message = {
             "command": list(command), "environment": dict(environment), "streams": bool(streams),
             "cores": list(cores or os.sched_getaffinity(0)),
         }  # fmt: skip
+        content = json.dumps(message).encode()
+        if len(content) > LONGEST:
+            raise EnvironmentUnfitError(
+                f"a rank could not be forked: its command and variables take {len(content)} bytes, expected {LONGEST} at most; "
+                '[job] start = "spawn" has no limit'
+            )
         self._answers.clear()
-        self._send(json.dumps(message).encode(), [*streams, *descriptors])
+        self._send(content, [*streams, *descriptors])
         give_up = time.monotonic() + FORK_SECONDS
         while not self._answers:
             if self._state == "ended" or time.monotonic() > give_up:
@@ -137,12 +143,19 @@ class ForkServer:
         return self._control.fileno()
 
     def close(self) -> None:
-        """End the server. Its ranks have ended, or end with it."""
+        """End the server, with the processes that its imports have started. Its ranks have ended, or end with it."""
+        seconds = _POLL
+        if self._state == "importing":
+            seconds = _ENDING_SECONDS
+            self._process.send_signal(GIVE_UP)
         self._control.close()
         self._state = "ended"
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_POLL)
-        self._process.kill()
+        give_up = time.monotonic() + seconds
+        while _runs(self._process.pid) and time.monotonic() < give_up:
+            time.sleep(0.01)
+        if self._process.returncode is None:  # not waited for: the number of its group is still its own
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _take(self, message: dict[str, Any]) -> None:

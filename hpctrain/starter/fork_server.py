@@ -1,9 +1,9 @@
 """A program of its own, the fork server: imports what ranks need and forks each of them. Linux only.
 
-    python -m hpctrain.starter.fork_server FD WORD...
+    python -m hpctrain.starter.fork_server FD WORD... ROOM
 
-FD is its end of a socket pair to the starter (fork_client.py), on which both send JSON, a message at a time. The words behind it
-only give the command line the room that a rank's takes.
+FD is its end of a socket pair to the starter (fork_client.py), on which both send JSON, a message at a time. The words are those of
+`hpctrain` in a rank. ROOM gives the command line the room that a rank's takes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
-from hpctrain.starter.forking import become_rank, end_with_parent, take_streams
+from hpctrain.starter.forking import become_rank, end_with_parent, open_streams, take_cores, take_streams
 from hpctrain.world.command_line import ROOM_VARIABLE
 
 LONGEST = 2**17
@@ -29,6 +30,8 @@ FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 """Signals that may reach all processes of a job, and are meant for the ranks."""
 DESCRIPTORS = 8
 """The most that a message carries."""
+GIVE_UP = signal.SIGVTALRM
+"""Ends the imports as an exception does, so that what they have begun is cleaned up: a lock of a compiler's, for instance."""
 _LEAVING_SECONDS = 5.0
 """How long ranks may take to end by themselves once the starter has ended."""
 
@@ -95,9 +98,14 @@ class ForkServer:
         os._exit(0)  # the system kills those that are left
 
 
+class _GivenUp(BaseException):
+    """The starter waits no longer. Nothing that an import may raise."""
+
+
 def main(descriptor: int) -> None:
     """Serve, and return in the ranks only."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)
+    open_streams()
     os.environ.pop(ROOM_VARIABLE, None)
     end_with_parent(signal.SIGKILL)  # an import may take long
     control = socket.socket(fileno=descriptor)
@@ -105,7 +113,7 @@ def main(descriptor: int) -> None:
     content = control.recv(LONGEST)
     if not content:
         sys.exit()
-    unfit = _preload(control, json.loads(content))
+    unfit, collects = _preload(control, json.loads(content))
     if unfit is not None:
         control.send(json.dumps({"unfit": unfit}).encode())
         os._exit(0)
@@ -115,41 +123,64 @@ def main(descriptor: int) -> None:
     gc.freeze()  # else a collection would copy the pages that ranks share
     server.tell(ready=True)
     parent = os.getpid()
-    while True:
-        request, descriptors = server.next_request()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        try:
-            pid = os.fork()
-        except OSError as error:
-            server.tell(failed=error.strerror)
-            continue
-        if pid == 0:
-            break
-        for one in descriptors:
-            os.close(one)
-        server.forked(pid)
+    request, descriptors = _fork_all(server)
     server.close()
     if request["streams"]:
         streams, descriptors = descriptors[:3], descriptors[3:]
         take_streams(streams)
-    os.sched_setaffinity(0, request["cores"])
+    take_cores(request["cores"])
     become_rank(parent, request["command"], request["environment"], descriptors, mask)
+    if collects:
+        gc.enable()
     sys.argv[1:] = request["command"][3:]
 
 
-def _preload(control: socket.socket, wanted: dict[str, Any]) -> str | None:
+def _fork_all(server: ForkServer) -> tuple[dict[str, Any], list[int]]:
+    """Fork a rank for each request; returns in a rank, with its request and descriptors."""
+    while True:
+        request, descriptors = server.next_request()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            server.tell(failed=error.strerror)
+        else:
+            if pid == 0:
+                return request, descriptors
+            server.forked(pid)
+        for one in descriptors:
+            os.close(one)
+
+
+def _preload(control: socket.socket, wanted: dict[str, Any]) -> tuple[str | None, bool]:
+    """Import; a sentence if ranks must not be forked, and whether a rank collects garbage, which a module may have turned off."""
+
     def begin(name: str) -> None:
         control.send(json.dumps({"importing": name}).encode())
 
-    begin("torch")
-    from hpctrain.starter.preloading import Wanted, preload
+    def give_up(*_: object) -> NoReturn:
+        raise _GivenUp
 
+    begin("torch")
+    former = signal.signal(GIVE_UP, give_up)
+    try:
+        from hpctrain.starter.preloading import Wanted, preload
+
+        unfit = preload(Wanted(**wanted), begin)
+    except _GivenUp:
+        os._exit(1)
+    finally:
+        signal.signal(GIVE_UP, former)
+    collects = gc.isenabled()
     gc.disable()
-    return preload(Wanted(**wanted), begin)
+    return unfit, collects
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    # modules of the user's see the words of a rank
+    words, sys.argv = sys.argv, [str(Path(__file__).parents[1] / "__main__.py"), *sys.argv[2:-1]]
+    main(int(words[1]))
     # as `python -m hpctrain` does it; here, so that nothing of the server is on the stack
     runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import multiprocessing
 import os
 import signal
@@ -28,17 +27,32 @@ def take_streams(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
+def open_streams() -> None:
+    """Open the null device in place of a standard stream that is closed: the next file would be taken for it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
+
+
+def take_cores(cores: Sequence[int]) -> None:
+    """Run on these cores; some containers forbid to set what is already so."""
+    if set(cores) != os.sched_getaffinity(0):
+        os.sched_setaffinity(0, cores)
+
+
 def become_rank(
     parent: int,
     command: Sequence[str],
-    environment: Mapping[str, str],
+    environment: Mapping[str, str | None],
     descriptors: Sequence[int],
     mask: Collection[int],
 ) -> None:
     """Set what differs between ranks, and what a new process has of its own.
 
-    descriptors: those of PMI, if any, the rank's end first. mask: of signals. Python itself seeds `random` anew in a forked
-    process; torch's generator begins alike in every process.
+    environment: None removes a variable. descriptors: those of PMI, if any, the rank's end first. mask: of signals. Python
+    itself seeds `random` anew in a forked process; torch's generator begins alike in every process.
     """
     import numpy as np  # here, where it is imported already: the server's first look at its messages must not wait for it
 
@@ -46,11 +60,13 @@ def become_rank(
     if os.getppid() != parent:
         os._exit(1)  # it has ended already
     os.setsid()  # Ctrl-C must reach the ranks from the starter only
-    own = {**environment, **({FD_VARIABLE: str(descriptors[0])} if descriptors else {})}
+    own = {name: value for name, value in environment.items() if value is not None}
+    own |= {FD_VARIABLE: str(descriptors[0])} if descriptors else {}
+    for name in environment.keys() - own.keys():
+        os.environ.pop(name, None)
     os.environ.update(own)
     set_variables()  # as the import of hpctrain.mpi does
     show(command, own)
     np.random.seed()
     multiprocessing.current_process().authkey = os.urandom(32)
-    gc.enable()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpctrain.job.environment import variables
 from hpctrain.starter.fork_client import ForkServer, wanted
 from hpctrain.starter.mpi_library import ask_library
 from hpctrain.starter.processes import StartRank, spawn
@@ -57,7 +58,7 @@ class Forks:
         """Words in front of the command of ranks that mpiexec starts, up to `most` of them on a node."""
         if not self._wanted or most < 2:
             return []
-        told = {"key": secrets.token_hex(8), **wanted(self._tables)}
+        told = {"key": secrets.token_hex(8), "environment": variables(self._tables), **wanted(self._tables)}
         return [sys.executable, "-m", "hpctrain.starter.on_node", json.dumps(told)]
 
     def close(self) -> None:

@@ -2,14 +2,15 @@
 
     python -m hpctrain.starter.on_node WANTED COMMAND...
 
-WANTED is JSON: what the ranks import (fork_client.wanted), and the key of this start. The first process of a node keeps the fork
-server. The others send it their variables and descriptors over a socket in a private directory. Each waits for its rank, passes
-signals on and ends as the rank does, so that mpiexec sees what it would see of the rank. Where ranks can't be forked, the process
-becomes the command.
+WANTED is JSON: what the ranks import (fork_client.wanted), the job's [environment], and the key of this start. The first
+process of a node keeps the fork server. The others send it their variables and descriptors over a socket in a private
+directory. Each waits for its rank, passes signals on and ends as the rank does, so that mpiexec sees what it would see of the
+rank. Where ranks can't be forked, the process becomes the command.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import time
@@ -32,6 +34,7 @@ from hpctrain.starter.fork_client import FORK_SECONDS, IMPORT_SECONDS, ForkedRan
 from hpctrain.starter.fork_server import DESCRIPTORS, FOR_RANKS, LONGEST
 from hpctrain.starter.link import is_private
 from hpctrain.starter.pmi import FD_VARIABLE
+from hpctrain.world.threads import binds_threads
 
 _MEETING_SECONDS = 10.0
 """Limit for the first process of the node to begin."""
@@ -40,7 +43,11 @@ _LEAVING_SECONDS = 1.0
 _POLL = 0.02
 _LONGEST_PLACE = 100
 """The longest name of a socket, in bytes: unix(7) allows 107."""
-_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group, as SO_PEERCRED gives them."""
+_KEPT: list[int] = []
+"""Signals that came before there was a rank."""
+_OF_TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class _Node:
@@ -49,6 +56,7 @@ class _Node:
     def __init__(self, server: ForkServer, listener: socket.socket, command: Sequence[str]) -> None:
         self._server, self._listener, self._command = server, listener, command
         self._ranks: dict[socket.socket, ForkedRank] = {}
+        self._cores = os.sched_getaffinity(0)
         self._own = self._fork(_request(), _descriptors())
         _pass_signals_to(self._own.pid)
 
@@ -81,25 +89,48 @@ class _Node:
                 connection.close()
 
     def _admit(self) -> None:
+        """Fork a rank for a process of this node, or close the connection, which then starts it anew."""
         connection, _ = self._listener.accept()
         connection.settimeout(FORK_SECONDS)
         with suppress(OSError):
+            if not _is_ours(connection):
+                return
             content, descriptors, _, _ = socket.recv_fds(connection, LONGEST, DESCRIPTORS)
-            rank = self._fork(json.loads(content), descriptors) if content else None
+            request = json.loads(content) if content else None
+            rank = self._fork(request, descriptors) if request and self._fits(request) else None
             for one in descriptors:
                 os.close(one)
             if rank is not None:
                 self._ranks[connection] = rank
                 _say(connection, pid=rank.pid)
 
+    def _fits(self, request: Mapping[str, Any]) -> bool:
+        """Whether OpenMP, which has chosen the places of its threads in the server, may go on so on the rank's cores."""
+        name = binds_threads(request["environment"])
+        if name is None or set(request["cores"]) == self._cores:
+            return True
+        print(
+            f"hpctrain: {name} is set, and mpiexec has given the ranks cores of their own; so each starts on its own, with its own "
+            "imports",
+            file=sys.stderr,
+            flush=True,
+        )
+        return False
+
     def _fork(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> ForkedRank:
         theirs: dict[str, str] = request["environment"]
+        absent = dict.fromkeys(os.environ.keys() - theirs.keys())
         differing = {name: value for name, value in theirs.items() if os.environ.get(name) != value}
-        return self._server.fork(self._command, differing, descriptors[3:], descriptors[:3], request["cores"])
+        return self._server.fork(
+            self._command, {**absent, **differing}, descriptors[3:], descriptors[:3], request["cores"]
+        )
 
 
 def main(told: dict[str, Any], command: list[str]) -> NoReturn:
     """Run the command in a forked process, if possible, and end as it does."""
+    _keep_signals()
+    for name, value in told.pop("environment").items():
+        os.environ.setdefault(name, value)  # as a rank does, before its first import that reads them
     place = _place(told.pop("key"))
     if place is None:
         _become(command)
@@ -114,8 +145,10 @@ def _place(key: str) -> tuple[Path, bool] | None:
     """The directory in which the processes of this node meet, and whether this one is the first. None for a rank on its own."""
     told = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
     set_variables(told)
-    rank, local_rank, local_size = (int(told.get(name, 0)) for name in _OF_TORCHRUN)
-    directory = Path(tempfile.gettempdir(), f"hpctrain-{os.geteuid()}-{key}-{rank - local_rank}")
+    local_rank, local_size = (int(told.get(name, 0)) for name in _OF_TORCHRUN)
+    # mpiexec's process on a node starts all ranks there; nodes may share the directory
+    node = hashlib.sha256(f"{socket.gethostname()} {os.getppid()}".encode()).hexdigest()[:12]
+    directory = Path(tempfile.gettempdir(), f"hpctrain-{os.geteuid()}-{key}-{node}")
     if local_size < 2 or len(os.fsencode(directory)) > _LONGEST_PLACE:
         return None
     return directory, local_rank == 0
@@ -151,9 +184,12 @@ def _follow(directory: Path) -> int | None:
     """The status of this process's rank; None if the first process of the node forks no rank for it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(IMPORT_SECONDS + FORK_SECONDS)
+        request = json.dumps(_request()).encode()
+        if len(request) > LONGEST:
+            return None
         try:
             _connect(connection, directory / "socket")
-            socket.send_fds(connection, [json.dumps(_request()).encode()], _descriptors())
+            socket.send_fds(connection, [request], _descriptors())
             answer = connection.recv(LONGEST)
         except OSError:
             return None
@@ -173,19 +209,29 @@ def _connect(connection: socket.socket, path: Path) -> None:
     give_up = time.monotonic() + _MEETING_SECONDS
     while True:
         try:
-            return connection.connect(str(path)) if is_private(path.parent) else _refuse(path)
+            if is_private(path.parent):
+                connection.connect(str(path))
+                if _is_ours(connection):
+                    return
+            raise PermissionError(f"{path.parent} is another user's")
         except (FileNotFoundError, ConnectionRefusedError):
             if time.monotonic() > give_up:
                 raise
             time.sleep(_POLL)
 
 
-def _refuse(path: Path) -> NoReturn:
-    raise PermissionError(f"{path.parent} is not private")
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether the process at the other end is of this user: a directory may change hands between a look and a connection."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.geteuid())
 
 
 def _request() -> dict[str, Any]:
-    return {"environment": dict(os.environ), "cores": sorted(os.sched_getaffinity(0))}
+    """The rank's variables, torchrun's included: the server has those of the node's first rank."""
+    environment = dict(os.environ)
+    set_variables(environment)
+    return {"environment": environment, "cores": sorted(os.sched_getaffinity(0))}
 
 
 def _descriptors() -> list[int]:
@@ -198,6 +244,12 @@ def _say(connection: socket.socket, **message: Any) -> None:
         connection.send(json.dumps(message).encode())
 
 
+def _keep_signals() -> None:
+    """Keep signals until there is a rank that they are meant for."""
+    for number in FOR_RANKS:
+        signal.signal(number, lambda number, _: _KEPT.append(number))
+
+
 def _pass_signals_to(pid: int) -> None:
     def pass_on(number: int, _: FrameType | None) -> None:
         with suppress(ProcessLookupError):
@@ -205,9 +257,16 @@ def _pass_signals_to(pid: int) -> None:
 
     for number in FOR_RANKS:
         signal.signal(number, pass_on)
+    for kept in _KEPT:
+        pass_on(kept, None)
 
 
 def _become(command: Sequence[str]) -> NoReturn:
+    """Become the rank. A signal that came meanwhile acts as on any process that has just begun."""
+    for number in FOR_RANKS:
+        signal.signal(number, signal.SIG_DFL)
+    for kept in _KEPT:
+        os.kill(os.getpid(), kept)
     os.execv(command[0], list(command))
 
 

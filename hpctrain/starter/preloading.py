@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.plugins.discovery import import_from_here
 from hpctrain.plugins.entry_points import RAISED, entry_points
 from hpctrain.plugins.registry import OWN, build_registry
-from hpctrain.starter.footprint import Footprint, variables_of_ranks
+from hpctrain.starter.footprint import Footprint, watched
 from hpctrain.torch_private import delay_compiler
 
 _LATE = (
@@ -40,7 +41,10 @@ def preload(wanted: Wanted, begin: Callable[[str], None]) -> str | None:
     """
     begin(_OWN)
     start = Footprint()
+    gc.disable()  # until all is there that nobody collects
     _import_own(wanted.command)
+    gc.freeze()  # a collection during the user's imports would look through all of torch
+    gc.enable()
     why = _sentence(_OWN, start.hindrances())
     for name in _others(wanted):
         why = why or _import_observed(name, partial(import_from_here, name), begin)
@@ -76,10 +80,9 @@ def _import_observed(name: str, work: Callable[[], object], begin: Callable[[str
     """Do `work`; a sentence if it has left something that forked ranks would share or lack."""
     begin(name)
     before = Footprint()
-    with variables_of_ranks() as touched, suppress(*RAISED, HpctrainError):  # the ranks import it again, and report it
+    with watched() as seen, suppress(*RAISED, HpctrainError):  # the ranks import it again, and report it
         work()
-    of_a_rank = [f"reads or sets {', '.join(touched)}, of which each rank has its own"] if touched else []
-    return _sentence(name, [*before.hindrances(), *before.differences(), *of_a_rank])
+    return _sentence(name, [*before.hindrances(), *before.differences(seen)])
 
 
 def _sentence(name: str, found: Sequence[str]) -> str | None:

@@ -18,13 +18,12 @@ import torch
 from hpctrain.devices import pci_address
 from hpctrain.mpi.errors import spans
 from hpctrain.world.meeting import World
+from hpctrain.world.threads import binds_threads
 
 LOG = logging.getLogger("hpctrain")
 
 CpuBind = Literal["auto", "none"]
 
-_USERS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""Variables with which, other than false, OpenMP has chosen the CPUs of its threads from those that the rank was started with."""
 _SYSTEM = Path("/sys/devices/system/cpu")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -104,14 +103,14 @@ def _agree(world: World, device: torch.device, bind: CpuBind) -> Binding:
     cores = topology(mask)
     if world.identity.size == 1 or not mask:
         return _kept(mask, cores, world.identity.local_size, "")
-    given = next((f"{name} is set" for name in _USERS if os.environ.get(name, "false").lower() != "false"), "")
+    name = binds_threads(os.environ)
     mine = {
         # not the node's name: containers with names of their own may share its cores
         "machine": _BOOT.read_text().strip() if _BOOT.exists() else world.identity.node,
         "mask": sorted(mask),
         "home": _numa_of(device),
         "cores": [[core.numa, core.cpus] for core in cores],
-        "why_not": given if bind == "auto" else '[job] cpu_bind is "none"',
+        "why_not": (f"{name} is set" if name else "") if bind == "auto" else '[job] cpu_bind is "none"',
     }
     world.tell("cores", mine)
     answer = world.deal("cores/dealt", lambda: _share_out(world.collect("cores")))

@@ -176,7 +176,7 @@ def test_a_signal_while_the_ranks_come_up_is_not_lost(
     job.set(job={"steps": 10**6, "start": start})
     (job.directory / "tmp").mkdir()
     with started(
-        hpctrain("run", "job.toml", "-n", "2"), job.directory, {"TMPDIR": str(job.directory / "tmp")}
+        hpctrain("run", "job.toml", "-n", "2"), job.directory, {"TMPDIR": str(job.directory / "tmp")}, cold=True
     ) as command:
         wait_until(lambda: any(are_coming_up(one) for one in command.members()), 60, "two ranks, or their fork server")
         for number in numbers:

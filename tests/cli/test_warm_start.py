@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+WORDS = sys.argv[1:3]
 with open("imports", "a") as file:
     file.write(f"{os.getpid()} {os.environ.get('OMP_THREAD_LIMIT')}\\n")
 
@@ -39,7 +40,7 @@ class Words(nn.Module):
 
 def model(**_):
     told = {
-        "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "argv": sys.argv[1:3],
+        "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "argv": sys.argv[1:3], "at_import": WORDS,
         "shared": torch.initial_seed(), "own": [random.random(), float(np.random.random())],
     }
     import json
@@ -96,6 +97,7 @@ def test_imports_are_made_once_and_ranks_train_as_those_that_are_started_anew(co
         assert len({one["shared"] for one in [*warm, *cold]}) == 1, "torch's generator begins alike everywhere"
         assert all(len({one["own"][kind] for one in ranks}) == 3 for kind in (0, 1)), "random and numpy differ"
         assert all(one["session"] == one["pid"] and one["argv"] == ["run", "job.toml"] for one in ranks)
+        assert all(one["at_import"] == one["argv"] for one in ranks)
     assert counting.losses("forked") == counting.losses("spawned")
 
 
@@ -130,6 +132,14 @@ UNFIT = {
     "import os\nos.chdir('/')": "changed the current directory",
     "import torch\nSEED = torch.rand(1).item()": "drew or seeded random numbers",
     "import os\nRANK = int(os.environ.get('RANK', '0'))": "reads or sets RANK, of which each rank has its own",
+    "DATA = open(__file__, 'rb')": "keeps the file ",
+    "LOG = open('log', 'a')": "",
+    "from multiprocessing import Value\nSTEPS = Value('i', 0)": "made memory that processes share",
+    "import torch\nTABLE = torch.ones(9).share_memory_()": "made memory that processes share",
+    "import os\nENDS = os.pipe()": "opened a pipe",
+    "from mpi4py import MPI\nRANK = MPI.COMM_WORLD.rank if MPI.Is_initialized() else 0": "asks whether MPI has started",
+    "import os\nRANK = os.environ.get('OMPI_COMM_WORLD_RANK', '0')": "",
+    f"LAYERS = {os.getpid()}": "",
     "import os\nNAME = os.getpid()": "keeps the number of its process in unfit.NAME",
     "from mpi4py import MPI\nMPI.Init()": "initialized MPI",
     "import os, torch\nos.environ['TOKENIZERS_PARALLELISM'] = 'false'\nTABLE = torch.arange(9) @ torch.ones(9).long()": "",

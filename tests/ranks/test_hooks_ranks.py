@@ -231,7 +231,7 @@ def test_weights_swapped_where_evaluations_leave_a_unit_out(root) -> None:
         made = job(
             job={"output_dir": f"{root}/{sharding['stage']}", "steps": 4}, optimizer=SGD, sharding=sharding,
             dataset={"name": "modules:samples_of_both"}, evaluation={"every_steps": 2}, precision={"mode": "fp64"},
-            batch={"global_size": 12},
+            batch={"global_size": 12, "micro_size": 1},
             model={"name": "modules:Auxiliary", "loss": "torch.nn.functional:cross_entropy"},
         )  # fmt: skip
         swaps = Swaps()
