@@ -25,3 +25,12 @@ def samples(split: str) -> Any:
 
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def alike(split: str) -> Any:
+    """The same row at each index."""
+    return [(torch.arange(6.0), torch.tensor(1))] * 96 if split == "train" else None
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.5), nn.Linear(9, 9), nn.Dropout(0.5), nn.Linear(9, 3))

@@ -45,3 +45,19 @@ def test_augmentation_is_that_of_one_process(root) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=3e-6)
+
+
+@pytest.mark.shown_on(2)
+def test_each_step_of_a_pipeline_draws_anew_and_so_does_a_resume(root) -> None:
+    """At this rate the model stays as it is, and all samples are alike: only the dropout changes the loss."""
+    tables: dict[str, Any] = {
+        "job": {"name": "dropping", "steps": 4, "seed": 9, "output_dir": str(root / "whole")},
+        "model": {"name": "drawn:dropping", "loss": "torch.nn.functional:cross_entropy"}, "dataset": {"name": "drawn:alike"},
+        "optimizer": {"name": "sgd", "lr": 1e-30}, "batch": {"global_size": 12, "micro_size": 3},
+        "precision": {"mode": "fp64"}, "parallelism": {"pipeline": 2},
+    }  # fmt: skip
+    whole = [row["loss"] for row in train_here(tables).rows]
+    assert len(set(whole)) == 4, whole
+    cut = {**tables, "job": {**tables["job"], "output_dir": str(root / "cut")}}
+    first = train_here({**cut, "job": {**cut["job"], "steps": 2}}).rows
+    assert [row["loss"] for row in first + train_here(cut).rows] == whole
