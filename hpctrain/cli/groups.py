@@ -28,7 +28,7 @@ class OpenGroup(click.Group):
         return super().get_command(ctx, name)
 
     def offers(self, ctx: click.Context) -> list[Offer]:
-        """What plugins add."""
+        """Commands that plugins add."""
         return offers(self.place, [name for names in self.own(ctx).values() for name in names])
 
     def list_commands(self, ctx: click.Context) -> list[str]:

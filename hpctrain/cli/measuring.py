@@ -1,4 +1,4 @@
-"""What benchmarks share: ranks of their own, and rows of results."""
+"""Parts that benchmarks share: ranks of their own, and rows of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command of a plugin is made of: the marker of its hook, errors that become a sentence and an exit code, its help.
+"""Parts of a command of a plugin: the marker of its hook, errors that become a sentence and an exit code, its help.
 
 Imports no torch, since the help imports every command.
 """
