@@ -36,7 +36,7 @@ class Offer:
 
 
 def offers(group: str, own: Collection[str]) -> list[Offer]:
-    """Commands that plugins add to a group, "" for hpctrain's first level, by name. own: the names of hpctrain's own commands there."""
+    """Commands that plugins add to a group, "" for the first level, by name. own: the names of hpctrain's own commands there."""
     found: dict[str, list[ModuleSource]] = {}
     for source in sorted(entry_points(), key=lambda one: one.distribution):
         if source.command is not None:
