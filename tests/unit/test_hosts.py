@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import UsageError
+from hpctrain.starter.counts import Counts
 from hpctrain.starter.hosts import Hosts, read_hostfile
+from hpctrain.starter.placement import Placement
 from hpctrain.starter.streams import Heard, Listener
 
 
@@ -75,3 +77,24 @@ def test_sentences_that_name_a_failed_node(line: str, node: str) -> None:
     heard = Heard()
     assert Listener(heard).take(f"{line}\n".encode()) == f"{line}\n".encode()
     assert heard.failed == [node]
+
+
+def test_a_host_is_left_out_after_its_second_failure_until_its_line_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a\nb\nc\n")
+    placement = Placement(file, 3, 2, lambda least, most: Counts([2], {}))
+
+    def start() -> list[str]:
+        hosts, ranks = placement.next()
+        assert hosts is not None and hosts.slots == ranks
+        return [name for name, _ in hosts.named]
+
+    assert start() == ["a", "b", "c"]
+    placement.note_failure("b")
+    assert start() == ["a", "b", "c"]
+    placement.note_failure("b")
+    assert start() == ["a", "c"] and "b is left out until its line in" in capsys.readouterr().err
+    file.write_text("a\nb slots=1\nc\n")
+    assert start() == ["a", "b", "c"]
