@@ -13,8 +13,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from hpctrain.watchdog.comparison import compared
-from hpctrain.world.meeting import gloo_backend, mpi_backend
+from hpctrain.ranks.meeting import gloo_backend, mpi_backend
+from hpctrain.ranks.watchdog.comparison import compared
 
 ROUNDS = 300
 SIZES = {"4 KB": 1024, "1 MB": 2**18, "16 MB": 2**22}

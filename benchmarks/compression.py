@@ -23,15 +23,15 @@ from torch._C._distributed_c10d import HashStore
 
 import hpctrain.mpi
 from hpctrain.checking.check import check
-from hpctrain.hookspecs import hookimpl
 from hpctrain.job.reading import RawJob
-from hpctrain.loop.assembly import assemble
-from hpctrain.loop.signals import StopRequest
-from hpctrain.loop.training import train
+from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.world.detection import detect
-from hpctrain.world.launcher_channel import LauncherChannel
-from hpctrain.world.meeting import World
+from hpctrain.ranks.detection import detect
+from hpctrain.ranks.launcher_channel import LauncherChannel
+from hpctrain.ranks.meeting import World
+from hpctrain.training.assembly import assemble
+from hpctrain.training.loop import train
+from hpctrain.training.signals import StopRequest
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 LAST = 20

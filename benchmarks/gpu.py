@@ -28,21 +28,21 @@ from mfu import mfu, peak_of
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from hpctrain.base.devices import accelerator, device_name, is_accelerator, peak_memory
+from hpctrain.base.errors import HpctrainError
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import Batch, MetaModel
-from hpctrain.devices import accelerator, device_name, is_accelerator, peak_memory
-from hpctrain.errors import HpctrainError
 from hpctrain.job.reading import RawJob
-from hpctrain.loop.assembly import assemble
-from hpctrain.loop.feed import Feed
-from hpctrain.loop.progress import Progress
-from hpctrain.loop.signals import StopRequest
-from hpctrain.loop.training import train_step
 from hpctrain.model.meta import build_on_meta
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.world.launcher_channel import LauncherChannel
-from hpctrain.world.meeting import World, meet, start_communication, take_device
+from hpctrain.ranks.launcher_channel import LauncherChannel
+from hpctrain.ranks.meeting import World, meet, start_communication, take_device
+from hpctrain.training.assembly import assemble
+from hpctrain.training.feed import Feed
+from hpctrain.training.loop import train_step
+from hpctrain.training.progress import Progress
+from hpctrain.training.signals import StopRequest
 
 SIZES: dict[str, dict[str, int]] = {
     "large": {"hidden_size": 2048, "layers": 16, "attention_heads": 16, "vocab_size": 50304, "max_seq_length": 2048},

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import hpctrain.mpi
 from hpctrain.checking.check import check
 from hpctrain.job.reading import RawJob
-from hpctrain.mesh import Meshes, build_meshes, layout_of
+from hpctrain.model.mesh import Meshes, build_meshes, layout_of
 
 CONTEXT, ROOM = 4, 1.25
 MODEL = {"name": "gpt", "hidden_size": 128, "layers": 4, "attention_heads": 4, "vocab_size": 256}

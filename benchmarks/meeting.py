@@ -18,10 +18,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from hpctrain.base.store.gloo import BACKEND
 from hpctrain.mpi import values
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.rendezvous import open_over_mpi
-from hpctrain.store.gloo import BACKEND
 
 TIMEOUT = timedelta(minutes=2)
 JOB = "x" * 4000

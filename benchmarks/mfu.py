@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.devices import device_name, mark, seconds_between
+from hpctrain.base.devices import device_name, mark, seconds_between
 
 PEAKS = {
     "H200 NVL": 835e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H200": 989e12, "H100": 989e12, "A100": 312e12,

@@ -10,11 +10,11 @@ import torch
 
 from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.runner import MicroBatch, RunnerParts
-from hpctrain.gradients.reducer import GradientReducer
-from hpctrain.loop.runner import PlainRunner
-from hpctrain.mesh import Meshes
 from hpctrain.model.build import build_model
+from hpctrain.model.gradients.reducer import GradientReducer
 from hpctrain.model.groups import build_optimizer, parameter_groups
+from hpctrain.model.mesh import Meshes
+from hpctrain.training.runner import PlainRunner
 
 CPU = torch.device("cpu")
 

@@ -13,12 +13,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from hpctrain.store.client import open_store
-from hpctrain.store.messages import SECRET_BYTES
-from hpctrain.store.network import LOOPBACK, listeners
-from hpctrain.store.server import StoreServer
-from hpctrain.watchdog.position import Position
-from hpctrain.watchdog.watcher import interval_of
+from hpctrain.base.store.client import open_store
+from hpctrain.base.store.messages import SECRET_BYTES
+from hpctrain.base.store.network import LOOPBACK, listeners
+from hpctrain.base.store.server import StoreServer
+from hpctrain.ranks.watchdog.position import Position
+from hpctrain.ranks.watchdog.watcher import interval_of
 
 ROUNDS = 2000
 LIMIT = 600.0  # seconds: the default limit of a phase

@@ -16,8 +16,8 @@ from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.job.tables import Job
-    from hpctrain.loop.inference import load
-    from hpctrain.rank import run
+    from hpctrain.training.inference import load
+    from hpctrain.training.rank import run
 
 __all__ = ["Job", "__version__", "load", "load_job", "run"]
 
@@ -37,11 +37,11 @@ def __getattr__(name: str) -> Any:
 
         return Job
     if name == "load":
-        from hpctrain.loop.inference import load
+        from hpctrain.training.inference import load
 
         return load
     if name == "run":
-        from hpctrain.rank import run
+        from hpctrain.training.rank import run
 
         return run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,59 @@
 
 from pydantic import Field
 
+from hpctrain.base.devices import (
+    accelerator,
+    accelerator_count,
+    allow_tf32,
+    device_name,
+    device_of_rank,
+    forked_random_state,
+    is_accelerator,
+    mark,
+    nvidia_capability,
+    seconds_between,
+    takes_bf16,
+)
+from hpctrain.base.errors import (
+    EXIT_ENVIRONMENT,
+    CheckpointError,
+    EnvironmentUnfitError,
+    HpctrainError,
+    TrainingError,
+    UsageError,
+    escaped,
+    reason,
+    shown,
+)
+from hpctrain.base.files import (
+    TABLE_BYTES,
+    created,
+    make_directory,
+    open_regular,
+    read_all,
+    reading,
+    replacing,
+    sync_directory,
+    temporary_name,
+)
+from hpctrain.base.json_values import decode as decode_value
+from hpctrain.base.json_values import encode as encode_value
+from hpctrain.base.seeded import fill_normal
+from hpctrain.base.torch_private import (
+    PythonGroup,
+    TorchDispatchMode,
+    buffers_of,
+    children_of,
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    foreach_copy_,
+    foreach_mul_,
+    is_mutable,
+    is_view,
+    move_local,
+    storage_record,
+    version_of,
+)
 from hpctrain.checkpoint.pickles import check_pickle, check_records
 from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
 from hpctrain.contracts.buckets import BucketSum, GradientBucket, GradientSums, Span
@@ -49,69 +102,24 @@ from hpctrain.contracts.plugin import ByteSize, Options, Plugin
 from hpctrain.contracts.precision import LossScaler, Precision
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts, See
 from hpctrain.contracts.sharding import ShardedModel, Sharding
-from hpctrain.devices import (
-    accelerator,
-    accelerator_count,
-    allow_tf32,
-    device_name,
-    device_of_rank,
-    forked_random_state,
-    is_accelerator,
-    mark,
-    nvidia_capability,
-    seconds_between,
-    takes_bf16,
-)
-from hpctrain.errors import (
-    EXIT_ENVIRONMENT,
-    CheckpointError,
-    EnvironmentUnfitError,
-    HpctrainError,
-    TrainingError,
-    UsageError,
-    escaped,
-    reason,
-    shown,
-)
-from hpctrain.exchange import Outcome, agree, attempt, broadcast_value, gather_outcomes, gather_values, scatter_outcomes
-from hpctrain.files import (
-    TABLE_BYTES,
-    created,
-    make_directory,
-    open_regular,
-    read_all,
-    reading,
-    replacing,
-    sync_directory,
-    temporary_name,
-)
-from hpctrain.gradients.residual import Residual
-from hpctrain.hookspecs import hookimpl
 from hpctrain.job.tables import Job
-from hpctrain.json_values import decode as decode_value
-from hpctrain.json_values import encode as encode_value
+from hpctrain.model.gradients.residual import Residual
 from hpctrain.model.tied import tie, tied_parameters
 from hpctrain.model.traceless import without_trace
 from hpctrain.mpi import Settings as MPISettings
 from hpctrain.mpi import shared_zeros
 from hpctrain.plugins.changes import API_VERSION
-from hpctrain.seeded import fill_normal
-from hpctrain.torch_private import (
-    PythonGroup,
-    TorchDispatchMode,
-    buffers_of,
-    children_of,
-    cpu_flash_attention,
-    cpu_flash_attention_backward,
-    foreach_copy_,
-    foreach_mul_,
-    is_mutable,
-    is_view,
-    move_local,
-    storage_record,
-    version_of,
+from hpctrain.plugins.hookspecs import hookimpl
+from hpctrain.ranks.exchange import (
+    Outcome,
+    agree,
+    attempt,
+    broadcast_value,
+    gather_outcomes,
+    gather_values,
+    scatter_outcomes,
 )
-from hpctrain.world.meeting import gloo_backend, gloo_transport, mpi_backend
+from hpctrain.ranks.meeting import gloo_backend, gloo_transport, mpi_backend
 
 __all__ = [
     "API_VERSION",

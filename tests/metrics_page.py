@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from the docstrings of the rows in hpctrain/loop/metrics.py.
+"""Writes docs/metrics.md from the docstrings of the rows in hpctrain/training/metrics.py.
 
 python tests/metrics_page.py > docs/metrics.md
 """
@@ -32,7 +32,7 @@ evaluations = {row["step"]: row["evaluation_loss"] for row in rows if "evaluatio
 
 Models that read ids count tokens, others samples. A plugin's hook may add keys of its own (`hpctrain_step_end`,
 `hpctrain_evaluation`, see [plugins.md](plugins.md)). `tests/metrics_page.py` writes this page from the docstrings in
-`hpctrain/loop/metrics.py`.
+`hpctrain/training/metrics.py`.
 """
 
 

@@ -28,7 +28,7 @@ def describe() -> list[str]:
     for file in sorted((ROOT / TOOLKIT.replace(".", "/")).glob("**/*.py")):
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         lines |= set(_of_door(module)) or {line for node in _tree(module).body for line in _described(module, node)}
-    lines |= {line for node in _tree("hpctrain.hookspecs").body for line in _hooks(node)}
+    lines |= {line for node in _tree("hpctrain.plugins.hookspecs").body for line in _hooks(node)}
     return sorted(lines | set(_keys()))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import run
 
-from hpctrain.starter.mpiexec import Mpiexec
+from hpctrain.starting.mpiexec import Mpiexec
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ["tests/ranks", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/tests/ranks"))]

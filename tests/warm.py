@@ -30,7 +30,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from hpctrain.world.command_line import ROOM, ROOM_VARIABLE, show
+from hpctrain.ranks.command_line import ROOM, ROOM_VARIABLE, show
 
 IMPORTED_WITH = (
     "PYTHON",
@@ -48,14 +48,14 @@ IMPORTED_WITH = (
     "MPI",
 )
 _BEFORE = (
-    "hpctrain.rank", "hpctrain.checkpoint.comparison", "hpctrain.checkpoint.conversion", "torch.distributed.checkpoint",
+    "hpctrain.training.rank", "hpctrain.checkpoint.comparison", "hpctrain.checkpoint.conversion", "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining", "hpctrain_plugins.checkpoint.dcp",
 )  # fmt: skip
 MARK = "HPCTRAIN_TEST_MARK"
 """The variable by which launching.py finds the processes of a command."""
 _NO_MARK = "-" * 32
 _OF_RANKS = ("PMI", "MPI_LOCAL", "MPIR_", "OMPI_")
-_FORK_SERVER = "hpctrain.starter.fork_server"
+_FORK_SERVER = "hpctrain.starting.fork_server"
 _ARGUMENTS = " " * 1000
 """Room for the words that `ps` shows of a forked process."""
 _LONGEST = 2**17

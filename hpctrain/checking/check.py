@@ -11,6 +11,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from hpctrain.base.errors import EXIT_TRAINING, HpctrainError, UsageError
+from hpctrain.base.torch_private import delay_compiler
 from hpctrain.checking.choices import plugin_problems
 from hpctrain.checking.combinations import combination_problems
 from hpctrain.checking.further import further_problems
@@ -21,18 +23,16 @@ from hpctrain.checking.trial import build_outline, try_optimizer
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plan import Plan
 from hpctrain.contracts.plugin import Options
-from hpctrain.errors import EXIT_TRAINING, HpctrainError, UsageError
-from hpctrain.foreign import as_plugin, is_reference
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import JobError, PlacedProblem, problems_of, validate
 from hpctrain.job.reading import Key, RawJob, dotted
 from hpctrain.job.tables import Job, ParameterGroup
-from hpctrain.mesh import Layout, layout_of
+from hpctrain.model.mesh import Layout, layout_of
 from hpctrain.plugins.blame import raised_in, retell_plugin_error
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.slots import SLOTS, TABLES, Slot, table_class
-from hpctrain.torch_private import delay_compiler
-from hpctrain.world.detection import torchrun_variables
+from hpctrain.plugins.user_code import as_plugin, is_reference
+from hpctrain.ranks.detection import torchrun_variables
 
 _LIMIT = ("job", "time_limit")
 _DEEPEST = 3

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpctrain.base.errors import EXIT_TRAINING, EnvironmentUnfitError, HpctrainError
 from hpctrain.contracts.plan import Machine, Plan
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.errors import EXIT_TRAINING, EnvironmentUnfitError, HpctrainError
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.reading import Key, dotted

@@ -8,10 +8,9 @@ from math import lcm, prod
 
 from torch import nn
 
+from hpctrain.base.errors import UsageError
 from hpctrain.contracts.model import AttentionModel, PaddedModel
 from hpctrain.contracts.plan import Plan
-from hpctrain.errors import UsageError
-from hpctrain.foreign import is_reference
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.reading import Key, dotted
@@ -19,6 +18,7 @@ from hpctrain.job.tables import Job
 from hpctrain.model.build import refuse_embeddings, refuse_unsaved_buffers
 from hpctrain.model.freezing import trained_names
 from hpctrain.model.groups import refuse_unmatched
+from hpctrain.plugins.user_code import is_reference
 
 
 def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:

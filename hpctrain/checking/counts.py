@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.choices import plugin_problems
 from hpctrain.checking.combinations import combination_problems
 from hpctrain.checking.planning import plan_of
-from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.job.problems import JobError, PlacedProblem, sentence
 from hpctrain.job.reading import read_job
-from hpctrain.mesh import layout_of
+from hpctrain.model.mesh import layout_of
 
 _SHOWN = 8
 """Numbers that a note lists."""

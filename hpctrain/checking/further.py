@@ -6,8 +6,8 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hpctrain.base.errors import HpctrainError
 from hpctrain.checking.stand_ins import has_stand_in, is_caused, with_stand_in
-from hpctrain.errors import HpctrainError
 from hpctrain.job.problems import JobError, PlacedProblem
 from hpctrain.job.reading import Key, RawJob
 from hpctrain.plugins.registry import Registry

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
+from hpctrain.base.errors import EXIT_CHECKPOINT, HpctrainError, reason
 from hpctrain.checkpoint.weights import open_weights
 from hpctrain.data.opening import Data, open_data
-from hpctrain.errors import EXIT_CHECKPOINT, HpctrainError, reason
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.tables import Job

@@ -9,7 +9,7 @@ from torch import nn
 from hpctrain.contracts.plan import Plan
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
-from hpctrain.mesh import Layout
+from hpctrain.model.mesh import Layout
 
 
 def plan_of(job: Job, parts: Parts, outline: nn.Module | None, layout: Layout | None) -> Plan:

@@ -10,10 +10,10 @@ import tomli
 import tomli_w
 from pydantic import BaseModel
 
+from hpctrain.base.errors import UsageError, reason
+from hpctrain.base.files import read_bytes, replacing
 from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.errors import UsageError, reason
-from hpctrain.files import read_bytes, replacing
 from hpctrain.job.output_lock import OutputLock
 from hpctrain.job.toml import written
 from hpctrain.plugins.slots import TABLES

@@ -13,13 +13,13 @@ from typing import NoReturn
 import torch
 from torch import nn
 
+from hpctrain.base.devices import device_of_rank
+from hpctrain.base.errors import EXIT_TRAINING, HpctrainError
 from hpctrain.checking.choices import choices, lacking
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.plan import Machine, Plan
-from hpctrain.devices import device_of_rank
-from hpctrain.errors import EXIT_TRAINING, HpctrainError
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.tables import Job

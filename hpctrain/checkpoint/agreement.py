@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 import torch
 import torch.distributed as dist
 
-from hpctrain.errors import CheckpointError
-from hpctrain.exchange import survey
+from hpctrain.base.errors import CheckpointError
+from hpctrain.ranks.exchange import survey
 
 
 def describe_differences(

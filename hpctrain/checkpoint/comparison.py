@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.base.errors import shown
 from hpctrain.checkpoint.finding import Checkpoint, batches, read_batch
 from hpctrain.contracts.checkpoint import StoredTensor
-from hpctrain.errors import shown
 
 
 @dataclass

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpctrain.base.errors import CheckpointError, UsageError, WriteError
+from hpctrain.base.files import sync_directory, temporary_name
+from hpctrain.base.torch_private import HashStore
 from hpctrain.checkpoint.finding import batches, memory_for
 from hpctrain.checkpoint.sources import SAFETENSORS_DTYPES, Source
 from hpctrain.checkpoint.weights import MODEL, open_weights
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
-from hpctrain.errors import CheckpointError, UsageError, WriteError
-from hpctrain.files import sync_directory, temporary_name
-from hpctrain.torch_private import HashStore
 
 Progress = Callable[[int, int], None]
 

@@ -13,8 +13,8 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpctrain.errors import reason
-from hpctrain.files import is_own_directory, make_directory, read_bytes, replacing, sync_directory
+from hpctrain.base.errors import reason
+from hpctrain.base.files import is_own_directory, make_directory, read_bytes, replacing, sync_directory
 
 LOG = logging.getLogger("hpctrain")
 Staying = Callable[[Sequence[Path], set[str]], set[Path]]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from hpctrain.base.errors import CheckpointError, UsageError
 from hpctrain.checkpoint.directory import CheckpointDirectory
 from hpctrain.contracts.checkpoint import CheckpointFormat, StoredTensor
 from hpctrain.contracts.pieces import Piece
-from hpctrain.errors import CheckpointError, UsageError
 
 BATCH_BYTES = 256 * 2**20
 """The bytes of a checkpoint that commands hold in memory at a time."""

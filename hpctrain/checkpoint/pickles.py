@@ -11,7 +11,7 @@ import pickle
 import pickletools
 import zipfile
 
-from hpctrain.errors import CheckpointError
+from hpctrain.base.errors import CheckpointError
 
 _MOST_IN_A_TUPLE = 1000
 """Objects in a tuple and the tuples within it, each counted as often as it occurs."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpctrain.base.errors import CheckpointError, reason
 from hpctrain.checkpoint.directory import step_of
-from hpctrain.errors import CheckpointError, reason
 
 LOG = logging.getLogger("hpctrain")
 EVALUATION_LOSS = "evaluation_loss"

@@ -14,11 +14,11 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
+from hpctrain.base.errors import CheckpointError, shown
+from hpctrain.base.files import SMALL_BYTES
 from hpctrain.checkpoint.pickles import check_pickle, check_records
 from hpctrain.contracts.checkpoint import StoredTensor
 from hpctrain.contracts.pieces import Piece
-from hpctrain.errors import CheckpointError, shown
-from hpctrain.files import SMALL_BYTES
 
 SAFETENSORS_DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",

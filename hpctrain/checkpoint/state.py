@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpctrain.base.errors import CheckpointError, UsageError, shown
 from hpctrain.checkpoint.weights import MODEL
 from hpctrain.contracts.pieces import Piece, pieces_of
-from hpctrain.errors import CheckpointError, UsageError, shown
 from hpctrain.model.build import named_tensors
 
 OPTIMIZER = "optimizer/"

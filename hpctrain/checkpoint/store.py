@@ -20,15 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpctrain.base.errors import CheckpointError, UsageError, reason
 from hpctrain.checkpoint.agreement import describe_differences, not_wanted
 from hpctrain.checkpoint.directory import CheckpointDirectory
 from hpctrain.checkpoint.finding import hint_of, recognize
 from hpctrain.checkpoint.retention import Best, Retention
-from hpctrain.conformance.reading import refuse_live_snapshot, refuse_other_reading
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
-from hpctrain.errors import CheckpointError, UsageError, reason
-from hpctrain.exchange import share, survey, together
+from hpctrain.model.conformance.reading import refuse_live_snapshot, refuse_other_reading
+from hpctrain.ranks.exchange import share, survey, together
 
 LOG = logging.getLogger("hpctrain")
 

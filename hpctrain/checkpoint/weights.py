@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpctrain.base.errors import CheckpointError, UsageError, reason
 from hpctrain.checkpoint.agreement import describe_differences, not_wanted
 from hpctrain.checkpoint.finding import find_checkpoint, memory_for
 from hpctrain.checkpoint.sources import Source, open_index, open_safetensors, open_torch
 from hpctrain.contracts.checkpoint import CheckpointFormat, StoredTensor
 from hpctrain.contracts.pieces import Piece
-from hpctrain.errors import CheckpointError, UsageError, reason
-from hpctrain.exchange import gather_values, share, sum_of, together
+from hpctrain.ranks.exchange import gather_values, share, sum_of, together
 
 MODEL = "model/"
 """The prefix of the model's parameters in hpctrain's checkpoints."""

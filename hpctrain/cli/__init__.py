@@ -12,11 +12,11 @@ from typing import Any
 
 import click
 
+from hpctrain.base.errors import EXIT_TRAINING, EXIT_USAGE, HpctrainError
 from hpctrain.cli.groups import OpenGroup
-from hpctrain.errors import EXIT_TRAINING, EXIT_USAGE, HpctrainError
+from hpctrain.ranks.detection import launched
+from hpctrain.ranks.ending import end_process
 from hpctrain.version import __version__
-from hpctrain.world.detection import launched
-from hpctrain.world.ending import end_process
 
 GROUPS = {
     "Train": ("new", "check", "run"),

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
+from hpctrain.base.errors import UsageError
 from hpctrain.cli.groups import OpenGroup
 from hpctrain.cli.measuring import start_measuring, tell_measured
 from hpctrain.cli.options import example
-from hpctrain.errors import UsageError
 
 _KNOWN = ("mpi", "gloo", "mpi4py")
 
@@ -37,7 +37,7 @@ def collectives(ranks: int, backends: str, as_json: bool) -> None:
     unknown = [name for name in names if name not in _KNOWN]
     if unknown:
         raise UsageError(f"--backends: unknown {', '.join(unknown)}; expected some of {', '.join(_KNOWN)}, with commas")
-    from hpctrain.world.detection import launched
+    from hpctrain.ranks.detection import launched
 
     if not launched():
         sys.exit(start_measuring(ranks, ["collectives", "--backends", backends], as_json))
@@ -81,7 +81,7 @@ def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, a
     format = next((one for one in build_registry().made("checkpoint") if one.name == name), None)
     if format is None:
         raise UsageError(f"--format {name}: no installed checkpoint format has this name")
-    from hpctrain.world.detection import launched
+    from hpctrain.ranks.detection import launched
 
     if not launched():
         words = ["checkpoint", "--size", size, "--format", name, "--directory", str(directory), "--rounds", str(rounds)]
@@ -89,7 +89,7 @@ def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, a
     import torch.distributed as dist
 
     from hpctrain.checkpoint.benchmark import measure
-    from hpctrain.exchange import broadcast_value
+    from hpctrain.ranks.exchange import broadcast_value
 
     _meet()
     made = tempfile.mkdtemp(prefix="hpctrain-bench-", dir=directory) if dist.get_rank() == 0 else ""

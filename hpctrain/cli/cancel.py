@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from hpctrain.base.errors import HpctrainError, escaped
 from hpctrain.cli.options import example, load_option
-from hpctrain.errors import HpctrainError, escaped
 
 
 @click.command("cancel", epilog=example("hpctrain cancel runs/gpt"))
@@ -15,7 +15,7 @@ from hpctrain.errors import HpctrainError, escaped
 @load_option
 def command(directory: Path, load: tuple[str, ...]) -> None:
     """End the job of RUN_DIR, or all jobs of an array. The ranks finish their step and save; submit again to continue."""
-    from hpctrain.submission.asking import submitted
+    from hpctrain.starting.scheduler.asking import submitted
 
     failed: HpctrainError | None = None
     for one in submitted(directory, load):

@@ -29,8 +29,8 @@ def command(
     """
 
     def work(*rank: Any) -> int:
-        from hpctrain.loop.inference import Question
-        from hpctrain.rank import answer_on_rank
+        from hpctrain.training.inference import Question
+        from hpctrain.training.rank import answer_on_rank
 
         identity, read, channel = rank
         result = answer_on_rank(identity, read, Question(checkpoint, split, kept_by=weights_of), channel)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.plugins.commands import Offer, offers
 
 _LONGEST_LINE = 1000

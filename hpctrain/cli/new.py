@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
+from hpctrain.base.errors import UsageError
 from hpctrain.cli.options import example
-from hpctrain.errors import UsageError
 
 TEMPLATES = ("gpt", "module", "finetune")
 _PROGRAMS = {"finetune": "finetune.py"}

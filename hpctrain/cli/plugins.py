@@ -43,7 +43,7 @@ def command(ctx: click.Context, as_json: bool, load: tuple[str, ...]) -> None:
 @click.pass_obj
 def show(registry: object, slot: str, name: str) -> None:
     """Describe the plugin NAME of SLOT and its options, with types, defaults, units and help."""
-    from hpctrain.errors import UsageError
+    from hpctrain.base.errors import UsageError
     from hpctrain.plugins.entry_points import COMMAND
     from hpctrain.plugins.listing import describe_options
     from hpctrain.plugins.registry import Registry

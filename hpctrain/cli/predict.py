@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
+from hpctrain.base.errors import UsageError
 from hpctrain.cli.options import checkpoint_option, example, job_arguments, split_option, weights_of_option
 from hpctrain.cli.ranks import on_ranks, started_by_option
-from hpctrain.errors import UsageError
 
 
 @click.command(
@@ -33,8 +33,8 @@ def command(
         raise UsageError(f"--out {out}: expected a name that ends in .npy")
 
     def work(*rank: Any) -> int:
-        from hpctrain.loop.inference import Question
-        from hpctrain.rank import answer_on_rank
+        from hpctrain.training.inference import Question
+        from hpctrain.training.rank import answer_on_rank
 
         identity, read, channel = rank
         result = answer_on_rank(identity, read, Question(checkpoint, split, out, weights_of), channel)  # type: ignore[arg-type]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.base.errors import HpctrainError, UsageError
 
 if TYPE_CHECKING:
     from hpctrain.contracts.identity import Identity
     from hpctrain.job.reading import RawJob
-    from hpctrain.world.launcher_channel import LauncherChannel
+    from hpctrain.ranks.launcher_channel import LauncherChannel
 
     Work = Callable[[Identity, Callable[[], RawJob], LauncherChannel], int]
 
@@ -31,13 +31,13 @@ def on_ranks(
     words: the rest of the command line, for the ranks that this process starts; restarts: how often they start again if they fail;
     hostfile: where, None for this machine.
     """
-    from hpctrain.world.detection import detect, launched, started_by_srun
-    from hpctrain.world.stopping import note_early
+    from hpctrain.ranks.detection import detect, launched, started_by_srun
+    from hpctrain.ranks.stopping import note_early
 
     if command == "run":  # first of all: to import torch takes seconds
         note_early()
     if not launched() and ((ranks is not None and ranks > 1) or restarts or hostfile):
-        from hpctrain.starter.start import start_ranks
+        from hpctrain.starting.start import start_ranks
 
         return start_ranks(command, job, ranks, overrides, words, restarts, hostfile), True
     if restarts:
@@ -49,15 +49,15 @@ def on_ranks(
     first_read = _Read(job, overrides)
     first_read.export()  # before torch is imported below: torch and OpenMP read their variables when they start
     first_read.begin_workers()
-    from hpctrain.starter.link import attach
-    from hpctrain.world.launcher_channel import LauncherChannel
+    from hpctrain.ranks.launcher_channel import LauncherChannel
+    from hpctrain.starting.link import attach
 
     channel = attach(started_by) if started_by else LauncherChannel()
-    from hpctrain.world.failure import delay_terminate, describe, exit_code_of, ignore_terminate
+    from hpctrain.ranks.failure import delay_terminate, describe, exit_code_of, ignore_terminate
 
     if started_by_srun():
         delay_terminate()
-    from hpctrain.world.limit import START_SECONDS, limited
+    from hpctrain.ranks.limit import START_SECONDS, limited
 
     with limited("the start of MPI", START_SECONDS, channel):
         identity = detect()

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
+from hpctrain.base.errors import EXIT_STOPPED, UsageError
 from hpctrain.cli.options import example, job_arguments
 from hpctrain.cli.ranks import on_ranks, started_by_option
-from hpctrain.errors import EXIT_STOPPED, UsageError
 
 
 @click.command(
@@ -45,7 +45,7 @@ def command(
         )
 
     def work(*rank: Any) -> int:
-        from hpctrain.rank import run_rank
+        from hpctrain.training.rank import run_rank
 
         identity, read, channel = rank
         return int(run_rank(identity, read, resume, channel, begun)["exit_code"])
@@ -63,7 +63,7 @@ def _say_how_to_continue(code: int, job: Path, options: list[str], overrides: tu
     options: how many ranks start, and where.
     """
     if code == EXIT_STOPPED:
-        from hpctrain.world.detection import launched
+        from hpctrain.ranks.detection import launched
 
         where = " (under the same launcher)" if launched() else ""
         words = ["hpctrain", "run", str(job), *options]

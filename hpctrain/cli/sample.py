@@ -36,10 +36,10 @@ def command(
     """
 
     def work(*rank: Any) -> int:
-        from hpctrain.loop.inference import Question
-        from hpctrain.loop.sampling import Prompt
-        from hpctrain.rank import answer_on_rank
-        from hpctrain.world.prints import own
+        from hpctrain.ranks.prints import own
+        from hpctrain.training.inference import Question
+        from hpctrain.training.rank import answer_on_rank
+        from hpctrain.training.sampling import Prompt
 
         identity, read, channel = rank
         speaks = identity.rank == 0

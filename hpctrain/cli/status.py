@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from hpctrain.base.errors import UsageError, escaped
 from hpctrain.cli.options import example, load_option
-from hpctrain.errors import UsageError, escaped
 
 
 @click.command("status", epilog=example("hpctrain status runs/gpt"))
@@ -19,9 +19,9 @@ def command(directory: Path, load: tuple[str, ...]) -> None:
     Of a run that `hpctrain submit` submitted, say what the scheduler says: pending, running, done, failed or cancelled. For the
     directory of an array there is a line for each run.
     """
-    from hpctrain.submission.asking import submitted
-    from hpctrain.submission.record import newest
-    from hpctrain.submission.standing import standing
+    from hpctrain.starting.scheduler.asking import submitted
+    from hpctrain.starting.scheduler.record import newest
+    from hpctrain.starting.scheduler.standing import standing
 
     if newest(directory) is None:
         told = standing(directory)

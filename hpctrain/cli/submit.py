@@ -34,8 +34,8 @@ def command(
     The options of a target are in the job's table [launcher.TARGET]; --nodes, --ranks-per-node, --time and --stage stand for keys
     of it.
     """
-    from hpctrain.submission.prepare import Request, prepare
-    from hpctrain.submission.submit import scripts, submit
+    from hpctrain.starting.scheduler.prepare import Request, prepare
+    from hpctrain.starting.scheduler.submit import scripts, submit
 
     given = {key: value for key, value in options.items() if value is not None}
     prepared = prepare(Request(job, overrides, to, given, array))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
+from hpctrain.base.errors import UsageError
 from hpctrain.cli.options import example
-from hpctrain.errors import UsageError
-from hpctrain.watchdog.asked import ask
+from hpctrain.ranks.watchdog.asked import ask
 
 
 @click.command("where", epilog=example("hpctrain where runs/gpt"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 
+from hpctrain.base.errors import ContractError
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.errors import ContractError
 
-_FOREIGN = "hpctrain.foreign."
+_FOREIGN = "hpctrain.plugins.user_code."
 
 
 def broken(plugin: Plugin | type[Plugin], found: str, expected: str, everywhere: bool = False) -> ContractError:

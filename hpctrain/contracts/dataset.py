@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from hpctrain.base.files import cache_directory
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.files import cache_directory
 
 Split = Literal["train", "validation", "test"]
 Lengths = np.ndarray[Any, np.dtype[np.int64]]

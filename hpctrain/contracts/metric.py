@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpctrain.base.errors import TrainingError, shown
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.errors import TrainingError, shown
 
 
 class Metric(Plugin):

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from hpctrain.base.errors import UsageError
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.errors import UsageError
 
 Batch = Any
 """The collated samples of a micro batch: a dict of tensors, or a list of tensors whose last is the target."""

@@ -10,10 +10,10 @@ from typing import Literal, get_args, get_type_hints
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hpctrain.base.errors import UsageError
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.contracts.runner import Runner, RunnerParts
-from hpctrain.errors import UsageError
 
 
 @dataclass(frozen=True)

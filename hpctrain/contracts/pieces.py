@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from hpctrain.torch_private import strided_parts
+from hpctrain.base.torch_private import strided_parts
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpctrain.base.errors import EXIT_USAGE, HpctrainError
 from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.parallelism import AxisTraits, Parallelism
 from hpctrain.contracts.sharding import Sharding
-from hpctrain.errors import EXIT_USAGE, HpctrainError
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from hpctrain.conformance.data import refuse_fewer_rows, refuse_other_item
+from hpctrain.base.errors import TrainingError
+from hpctrain.base.seeded import drawing
 from hpctrain.contracts.dataset import Collate, Samples, Source
 from hpctrain.contracts.model import Batch
 from hpctrain.data.padding import Padding
 from hpctrain.data.plan import Planned
-from hpctrain.errors import TrainingError
-from hpctrain.seeded import drawing
+from hpctrain.model.conformance.data import refuse_fewer_rows, refuse_other_item
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from hpctrain.base.devices import is_accelerator, use_device
+from hpctrain.base.errors import HpctrainError, TrainingError
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.batches import Place
 from hpctrain.data.plan import Planned
 from hpctrain.data.pool import Pool
-from hpctrain.devices import is_accelerator, use_device
-from hpctrain.errors import HpctrainError, TrainingError
-from hpctrain.watchdog.position import LOADER
+from hpctrain.ranks.watchdog.position import LOADER
 
 StepEnd: TypeAlias = tuple[int, Mapping[int, Place]]
 """The end of a step, with its last micro batch: the position at which the next step begins, and the places of this rank's

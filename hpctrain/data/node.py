@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpctrain.errors import HpctrainError
-from hpctrain.exchange import Outcome, attempt, gather_values, lowest_error, raised, sum_of
+from hpctrain.base.errors import HpctrainError
+from hpctrain.ranks.exchange import Outcome, attempt, gather_values, lowest_error, raised, sum_of
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25
 """Seconds between two questions whether the work is done."""

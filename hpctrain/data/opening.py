@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_collate
 
+from hpctrain.base.errors import ContractError, HpctrainError, UsageError
+from hpctrain.base.files import cache_directory
 from hpctrain.contracts.dataset import Collate, DatasetContext, Lengths, Samples, Source, Split, Stream
 from hpctrain.contracts.model import PaddedModel, TokenModel
 from hpctrain.data.node import NodeWork
@@ -17,11 +19,9 @@ from hpctrain.data.order import Order, SampleOrder, StreamOrder, WeightedOrder
 from hpctrain.data.padding import Padding
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.tokens import TokenPlan, padded, whole_batches
-from hpctrain.errors import ContractError, HpctrainError, UsageError
-from hpctrain.files import cache_directory
-from hpctrain.foreign.reference import is_reference
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
+from hpctrain.plugins.user_code.reference import is_reference
 
 _COUNTED_STEPS = 500_000
 """The most steps of a job with epochs and token batches, whose steps can only be counted from the samples' lengths."""

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hpctrain.base.seeded import derive_seed
 from hpctrain.contracts.dataset import Weights
-from hpctrain.seeded import derive_seed
 
 _ROUNDS = 6
 Indices = np.ndarray[Any, np.dtype[np.int64]]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.errors import TrainingError
+from hpctrain.base.errors import TrainingError
 
 
 @dataclass(frozen=True)

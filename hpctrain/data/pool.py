@@ -16,15 +16,15 @@ from typing import Any, Literal, TypeVar
 
 from torch.utils.data import DataLoader
 
+from hpctrain.base.errors import TrainingError, UsageError
+from hpctrain.base.torch_private import end_workers
 from hpctrain.data.batches import Batches, Loaded
 from hpctrain.data.plan import Planned
 from hpctrain.data.streams import EvaluatedStream, TrainedStream
 from hpctrain.data.worker_server import PRELOADED, Surroundings
-from hpctrain.errors import TrainingError, UsageError
-from hpctrain.torch_private import end_workers
-from hpctrain.watchdog.workers import be_watched, new_directory, remove_directory
-from hpctrain.world.prints import label_prints, labels_of_prints
-from hpctrain.world.stopping import keep_from_children
+from hpctrain.ranks.prints import label_prints, labels_of_prints
+from hpctrain.ranks.stopping import keep_from_children
+from hpctrain.ranks.watchdog.workers import be_watched, new_directory, remove_directory
 
 LOG = logging.getLogger("hpctrain")
 

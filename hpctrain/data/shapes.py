@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hpctrain.base.errors import TrainingError
 from hpctrain.contracts.model import Batch
-from hpctrain.errors import TrainingError
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 

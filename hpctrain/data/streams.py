@@ -10,13 +10,13 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
+from hpctrain.base.errors import TrainingError, UsageError
+from hpctrain.base.json_values import decode, encode
+from hpctrain.base.seeded import drawing
+from hpctrain.base.torch_private import hide_worker
 from hpctrain.contracts.dataset import Collate, Stream
 from hpctrain.data.batches import Loaded, Place, collated
 from hpctrain.data.plan import Planned
-from hpctrain.errors import TrainingError, UsageError
-from hpctrain.json_values import decode, encode
-from hpctrain.seeded import drawing
-from hpctrain.torch_private import hide_worker
 
 _END = object()
 

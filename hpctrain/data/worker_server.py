@@ -18,9 +18,9 @@ from functools import partial
 from multiprocessing import forkserver, util
 from typing import Any, NoReturn
 
-from hpctrain.world import threads
-from hpctrain.world.command_line import show
-from hpctrain.world.stopping import STOPPING, keep_from_children
+from hpctrain.ranks import threads
+from hpctrain.ranks.command_line import show
+from hpctrain.ranks.stopping import STOPPING, keep_from_children
 
 PRELOADED = "hpctrain.data.pool"
 """Imports torch, and what a worker needs of hpctrain."""

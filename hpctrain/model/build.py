@@ -11,22 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpctrain.conformance.model import (
+from hpctrain.base.errors import EnvironmentUnfitError, UsageError
+from hpctrain.base.seeded import derive_seed
+from hpctrain.base.torch_private import buffers_of, convert_tensors
+from hpctrain.contracts.model import MetaModel, ModelSpec
+from hpctrain.contracts.pieces import Piece, pieces_of
+from hpctrain.model.conformance.model import (
     Outline,
     refuse_blocks,
     refuse_other_model,
     refuse_own_parameters,
     refuse_values_by_call,
 )
-from hpctrain.contracts.model import MetaModel, ModelSpec
-from hpctrain.contracts.pieces import Piece, pieces_of
-from hpctrain.errors import EnvironmentUnfitError, UsageError
-from hpctrain.mesh import Meshes
 from hpctrain.model.freezing import freeze
+from hpctrain.model.mesh import Meshes
 from hpctrain.model.meta import build_on_meta
 from hpctrain.model.tied import tie, tied_parameters
-from hpctrain.seeded import derive_seed
-from hpctrain.torch_private import buffers_of, convert_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

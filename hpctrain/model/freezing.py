@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
 
 
 def freeze(module: nn.Module, frozen: Sequence[str], trainable: Sequence[str] | None) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from hpctrain.base.errors import UsageError
 from hpctrain.contracts.breach import broken
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.pieces import Piece
-from hpctrain.errors import UsageError
 
 
 def parameter_groups(

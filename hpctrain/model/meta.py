@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from hpctrain.base.errors import UsageError
 from hpctrain.contracts.model import ModelSpec
-from hpctrain.errors import UsageError
 
 
 def build_on_meta(spec: ModelSpec) -> nn.Module:

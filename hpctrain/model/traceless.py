@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.devices import forked_random_state
-from hpctrain.torch_private import buffers_of
+from hpctrain.base.devices import forked_random_state
+from hpctrain.base.torch_private import buffers_of
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from hpctrain.errors import HpctrainError
+from hpctrain.base.errors import HpctrainError
 from hpctrain.mpi.library import MPI, abort
 from hpctrain.mpi.numbering import world
 

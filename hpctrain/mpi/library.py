@@ -14,8 +14,8 @@ import sys
 import time
 from contextlib import suppress
 
-from hpctrain.errors import EnvironmentUnfitError
-from hpctrain.transports import forget, share_node, shared_memory
+from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.transports import forget, share_node, shared_memory
 
 try:
     import mpi4py

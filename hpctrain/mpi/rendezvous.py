@@ -12,15 +12,15 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlparse
 
-from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.store.client import GuardedStore, narrow, open_store
+from hpctrain.base.store.messages import SECRET_BYTES, ProtocolError
+from hpctrain.base.store.network import LOOPBACK, bind_communication, listeners, reachable_addresses
+from hpctrain.base.store.server import StoreServer, warn_of_stranger
 from hpctrain.mpi import leaving, values
 from hpctrain.mpi.errors import name_ranks
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.numbering import world
-from hpctrain.store.client import GuardedStore, narrow, open_store
-from hpctrain.store.messages import SECRET_BYTES, ProtocolError
-from hpctrain.store.network import LOOPBACK, bind_communication, listeners, reachable_addresses
-from hpctrain.store.server import StoreServer, warn_of_stranger
 
 _ATTEMPT = 2.0  # seconds for one address: a firewall may swallow packets instead of refusing them
 _CONNECT = timedelta(seconds=60)  # for all addresses together

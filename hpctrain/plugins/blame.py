@@ -10,12 +10,12 @@ from types import TracebackType
 
 from torch import Tensor
 
+from hpctrain.base.errors import HpctrainError, TrainingError
+from hpctrain.base.torch_private import MODULE_CALL
 from hpctrain.contracts.identity import Identity
-from hpctrain.errors import HpctrainError, TrainingError
 from hpctrain.mpi.errors import CommunicationError
 from hpctrain.plugins.entry_points import ModuleSource
 from hpctrain.plugins.registry import Registry
-from hpctrain.torch_private import MODULE_CALL
 
 LOG = logging.getLogger("hpctrain")
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import click
 
-from hpctrain.errors import EnvironmentUnfitError
-from hpctrain.hookspecs import PROJECT
+from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.plugins.entry_points import RAISED, Interrupted, ModuleSource, entry_points, imported, usable_module
+from hpctrain.plugins.hookspecs import PROJECT
 
 GROUPS = ("bench", "checkpoint")
 """hpctrain's own commands that take commands of plugins."""

@@ -14,9 +14,9 @@ from types import ModuleType
 
 import pluggy
 
-from hpctrain.hookspecs import PROJECT, LifeCycleHooks, RegistrationHooks
 from hpctrain.plugins.changes import API_VERSION
 from hpctrain.plugins.entry_points import ModuleSource, entry_points, imported, usable_module
+from hpctrain.plugins.hookspecs import PROJECT, LifeCycleHooks, RegistrationHooks
 from hpctrain.plugins.members import Package, near_hook, unmarked_hooks
 
 

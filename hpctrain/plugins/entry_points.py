@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType, ModuleType
 
-from hpctrain.hookspecs import PROJECT
 from hpctrain.plugins.changes import API_VERSION
+from hpctrain.plugins.hookspecs import PROJECT
 
 COMMAND = "command"
 """What the name of a command's entry point begins with: "command.NAME"."""

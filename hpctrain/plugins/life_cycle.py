@@ -11,16 +11,16 @@ from typing import Any
 
 import pluggy
 
+from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.contracts.breach import broken
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Hook
 from hpctrain.contracts.model import Batch
-from hpctrain.errors import HpctrainError, TrainingError, UsageError
-from hpctrain.exchange import gather_values
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.discovery import hook_fault
 from hpctrain.plugins.registry import Registry
-from hpctrain.watchdog.position import Position
+from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.watchdog.position import Position
 
 LOG = logging.getLogger("hpctrain")
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.errors import EnvironmentUnfitError
 from hpctrain.plugins.commands import Offer
 from hpctrain.plugins.entry_points import COMMAND
 from hpctrain.plugins.registry import Registry

@@ -11,8 +11,8 @@ from typing import Any
 import pluggy
 from pydantic import ValidationError
 
+from hpctrain.base.errors import EnvironmentUnfitError, UsageError
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.errors import EnvironmentUnfitError, UsageError
 from hpctrain.plugins.discovery import Fault, load, new_manager
 from hpctrain.plugins.entry_points import ModuleSource, version_of
 from hpctrain.plugins.members import Package, contracts_of, missing_members

@@ -3,10 +3,10 @@
 Imports no torch, since the help imports every command.
 """
 
+from hpctrain.base.errors import EXIT_TRAINING, EnvironmentUnfitError, UsageError
 from hpctrain.cli.measuring import start_measuring, tell_measured
 from hpctrain.cli.options import example
-from hpctrain.errors import EXIT_TRAINING, EnvironmentUnfitError, UsageError
-from hpctrain.hookspecs import hookimpl
+from hpctrain.plugins.hookspecs import hookimpl
 
 __all__ = [
     "EXIT_TRAINING",

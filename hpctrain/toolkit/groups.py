@@ -4,8 +4,8 @@ Over gloo, whose members prove each other, and over NCCL; `hpctrain.mpi.create_g
 public name for: the options of an all-gather, and a copy of many tensors at once. Imports torch, and nothing of plugins.
 """
 
-from hpctrain.devices import accelerator_group, nccl_version
-from hpctrain.store.gloo import create_group as create_gloo_group
-from hpctrain.torch_private import AllgatherOptions, foreach_copy_
+from hpctrain.base.devices import accelerator_group, nccl_version
+from hpctrain.base.store.gloo import create_group as create_gloo_group
+from hpctrain.base.torch_private import AllgatherOptions, foreach_copy_
 
 __all__ = ["AllgatherOptions", "accelerator_group", "create_gloo_group", "foreach_copy_", "nccl_version"]

@@ -3,6 +3,6 @@
 Imports nothing else, for programs that stand in front of each rank.
 """
 
-from hpctrain.launcher_variables import set_variables
+from hpctrain.base.launcher_variables import set_variables
 
 __all__ = ["set_variables"]

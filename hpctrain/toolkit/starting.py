@@ -3,12 +3,12 @@
 Imports no torch.
 """
 
-from hpctrain.starter.hosts import HERE, Hosts, read_hostfile
-from hpctrain.starter.launch import Launched
-from hpctrain.starter.mpi_library import ask_library
-from hpctrain.starter.mpiexec import UnderMpiexec, find_mpiexec
-from hpctrain.starter.processes import over_pmi
-from hpctrain.world.detection import launched
+from hpctrain.ranks.detection import launched
+from hpctrain.starting.hosts import HERE, Hosts, read_hostfile
+from hpctrain.starting.launch import Launched
+from hpctrain.starting.mpi_library import ask_library
+from hpctrain.starting.mpiexec import UnderMpiexec, find_mpiexec
+from hpctrain.starting.processes import over_pmi
 
 __all__ = [
     "HERE",

@@ -4,10 +4,10 @@ One process serves it (`StoreServer` on `listeners`); all open it (`open_store`)
 of `digest` and `verify`. SECURITY.md says against whom it guards. Imports torch, and nothing of plugins.
 """
 
-from hpctrain.store.client import GuardedStore, open_store
-from hpctrain.store.messages import DIGEST_BYTES, SECRET_BYTES, ProtocolError, digest, verify
-from hpctrain.store.network import bind_communication, listeners, reachable_addresses
-from hpctrain.store.server import StoreServer
+from hpctrain.base.store.client import GuardedStore, open_store
+from hpctrain.base.store.messages import DIGEST_BYTES, SECRET_BYTES, ProtocolError, digest, verify
+from hpctrain.base.store.network import bind_communication, listeners, reachable_addresses
+from hpctrain.base.store.server import StoreServer
 
 __all__ = [
     "DIGEST_BYTES",

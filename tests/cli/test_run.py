@@ -155,7 +155,7 @@ def test_a_signal_before_the_first_step_saves_after_it(job: JobFile) -> None:
 def are_coming_up(process: psutil.Process) -> bool:
     """Whether this is a rank, or what ranks are forked from."""
     words = process.cmdline()
-    return "--started-by" in words or "hpctrain.starter.fork_server" in words
+    return "--started-by" in words or "hpctrain.starting.fork_server" in words
 
 
 @pytest.mark.thorough

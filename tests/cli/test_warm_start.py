@@ -151,7 +151,7 @@ import json, os, sys
 
 import psutil
 
-from hpctrain.starter.preloading import Wanted, preload
+from hpctrain.starting.preloading import Wanted, preload
 
 assert preload(Wanted("run"), lambda _: None) is None
 for content in json.load(sys.stdin):

@@ -17,7 +17,7 @@ from launching import KILL, Started, hpctrain, run, started, wait_until
 PROGRAMS = Path(__file__).parent / "programs"
 RUN = hpctrain("run", "job.toml", "--hostfile", "hosts")
 IMPATIENT = """
-from hpctrain.starter import on_hosts
+from hpctrain.starting import on_hosts
 
 on_hosts.START_SECONDS = 3.0
 from hpctrain.cli import main

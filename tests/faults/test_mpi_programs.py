@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launching import run as run_command
 
-from hpctrain.starter.mpiexec import Mpiexec
+from hpctrain.starting.mpiexec import Mpiexec
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT = 100  # seconds

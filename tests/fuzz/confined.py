@@ -180,10 +180,10 @@ def _restore(path: Path) -> int:
     import torch
 
     from hpctrain.api import Piece
+    from hpctrain.base.errors import HpctrainError
     from hpctrain.checkpoint.conversion import alone
     from hpctrain.checkpoint.finding import find_checkpoint
     from hpctrain.checkpoint.store import CheckpointStore
-    from hpctrain.errors import HpctrainError
     from hpctrain.plugins.registry import build_registry
 
     formats = build_registry(()).made("checkpoint")

@@ -16,7 +16,7 @@ from plain import Step, batches_of, gpt_loss, module_of, train_plainly
 from torch import Tensor, nn
 
 import hpctrain
-from hpctrain.devices import device_of_rank, is_accelerator
+from hpctrain.base.devices import device_of_rank, is_accelerator
 
 DEVICE = device_of_rank(0)
 COMMUNICATOR = "nccl"

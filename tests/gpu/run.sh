@@ -75,7 +75,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from hpctrain.devices import accelerator, accelerator_count, device_name, device_of_rank, nvidia_capability
+from hpctrain.base.devices import accelerator, accelerator_count, device_name, device_of_rank, nvidia_capability
 
 
 def installed(name: str) -> str:

@@ -14,8 +14,8 @@ from on_gpu import DEVICE, SAME_DEVICE, job, losses, needs_gpu, plain, trained
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hpctrain import devices
 from hpctrain.api import without_trace
+from hpctrain.base import devices
 
 pytestmark = [needs_gpu, pytest.mark.timeout(180)]
 

@@ -15,7 +15,7 @@ from on_gpu import AT_ONCE, DEVICE, batches_on, compare, job, losses, needs_gpu,
 from plain import gpt_loss, module_of
 from torch import nn
 
-from hpctrain.devices import nvidia_capability
+from hpctrain.base.devices import nvidia_capability
 
 pytestmark = [needs_gpu, pytest.mark.timeout(180)]
 
@@ -144,7 +144,7 @@ def test_fp8_of_tokens_that_16_does_not_divide(tmp_path: Path) -> None:
 def test_a_format_that_the_gpu_lacks_is_refused_in_a_sentence(tmp_path: Path) -> None:
     if CAPABILITY >= (8, 9) and find_spec("torchao") is not None:
         pytest.skip("this GPU has every format")
-    from hpctrain.errors import EnvironmentUnfitError
+    from hpctrain.base.errors import EnvironmentUnfitError
 
     with pytest.raises(EnvironmentUnfitError, match=r"\[precision\] mode = 'fp8': .*(float8|torchao)"):
         trained(job(tmp_path, precision={"mode": "fp8"}))

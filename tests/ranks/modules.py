@@ -10,9 +10,9 @@ from plain import Step, train_plainly
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from hpctrain.base.seeded import derive_seed
 from hpctrain.data.order import SampleOrder
-from hpctrain.foreign.dataset import ForeignDataset
-from hpctrain.seeded import derive_seed
+from hpctrain.plugins.user_code.dataset import ForeignDataset
 
 
 class Averaging(nn.Module):

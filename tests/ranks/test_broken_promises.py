@@ -10,8 +10,8 @@ import torch.distributed as dist
 from faulty import COMMUNICATORS, FAULTS, Fault, register
 from training import TINY, train_here
 
-from hpctrain.conformance.trials import try_communicator
-from hpctrain.errors import HpctrainError
+from hpctrain.base.errors import HpctrainError
+from hpctrain.model.conformance.trials import try_communicator
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2), pytest.mark.shown_on(2)]
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from on_ranks import World
 
 from hpctrain.mpi import OperationMismatchError
-from hpctrain.watchdog.comparison import compared
-from hpctrain.world.meeting import gloo_backend, mpi_backend
+from hpctrain.ranks.meeting import gloo_backend, mpi_backend
+from hpctrain.ranks.watchdog.comparison import compared
 
 
 @pytest.fixture(scope="module", params=["mpi", "gloo"])

@@ -18,11 +18,11 @@ from training import SGD, Rows, job, session_of, train_here
 
 import hpctrain.mpi
 from hpctrain.api import Compressor, GradientBucket, Piece, Span
-from hpctrain.loop.session import Session
-from hpctrain.loop.signals import StopRequest
-from hpctrain.loop.training import train
 from hpctrain.mpi.library import MPI
-from hpctrain.world.detection import detect
+from hpctrain.ranks.detection import detect
+from hpctrain.training.loop import train
+from hpctrain.training.session import Session
+from hpctrain.training.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -12,9 +12,9 @@ from modules import built
 from torch.nn.functional import cross_entropy
 from training import train_here
 
+from hpctrain.base.seeded import drawing
 from hpctrain.data.order import SampleOrder
-from hpctrain.foreign.dataset import ForeignDataset
-from hpctrain.seeded import drawing
+from hpctrain.plugins.user_code.dataset import ForeignDataset
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from training import job, session_of, thorough
 
 from hpctrain.api import Control, LiveModel, hookimpl
-from hpctrain.errors import TrainingError
-from hpctrain.exchange import gather_values
+from hpctrain.base.errors import TrainingError
 from hpctrain.job.problems import JobError
-from hpctrain.loop.signals import StopRequest
-from hpctrain.loop.training import train
+from hpctrain.ranks.exchange import gather_values
+from hpctrain.training.loop import train
+from hpctrain.training.signals import StopRequest
 
 STAGES = [0, 3]
 

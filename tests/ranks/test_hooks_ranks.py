@@ -14,10 +14,10 @@ from training import SGD, job, session_of, thorough, train_here
 from hpctrain.api import LiveModel, Piece, UsageError, hookimpl
 from hpctrain.checking.check import check
 from hpctrain.job.reading import RawJob
-from hpctrain.loop.signals import StopRequest
-from hpctrain.loop.training import train
-from hpctrain.loop.whole import WholeTensors
-from hpctrain.mesh import build_meshes, layout_of
+from hpctrain.model.mesh import build_meshes, layout_of
+from hpctrain.training.loop import train
+from hpctrain.training.signals import StopRequest
+from hpctrain.training.whole import WholeTensors
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 

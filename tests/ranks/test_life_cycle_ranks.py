@@ -11,10 +11,10 @@ import torch.distributed as dist
 from training import job, session_of
 
 from hpctrain.api import Control, Piece, PluginState, hookimpl
-from hpctrain.errors import TrainingError
-from hpctrain.loop.signals import StopRequest
-from hpctrain.loop.training import train
+from hpctrain.base.errors import TrainingError
 from hpctrain.mpi import OperationMismatchError
+from hpctrain.training.loop import train
+from hpctrain.training.signals import StopRequest
 
 
 class OneRank:

@@ -11,7 +11,7 @@ from modules import both_splits, built, sequence_of_halves, two_losses
 from training import job, thorough, train_here
 
 from hpctrain.data.order import SampleOrder
-from hpctrain.foreign.dataset import ForeignDataset
+from hpctrain.plugins.user_code.dataset import ForeignDataset
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hpctrain.mpi
+from hpctrain.base.store.network import reachable_addresses
 from hpctrain.mpi import rendezvous
 from hpctrain.mpi.library import MPI
-from hpctrain.store.network import reachable_addresses
 
 
 def total(group: dist.ProcessGroup) -> float:

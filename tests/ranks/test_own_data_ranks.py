@@ -17,10 +17,10 @@ from test_stages import compare
 from torch.nn.functional import cross_entropy
 from training import SGD, job, session_of, thorough, train_here
 
+from hpctrain.base.errors import TrainingError
 from hpctrain.checking.check import check
 from hpctrain.data.opening import open_data
 from hpctrain.data.order import WeightedOrder
-from hpctrain.errors import TrainingError
 from hpctrain.job.reading import RawJob
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]

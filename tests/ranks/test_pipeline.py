@@ -19,10 +19,10 @@ from torch.nn.functional import cross_entropy
 from training import Rows, job, session_of, train_here
 
 from hpctrain.api import hookimpl
-from hpctrain.errors import TrainingError, UsageError
-from hpctrain.foreign.calling import retell_model_error
-from hpctrain.loop.signals import StopRequest
-from hpctrain.loop.training import train
+from hpctrain.base.errors import TrainingError, UsageError
+from hpctrain.plugins.user_code.calling import retell_model_error
+from hpctrain.training.loop import train
+from hpctrain.training.signals import StopRequest
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 

@@ -12,7 +12,7 @@ from test_layouts import INTERLEAVED, SEQUENCE, ULYSSES, ZERO_BUBBLE, size
 from test_stages import OPTIMIZERS, compare, reference
 from training import job, train_here
 
-from hpctrain.errors import UsageError
+from hpctrain.base.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -21,10 +21,10 @@ from torch import nn
 from torch.nn.functional import normalize, silu
 from training import job, session_of, train_here
 
+from hpctrain.base.errors import UsageError
 from hpctrain.contracts.model import TensorParallelModel
-from hpctrain.errors import UsageError
-from hpctrain.foreign.model import ForeignModel
 from hpctrain.job.problems import JobError
+from hpctrain.plugins.user_code.model import ForeignModel
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 

@@ -15,9 +15,9 @@ from on_ranks import World
 from tokenizers import Tokenizer, models, pre_tokenizers
 from training import job, session_of
 
+from hpctrain.base.errors import UsageError
 from hpctrain.data.node import NodeWork
-from hpctrain.errors import UsageError
-from hpctrain.exchange import gather_values
+from hpctrain.ranks.exchange import gather_values
 
 pytestmark = [pytest.mark.ranks(2), pytest.mark.shown_on(2)]
 

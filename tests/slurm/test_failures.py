@@ -70,7 +70,7 @@ def test_other_data_on_one_node(cluster: Cluster, job: JobFile, mpi: list[str]) 
 IMPATIENT = """
 import os, time
 from datetime import timedelta
-from hpctrain.world import meeting
+from hpctrain.ranks import meeting
 meeting.MEETING_TIMEOUT = timedelta(seconds=15)
 if os.environ['SLURM_PROCID'] == os.environ.get('LATE'):
     time.sleep(100)

@@ -14,11 +14,11 @@ from live_bytes import LiveBytes
 
 import hpctrain
 from hpctrain.api import ActivationCheckpointing, Identity, Machine
+from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import check
-from hpctrain.errors import UsageError
-from hpctrain.foreign.model import ForeignModel
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
+from hpctrain.plugins.user_code.model import ForeignModel
 
 LAYERS = 12
 TABLES: dict[str, Any] = {

@@ -12,9 +12,9 @@ from torch.distributed import HashStore
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.mpi.errors import spans
-from hpctrain.world.binding import Binding, Core, CpuBind, _share_out, bound, shares, topology
-from hpctrain.world.launcher_channel import LauncherChannel
-from hpctrain.world.meeting import World
+from hpctrain.ranks.binding import Binding, Core, CpuBind, _share_out, bound, shares, topology
+from hpctrain.ranks.launcher_channel import LauncherChannel
+from hpctrain.ranks.meeting import World
 
 HERE = sorted(os.sched_getaffinity(0))
 

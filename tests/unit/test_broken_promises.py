@@ -13,8 +13,8 @@ from conftest import TINY, JobFile
 from faulty import FAULTS, LAUNCHERS, Fault
 
 import hpctrain
+from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, ContractError, HpctrainError
 from hpctrain.cli import cli
-from hpctrain.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, ContractError, HpctrainError
 
 
 @pytest.mark.parametrize("fault", [one for one in FAULTS if one.ranks == 1], ids=str)

@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from hpctrain.job.tables import JobTable
-from hpctrain.loop.deadline import Deadline
-from hpctrain.world.slurm import end_time
+from hpctrain.ranks.slurm import end_time
+from hpctrain.training.deadline import Deadline
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""hpctrain/devices.py is the only file that knows one kind of device from another, and it knows kinds that it never met."""
+"""hpctrain/base/devices.py is the only file that knows one kind of device from another, and it knows kinds that it never met."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hpctrain_plugins.precision.floating import BF16, AutoPrecision
 from sources import sources
 
 import hpctrain.api
-from hpctrain import devices
+from hpctrain.base import devices
 from hpctrain.contracts import plan
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plugin import Options
-from hpctrain.loop.metrics import memory_bytes
+from hpctrain.training.metrics import memory_bytes
 
 ROOT = Path(__file__).parent.parent.parent
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
 KINDS = re.compile(r"\b(cuda|xpu|mps|hpu|npu|mtia)\b|is_cuda")
-NVIDIA_OWN = {"hpctrain/devices.py": 6, "plugins/hpctrain_plugins/communicator/backends.py": 1}
+NVIDIA_OWN = {"hpctrain/base/devices.py": 6, "plugins/hpctrain_plugins/communicator/backends.py": 1}
 """Lines that name a kind of device: the capability, tf32, NCCL's groups and version, and the one that NCCL serves."""
 
 
@@ -42,9 +42,9 @@ def test_kinds_of_devices_are_named_in_one_place() -> None:
 
 
 def test_importing_it_takes_torch_only() -> None:
-    code = "import sys, hpctrain.devices; print(*sorted(name for name in sys.modules if name.partition('.')[0] == 'hpctrain'))"
+    code = "import sys, hpctrain.base.devices; print(*sorted(name for name in sys.modules if name.partition('.')[0] == 'hpctrain'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["hpctrain", "hpctrain.devices", "hpctrain.version"]
+    assert done.stdout.split() == ["hpctrain", "hpctrain.base.devices", "hpctrain.version"]
 
 
 def test_plugins_get_what_they_need() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain import errors
+from hpctrain.base import errors
 from hpctrain.job.tables import Job
 from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.slots import SLOTS

@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from hpctrain.doctor.communication import Link, judge_clocks, judge_links, judge_work, ring
-from hpctrain.doctor.findings import Row
-from hpctrain.doctor.node import judge_cores
+from hpctrain.cli.doctor.communication import Link, judge_clocks, judge_links, judge_work, ring
+from hpctrain.cli.doctor.findings import Row
+from hpctrain.cli.doctor.node import judge_cores
 
 NODES = ["a", "a", "b", "b", "c", "c", "d", "d"]
 
@@ -81,8 +81,8 @@ def test_a_stage_that_does_not_end_is_named_and_ends_the_process() -> None:
     code = (
         "import threading\n"
         "from hpctrain.contracts.identity import Identity\n"
-        "from hpctrain.world.limit import limited\n"
-        "from hpctrain.world.launcher_channel import LauncherChannel\n"
+        "from hpctrain.ranks.limit import limited\n"
+        "from hpctrain.ranks.launcher_channel import LauncherChannel\n"
         "with limited('the checks of /far', 0.2, LauncherChannel(), Identity(node='n1')):\n"
         "    threading.Event().wait()\n"
     )

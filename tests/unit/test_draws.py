@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.seeded import drawing
+from hpctrain.base.seeded import drawing
 
 AUGMENTED = """
 import random

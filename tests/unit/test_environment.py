@@ -13,9 +13,9 @@ import pytest
 from conftest import TINY, JobFile
 
 import hpctrain
+from hpctrain.base.errors import HpctrainError
 from hpctrain.checking.check import check
 from hpctrain.checking.schema import job_schema
-from hpctrain.errors import HpctrainError
 from hpctrain.job.environment import name_problem, settings, variables
 from hpctrain.job.reading import RawJob, read_job
 from hpctrain.plugins.registry import build_registry

@@ -11,9 +11,9 @@ import pytest
 from conftest import JobFile
 from launching import hpctrain, run
 
+from hpctrain.base.errors import CheckpointError, HpctrainError, shown
+from hpctrain.base.files import created, make_directory, open_to_change, read_bytes, replacing
 from hpctrain.checkpoint.pickles import check_pickle
-from hpctrain.errors import CheckpointError, HpctrainError, shown
-from hpctrain.files import created, make_directory, open_to_change, read_bytes, replacing
 
 
 def test_only_regular_files_are_read_and_no_more_than_asked_for(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from conftest import JobFile
 from launching import run, wait_until
 
-from hpctrain.starter.fork_client import ForkServer
-from hpctrain.starter.on_node import _is_ours
+from hpctrain.starting.fork_client import ForkServer
+from hpctrain.starting.on_node import _is_ours
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
 SLOW = """

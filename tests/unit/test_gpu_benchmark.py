@@ -16,7 +16,7 @@ from hpctrain_plugins.model.gpt import GPTModule, GPTOptions
 from mfu import Peak, flops_per_token, known_peak, measured_peak, mfu, peak_of
 from torch import nn
 
-from hpctrain.devices import accelerator
+from hpctrain.base.devices import accelerator
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "tests" / "gpu" / "run.sh"

@@ -17,13 +17,13 @@ from torch import Tensor
 
 import hpctrain
 from hpctrain.api import LiveModel, Options, Sharding, hookimpl
+from hpctrain.base.errors import EXIT_TRAINING, HpctrainError, TrainingError
 from hpctrain.checking.check import check
 from hpctrain.contracts.runner import MicroBatch
-from hpctrain.errors import EXIT_TRAINING, HpctrainError, TrainingError
-from hpctrain.guard.checksum import checksum
-from hpctrain.guard.culprit import nonfinite_samples
-from hpctrain.guard.memory import advice
 from hpctrain.job.reading import RawJob
+from hpctrain.training.guard.checksum import checksum
+from hpctrain.training.guard.culprit import nonfinite_samples
+from hpctrain.training.guard.memory import advice
 
 PLANTED = """
 import torch

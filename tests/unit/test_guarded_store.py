@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from hpctrain.errors import EnvironmentUnfitError
-from hpctrain.store import credentials
-from hpctrain.store.client import Connection, GuardedStore, open_store
-from hpctrain.store.credentials import SecretFinder, make_credential
-from hpctrain.store.messages import (
+from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.store import credentials
+from hpctrain.base.store.client import Connection, GuardedStore, open_store
+from hpctrain.base.store.credentials import SecretFinder, make_credential
+from hpctrain.base.store.messages import (
     DIGEST_BYTES,
     GREETING_HEADER,
     MAGIC,
@@ -37,8 +37,8 @@ from hpctrain.store.messages import (
     pack,
     unpack,
 )  # fmt: skip
-from hpctrain.store.network import LOOPBACK, listeners
-from hpctrain.store.server import StoreServer
+from hpctrain.base.store.network import LOOPBACK, listeners
+from hpctrain.base.store.server import StoreServer
 
 SECRET = secrets.token_bytes(32)
 TIMEOUT = timedelta(seconds=20)
@@ -368,7 +368,7 @@ def test_a_rank_that_has_the_server_s_proof_stays_in_a_flood(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Connections that are still in their handshake make room for newer ones, 16 at a time."""
-    monkeypatch.setattr("hpctrain.store.server._UNPROVEN", 16)
+    monkeypatch.setattr("hpctrain.base.store.server._UNPROVEN", 16)
     server, over = StoreServer(SECRET, listeners([LOOPBACK]), 1, on_stranger=lambda _: None), threading.Event()
     (address,) = server.addresses
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import UsageError
-from hpctrain.starter.counts import Counts
-from hpctrain.starter.hosts import Hosts, read_hostfile
-from hpctrain.starter.placement import Placement
-from hpctrain.starter.streams import Heard, Listener
+from hpctrain.base.errors import UsageError
+from hpctrain.starting.counts import Counts
+from hpctrain.starting.hosts import Hosts, read_hostfile
+from hpctrain.starting.placement import Placement
+from hpctrain.starting.streams import Heard, Listener
 
 
 def test_a_hostfile_in_either_form(tmp_path: Path) -> None:

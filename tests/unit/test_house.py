@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from sources import sources
 
 from hpctrain.cli import COMMANDS, cli
-from hpctrain.hookspecs import LifeCycleHooks, RegistrationHooks
 from hpctrain.job.tables import Job
+from hpctrain.plugins.hookspecs import LifeCycleHooks, RegistrationHooks
 from hpctrain.plugins.listing import describe_options
 from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.slots import SLOTS

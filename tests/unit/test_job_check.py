@@ -19,6 +19,7 @@ import torch
 from conftest import TINY
 from plain import module_of
 
+from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.counts import why_not
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
@@ -27,7 +28,6 @@ from hpctrain.checking.sizes import sizes
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plan import Machine
 from hpctrain.data.opening import open_data, sequence_multiple
-from hpctrain.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
 from hpctrain.plugins.registry import build_registry
@@ -117,7 +117,7 @@ def test_gloo_encrypts_where_torch_was_built_for_it(tmp_path: Path, monkeypatch:
     pem = tmp_path / "pem"
     pem.write_text("none")
     tls = dict.fromkeys(("certificate", "key", "authority"), str(pem))
-    monkeypatch.setattr("hpctrain.store.gloo._in_use", [])
+    monkeypatch.setattr("hpctrain.base.store.gloo._in_use", [])
     gloo = checked(communicator={"name": "gloo", "tls": tls}).parts.communicator
     assert "this torch was built without gloo's TLS" in str(gloo.missing(Machine(Identity())))
     missing = checked(communicator={"name": "gloo", "tls": {**tls, "key": "/nowhere"}}).parts.communicator
@@ -126,7 +126,7 @@ def test_gloo_encrypts_where_torch_was_built_for_it(tmp_path: Path, monkeypatch:
     command = [sys.executable, "-c", program]
     tried = subprocess.run(command, env={**os.environ, **gloo.options.tls.variables()}, capture_output=True, timeout=60)
     assert b"unsupported gloo device" in tried.stderr  # gloo has read the variables
-    monkeypatch.setattr("hpctrain.store.gloo._in_use", [""])
+    monkeypatch.setattr("hpctrain.base.store.gloo._in_use", [""])
     assert "an earlier job of this process used gloo without TLS" in str(gloo.missing(Machine(Identity())))
     [unknown] = problems(communicator={"name": "gloo", "tls": {**tls, "kei": "x"}})
     assert unknown == "unknown key 'kei' in [communicator] tls; did you mean 'key'?"

@@ -14,9 +14,9 @@ from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.base.errors import UsageError
+from hpctrain.base.files import read_pipe
 from hpctrain.checking.check import check
-from hpctrain.errors import UsageError
-from hpctrain.files import read_pipe
 from hpctrain.job import reading
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob, key_lines, merge, read_job

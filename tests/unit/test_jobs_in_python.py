@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import hpctrain
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.base.errors import HpctrainError, UsageError
 
 
 class Squares(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

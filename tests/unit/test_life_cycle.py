@@ -13,9 +13,9 @@ import torch
 from conftest import TINY
 
 import hpctrain
+from hpctrain.base.errors import CheckpointError, HpctrainError, TrainingError, UsageError
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Control
-from hpctrain.errors import CheckpointError, HpctrainError, TrainingError, UsageError
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.registry import build_registry
 

@@ -17,7 +17,7 @@ import pytest
 from conftest import TINY
 
 import hpctrain
-from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.job.problems import JobError
 from hpctrain.plugins.registry import build_registry
 
@@ -107,7 +107,7 @@ def test_csv_follows_no_link_and_keeps_a_file_that_is_none_of_its_own() -> None:
     Path("mine.csv").write_text("a,b\n1,2\n")
     Path("out/metrics.csv").symlink_to(Path("mine.csv").absolute())
     with pytest.raises(EnvironmentUnfitError, match=r"\[\[logger\]\] name = 'csv': .*symbolic link"):
-        from hpctrain.loop.records import Records
+        from hpctrain.training.records import Records
 
         Records(Path("out"), [logger("csv")], 2)
     logger("csv").open(Path("out"), 0).log({"step": 1})

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import hpctrain
-from hpctrain.errors import HpctrainError, TrainingError, UsageError
-from hpctrain.loop import saves
-from hpctrain.loop.look import is_compiled
+from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
+from hpctrain.training import saves
+from hpctrain.training.look import is_compiled
 
 ROWS, CLASSES = 40, 3
 

@@ -14,8 +14,8 @@ from plain import module_of, samples_of
 from torch.nn.functional import cross_entropy
 
 import hpctrain
+from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.checking.check import check
-from hpctrain.errors import TrainingError, UsageError
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hpctrain.store import network
-from hpctrain.store.network import hosts_of, listeners, own_addresses, reachable_addresses
+from hpctrain.base.store import network
+from hpctrain.base.store.network import hosts_of, listeners, own_addresses, reachable_addresses
 
 
 @pytest.fixture

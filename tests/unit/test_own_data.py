@@ -15,6 +15,8 @@ from launching import run
 from torch.nn.functional import cross_entropy
 
 import hpctrain
+from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
+from hpctrain.base.seeded import derive_seed
 from hpctrain.checking.check import check
 from hpctrain.contracts.identity import Identity
 from hpctrain.data.batches import Batches
@@ -22,15 +24,13 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.plan import Planned
 from hpctrain.data.pool import Pool
-from hpctrain.errors import HpctrainError, TrainingError, UsageError
-from hpctrain.foreign.dataset import ForeignDataset
-from hpctrain.foreign.samples import ForeignSamples
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
 from hpctrain.plugins.blame import failing_layer
-from hpctrain.seeded import derive_seed
-from hpctrain.watchdog.position import Position
-from hpctrain.watchdog.stand import stand_of
+from hpctrain.plugins.user_code.dataset import ForeignDataset
+from hpctrain.plugins.user_code.samples import ForeignSamples
+from hpctrain.ranks.watchdog.position import Position
+from hpctrain.ranks.watchdog.stand import stand_of
 
 OWN = '''
 import os

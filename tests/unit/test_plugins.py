@@ -14,15 +14,15 @@ import plugin_api
 import pytest
 
 from hpctrain.api import CompressionOptions
+from hpctrain.base.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError, UsageError
 from hpctrain.cli import cli, execute
 from hpctrain.contracts.launcher import JOB_FILE
-from hpctrain.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError, UsageError
-from hpctrain.foreign.reference import resolve
 from hpctrain.plugins.changes import API_VERSION, CHANGES
 from hpctrain.plugins.listing import describe_options, list_plugins
 from hpctrain.plugins.registry import Registry, build_registry
-from hpctrain.submission.asking import Submitted
-from hpctrain.submission.record import Submission
+from hpctrain.plugins.user_code.reference import resolve
+from hpctrain.starting.scheduler.asking import Submitted
+from hpctrain.starting.scheduler.record import Submission
 
 MODEL = """
 from hpctrain.api import Field, ModelSpec, Options, hookimpl

@@ -20,13 +20,13 @@ from conftest import TINY
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 
 import hpctrain
+from hpctrain.base.errors import CheckpointError, EnvironmentUnfitError, HpctrainError, TrainingError, UsageError
 from hpctrain.checkpoint.conversion import import_weights
 from hpctrain.checkpoint.retention import Best, Retention
 from hpctrain.cli import execute
-from hpctrain.errors import CheckpointError, EnvironmentUnfitError, HpctrainError, TrainingError, UsageError
 from hpctrain.job import output_lock
-from hpctrain.loop.records import MetricsFile
 from hpctrain.toolkit.checkpoint.sealed import seal
+from hpctrain.training.records import MetricsFile
 
 BREAKS = """
 import time

@@ -13,10 +13,10 @@ from conftest import TINY
 from torch.optim import lr_scheduler
 
 import hpctrain
+from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.contracts.optimization import Schedule
-from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.foreign.schedule import ForeignSchedule
 from hpctrain.plugins.registry import build_registry
+from hpctrain.plugins.user_code.schedule import ForeignSchedule
 
 REGISTRY = build_registry()
 STEPS = 40

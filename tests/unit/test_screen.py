@@ -19,10 +19,10 @@ from conftest import TINY
 
 import hpctrain
 from hpctrain.contracts.identity import Identity
-from hpctrain.loop.console import Console
-from hpctrain.loop.log_file import logged_to_file
-from hpctrain.world.launcher_channel import LauncherChannel
-from hpctrain.world.prints import CLEAR_LINE, Labelled, labelled_prints, tell
+from hpctrain.ranks.launcher_channel import LauncherChannel
+from hpctrain.ranks.prints import CLEAR_LINE, Labelled, labelled_prints, tell
+from hpctrain.training.console import Console
+from hpctrain.training.log_file import logged_to_file
 
 
 def test_the_bar_is_one_line_that_leaves_out_what_has_no_room(
@@ -90,7 +90,7 @@ def test_a_bar_and_a_flushed_text_of_users_code_are_shown_before_their_line_ends
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("hpctrain.world.prints.time.monotonic", lambda: now)
+    monkeypatch.setattr("hpctrain.ranks.prints.time.monotonic", lambda: now)
     stream = Labelled(screen := io.StringIO(), "[rank 3] ")
     print("before the crash", end="", flush=True, file=stream)
     assert screen.getvalue() == "[rank 3] before the crash\n"
@@ -226,7 +226,7 @@ def test_each_start_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_eta_follows_the_latest_steps_smoothly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hpctrain.loop.console._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("hpctrain.training.console._SECONDS_BETWEEN_LINES", 0.0)
     console = Console(Identity(), LauncherChannel())
     row = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "samples_per_second": 5.0}
     for step in range(1, 101):

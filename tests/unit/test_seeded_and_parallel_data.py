@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.base.errors import TrainingError, UsageError
+from hpctrain.base.seeded import fill_normal
 from hpctrain.contracts.dataset import DatasetContext, Samples
 from hpctrain.data.batches import Batches
 from hpctrain.data.loader import Loader
 from hpctrain.data.plan import Planned
 from hpctrain.data.pool import Pool
-from hpctrain.errors import TrainingError, UsageError
 from hpctrain.plugins.registry import build_registry
-from hpctrain.seeded import fill_normal
 
 REGISTRY = build_registry()
 

@@ -23,9 +23,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import hpctrain
+from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import check
 from hpctrain.contracts.pieces import offsets_of
-from hpctrain.errors import UsageError
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.loop import signals
-from hpctrain.loop.signals import StopRequest
-from hpctrain.starter.mpiexec import Mpiexec, UnderMpiexec
-from hpctrain.starter.pmi import PmiServer
-from hpctrain.starter.processes import Processes
-from hpctrain.starter.relay import Unbannered, Unruled
+from hpctrain.starting.mpiexec import Mpiexec, UnderMpiexec
+from hpctrain.starting.pmi import PmiServer
+from hpctrain.starting.processes import Processes
+from hpctrain.starting.relay import Unbannered, Unruled
+from hpctrain.training import signals
+from hpctrain.training.signals import StopRequest
 
 
 def test_ranks_that_do_not_follow_a_failed_one_are_ended() -> None:
@@ -165,6 +165,6 @@ def test_a_rank_that_leaves_a_barrier_holds_up_no_answer() -> None:
 
 def test_the_starter_imports_no_torch() -> None:
     """It would take two seconds of a start, and 300 MB beside the ranks."""
-    code = "import sys, hpctrain.cli.run, hpctrain.cli.ranks, hpctrain.starter.start; print('torch' in sys.modules)"
+    code = "import sys, hpctrain.cli.run, hpctrain.cli.ranks, hpctrain.starting.start; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n", done

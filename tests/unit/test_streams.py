@@ -17,12 +17,12 @@ from launching import run
 from torch.nn.functional import cross_entropy
 
 import hpctrain
+from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
+from hpctrain.base.seeded import derive_seed, drawing
 from hpctrain.checking.check import check
 from hpctrain.data.opening import open_data
-from hpctrain.errors import HpctrainError, TrainingError, UsageError
-from hpctrain.foreign.stream import ForeignStream
 from hpctrain.job.reading import RawJob
-from hpctrain.seeded import derive_seed, drawing
+from hpctrain.plugins.user_code.stream import ForeignStream
 
 OWN = '''
 import random

@@ -23,17 +23,17 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import hpctrain
+from hpctrain.base.errors import UsageError
 from hpctrain.cli import execute
 from hpctrain.contracts.launcher import JobState, Launch, Launcher, SubmittedRun
-from hpctrain.errors import UsageError
-from hpctrain.foreign.given import given_objects
 from hpctrain.job.reading import RawJob
 from hpctrain.plugins.registry import build_registry
-from hpctrain.rank import run_rank
-from hpctrain.submission.record import cancelled
-from hpctrain.submission.standing import standing
-from hpctrain.world.detection import detect
-from hpctrain.world.launcher_channel import LauncherChannel
+from hpctrain.plugins.user_code.given import given_objects
+from hpctrain.ranks.detection import detect
+from hpctrain.ranks.launcher_channel import LauncherChannel
+from hpctrain.starting.scheduler.record import cancelled
+from hpctrain.starting.scheduler.standing import standing
+from hpctrain.training.rank import run_rank
 
 MISTAKES = {
     "no target": ([], 2, "the job has no table such as [launcher.slurm]; say where to submit it, for instance --to slurm"),

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from plain import samples_of
 
 import hpctrain
+from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.checking.check import check
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.padding import Padding
 from hpctrain.data.plan import Planned
 from hpctrain.data.tokens import TokenPlan, padded, share_out, whole_batches
-from hpctrain.errors import TrainingError, UsageError
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
+from hpctrain.base.errors import EnvironmentUnfitError, UsageError
 from hpctrain.contracts.dataset import DatasetContext, Samples, Split
-from hpctrain.errors import EnvironmentUnfitError, UsageError
 from hpctrain.plugins.registry import build_registry
 from hpctrain.toolkit.cache import kept
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 import hpctrain
-from hpctrain.errors import CheckpointError
-from hpctrain.world.objects import ObjectUnpickler
+from hpctrain.base.errors import CheckpointError
+from hpctrain.ranks.objects import ObjectUnpickler
 
 
 def load(value: Any) -> Any:
@@ -65,7 +65,9 @@ def test_nothing_that_runs_code_arrives(what: Any, tmp_path: Path, monkeypatch: 
 def test_after_a_job_everything_arrives_again(job: JobFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(job.directory)
     seen = []
-    monkeypatch.setattr("hpctrain.rank.train", lambda *_: seen.append(distributed_c10d._unpickler) or {"exit_code": 0})
+    monkeypatch.setattr(
+        "hpctrain.training.rank.train", lambda *_: seen.append(distributed_c10d._unpickler) or {"exit_code": 0}
+    )
     with suppress(Exception):  # what follows the training is of no interest here
         hpctrain.run(hpctrain.load_job("job.toml"))
     assert seen == [ObjectUnpickler] and distributed_c10d._unpickler is pickle.Unpickler

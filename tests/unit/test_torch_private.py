@@ -1,4 +1,4 @@
-"""torch's private names are used in hpctrain/torch_private.py only, and the installed torch has them."""
+"""torch's private names are used in hpctrain/base/torch_private.py only, and the installed torch has them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import hpctrain.api
-from hpctrain import torch_private
+from hpctrain.base import torch_private
 
 ROOT = Path(__file__).parent.parent.parent
 HOME = ROOT / "hpctrain" / "torch_private.py"
@@ -177,7 +177,7 @@ def test_no_other_file_uses_a_private_name_of_torch() -> None:
     heirs = all_heirs_of_torch(trees.values())
     assert {"MPIProcessGroup", "MessageWork", "TimedStage", "GuardedStore"} <= set(heirs)
     found = [f"{file}:{name}" for file, tree in trees.items() for name in private_names_of_torch(tree, own, heirs)]
-    assert not found, "import it from hpctrain.torch_private, plugins from hpctrain.api:\n" + "\n".join(found)
+    assert not found, "import it from hpctrain.base.torch_private, plugins from hpctrain.api:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_group_in_python_is_its_own_backend_on_the_cpu() -> None:
 LATE = """
 import sys
 import torch
-from hpctrain.torch_private import delay_compiler
+from hpctrain.base.torch_private import delay_compiler
 
 delay_compiler()
 layer = torch.nn.Linear(3, 3)
@@ -266,7 +266,7 @@ assert "convert_frame" in dir(torch._dynamo)
 
 DISABLED = """
 import torch
-from hpctrain.torch_private import delay_compiler
+from hpctrain.base.torch_private import delay_compiler
 
 delay_compiler()
 

@@ -17,17 +17,17 @@ from torch import nn
 from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats
 
 import hpctrain
+from hpctrain.base.errors import ContractError, EnvironmentUnfitError, TrainingError, UsageError
+from hpctrain.base.seeded import derive_seed
 from hpctrain.checking.check import check
-from hpctrain.conformance.trials import updates_parts_alike
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.pieces import Piece
-from hpctrain.errors import ContractError, EnvironmentUnfitError, TrainingError, UsageError
 from hpctrain.job.reading import RawJob
-from hpctrain.loop import starts
 from hpctrain.model.build import refuse_embeddings
+from hpctrain.model.conformance.trials import updates_parts_alike
 from hpctrain.model.groups import build_optimizer
 from hpctrain.plugins.registry import build_registry
-from hpctrain.seeded import derive_seed
+from hpctrain.training import starts
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from conftest import TINY
 
 import hpctrain
+from hpctrain.base.errors import HpctrainError
 from hpctrain.cli import cli
-from hpctrain.errors import HpctrainError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "llama"
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.launcher_variables import set_variables
+from hpctrain.base.transports import ADDED, forget, share_node, shared_memory
 from hpctrain.contracts.identity import Identity
-from hpctrain.errors import EnvironmentUnfitError
-from hpctrain.launcher_variables import set_variables
-from hpctrain.starter.pmi import PmiServer
-from hpctrain.transports import ADDED, forget, share_node, shared_memory
-from hpctrain.world.detection import detect, fallback_notice, launched, launcher_name, started_by_srun
-from hpctrain.world.launcher_channel import on_terminal
-from hpctrain.world.meeting import compare_ranks
-from hpctrain.world.meeting_place import MeetingPlace
-from hpctrain.world.pmi import LauncherPmi
-from hpctrain.world.slurm import first_host
+from hpctrain.ranks.detection import detect, fallback_notice, launched, launcher_name, started_by_srun
+from hpctrain.ranks.launcher_channel import on_terminal
+from hpctrain.ranks.meeting import compare_ranks
+from hpctrain.ranks.meeting_place import MeetingPlace
+from hpctrain.ranks.pmi import LauncherPmi
+from hpctrain.ranks.slurm import first_host
+from hpctrain.starting.pmi import PmiServer
 
 SRUN = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
@@ -227,9 +227,9 @@ def test_ranks_that_differ_are_named_with_their_nodes() -> None:
 
     from torch.distributed import HashStore
 
-    from hpctrain.errors import UsageError
-    from hpctrain.world.launcher_channel import LauncherChannel
-    from hpctrain.world.meeting import PeerError, World
+    from hpctrain.base.errors import UsageError
+    from hpctrain.ranks.launcher_channel import LauncherChannel
+    from hpctrain.ranks.meeting import PeerError, World
 
     def verdicts(plugins: list[list[str]], errors: list[UsageError | None]) -> list[BaseException | None]:
         store, outcomes = HashStore(), [None] * len(plugins)
@@ -271,7 +271,7 @@ def test_the_terminal_that_open_mpi_gives_a_rank_is_nobody_s(monkeypatch: pytest
 def test_ranks_on_other_hosts_learn_which_streams_a_terminal_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from hpctrain.starter.streams import attach_to_mpiexec, is_word, word
+    from hpctrain.starting.streams import attach_to_mpiexec, is_word, word
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("PMI_RANK", "1")  # rank 0 would take this process's standard input

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.errors import CheckpointError, escaped
+from hpctrain.base.errors import CheckpointError, escaped
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.finding import Checkpoint

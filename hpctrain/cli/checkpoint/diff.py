@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
+from hpctrain.base.errors import escaped
 from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, table
 from hpctrain.cli.options import example
 from hpctrain.cli.progress import bytes_progress
-from hpctrain.errors import escaped
 
 EXIT_DIFFERENT = 1
 """As for diff and h5diff."""

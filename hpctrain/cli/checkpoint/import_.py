@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
+from hpctrain.base.errors import UsageError
 from hpctrain.cli.checkpoint.common import PATH, Formats, files_of
 from hpctrain.cli.options import example
 from hpctrain.cli.progress import bytes_progress
-from hpctrain.errors import UsageError
 
 
 @click.command("import", epilog=example("hpctrain checkpoint import weights.safetensors start"))

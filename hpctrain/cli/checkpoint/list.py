@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
+from hpctrain.base.errors import CheckpointError, UsageError, reason
 from hpctrain.cli.checkpoint.common import PATH, Formats, files_of, size_text, table
 from hpctrain.cli.options import example
-from hpctrain.errors import CheckpointError, UsageError, reason
 
 
 @click.command("list", epilog=example("hpctrain checkpoint list runs/gpt"))

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
+from hpctrain.base.errors import escaped
 from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, size_text, table
 from hpctrain.cli.options import example
-from hpctrain.errors import escaped
 
 
 @click.command("show", epilog=example("hpctrain checkpoint show runs/gpt/checkpoints/latest"))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
+from hpctrain.base.errors import CheckpointError
 from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, size_text
 from hpctrain.cli.options import example
 from hpctrain.cli.progress import bytes_progress
-from hpctrain.errors import CheckpointError
 
 
 @click.command("verify", epilog=example("hpctrain checkpoint verify runs/gpt/checkpoints/latest"))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.base.torch_private import PythonGroup
 from hpctrain.mpi.collectives.protocol import Collectives
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.process_group.engine import Engine
@@ -18,7 +19,6 @@ from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.buffers import overlap, plain_like
 from hpctrain.mpi.transfer.operation import Operation
 from hpctrain.mpi.transfer.watch import Watch
-from hpctrain.torch_private import PythonGroup
 
 
 class GroupBase(PythonGroup):

@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.mpi import leaving
 from hpctrain.mpi.collectives.choice import choose
 from hpctrain.mpi.errors import CommunicationTimeoutError, name_ranks

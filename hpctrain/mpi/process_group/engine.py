@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from hpctrain.base.torch_private import DisableTorchDispatch
 from hpctrain.mpi import accounting
 from hpctrain.mpi.collectives.protocol import Collectives
 from hpctrain.mpi.errors import CommunicationError, OperationMismatchError
@@ -25,7 +26,6 @@ from hpctrain.mpi.library import MPI
 from hpctrain.mpi.process_group.work import MPIWork, Run, settle
 from hpctrain.mpi.transfer.operation import Operation
 from hpctrain.mpi.transfer.watch import Watch
-from hpctrain.torch_private import DisableTorchDispatch
 
 # After its deadline an operation needs this long to find the missing ranks; then the waiter gives up.
 _GRACE = 5.0  # seconds

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from hpctrain.base.torch_private import PythonMessageWork
 from hpctrain.mpi import accounting
 from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError
 from hpctrain.mpi.library import MPI, highest_tag
@@ -24,7 +25,6 @@ from hpctrain.mpi.process_group.work import settle
 from hpctrain.mpi.transfer.buffers import message, plain_like
 from hpctrain.mpi.transfer.presence import Presence
 from hpctrain.mpi.transfer.waiting import Patience, wait_until
-from hpctrain.torch_private import PythonMessageWork
 
 ANY_SOURCE = MPI.ANY_SOURCE
 # A caller that waits at once is served first; the thread is for callers that compute meanwhile.

@@ -15,13 +15,13 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import Work
 
+from hpctrain.base.torch_private import sparse_nbytes
 from hpctrain.mpi.collectives import sparse
 from hpctrain.mpi.collectives.arithmetic import Reduction
 from hpctrain.mpi.collectives.protocol import Collectives
 from hpctrain.mpi.process_group.base import GroupBase, apart
 from hpctrain.mpi.process_group.checks import check_list, check_root, check_size, outputs_of, views_of
 from hpctrain.mpi.transfer.buffers import plain, plain_like
-from hpctrain.torch_private import sparse_nbytes
 
 
 class Reductions(GroupBase):

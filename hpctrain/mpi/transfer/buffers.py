@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.base.torch_private import AsyncCollectiveTensor
 from hpctrain.mpi.library import MPI
-from hpctrain.torch_private import AsyncCollectiveTensor
 
 # MPI before version 4 counts in 32-bit integers (Open MPI 5 still does).
 MAX_COUNT = 2**31 - 1

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from hpctrain.starter.pmi import PmiServer
+from hpctrain.starting.pmi import PmiServer
 
 RANKS = 2
 

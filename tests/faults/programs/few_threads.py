@@ -4,7 +4,7 @@ import mpi4py
 import torch.distributed as dist
 
 import hpctrain.mpi
-from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.base.errors import EnvironmentUnfitError
 
 mpi4py.rc.thread_level = "serialized"
 from mpi4py import MPI  # noqa: E402

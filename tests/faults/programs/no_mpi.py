@@ -5,7 +5,7 @@ import sys
 import torch.distributed as dist
 
 import hpctrain.mpi
-from hpctrain.errors import EnvironmentUnfitError
+from hpctrain.base.errors import EnvironmentUnfitError
 
 assert "mpi4py.MPI" not in sys.modules
 sys.modules["mpi4py.MPI"] = None  # as if the import could not find libmpi

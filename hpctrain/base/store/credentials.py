@@ -1,0 +1,132 @@
+"""The secret of ranks without MPI: through MUNGE if the nodes run it, else in a file that only its user can read.
+
+MUNGE (https://dun.github.io/munge) is the authentication service of most Slurm clusters. Rank 0 seals the secret in a
+credential that only processes of the same user can open, and sends the credential to everybody who connects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.store.messages import SECRET_BYTES
+
+_MUNGE_SECONDS = 10
+_REPLAYED = 17
+"""unmunge's status for a credential opened before, for instance by another rank of the node. Replays are harmless: in the
+handshake that follows, the server proves that it knows the secret now."""
+_FILE_BYTES = 2 * SECRET_BYTES
+
+
+@dataclass(frozen=True)
+class Credential:
+    """Rank 0's side: the secret, the introduction sent to everybody who connects, and the removal of the secret's file."""
+
+    secret: bytes
+    introduction: bytes
+    remove: Callable[[], None]
+
+
+def secret_file(token: str) -> Path:
+    """The file with the secret of the start named `token`, in the home directory, which the nodes of a cluster share."""
+    return Path.home() / ".hpctrain" / f"secret-{sha256(token.encode()).hexdigest()[:32]}"
+
+
+def make_credential(token: str, file: Path | None) -> Credential:
+    """A new secret for the start named `token`. If `file` is given, it is the only carrier.
+
+    Raises EnvironmentUnfitError when neither MUNGE nor a file can carry it.
+    """
+    secret = secrets.token_bytes(SECRET_BYTES)
+    if file is None:
+        sealed = _seal(secret, token)
+        if sealed is not None:
+            return Credential(secret, sealed, lambda: None)
+        file = secret_file(token)
+        with contextlib.suppress(OSError):  # told below
+            file.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        _write(file, secret)
+    except OSError as error:
+        raise EnvironmentUnfitError(
+            f"the ranks have no way to recognize each other: this node runs no MUNGE, and {file} cannot be written "
+            f"({error.strerror or error}); expected one of the two: start MUNGE, or set HOME to a directory that the nodes share"
+        ) from error
+    return Credential(secret, b"", lambda: file.unlink(missing_ok=True))
+
+
+class SecretFinder:
+    """The other ranks' side: maps rank 0's introduction to the secret."""
+
+    def __init__(self, token: str, file: Path | None) -> None:
+        self._token = token
+        self._file = secret_file(token) if file is None else file
+
+    def __call__(self, introduction: bytes) -> bytes | None:
+        """The secret; None if there is none or it is another user's. Not cached: the file may still be an earlier start's."""
+        return _open_seal(introduction, self._token) if introduction else _read(self._file)
+
+
+def _write(path: Path, secret: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secret.hex().encode())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _read(path: Path) -> bytes | None:
+    """The secret in a file that belongs to this user and that nobody else can access; else None."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            return None
+        return _from_hex(file.read(_FILE_BYTES + 1))
+
+
+def _seal(secret: bytes, token: str) -> bytes | None:
+    """A MUNGE credential for this user; None where MUNGE does not run."""
+    if shutil.which("munge") is None or shutil.which("unmunge") is None:
+        return None
+    content = f"{token}\n{secret.hex()}"
+    done = _munge(["munge", f"--restrict-uid={os.geteuid()}", "--ttl=-1"], content.encode())
+    return done.stdout.strip() if done is not None and done.returncode == 0 else None
+
+
+def _open_seal(credential: bytes, token: str) -> bytes | None:
+    done = _munge(["unmunge", "--metadata=/dev/stderr"], credential)
+    if done is None or done.returncode not in (0, _REPLAYED):
+        return None
+    sealed_by = re.search(rb"^UID:.*\((\d+)\)\s*$", done.stderr, re.MULTILINE)
+    if sealed_by is None or int(sealed_by[1]) != os.geteuid():
+        return None
+    found, _, secret = done.stdout.rpartition(b"\n")
+    return _from_hex(secret) if found == token.encode() else None
+
+
+def _munge(command: list[str], content: bytes) -> subprocess.CompletedProcess[bytes] | None:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, input=content, capture_output=True, timeout=_MUNGE_SECONDS)
+    return None
+
+
+def _from_hex(text: bytes) -> bytes | None:
+    return bytes.fromhex(text.decode()) if re.fullmatch(rb"[0-9a-f]{%d}" % _FILE_BYTES, text) else None

@@ -1,0 +1,220 @@
+"""The server of the guarded store: a thread of rank 0 that holds the keys and serves clients that know the secret."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import resource
+import secrets
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from hpctrain.base.store.contents import Contents
+from hpctrain.base.store.messages import (
+    DIGEST_BYTES,
+    GREETING_HEADER,
+    MAGIC,
+    MESSAGE_HEADER,
+    NONCE_BYTES,
+    Opener,
+    ProtocolError,
+    Sealer,
+    digest,
+    direction_key,
+    endpoint,
+    verify,
+)
+
+_HANDSHAKE_SECONDS = 30.0
+"""Long, because rank 0 may compute meanwhile and hold the interpreter lock."""
+_UNPROVEN = 256
+"""Connections in their handshake at a time, besides one for each rank. A newer connection replaces the oldest; a rank that
+loses its connection tries again."""
+_ACCEPTED_AT_ONCE = 64
+"""Connections that asyncio accepts before it serves any of them."""
+_WAITING = 1024
+"""Connections that the system queues for the server."""
+_ANSWER_SECONDS = 30.0
+"""Time limit of calls into the server's own thread, in seconds."""
+_CANCEL_SECONDS = 0.1
+"""Seconds before a task is cancelled again: up to Python 3.11, wait_for ignores a cancellation once its awaitable is done."""
+_SPARE_FILES = 256
+"""Files that this process opens for other purposes."""
+
+LOG = logging.getLogger("hpctrain")
+
+_FROM_STRANGERS = (ProtocolError, asyncio.IncompleteReadError, asyncio.TimeoutError, OSError)
+
+
+def warn_of_stranger(sentence: str) -> None:
+    """A warning in the log."""
+    LOG.warning("%s", sentence)
+
+
+class StoreServer:
+    """Listens on `listeners` from construction to `close`.
+
+    introduction: sent to everybody who connects; a rank needs it to find the secret.
+    on_stranger: called on the server's thread with a sentence, once for each host that gives no valid proof.
+    """
+
+    def __init__(
+        self, secret: bytes, listeners: Iterable[socket.socket], ranks: int, introduction: bytes = b"",
+        on_stranger: Callable[[str], None] = warn_of_stranger,
+    ) -> None:  # fmt: skip
+        self._secret, self._introduction, self._on_stranger = secret, introduction, on_stranger
+        self._contents = Contents()
+        self._unproven: OrderedDict[asyncio.StreamWriter, None] = OrderedDict()
+        self._serving: set[asyncio.Task[None]] = set()
+        self._most_unproven = _UNPROVEN + ranks
+        self._strangers: set[str] = set()
+        self._listeners: dict[tuple[str, int], asyncio.Server] = {}
+        self._process = os.getpid()
+        allow_open_files(files_needed(ranks))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="store server", daemon=True)
+        self._thread.start()
+        self._run(self._listen(list(listeners)))
+        atexit.register(self.close)
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """The hosts and ports at which the server listens."""
+        return list(self._listeners)
+
+    def keep_only(self, addresses: Iterable[tuple[str, int]]) -> None:
+        """Listen at `addresses` only; open connections go on."""
+        wanted = set(addresses)
+        self._run(self._stop_listening([address for address in self._listeners if address not in wanted]))
+
+    def close(self) -> None:
+        """Stop serving and end all connections. Does nothing in a forked process, which does not have the thread."""
+        atexit.unregister(self.close)
+        if os.getpid() == self._process and not self._loop.is_closed():
+            self._run(self._stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(_ANSWER_SECONDS)
+
+    async def _listen(self, listeners: list[socket.socket]) -> None:
+        for listener in listeners:
+            host, port = listener.getsockname()[:2]
+            self._listeners[host, port] = await asyncio.start_server(
+                self._serve, sock=listener, backlog=_ACCEPTED_AT_ONCE
+            )
+            listener.listen(_WAITING)
+
+    async def _stop_listening(self, addresses: Iterable[tuple[str, int]]) -> None:
+        for address in addresses:
+            self._listeners.pop(address).close()
+
+    async def _stop(self) -> None:
+        await self._stop_listening(list(self._listeners))
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in self._serving:  # one that has not begun would end with a traceback
+                task.cancel()
+            await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection, from its handshake until either side closes it or the server stops."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            await self._serve_until_end(reader, writer)
+        except asyncio.CancelledError:
+            pass  # asyncio would print a traceback
+        finally:
+            self._serving.discard(task)
+
+    async def _serve_until_end(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = writer.get_extra_info("peername") or ("an unknown address", 0)
+        self._make_room(writer)
+        try:
+            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            opener, sealer = await asyncio.wait_for(self._shake_hands(reader, writer), _HANDSHAKE_SECONDS)
+        except _FROM_STRANGERS as error:
+            if writer in self._unproven:  # else it was closed to make room, and may be one of our ranks
+                self._tell_of_stranger(peer, error)
+            writer.transport.abort()
+            return
+        finally:
+            self._unproven.pop(writer, None)
+        try:
+            await self._answer(reader, writer, opener, sealer)
+        except ProtocolError as error:
+            self._on_stranger(f"the connection from {peer[0]} port {peer[1]} was closed: {error}")
+        except OSError:
+            pass  # the rank is gone, and its launcher knows
+        finally:
+            writer.transport.abort()
+
+    def _make_room(self, writer: asyncio.StreamWriter) -> None:
+        """Count `writer` among the connections in their handshake, and end the oldest if there are too many."""
+        self._unproven[writer] = None
+        if len(self._unproven) > self._most_unproven:
+            oldest, _ = self._unproven.popitem(last=False)
+            oldest.transport.abort()
+
+    async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Opener, Sealer]:
+        mine = secrets.token_bytes(NONCE_BYTES)
+        writer.write(GREETING_HEADER.pack(MAGIC, mine, len(self._introduction)) + self._introduction)
+        answer = await reader.readexactly(NONCE_BYTES + DIGEST_BYTES)
+        nonces, proof = mine + answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+        here = endpoint(writer.get_extra_info("sockname"))
+        if not verify(proof, self._secret, b"client", nonces, self._introduction, here):
+            raise ProtocolError("it does not know this job's secret")
+        if writer not in self._unproven:
+            raise ConnectionResetError("it was closed to make room")
+        del self._unproven[writer]  # at once: a rank that has the server's proof is not made to leave
+        writer.write(digest(self._secret, b"server", nonces, self._introduction, here))
+        return (
+            Opener(direction_key(self._secret, b"to server", nonces)),
+            Sealer(direction_key(self._secret, b"to client", nonces)),
+        )
+
+    async def _answer(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, opener: Opener, sealer: Sealer
+    ) -> None:
+        """Answer requests in turn until the client hangs up."""
+        while True:
+            try:
+                header = await reader.readexactly(MESSAGE_HEADER.size)
+                payload = await reader.readexactly(opener.length(header))
+            except asyncio.IncompleteReadError:
+                return
+            writer.write(sealer.seal(await self._contents.answer(opener.open(payload))))
+            await writer.drain()
+
+    def _tell_of_stranger(self, peer: tuple[Any, ...], error: BaseException) -> None:
+        host = str(peer[0])
+        if host in self._strangers or len(self._strangers) > _UNPROVEN:
+            return
+        self._strangers.add(host)
+        reason = str(error) if isinstance(error, ProtocolError) else "it did not answer the handshake"
+        self._on_stranger(
+            f"a connection from {host} port {peer[1]} was refused: {reason}; further ones from this host are refused silently"
+        )
+
+
+def files_needed(ranks: int) -> int:
+    """The open files that the process of the server needs for a job of `ranks` ranks."""
+    return 3 * ranks + _UNPROVEN + _ACCEPTED_AT_ONCE + _SPARE_FILES
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the soft limit of open files to `count`, as far as the hard limit goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

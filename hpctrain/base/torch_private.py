@@ -1,0 +1,365 @@
+"""All private names of torch that hpctrain uses. No other file of hpctrain or its plugins uses one.
+
+torch may change these names without notice, so read this file first when a new torch version fails. Every name was checked
+with torch 2.13.0, 2.14.1 and 2.15.0; comments mark differences between them. tests/unit/test_torch_private.py checks that
+the installed torch has them all.
+
+The file imports only torch, because the standalone hpctrain.mpi uses it. Plugins get what they need from hpctrain.api. Slow
+imports are made inside functions, because `import hpctrain.mpi` needs none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# The options of an all-gather, which torch.distributed exports for every other collective.
+# HashStore is documented as torch.distributed.HashStore, which torch's own types lack.
+from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
+from torch._C._distributed_c10d import HashStore as HashStore
+
+# The output of a functional collective before it was waited for: hpctrain.mpi waits for such tensors.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+
+# Selective activation checkpointing looks at each operator that is computed again. torch documents this class under this name.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+    from torch.utils.data import DataLoader
+
+DisableTorchDispatch = torch._C._DisableTorchDispatch
+"""A context in which torch's operators bypass the caller's dispatch modes, which must not see a collective's arithmetic."""
+
+# what torch.distributions draws gamma, beta and Dirichlet numbers with
+standard_gamma: Callable[..., Tensor] = torch._standard_gamma
+sample_dirichlet: Callable[..., Tensor] = torch._sample_dirichlet
+get_layout = torch.serialization._get_layout
+"""The constructor in the pickle of a torch.layout: a table lookup, which `hpctrain.ranks.objects` allows."""
+
+
+class PythonGroup(dist.ProcessGroup):
+    """A process group on the CPU whose operations are methods in Python."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        make: Any = super().__init__  # the types of torch 2.13 and 2.14 lack the arguments
+        make(rank, size)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The object that torch asks for `supports_coalescing`, in torch.distributed.batch_isend_irecv since 2.14.
+
+        In C++ a group has one backend per device; this group is its own backend.
+        """
+        return self if device.type == "cpu" else super()._get_backend(device)
+
+    # torch's Python code calls all_gather_single and reduce_scatter_single, its C++ code these.
+
+    def _allgather_base(self, *args: Any) -> Any:
+        return self.all_gather_single(*args)
+
+    def _reduce_scatter_base(self, *args: Any) -> Any:
+        return self.reduce_scatter_single(*args)
+
+
+def make_group(backend: str, options: Any, backend_options: Any) -> dist.ProcessGroup:
+    """The group that torch makes for `backend`, a name or one for each kind of device, for a group that wraps it.
+
+    options: torch's `_DistributedBackendOptions`, which a registered backend gets. Collective. Raises ValueError for a backend
+    that is neither registered nor gloo or NCCL.
+    """
+    from torch.distributed.distributed_c10d import BackendConfig, PrefixStore
+
+    store, rank, size = options.store, options.group_rank, options.group_size
+    group: Any = dist.ProcessGroup(store, rank, size)
+    made: dict[str, Any] = {}
+    for device, name in BackendConfig(dist.Backend(backend)).get_device_backend_map().items():
+        if name not in made:
+            options.store = PrefixStore(f"{device}/", store)
+            made[name] = make_backend(name, options, backend_options)
+        if isinstance(made[name], dist.ProcessGroup):
+            whole: dist.ProcessGroup = made[name]
+            return whole
+        kind = dist.Backend.backend_type_map[name]
+        group._register_backend(torch.device(device), kind, made[name])
+        if len(made) == 1 or name == dist.Backend.NCCL:
+            group._set_default_backend(kind)
+    group._set_group_name(options.group_id)
+    group._set_group_desc("")
+    finished: dist.ProcessGroup = group
+    return finished
+
+
+def make_backend(name: str, options: Any, backend_options: Any) -> Any:
+    """Make a backend of a group; a whole group where the registered one is made in Python."""
+    plugin = dist.Backend._plugins.get(name.upper())
+    place = options.store, options.group_rank, options.group_size
+    if plugin is not None:
+        if plugin.extended_api:
+            return plugin.creator_fn(options, backend_options)
+        return plugin.creator_fn(*place, options.timeout)
+    made: Any
+    if name == dist.Backend.GLOO:
+        made = dist.ProcessGroupGloo(*place, options.timeout)
+    elif name == dist.Backend.NCCL:
+        given: Any = dist.ProcessGroupNCCL.Options()  # a group's own: they hold its ranks and its name
+        given.is_high_priority_stream = getattr(backend_options, "is_high_priority_stream", False)
+        given.global_ranks_in_group, given.group_name = options.global_ranks_in_group, options.group_id
+        made = dist.ProcessGroupNCCL(*place, given)
+        made.set_timeout(options.timeout)
+    else:
+        raise ValueError(f"found the backend {name!r}, expected gloo, NCCL or a registered one")
+    made._set_sequence_number_for_group()
+    return made
+
+
+class WrappingGroup(PythonGroup):
+    """A group whose operations are those of another one, `inner`, with something before or after."""
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute that the inner group has besides torch's names."""
+        if name == "inner":
+            raise AttributeError(name)  # not made yet
+        return getattr(self.inner, name)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if device.type == "cpu" else self.inner._get_backend(device)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.inner._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self.inner._end_coalescing(device)
+
+
+class PythonMessageWork(dist.Work):
+    """The handle of a send or receive in Python. `source_rank` is the sender's rank in the group."""
+
+    def _source_rank(self) -> int:
+        """torch.distributed.recv calls this after a receive from any rank."""
+        return self.source_rank()
+
+
+def set_object_unpickler(kind: type[pickle.Unpickler]) -> None:
+    """Replace the unpickler of torch's object collectives, which DCP and pipelines use: a pickle can run code."""
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._unpickler = kind
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Merge several axes into one over the same ranks, for a group over two data axes."""
+    return mesh._flatten(name)
+
+
+def clear_sharding_cache() -> None:
+    """Clear DTensor's cache, which remembers groups by name: the next job of this process reuses the names."""
+    asked = getattr(torch._C, "_get_DTensor_sharding_propagator_cache_stats", None)
+    if asked is not None and not any(asked()):
+        return  # no DTensor was used; the rest needs a slow import
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+def strided_parts(placement: Placement, dim: int) -> int | None:
+    """The number of parts into which inner axes cut `dim` before this placement does; None for other placements.
+
+    fully_shard makes such placements for parameters that tensor parallelism has cut along the same dim.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if isinstance(placement, _StridedShard) and placement.dim == dim:
+        return int(placement.split_factor)
+    return None
+
+
+def storage_record() -> type:
+    """The class of the records in DCP's table of contents that give the place of a part in its file."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo
+
+
+# Modules: named_children and named_buffers skip None, and return shared entries only once.
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's own dict of its children; changes to it change the module."""
+    return module._modules
+
+
+MODULE_CALL = nn.Module._call_impl.__code__
+"""The code of a module's call, whose frame has `self`, `args` and `kwargs`."""
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own dict of its buffers; changes to it change the module."""
+    return module._buffers
+
+
+def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter, gradient and buffer, as Module.to does, but Module.to would drop imaginary parts."""
+    module._apply(convert)
+
+
+# Tensors.
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of in-place changes of the tensor: a recomputed block must start with the buffers of its first run."""
+    return tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd sees a view: a zero-bubble schedule detaches a stage's output in place, which fails for views."""
+    return tensor._is_view()
+
+
+def move_local(tensor: DTensor, values: Tensor) -> None:
+    """Make `values` the memory of this rank's part. For a parameter, `to_local()` returns a new tensor object."""
+    tensor._local_tensor.data = values
+
+
+def sparse_nbytes(tensor: Tensor) -> int:
+    """The bytes of a sparse COO tensor. `values()` and `indices()` refuse an uncoalesced tensor."""
+    return tensor._values().nbytes + tensor._indices().nbytes
+
+
+# Operators on many tensors at once, as torch's optimizers use them: one launch on a GPU instead of one per tensor.
+
+
+def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target."""
+    torch._foreach_copy_(targets, sources)
+
+
+def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
+    """Multiply each in place."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether torch.compile has made the module, its forward or its call."""
+    forward = getattr(module, "forward", None)
+    made = type(module).__name__ == "OptimizedModule" or hasattr(forward, "_torchdynamo_orig_callable")
+    return made or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each tensor was changed in place."""
+    return [tensor._version for tensor in tensors]
+
+
+def foreach_norm(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """The 2-norm of each."""
+    return torch._foreach_norm(tensors)
+
+
+# Single operators.
+
+
+def end_workers(loader: DataLoader[Any]) -> None:
+    """End the worker processes of a DataLoader with persistent_workers, which otherwise wait for the garbage collector."""
+    workers: Any = loader._iterator
+    if workers is not None:
+        workers._shutdown_workers()
+        # a queue's thread frees semaphores, which would count as leaked if the process ended first
+        threads = (queue._thread for queue in workers._index_queues)
+        for thread in filter(None, threads):
+            thread.join(timeout=1)
+        loader._iterator = None
+
+
+def hide_worker() -> None:
+    """Make `get_worker_info` say that this process is no worker of a DataLoader: a stream that asks it for its share of the
+    items would leave some out."""
+    from torch.utils.data._utils import worker
+
+    worker._worker_info = None
+
+
+def is_mutable(operator: Any) -> bool:
+    """Whether the operator, as a dispatch mode gets it, writes into one of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def cpu_flash_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp of each row, which ring attention merges; the public function returns no log-sum-exp."""
+    made: tuple[Tensor, Tensor]
+    made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+    return made
+
+
+def cpu_flash_attention_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value. `output` and `rows` (log-sum-exp) may cover more keys than `key`."""
+    made: tuple[Tensor, Tensor, Tensor]
+    made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, output, rows, 0.0, causal
+    )
+    return made
+
+
+class LateCompiler(ModuleType):
+    """A stand-in for torch._dynamo until it is needed.
+
+    Importing the compiler takes two seconds of processor time. torch does it at the first call of a function that the compiler
+    must leave alone: `torch.optim.Optimizer` has such functions, and building on the meta device calls some. As long as
+    nothing is compiled, such a function may be called directly.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch._dynamo")
+        self.left_alone: list[Any] = []
+        # called whenever a process group is made, to clear the compiler's cache
+        self.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
+
+    def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **reason: Any) -> Any:
+        """torch._compile._disable_dynamo calls this, without `wrapping`, for a function that the compiler must leave alone.
+
+        torch.compiler.disable calls it, too. Its callers keep what is returned, so that must come from the compiler itself.
+        """
+        if wrapping:
+            return self.load().disable(fn, recursive, **reason)
+        self.left_alone.append(fn)
+        return fn
+
+    def graph_break(self) -> None:
+        """Called around the step of every optimizer; nothing is compiled yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # code that scans all modules must not load the compiler
+            raise AttributeError(name)
+        return getattr(self.load(), name)
+
+    def load(self) -> ModuleType:
+        """Load the compiler in place of this stand-in."""
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+            for fn in self.left_alone:  # torch must look up the wrapped function again
+                if hasattr(fn, "__dynamo_disable"):
+                    delattr(fn, "__dynamo_disable")
+            self.left_alone.clear()
+        return importlib.import_module(self.__name__)
+
+
+def delay_compiler() -> None:
+    """Delay torch's import of its compiler until something is compiled."""
+    if "torch._dynamo" not in sys.modules:
+        late: Any = LateCompiler()
+        sys.modules["torch._dynamo"] = torch._dynamo = late

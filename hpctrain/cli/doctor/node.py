@@ -1,0 +1,130 @@
+"""Checks of a node: accelerators, cores, limits, and memory that ranks share."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.base.devices import accelerator, accelerator_count, device_name, device_of_rank
+from hpctrain.base.store.server import files_needed
+from hpctrain.cli.doctor.findings import Finding, Row, row_of
+from hpctrain.contracts.identity import Identity
+from hpctrain.mpi.errors import spans
+from hpctrain.ranks.binding import Binding
+
+_SPARE_FILES = 256
+_SHARED_MEMORY = 256 * 2**20
+_PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+def accelerators(identity: Identity) -> Finding:
+    """The device of this rank."""
+    check = "devices"
+    kind = accelerator()
+    if kind is None:
+        if Path("/dev/nvidia0").exists():
+            return Finding(check, "warn", "the node has an NVIDIA GPU that torch can't use: ranks compute on the CPU",
+                           "install a torch with CUDA that fits the driver (nvidia-smi shows its version)")  # fmt: skip
+        return Finding(check, "ok", "no accelerator: ranks compute on the CPU")
+    count = accelerator_count()
+    device = device_of_rank(identity.local_rank)
+    found = f"{device} of {count} ({device_name(device)}) for local rank {identity.local_rank}"
+    if count < identity.local_size and count != 1:
+        return Finding(check, "warn", f"{found}; the node has {identity.local_size} ranks, so ranks share devices",
+                       "start one rank for each device of a node")  # fmt: skip
+    return Finding(check, "ok", found)
+
+
+def device(identity: Identity) -> torch.device:
+    """This rank's accelerator; the CPU where there is none, or none that works, which `accelerators` reports."""
+    try:
+        return device_of_rank(identity.local_rank)
+    except RuntimeError:  # torch's
+        return torch.device("cpu")
+
+
+def cores(binding: Binding) -> dict[str, Any]:
+    """The CPUs that this rank may run on, and its threads, for `judge_cores`."""
+    return {"cores": sorted(binding.cpus), "threads": binding.threads, "by_hpctrain": binding.by_hpctrain}
+
+
+def judge_cores(of_ranks: Sequence[dict[str, Any]], nodes: Sequence[str]) -> list[Row]:
+    """A row for each node: whether its ranks share CPUs, or have more threads than CPUs."""
+    rows = []
+    for node in dict.fromkeys(nodes):
+        ranks = [rank for rank, name in enumerate(nodes) if name == node]
+        masks = [set(of_ranks[rank]["cores"]) for rank in ranks]
+        there, threads = set().union(*masks), sum(of_ranks[rank]["threads"] for rank in ranks)
+        shared = set().union(*(one & other for one, other in combinations(masks, 2)))
+        bound = ", bound by hpctrain" if all(of_ranks[rank]["by_hpctrain"] for rank in ranks) else ""
+        found = f"{len(there)} CPUs ({spans(sorted(there))}), {threads} threads of {len(ranks)} ranks{bound}"
+        if threads > len(there):
+            finding = Finding("cores", "warn", f"{found}: threads wait for each other",
+                              "start fewer ranks, or set OMP_NUM_THREADS to a rank's share of the cores")  # fmt: skip
+        elif shared:
+            finding = Finding("cores", "warn", f"{found}; ranks share the CPUs {spans(sorted(shared))}",
+                              "bind each rank to cores of its own: srun --cpu-bind=cores, mpiexec -bind-to core:N (MPICH), "
+                              "mpirun --map-by slot:PE=N (Open MPI)")  # fmt: skip
+        else:
+            finding = Finding("cores", "ok", found)
+        rows.append(row_of(finding, ranks, nodes))
+    return rows
+
+
+def open_files(identity: Identity) -> Finding:
+    """The limit of open files against what this rank needs; rank 0 serves the store."""
+    # the store has raised rank 0's soft limit as far as the hard one goes
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = files_needed(identity.size) if identity.rank == 0 else _SPARE_FILES
+    allowed = hard if identity.rank == 0 else soft
+    if allowed == resource.RLIM_INFINITY or allowed >= needed:
+        return Finding("open files", "ok", "enough for this rank")
+    why = f", for the store of {identity.size} ranks" if identity.rank == 0 else ""
+    return Finding("open files", "fail", f"at most {allowed}, needed {needed}{why}",
+                   f"`ulimit -n {needed}` in the job script, or a higher limit in /etc/security/limits.conf")  # fmt: skip
+
+
+def locked_memory() -> Finding:
+    """The limit of locked memory, which InfiniBand needs."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = "unlimited" if soft == resource.RLIM_INFINITY else f"at most {soft // 1024} KiB"
+    cards = Path("/sys/class/infiniband")
+    if soft != resource.RLIM_INFINITY and cards.is_dir() and any(cards.iterdir()):
+        return Finding("locked memory", "warn", f"{found}, and the node has InfiniBand",
+                       "`ulimit -l unlimited`, for Slurm in slurmd's unit (LimitMEMLOCK=infinity)")  # fmt: skip
+    return Finding("locked memory", "ok", found)
+
+
+def shared_memory() -> Finding:
+    """/dev/shm, through which data workers and NCCL pass tensors."""
+    usage = shutil.disk_usage("/dev/shm")
+    found = f"/dev/shm has {usage.total / 2**30:.1f} GiB, {usage.free / 2**30:.1f} GiB free"
+    if usage.free < _SHARED_MEMORY:
+        return Finding("shared memory", "warn", found, "delete files left there, or enlarge it (docker run --shm-size=1g); "
+                       "data workers and NCCL pass tensors through it")  # fmt: skip
+    return Finding("shared memory", "ok", found)
+
+
+def neighbours(identity: Identity) -> Finding:
+    """Whether ranks of this node may read each other's memory. Collective over the node under MPI."""
+    check = "process_vm_readv"
+    if identity.source != "mpi" or identity.local_size == 1:
+        return Finding(check, "ok", "not used: no other rank over MPI on this node")
+    from hpctrain.mpi.library import MPI
+    from hpctrain.mpi.transfer.peers import Peers
+
+    comm = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        if Peers.create(comm) is not None:
+            return Finding(check, "ok", "ranks of the node read each other's memory")
+    finally:
+        comm.Free()
+    scope = _PTRACE.read_text().strip() if _PTRACE.exists() else "absent"
+    return Finding(check, "warn", f"not allowed (ptrace_scope: {scope}): large messages within the node take one copy more",
+                   "sysctl kernel.yama.ptrace_scope=0; in a container also --cap-add=SYS_PTRACE")  # fmt: skip

@@ -1,0 +1,161 @@
+"""The layout of the ranks: the mesh axes and their DeviceMesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hpctrain.base.errors import UsageError
+from hpctrain.base.torch_private import flatten_mesh
+from hpctrain.contracts.breach import broken
+
+if TYPE_CHECKING:
+    from hpctrain.contracts.parallelism import Parallelism
+    from hpctrain.job.parts import Parts
+    from hpctrain.job.tables import Job
+
+_DATA_ORDER = 20
+"""The place of the outermost data axis; the others follow it."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of the ranks.
+
+    axes: the size of each axis, outermost first, always with the data axes. model_axes: the axes over which the model is
+    spread. These lack axes that cut samples (context parallelism): for the sharding strategy the ranks of such an axis are
+    data-parallel, so they belong to a data axis. data_axes: the axes into which the strategy cuts the data-parallel ranks.
+    own_axes: the axes that cut samples and have parameters of their own (AxisTraits.has_own_parameters).
+    """
+
+    axes: dict[str, int]
+    model_axes: dict[str, int]
+    data_axes: tuple[str, ...]
+    own_axes: tuple[str, ...] = ()
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return prod(self.axes[axis] for axis in self.data_axes)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1) or "one rank"
+
+
+def layout_of(job: Job, parts: Parts, world_size: int) -> Layout:
+    """Raises UsageError when the axes' sizes do not multiply to the world size."""
+    sizes = {name: axis.size for name, axis in job.parallelism.items()}
+    replicate = sizes.pop("replicate", 1)
+    others = prod(sizes.values())
+    if world_size % (others * replicate):
+        asked = " x ".join(f"{name} {axis.size}" for name, axis in job.parallelism.items())
+        raise UsageError(
+            f"[parallelism]: {asked} needs a multiple of {others * replicate} ranks, but there are {world_size}; "
+            "start another number of ranks or change the sizes"
+        )
+    cutting = {name for name, plugin in parts.parallelism.items() if plugin.traits.cuts_samples}
+    cut = prod(sizes[name] for name in cutting)
+    data_ranks = world_size // others
+    data, spread_data = (parts.sharding.axes(ranks, replicate) for ranks in (data_ranks, data_ranks * cut))
+    for ranks, made in ((data_ranks, data), (data_ranks * cut, spread_data)):
+        if prod(made.values()) != ranks or list(made) != list(data):
+            raise broken(
+                parts.sharding,
+                f"cut {ranks} ranks into the axes {made}",
+                f"sizes whose product is {ranks}, and the same names for any number",
+                True,
+            )
+    spreading = {name: plugin for name, plugin in parts.parallelism.items() if name not in cutting}
+    axes, model_axes = _in_order(data, parts.parallelism, sizes), _in_order(spread_data, spreading, sizes)
+    own = [parts.parallelism[name].traits for name in cutting]
+    return Layout(axes, model_axes, tuple(data), tuple(one.axis for one in own if one.has_own_parameters))
+
+
+def _in_order(data: dict[str, int], plugins: dict[str, Parallelism], sizes: dict[str, int]) -> dict[str, int]:
+    """The size of each axis, outermost first."""
+    placed = [(_DATA_ORDER + place, axis, size) for place, (axis, size) in enumerate(data.items())]
+    placed += [(plugin.traits.order, plugin.traits.axis, sizes[name]) for name, plugin in plugins.items()]
+    return {axis: size for _, axis, size in sorted(placed)}
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """model: the mesh over which parameters are spread (Layout.model_axes). ranks: the mesh with every axis of the layout.
+    own_groups: for a data axis and an axis with parameters of its own, the data axis's ranks at this rank's place on the other."""
+
+    model: DeviceMesh
+    ranks: DeviceMesh
+    data_axes: tuple[str, ...]
+    own_groups: Mapping[tuple[str, str], dist.ProcessGroup]
+
+    @property
+    def data(self) -> DeviceMesh:
+        """The data axes, as the sharding strategy sees them."""
+        return self.model[self.data_axes]
+
+    def axis(self, axis: str) -> DeviceMesh:
+        """The one-dimensional mesh of an axis."""
+        return self.model[axis] if axis in (self.model.mesh_dim_names or ()) else self.ranks[axis]
+
+    def group(self, axis: str, piece_axes: Sequence[str]) -> dist.ProcessGroup:
+        """The ranks of an axis that have replicas, or other parts, of what pieces with these axes have here."""
+        own = [one for one in piece_axes if (axis, one) in self.own_groups]
+        return self.own_groups[axis, own[0]] if own else self.axis(axis).get_group()
+
+    def counts(self, piece_axes: Sequence[str]) -> bool:
+        """Whether this rank is the first one that has what pieces with these axes have here."""
+        repeating = [axis for axis in self.model.mesh_dim_names or () if axis not in piece_axes]
+        return all(self.group(axis, piece_axes).rank() == 0 for axis in repeating)
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among the ranks that see different samples."""
+        place = 0
+        for axis in self.data_axes:
+            place = place * self.ranks[axis].size() + self.ranks[axis].get_local_rank()
+        return place
+
+    def batch_group(self) -> dist.ProcessGroup:
+        """The ranks that hold different parts of one global batch."""
+        if self.data.size() == dist.get_world_size():
+            group = dist.group.WORLD
+            assert group is not None
+            return group
+        return flatten_mesh(self.data, "batch").get_group()
+
+
+def build_meshes(layout: Layout, device: torch.device) -> Meshes:
+    """The meshes over all ranks; collective."""
+    model = _mesh(layout.model_axes, device)
+    ranks = model if layout.axes == layout.model_axes else _mesh(layout.axes, device)
+    own = {
+        (axis, one): _own_group(model, ranks, axis, one) for axis in layout.data_axes for one in sorted(layout.own_axes)
+    }
+    return Meshes(model, ranks, layout.data_axes, own)
+
+
+def _own_group(model: DeviceMesh, ranks: DeviceMesh, axis: str, own: str) -> dist.ProcessGroup:
+    """This rank's neighbours on the data axis that have the same place on the axis `own`; collective over the world."""
+    names, own_names = model.mesh_dim_names or (), ranks.mesh_dim_names or ()
+    size = ranks.size(own_names.index(own))
+    places = ranks.mesh.movedim(own_names.index(own), 0).reshape(size, -1)  # (place, ranks there)
+    place_of = {int(rank): place for place in range(size) for rank in places[place]}
+    mine = None
+    for line in model.mesh.movedim(names.index(axis), -1).reshape(-1, model.size(names.index(axis))).tolist():
+        for place in range(size):
+            members = [rank for rank in line if place_of[rank] == place]
+            group = dist.new_group(members) if members else None  # every rank of the world calls it for all groups
+            if dist.get_rank() in members:
+                mine = group
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
+
+
+def _mesh(axes: dict[str, int], device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

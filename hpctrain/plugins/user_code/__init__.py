@@ -1,0 +1,32 @@
+""" "package.module:callable" in place of a plugin's name: a user's own module, dataset, optimizer or metric."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.plugins.slots import Slot
+from hpctrain.plugins.user_code.dataset import ForeignDataset
+from hpctrain.plugins.user_code.metric import ForeignMetric
+from hpctrain.plugins.user_code.model import ForeignModel
+from hpctrain.plugins.user_code.optimizer import ForeignOptimizer
+from hpctrain.plugins.user_code.reference import is_reference
+from hpctrain.plugins.user_code.schedule import ForeignSchedule
+
+__all__ = ["as_plugin", "is_reference"]
+
+
+def as_plugin(slot: Slot, reference: str, table: dict[str, Any], options: dict[str, Any]) -> Plugin:
+    """A plugin that wraps the callable `reference`; `options` become its keyword arguments.
+
+    Raises UsageError if the callable cannot be imported or does not take these arguments.
+    """
+    if slot.name == "model":
+        return ForeignModel.from_table(reference, table.get("loss"), options)
+    if slot.name == "dataset":
+        return ForeignDataset.from_table(reference, options, table.get("collate"), table.get("weights"))
+    if slot.name == "schedule":
+        return ForeignSchedule.from_table(reference, options)
+    if slot.name == "metric":
+        return ForeignMetric.from_table(reference, options)
+    return ForeignOptimizer.from_table(reference, options)

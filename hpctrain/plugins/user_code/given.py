@@ -1,0 +1,123 @@
+"""Objects of a Python program in a job: `hpctrain.run({"model": {"name": make_model, ...}, ...})`."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from hpctrain.base.errors import UsageError
+from hpctrain.job.reading import Key, dotted
+from hpctrain.plugins.slots import TABLES, table_class
+from hpctrain.plugins.user_code.reference import GIVEN, OBJECTS
+
+
+@contextmanager
+def given_objects(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The tables of a job with a reference in place of each object, which `resolve` finds inside the context.
+
+    An importable object becomes "package.module:name"; any other one "python:NAME", which only this program knows. Raises
+    UsageError for an object where a job takes none.
+    """
+    before = dict(GIVEN)
+    try:
+        tables = {name: _copied(value, (name,)) for name, value in job.items()}
+        yield tables
+    finally:
+        GIVEN.clear()
+        GIVEN.update(before)
+
+
+def _copied(value: Any, key: Key) -> Any:
+    """`value` as TOML has it, with references."""
+    if _is_for_reference(key) and not isinstance(value, (str, int, float, type(None))):
+        return _reference(value, key)
+    if isinstance(value, Mapping):
+        return {str(name): _copied(inner, (*key, name)) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copied(inner, (*key, number)) for number, inner in enumerate(value)]
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, np.generic):
+        return _copied(value.item(), key)  # of an array that a sweep goes through
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise UsageError(
+        f"{dotted(key)}: found {type(value).__name__}, expected a value as in a job file; bind an object to the function "
+        "that takes it, with functools.partial"
+    )
+
+
+def _is_for_reference(key: Key) -> bool:
+    """Whether the core resolves "package.module:callable" there: a slot's own keys, not the options of what it chooses."""
+    slot = next((slot for slot in TABLES if slot.foreign and slot.name == key[0]), None)
+    if slot is None or len(key) != (3 if slot.many else 2):
+        return False
+    field = table_class(slot).model_fields.get(str(key[-1]))
+    return field is not None and field.annotation in (str, str | None)
+
+
+def _reference(value: Any, key: Key) -> str:
+    name = str(getattr(value, "__qualname__", None) or type(value).__name__)
+    module = sys.modules.get(str(getattr(value, "__module__", None)))
+    if module is not None and module.__name__ != "__main__" and _found(module, name) is value:
+        return f"{module.__name__}:{name}"
+    made = _as_callable(value, key)
+    label = "".join(letter for letter in name.rpartition("<locals>.")[2] if letter.isalnum() or letter == "_") or "it"
+    names = [label, *(f"{label}_{number}" for number in range(2, len(GIVEN) + 2))]
+    free = next(one for one in names if one not in GIVEN)
+    GIVEN[free] = made
+    return f"{OBJECTS}:{free}"
+
+
+def _found(module: Any, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part, None)
+    return module
+
+
+def _as_callable(value: Any, key: Key) -> Any:
+    """The callable that a reference stands for."""
+    place = (key[0], key[-1])
+    if place == ("model", "name") and isinstance(value, nn.Module):
+        return _copies_of(value)
+    if place == ("metric", "name") and hasattr(value, "update") and not isinstance(value, type):
+        return _copies_of(value)
+    if place == ("dataset", "name") and (not callable(value) or _is_data(value)):
+        splits = value if isinstance(value, Mapping) else {"train": value}
+        if "train" not in splits:
+            named = ", ".join(map(repr, splits)) or "none"
+            raise UsageError(
+                f"{dotted(key)}: found a dict with the splits {named}, expected 'train', besides it 'validation' and 'test'"
+            )
+        return _Splits(splits)
+    if not callable(value):
+        raise UsageError(f"{dotted(key)}: found {type(value).__name__}, expected a function or a class")
+    return value
+
+
+def _is_data(value: Any) -> bool:
+    """Whether it is a data set, which may have a `__call__` of its own."""
+    return not isinstance(value, type) and (hasattr(value, "__getitem__") or hasattr(value, "__iter__"))
+
+
+def _copies_of(value: Any) -> type:
+    """A class whose instances are copies of `value`: a run does not change its caller's objects."""
+
+    return type(type(value).__name__, (), {"__new__": lambda cls: copy.deepcopy(value)})
+
+
+class _Splits:
+    """A data set for each split."""
+
+    def __init__(self, splits: Mapping[str, Any]) -> None:
+        self._splits = dict(splits)
+
+    def __call__(self, split: str) -> Any:
+        return self._splits.get(split)

@@ -1,0 +1,151 @@
+"""Any torch.nn.Module as a model: built under the seed, with a loss of the user's choice."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.base.errors import TrainingError, UsageError
+from hpctrain.contracts.model import Batch, PipelineModel
+from hpctrain.plugins.user_code.calling import users_code
+from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
+from hpctrain.plugins.user_code.structure import Structure, present, structure_of
+
+
+class ForeignModel(PipelineModel):
+    """The target is the last entry of a list batch, or `labels` of a dict batch; the other entries go into the module."""
+
+    name = "package.module:callable"
+    counts: ClassVar[str] = "samples"
+
+    def __init__(
+        self, reference: str, factory: Callable[..., nn.Module], loss: Callable[..., Any], options: dict[str, Any]
+    ):
+        super().__init__(options)
+        self.name = self.reference = reference  # type: ignore[misc]  # its name in the job file, for messages
+        self._factory, self._loss = factory, loss
+        self._structures: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
+        """The structure of each built module, before any axis has cut it."""
+
+    @classmethod
+    def from_table(cls, reference: str, loss: object, options: dict[str, Any]) -> ForeignModel:
+        """Raises UsageError for a callable that does not exist or does not take the options."""
+        factory = resolve(reference)
+        refuse_arguments(reference, factory, options)
+        if not isinstance(loss, str):
+            raise UsageError(
+                f'{reference} needs [model] loss = "package.module:callable", such as "torch.nn.functional:cross_entropy"'
+            )
+        return cls(reference, factory, _resolve_loss(loss), options)
+
+    def build(self) -> nn.Module:
+        with users_code(f"[model] name = {self.reference!r}"):
+            module = self._factory(**self.options)
+        if not isinstance(module, nn.Module):
+            raise UsageError(
+                f"[model] name = {self.reference!r} returned {type(module).__name__}, expected a torch.nn.Module"
+            )
+        self._structures[module] = structure_of(module)
+        for inner in module.modules():  # a decoder may have its own configuration
+            config: Any = getattr(inner, "config", None)
+            if getattr(config, "use_cache", None) is True:
+                # transformers' cache of keys and values for generation; a recomputed forward would add them twice
+                config.use_cache = False
+        return module
+
+    def _structure(self, module: nn.Module) -> Structure:
+        """The module's structure; empty for a module built elsewhere."""
+        return self._structures.get(module, Structure())
+
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        return present(module, self._structure(module).blocks)
+
+    def ends(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+        structure = self._structure(module)
+        return present(module, structure.before), present(module, structure.after)
+
+    def embed(self, module: nn.Module, batch: Batch) -> Tensor:
+        positional, named = self._inputs(batch)
+        (value,) = (*positional, *named.values())  # an nn.Sequential takes one
+        for one in self.ends(module)[0]:
+            value = one(value)
+        return value  # type: ignore[no-any-return]
+
+    def head(self, module: nn.Module, hidden: Tensor) -> Any:
+        for one in self.ends(module)[1]:
+            hidden = one(hidden)
+        return hidden
+
+    def forward(self, module: nn.Module, batch: Batch) -> Any:
+        positional, named = self._inputs(batch)
+        return module(*positional, **named)
+
+    @staticmethod
+    def _inputs(batch: Batch) -> tuple[Sequence[Any], dict[str, Any]]:
+        if isinstance(batch, Mapping):
+            return (), {key: value for key, value in batch.items() if key != "labels"}
+        return batch[:-1], {}
+
+    def count(self, batch: Batch) -> int:
+        """Samples: the rows of the target."""
+        return len(self.target(batch))
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Tensor]:
+        """The sum of the loss: the user's scalar counts as the mean over the micro batch's rows, a tensor (rows,) as one loss per
+        row. Of a dict each value. Raises TrainingError for any other shape: whether its mean or its sum is meant is unknown."""
+        target = self.target(batch)
+        value = self._loss(outputs, target)
+        if isinstance(value, Mapping) and value:
+            return {str(name): self._sum(one, len(target), f" {name!r}") for name, one in value.items()}
+        return self._sum(value, len(target), "")
+
+    def _sum(self, value: Any, rows: int, which: str) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise TrainingError(
+                f"the loss{which} of {self.reference} is {type(value).__name__}, expected a tensor, or a dict of tensors by name"
+            )
+        if value.dim() == 0:
+            return value * rows
+        if value.shape != (rows,):
+            mean = ".flatten(1).mean(1)" if value.dim() > 1 and value.shape[0] == rows else ".mean()"
+            raise TrainingError(
+                f"the loss{which} of {self.reference} has the shape {tuple(value.shape)}, expected a scalar, its mean over the "
+                f"micro batch, or ({rows},), one loss per row: return loss{mean}"
+            )
+        return value.sum()
+
+    def target(self, batch: Batch) -> Tensor:
+        if not isinstance(batch, (Mapping, Sequence)):
+            raise TrainingError(
+                f"found samples of the type {type(batch).__name__}, expected (input, target), or a dict with labels"
+            )
+        target = batch["labels"] if isinstance(batch, Mapping) else batch[-1]
+        if not isinstance(target, torch.Tensor):
+            raise TrainingError(f"expected a batch whose target is a tensor, found {type(target).__name__}")
+        return target
+
+
+def _resolve_loss(reference: str) -> Callable[..., Any]:
+    """Raises UsageError for what cannot be called as loss(outputs, target)."""
+    loss = resolve(reference)
+    if isinstance(loss, type):
+        raise UsageError(
+            f"the loss {reference} is a class, expected a function to call as loss(outputs, target), such as "
+            '"torch.nn.functional:cross_entropy"'
+        )
+    try:
+        inspect.signature(loss).bind("outputs", "target")
+    except TypeError as error:
+        raise UsageError(f"the loss {reference} is called as loss(outputs, target): {error}") from None
+    except ValueError:
+        pass  # a builtin without a signature: the call itself will fail
+    return loss
+
+
+CALLS = {ForeignModel.forward.__code__: "forward", ForeignModel.loss.__code__: "loss"}
+"""The code that calls the user's module and loss, for `retell_model_error`."""

@@ -1,0 +1,74 @@
+"""Any function of the step, or any schedule of torch.optim.lr_scheduler, as a schedule."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.base.errors import TrainingError, UsageError
+from hpctrain.contracts.optimization import Schedule
+from hpctrain.plugins.user_code.calling import users_code
+from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
+
+
+class ForeignSchedule(Schedule):
+    """callable(step, steps, **options) is the factor; or callable(optimizer, **options) makes a scheduler of torch."""
+
+    name = "package.module:callable"
+
+    def __init__(self, reference: str, function: Callable[..., Any], options: dict[str, Any], of_torch: bool) -> None:
+        super().__init__(options)
+        self.name = self.reference = reference  # type: ignore[misc]  # its name in the job file, for messages
+        self._function, self._of_torch = function, of_torch
+        self._factors: list[float] = []
+        """Factors of a scheduler of torch, as far as they have been asked for: it knows the next one only."""
+        self._schedulers: list[Any] = []
+
+    @classmethod
+    def from_table(cls, reference: str, options: dict[str, Any]) -> ForeignSchedule:
+        """Raises UsageError for a callable that does not exist or does not take the options."""
+        function = resolve(reference)
+        of_torch = inspect.isclass(function) or next(iter(_parameters(function)), None) == "optimizer"
+        refuse_arguments(reference, function, options, *([None] if of_torch else [0, 1]))
+        return cls(reference, function, options, of_torch)
+
+    def factor(self, step: int, steps: int) -> float:
+        with users_code(f"[schedule] name = {self.reference!r}"):
+            found = self._of_scheduler(step) if self._of_torch else self._function(step, steps, **self.options)
+        if not isinstance(found, (int, float)):
+            raise TrainingError(
+                f"[schedule] name = {self.reference!r} returned {type(found).__name__}, expected a number"
+            )
+        return float(found)
+
+    def _of_scheduler(self, step: int) -> float:
+        """The rate of a scheduler over an optimizer whose rate is 1, after `step` steps."""
+        if not self._schedulers:
+            optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+            made = self._function(optimizer, **self.options)
+            is_one = isinstance(made, torch.optim.lr_scheduler.LRScheduler)
+            if not is_one or "metrics" in _parameters(made.step):
+                raise UsageError(
+                    f"[schedule] name = {self.reference!r} made {type(made).__name__}, expected a scheduler of torch whose rate "
+                    "depends on the step alone"
+                )
+            self._schedulers.append(made)
+            self._factors.append(float(made.get_last_lr()[0]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the optimizer takes no step
+            while len(self._factors) <= step:
+                self._schedulers[0].step()
+                self._factors.append(float(self._schedulers[0].get_last_lr()[0]))
+        return self._factors[step]
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []

@@ -1,0 +1,165 @@
+"""A failing rank ends the job: its error is printed once, with rank and host, and every rank exits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from types import FrameType
+from typing import NoReturn
+
+from hpctrain.base.errors import EXIT_TRAINING, HpctrainError
+from hpctrain.contracts.identity import Identity
+from hpctrain.job.problems import sentence
+from hpctrain.mpi.errors import CommunicationError
+from hpctrain.ranks.detection import started_by_srun
+from hpctrain.ranks.ending import flush_output
+from hpctrain.ranks.launcher_channel import LauncherChannel
+from hpctrain.ranks.meeting import World
+
+_AFTER_THE_CAUSE = 1.0
+"""Seconds that a rank waits after a failed communication, so that the rank at fault can print first."""
+_PATIENCE = timedelta(seconds=5)
+"""How long later failing ranks wait for the first one to print."""
+_GATHERING_SECONDS = 2.0
+"""How long a leaving rank waits for the others to leave, before the launcher ends them."""
+_LEAVING_SECONDS = 5
+"""How long a rank may take to leave by itself after SIGTERM."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code for an error."""
+    return error.exit_code if isinstance(error, HpctrainError) else EXIT_TRAINING
+
+
+def describe(error: BaseException, identity: Identity) -> str:
+    """A sentence for an error that the user can fix; a traceback with rank and host for any other."""
+    if isinstance(error, HpctrainError):
+        return sentence(error)
+    trace = "".join(traceback.format_exception(error))
+    return f"hpctrain: rank {identity.rank} on {identity.node} failed:\n{trace}"
+
+
+def leave(world: World, error: BaseException) -> NoReturn:
+    """End this process and the other ranks with the exit code of the first error on any rank."""
+    ignore_terminate()
+    code, in_order = exit_code_of(error), False
+    if isinstance(error, HpctrainError) and error.everywhere:
+        in_order = True
+        if world.identity.rank == 0:
+            print(describe(error, world.identity), file=sys.stderr, flush=True)
+    else:
+        if isinstance(error, CommunicationError) or getattr(error, "is_of_another_rank", False):
+            time.sleep(_AFTER_THE_CAUSE)
+        first = _claim(world, f"{world.identity.rank} {code}")
+        if first is None:
+            code = EXIT_TRAINING  # rank 0, which holds the store, is gone and has printed the reason
+        elif first.split()[0] != str(world.identity.rank):
+            code = int(first.split()[1])
+            _wait_for_print(world)
+        else:
+            print(describe(error, world.identity), file=sys.stderr, flush=True)
+        _mark_printed(world)
+    world.channel.report_exit(code)
+    everybody = _all_leave(world)
+    if in_order and everybody:
+        sys.exit(code)
+    end_now(world.identity, code, everybody)
+
+
+def end_now(identity: Identity, code: int, everybody: bool) -> NoReturn:
+    """Exit without cleaning up. Under MPI the launcher ends the other ranks, unless `everybody` leaves."""
+    # srun turns every code given to Abort into 137
+    if identity.source == "mpi" and identity.size > 1 and not (everybody and started_by_srun()):
+        from hpctrain.mpi.library import abort
+
+        abort(code)
+    flush_output()
+    if identity.rank == 0 and identity.size > 1:
+        time.sleep(1)  # this rank serves the store: the others still read which rank failed
+    os._exit(code)
+
+
+def delay_terminate() -> None:
+    """Let a SIGTERM that the loop does not answer end this process after a few seconds instead of at once.
+
+    `srun --kill-on-bad-exit` sends SIGTERM to ranks that exit slightly later than the first. They must exit with the code
+    that all agreed on. Killed by the signal they would turn 75 into 143, and the batch script would not requeue the job.
+    """
+    signal.signal(signal.SIGTERM, _end_soon)
+
+
+def end_on_signals(channel: LauncherChannel) -> None:
+    """Let SIGINT and SIGTERM end this rank at once: it has nothing to save."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        channel.report_exit(128 + number)
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    channel.answers_signals()
+
+
+def ignore_terminate() -> None:
+    """Keep this rank's own exit code, whatever `srun --kill-on-bad-exit` sends meanwhile.
+
+    Unlike a handler, this outlasts the interpreter.
+    """
+    if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _end_soon(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + number))
+    signal.alarm(_LEAVING_SECONDS)
+
+
+def _claim(world: World, mine: str) -> str | None:
+    """The first rank's "rank code"; None when the store is out of reach."""
+    try:
+        return world.store.compare_set("failed", "", mine).decode()
+    except RuntimeError:
+        return None
+
+
+def _all_leave(world: World) -> bool:
+    """Whether every rank is leaving with an error; waits briefly for ranks that have not noticed it yet."""
+    try:
+        world.store.add("leaving", 1)
+        everybody = _counted(world, "leaving")
+        world.store.add("leaving/heard", 1)
+        if everybody and world.identity.rank == 0:
+            _counted(world, "leaving/heard")  # this rank serves the store: the others must have read it before it ends
+    except RuntimeError:
+        return False
+    return everybody
+
+
+def _counted(world: World, key: str) -> bool:
+    """Whether `key` reaches the number of ranks in time."""
+    give_up = time.monotonic() + _GATHERING_SECONDS
+    while world.store.add(key, 0) < world.identity.size:
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _mark_printed(world: World) -> None:
+    try:
+        world.store.set("failed/printed", "1")
+    except RuntimeError:
+        return
+
+
+def _wait_for_print(world: World) -> None:
+    try:
+        world.store.wait(["failed/printed"], _PATIENCE)
+    except RuntimeError:
+        return

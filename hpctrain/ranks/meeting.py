@@ -1,0 +1,242 @@
+"""The ranks meet in a store, agree on the job and on their plugins, and set up torch.distributed."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from hpctrain.base.devices import use_device
+from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError
+from hpctrain.base.store.client import GuardedStore
+from hpctrain.base.store.server import warn_of_stranger
+from hpctrain.base.torch_private import HashStore
+from hpctrain.contracts.communicator import Communicator
+from hpctrain.contracts.identity import Identity
+from hpctrain.contracts.plan import Machine
+from hpctrain.job.environment import compare
+from hpctrain.ranks.launcher_channel import LauncherChannel
+from hpctrain.ranks.meeting_place import meeting_place, not_met, open_or_join, open_over_pmi
+from hpctrain.ranks.objects import restrict_objects
+from hpctrain.version import __version__
+
+MEETING_TIMEOUT = timedelta(minutes=5)
+"""How long the ranks wait for each other before the job's own timeout is known."""
+
+
+class PeerError(HpctrainError):
+    """Another rank prints the error; this rank exits with the same code and prints nothing."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("another rank reports the error", everywhere=True)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that have met, and their store."""
+
+    identity: Identity
+    store: Store
+    channel: LauncherChannel
+    strangers: list[str] = field(default_factory=list)
+    """Rank 0's sentences about refused connections."""
+    close: Callable[[], None] = lambda: None
+    """Leave the store; on rank 0 this stops it."""
+    guarded: GuardedStore | None = None
+    """The store, if the ranks are several processes."""
+
+    def share(self, key: str, make: Callable[[], Any]) -> Any:
+        """Rank 0's JSON value, on every rank. An error of rank 0 is raised there, and PeerError elsewhere."""
+        if self.identity.rank == 0:
+            try:
+                value = make()
+            except HpctrainError as error:
+                self.store.set(key, json.dumps({"exit_code": error.exit_code}))
+                error.everywhere = True
+                raise
+            self.store.set(key, json.dumps({"value": value}, default=str))
+            return value
+        return self._value(key)
+
+    def deal(self, key: str, make: Callable[[], Sequence[Any]]) -> Any:
+        """This rank's JSON value of those that rank 0 makes, one for each rank. Errors as `share`."""
+        keys = [f"{key}/{rank}" for rank in range(self.identity.size)]
+        if self.identity.rank == 0:
+            try:
+                values = [{"value": value} for value in make()]
+            except HpctrainError as error:
+                for one in keys:
+                    self.store.set(one, json.dumps({"exit_code": error.exit_code}))
+                error.everywhere = True
+                raise
+            for one, value in zip(keys, values, strict=True):
+                self.store.set(one, json.dumps(value))
+            return values[0]["value"]
+        return self._value(keys[self.identity.rank])
+
+    def tell(self, key: str, value: Any) -> None:
+        """Put this rank's JSON `value` into the store for rank 0 to collect."""
+        self.store.set(f"{key}/{self.identity.rank}", json.dumps(value))
+
+    def collect(self, key: str) -> list[Any]:
+        """Every rank's `value`. EnvironmentUnfitError names the ranks that did not send theirs in time."""
+        keys = [f"{key}/{rank}" for rank in range(self.identity.size)]
+        try:
+            self.store.wait(keys, MEETING_TIMEOUT)
+        except RuntimeError:
+            missing = [str(rank) for rank, of_rank in enumerate(keys) if not self.store.check([of_rank])]
+            raise not_met(self.identity, ", ".join(missing), MEETING_TIMEOUT) from None
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def _value(self, key: str) -> Any:
+        """Rank 0's value; PeerError for its error. Rank 0 may itself have waited for a rank, hence twice the time."""
+        try:
+            self.store.wait([key], 2 * MEETING_TIMEOUT)
+        except RuntimeError:
+            raise not_met(self.identity, "0", 2 * MEETING_TIMEOUT) from None
+        answer = json.loads(self.store.get(key))
+        if "exit_code" in answer:
+            raise PeerError(answer["exit_code"])
+        return answer["value"]
+
+
+def meet(identity: Identity, channel: LauncherChannel, timeout: timedelta | None = None) -> World:
+    """Find the other ranks. EnvironmentUnfitError if they do not come within `timeout` (None: MEETING_TIMEOUT)."""
+    timeout = MEETING_TIMEOUT if timeout is None else timeout
+    strangers: list[str] = []
+
+    def tell(sentence: str) -> None:
+        strangers.append(sentence)
+        warn_of_stranger(sentence)
+
+    store: GuardedStore | HashStore
+    if identity.source == "mpi":
+        from hpctrain.mpi.rendezvous import open_over_mpi
+
+        store = open_over_mpi(timeout, tell)
+    elif identity.source == "alone":
+        store = HashStore()
+    elif identity.source == "flux":
+        store = open_over_pmi(identity, timeout, tell)
+    else:
+        store = open_or_join(meeting_place(identity), identity, timeout, tell)
+    shared = PrefixStore("hpctrain", store)
+    if isinstance(store, GuardedStore):
+        return World(identity, shared, channel, strangers, store.close, store)
+    return World(identity, shared, channel, strangers)
+
+
+def compare_ranks(
+    world: World, plugins: list[str], error: HpctrainError | None, environment: Mapping[str, str | None]
+) -> list[str]:
+    """Raise the same error on all ranks: rank 0's own, or one that lists the differences between ranks by rank and node.
+
+    environment: the variables of [environment] as this rank has them. A rank that lacks one is a difference; those with other
+    values are returned, a line each: nodes may have settings of their own in the shell.
+    """
+    mine = {
+        "node": world.identity.node,
+        "error": None if error is None else str(error),
+        "software": [f"hpctrain {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"],
+        "plugins": plugins,
+        "environment": dict(environment),
+    }
+    world.tell("report", mine)
+
+    def verdict() -> list[str]:
+        if error is not None:
+            raise error
+        reports = world.collect("report")
+        differences = _differences(reports)
+        if differences:
+            raise EnvironmentUnfitError("the ranks do not agree; make all nodes alike:\n  " + "\n  ".join(differences))
+        return [line for _, lines in _variables(reports) for line in lines]
+
+    remarks: list[str] = world.share("verdict", verdict)
+    return remarks
+
+
+def _differences(reports: list[dict[str, Any]]) -> list[str]:
+    """A line for each difference from rank 0, with rank and node."""
+    first, lines = reports[0], []
+    for rank, report in enumerate(reports[1:], start=1):
+        where = f"rank {rank} on {report['node']}"
+        if report["error"] is not None:
+            lines.append(f"{where}: {report['error']}")
+        # a rank that failed to check the job has no list of plugins
+        for kind in ("software", "plugins") if report["error"] is None else ("software",):
+            extra = [item for item in report[kind] if item not in first[kind]]
+            missing = [item for item in first[kind] if item not in report[kind]]
+            if extra or missing:
+                found, expected = ", ".join(extra) or "nothing", ", ".join(missing) or "nothing"
+                lines.append(f"{where}: {kind}: found {found}; rank 0 on {first['node']} has {expected}")
+    return lines + [line for of_rank, _ in _variables(reports) for line in of_rank]
+
+
+def _variables(reports: list[dict[str, Any]]) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield for each rank a line for each variable that only it or only rank 0 has, and for each with another value."""
+    for rank, report in enumerate(reports):
+        odd, other = compare(report["environment"], reports[0]["environment"])
+        where = f"rank {rank} on {report['node']}: environment"
+        why = "each rank must be able to read the job file" if odd else ""
+        yield [f"{where}: {line} ({why})" for line in odd], [f"{where}: {line}" for line in other]
+
+
+def take_device(world: World, communicator: Communicator) -> torch.device:
+    """The device that this rank computes on from now on. EnvironmentUnfitError if the communicator can't be used here."""
+    why = communicator.missing(Machine(world.identity))
+    if why is not None:
+        raise EnvironmentUnfitError(f"[communicator] name = {communicator.name!r}: {why}")
+    device = communicator.device(world.identity)
+    use_device(device)
+    return device
+
+
+def start_communication(
+    world: World, communicator: Communicator, seconds: float, wrap: Callable[[str, Any], tuple[str, Any]] | None = None
+) -> None:
+    """Set up torch.distributed over `communicator`. wrap: makes another backend and its options out of the communicator's."""
+    restrict_objects()
+    backend, options = communicator.backend(), communicator.backend_options()
+    if wrap is not None:
+        backend, options = wrap(backend, options)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", world.store),
+        rank=world.identity.rank,
+        world_size=world.identity.size,
+        timeout=timedelta(seconds=seconds),
+        pg_options=options,
+    )
+
+
+def mpi_backend() -> str:
+    """Register torch.distributed's backend over MPI and return its name, for communicators that use it.
+
+    Its options are MPISettings.
+    """
+    import hpctrain.mpi
+
+    return hpctrain.mpi.BACKEND
+
+
+def gloo_backend() -> str:
+    """Register the backend over gloo whose groups are authenticated by the ranks, and return its name."""
+    from hpctrain.base.store.gloo import BACKEND
+
+    return BACKEND
+
+
+def gloo_transport() -> str | None:
+    """The transport of this process's gloo groups, "" for the default. None before the first group: it can still be set."""
+    from hpctrain.base.store.gloo import transport_in_use
+
+    return transport_in_use()

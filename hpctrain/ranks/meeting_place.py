@@ -1,0 +1,185 @@
+"""The meeting place of ranks without MPI: rank 0 opens the guarded store on its host, at a port that every rank computes alike.
+
+Under Flux, rank 0 takes any port and sends it through the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+
+from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.store.client import Address, GuardedStore, narrow, open_store
+from hpctrain.base.store.credentials import SecretFinder, make_credential
+from hpctrain.base.store.messages import SECRET_BYTES, ProtocolError
+from hpctrain.base.store.network import (
+    LOOPBACK,
+    bind_communication,
+    hosts_of,
+    listeners,
+    own_addresses,
+    reachable_addresses,
+)
+from hpctrain.base.store.server import StoreServer
+from hpctrain.contracts.identity import Identity
+from hpctrain.ranks.detection import STARTER_VARIABLE
+from hpctrain.ranks.pmi import LONGEST, launcher_pmi
+from hpctrain.ranks.slurm import step_host, step_token
+
+_PORTS = range(20000, 32000)
+"""Below the range that Linux uses for outgoing connections."""
+_CANDIDATES = 64
+"""Ports to try: other jobs on the node, or an attacker who wants to block this job, may hold some."""
+_ATTEMPT = 2.0
+"""Seconds for one port: another program may listen there and never answer."""
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """token: a name for this start of the job. host: rank 0's host, by the name that the others know. secret_file: the file
+    with the secret; None if MUNGE or the home directory carries it."""
+
+    token: str
+    host: str
+    one_node: bool
+    secret_file: Path | None = None
+
+    def ports(self) -> Iterator[int]:
+        """Ports in the order of trying."""
+        known = dict.fromkeys(
+            _PORTS[zlib.crc32(f"{self.token} {attempt}".encode()) % len(_PORTS)] for attempt in range(2 * _CANDIDATES)
+        )
+        return islice(known, _CANDIDATES)
+
+
+def meeting_place(identity: Identity, environment: Mapping[str, str] = os.environ) -> MeetingPlace:
+    """The meeting place of this process's job."""
+    one_node = identity.local_size == identity.size
+    if identity.source == "starter":
+        directory = Path(environment[STARTER_VARIABLE])
+        return MeetingPlace(directory.name, LOOPBACK, True, directory / "secret")
+    if identity.source == "slurm":
+        return MeetingPlace(step_token(environment), step_host(environment), one_node)
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    # two nodes may each have a job of their own on "localhost"
+    node = [socket.gethostname()] if one_node else []
+    token = ".".join(["torchrun", *node, *(environment.get(name, "0") for name in names)])
+    return MeetingPlace(token, environment["MASTER_ADDR"], one_node)
+
+
+def open_or_join(
+    place: MeetingPlace, identity: Identity, timeout: timedelta, on_stranger: Callable[[str], None]
+) -> GuardedStore:
+    """The store of all ranks that meet at `place`; EnvironmentUnfitError if the ranks do not meet in time."""
+    first = identity.rank == 0
+    store = _open(place, identity, timeout, on_stranger) if first else _join(place, identity, timeout)
+    bind_communication(store.local_host)
+    return store
+
+
+def _open(
+    place: MeetingPlace, identity: Identity, timeout: timedelta, on_stranger: Callable[[str], None]
+) -> GuardedStore:
+    hosts = [LOOPBACK] if place.one_node else own_addresses(place.host)
+    sockets = _listen(place, hosts, identity)
+    credential = make_credential(place.token, place.secret_file)
+    server = StoreServer(credential.secret, sockets, identity.size, credential.introduction, on_stranger)
+    store = open_store(server.addresses, lambda _: credential.secret, timeout.total_seconds(), timeout)
+    try:
+        return narrow(store, server, _await_all(store, identity, timeout))
+    finally:
+        credential.remove()
+
+
+def open_over_pmi(identity: Identity, timeout: timedelta, on_stranger: Callable[[str], None]) -> GuardedStore:
+    """The store of all ranks of a launcher with PMI-1, which carries rank 0's addresses and secret. Errors as `open_or_join`."""
+    server, told = None, None
+    if identity.rank == 0:
+        secret = secrets.token_bytes(SECRET_BYTES)
+        one_node = identity.local_size == identity.size
+        sockets = listeners([LOOPBACK] if one_node else reachable_addresses())
+        server = StoreServer(secret, sockets, identity.size, on_stranger=on_stranger)
+        told = _as_text(secret, server.addresses)
+    secret, addresses = _from_text(launcher_pmi().text_of_first(told))
+    try:
+        store = open_store(addresses, lambda _: secret, timeout.total_seconds(), timeout, _ATTEMPT)
+    except (OSError, ProtocolError) as error:
+        there, seconds = ", ".join(f"{host} port {port}" for host, port in addresses), timeout.total_seconds()
+        raise EnvironmentUnfitError(
+            f"rank {identity.rank} on {identity.node} could not connect to rank 0 of this job within {seconds:.0f} s "
+            f"({there}; the last answer: {error}); expected TCP connections between the job's nodes to be allowed"
+        ) from error
+    if server is not None:
+        store = narrow(store, server, _await_all(store, identity, timeout))
+    else:
+        store.set(_came(identity.rank), store.remote_host)
+    bind_communication(store.local_host)
+    return store
+
+
+def _as_text(secret: bytes, addresses: Sequence[Address]) -> str:
+    """A word of a PMI line; addresses beyond its length are left out."""
+    parts = [secret.hex(), *(f"{host},{port}" for host, port in addresses)]
+    while len(";".join(parts)) > LONGEST:
+        parts.pop()
+    return ";".join(parts)
+
+
+def _from_text(text: str) -> tuple[bytes, list[Address]]:
+    secret, *parts = text.split(";")
+    return bytes.fromhex(secret), [(host, int(port)) for host, port in (part.split(",") for part in parts)]
+
+
+def _listen(place: MeetingPlace, hosts: list[str], identity: Identity) -> list[socket.socket]:
+    for port in place.ports():
+        try:
+            return listeners(hosts, port)
+        except OSError:
+            continue  # taken
+    ports = ", ".join(map(str, place.ports()))
+    raise EnvironmentUnfitError(f"none of the ports {ports} is free on {identity.node}; end the programs on them")
+
+
+def _await_all(store: GuardedStore, identity: Identity, timeout: timedelta) -> set[str]:
+    """Wait for all ranks, and return the addresses at which they connected."""
+    ranks = [rank for rank in range(identity.size) if rank != 0]
+    try:
+        return {host.decode() for host in store.multi_get([_came(rank) for rank in ranks])}
+    except RuntimeError:
+        missing = ", ".join(str(rank) for rank in ranks if not store.check([_came(rank)]))
+        raise not_met(identity, missing, timeout) from None
+
+
+def _join(place: MeetingPlace, identity: Identity, timeout: timedelta) -> GuardedStore:
+    hosts, ports = [LOOPBACK] if place.one_node else hosts_of(place.host), list(place.ports())
+    find_secret = SecretFinder(place.token, place.secret_file)
+    try:
+        addresses = [(host, port) for port in ports for host in hosts]
+        store = open_store(addresses, find_secret, timeout.total_seconds(), timeout, _ATTEMPT)
+    except (OSError, ProtocolError) as error:
+        raise EnvironmentUnfitError(
+            f"rank {identity.rank} on {identity.node} found no rank 0 of this job on {place.host} within "
+            f"{timeout.total_seconds():.0f} s (ports {', '.join(map(str, ports))}; the last answer: {error}); expected "
+            "TCP connections between the job's nodes to be allowed, and MUNGE or a home directory that they share"
+        ) from error
+    store.set(_came(identity.rank), store.remote_host)
+    return store
+
+
+def _came(rank: int) -> str:
+    return f"came/{rank}"
+
+
+def not_met(identity: Identity, missing: str, waited: timedelta) -> EnvironmentUnfitError:
+    """The error of a rank whose wait for others timed out."""
+    return EnvironmentUnfitError(
+        f"rank {identity.rank} on {identity.node} waited {waited.total_seconds():.0f} s for rank {missing} of "
+        f"{identity.size} to join; look for that rank's own message, or for a node on which it could not start"
+    )

@@ -1,0 +1,176 @@
+"""Rank 0's thread of the watchdog: it reads the heartbeats, asks all ranks when one is overdue, prints, and ends the job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+from hpctrain.base.errors import EXIT_TRAINING
+from hpctrain.mpi.errors import name_ranks
+from hpctrain.ranks.meeting import World
+from hpctrain.ranks.prints import tell
+from hpctrain.ranks.watchdog.asked import Asked
+from hpctrain.ranks.watchdog.diagnosis import Silent, sentences
+from hpctrain.ranks.watchdog.position import END, UNLIMITED, Position
+from hpctrain.ranks.watchdog.stand import Beat, Stand
+from hpctrain.ranks.watchdog.watcher import IGNORED, Watcher, aside, log_stacks
+
+LOG = logging.getLogger("hpctrain")
+
+_LOOK = 2.0
+"""Seconds between two looks for alarms and questions, if heartbeats come less often."""
+_ANSWERING = 3.0
+"""Seconds for the ranks to answer: those that run do so at once."""
+
+
+class Chief(Watcher):
+    """The watcher of rank 0."""
+
+    def __init__(self, world: World, position: Position, limit: float, asked: Asked) -> None:
+        super().__init__(world, position, limit)
+        self._asked = asked
+        self._beats: dict[int, Beat] = {}
+        self._heard = dict.fromkeys(range(self.identity.size), time.monotonic())
+        self._asking, self._long, self._next = 0, 0, 0.0
+        asked.start(self.closing)
+
+    def turn(self) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self.interval
+            self.beat()
+            self._read()
+        alarm = self._alarm()
+        if self.closing.is_set() or self.position.phase == END:  # the others may have ended before
+            return
+        overdue = self._overdue()
+        if alarm is not None:
+            rank, reason = alarm
+            if self.another_reason():
+                self.channel.set(IGNORED, "")
+            else:
+                why = f"a communication of rank {rank} failed ({reason}; its log has the traceback)"
+                self._end_job(why, *self._ask(stacks=True), limit=0.0)
+        elif overdue and not self._is_debugged():
+            self._end_if_still(overdue)
+        elif self._is_long():
+            why = f"the start takes longer than {self.limit * self._long:g} s"
+            self._print(why, *self._ask(stacks=True), self.limit)
+        elif self._asked.is_waiting:
+            self._asked.answer(sentences(*self._ask(stacks=False), self.limit))
+
+    def _end_if_still(self, overdue: list[str]) -> None:
+        """End the job, unless all have moved after all."""
+        stands, silent = self._ask(stacks=True)
+        still = any(stand.beat.is_overdue(self.limit) for stand in stands)
+        still = still or any(one.seconds > self.limit for one in silent)
+        if still and not self.closing.is_set() and self.position.phase != END:
+            self._end_job(" and ".join(overdue), stands, silent)
+
+    def wake(self) -> None:
+        super().wake()
+        self._heard = dict.fromkeys(self._heard, time.monotonic())
+
+    def _is_debugged(self) -> bool:
+        """Whether somebody may sit in front of this process: a single rank in a terminal or a notebook may wait."""
+        try:
+            terminal = sys.stdin is not None and sys.stdin.isatty()
+        except ValueError:  # it is closed
+            terminal = False
+        return self.identity.size == 1 and (terminal or hasattr(sys, "ps1"))
+
+    def _alarm(self) -> tuple[int, str] | None:
+        if not self.comes("alarm", min(self.interval, _LOOK)):
+            return None
+        rank, reason = json.loads(self.channel.get(["alarm"])[0])
+        self.channel.remove("alarm")
+        return int(rank), str(reason)
+
+    def _read(self) -> None:
+        now = time.monotonic()
+        keys = [f"beat/{rank}" for rank in range(self.identity.size)]
+        there = keys if self.channel.are_set(keys) else [key for key in keys if self.channel.are_set([key])]
+        for key, text in zip(there, self.channel.get(there), strict=True):
+            rank, beat = int(key.partition("/")[2]), Beat.from_json(text)
+            if self._beats.get(rank) != beat:
+                self._beats[rank], self._heard[rank] = beat, now
+
+    def _overdue(self) -> list[str]:
+        """Clauses about what is overdue."""
+        found = []
+        silent = [rank for rank, heard in self._heard.items() if time.monotonic() - heard > self.limit]
+        if silent:
+            found.append(f"{name_ranks(silent)} sent no heartbeat for {self.limit:g} s")
+        beats = self._beats
+        idle = [rank for rank, beat in beats.items() if beat.is_overdue(self.limit) and rank not in silent]
+        if idle:
+            longest = beats[max(idle, key=lambda rank: beats[rank].idle)]
+            found.append(
+                f"{name_ranks(idle)} did not move for {self.limit:g} s (step {longest.step + 1}, {longest.phase})"
+            )
+        return found
+
+    def _is_long(self) -> bool:
+        """Whether it is time to tell that a phase without a limit takes long: each time the limit has passed."""
+        idle = max((beat.idle for beat in self._beats.values() if beat.phase in UNLIMITED), default=0.0)
+        before, self._long = self._long, int(idle / self.limit)
+        return self._long > before
+
+    def _print(self, why: str, stands: list[Stand], silent: list[Silent], limit: float) -> None:
+        """Print who waits for whom."""
+        shown = [
+            f"hpctrain: watchdog: {why}",
+            *(f"  {line}" for line in sentences(stands, silent, limit)),
+            "  the stacks of all threads are in the ranks' logs; [watchdog] timeout_seconds is the limit of a phase",
+        ]
+        tell("\n".join(shown))
+        aside(partial(LOG.info, "%s", "\n".join(shown)))
+
+    def _end_job(self, why: str, stands: list[Stand], silent: list[Silent], limit: float | None = None) -> None:
+        """Print who waits for whom, and end all ranks. limit: 0 if what failed has not waited for as long as phases may take."""
+        self._print(why, stands, silent, self.limit if limit is None else limit)
+        with contextlib.suppress(RuntimeError):
+            self._order({"kind": "end", "code": EXIT_TRAINING})
+            others = [f"ending/{stand.rank}" for stand in stands if stand.rank != self.identity.rank]
+            self._until(lambda: self.channel.are_set(others))
+        self.end(EXIT_TRAINING)
+
+    def _ask(self, *, stacks: bool) -> tuple[list[Stand], list[Silent]]:
+        """Every rank's stand; of those that do not answer what is known."""
+        self._asking += 1
+        others = [rank for rank in range(self.identity.size) if rank != self.identity.rank]
+        keys = {rank: f"stand/{self._asking}/{rank}" for rank in others}
+        if others:
+            self._order({"kind": "tell", "number": self._asking, "stacks": stacks})
+        stands = [self.stand()]
+        if stacks:
+            aside(log_stacks)
+        if others:
+            self._until(lambda: self.channel.are_set(list(keys.values())))
+        self._read()
+        for key in keys.values():
+            if self.channel.are_set([key]):
+                stands.append(Stand.from_json(self.channel.get([key])[0]))
+                self.channel.remove(key)
+        told = {stand.rank for stand in stands}
+        return stands, [self._silent(rank) for rank in others if rank not in told]
+
+    def _silent(self, rank: int) -> Silent:
+        beat = self._beats.get(rank)
+        key = f"node/{rank}"
+        node = self.channel.get([key])[0].decode() if self.channel.are_set([key]) else "an unknown node"
+        return Silent(rank, node, time.monotonic() - self._heard[rank], beat)
+
+    def _order(self, order: dict[str, object]) -> None:
+        self.channel.set(f"order/{self._orders + 1}", json.dumps(order))
+        self._orders += 1
+
+    def _until(self, true: Callable[[], bool]) -> None:
+        """Wait until it is true, for as long as the ranks may take to answer."""
+        give_up = time.monotonic() + _ANSWERING
+        while not true() and time.monotonic() < give_up:
+            time.sleep(0.02)

@@ -1,0 +1,67 @@
+"""Puts the stands of all ranks into sentences: who is missing, who waits for it, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpctrain.mpi.errors import name_ranks
+from hpctrain.ranks.watchdog.stand import Beat, Stand
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A rank that sends no heartbeats. seconds: since the last one. last: None if there never was one."""
+
+    rank: int
+    node: str
+    seconds: float
+    last: Beat | None
+
+
+def sentences(stands: Sequence[Stand], silent: Sequence[Silent], limit: float) -> list[str]:
+    """The diagnosis, a line each. limit: seconds that a phase may take."""
+    absent = [one for one in stands if one.communication is None]
+    waiting = [one for one in stands if one.communication is not None]
+    lines = [f"missing: {_silent(one)}" for one in silent if one.seconds > limit]
+    lines += [f"no answer in time: {_late(one)}" for one in silent if one.seconds <= limit]
+    moving = [one for one in absent if one.idle < limit / 2]
+    stuck = [one for one in absent if one not in moving]
+    lines += [f"missing: {told}" for told in _grouped(stuck)]
+    lines += [f"at work: {told}" for told in _grouped(moving)]
+    lines += [f"waiting: {told}" for told in _grouped(waiting)]
+    return lines
+
+
+def _silent(one: Silent) -> str:
+    where = f"last seen in {one.last.where}" if one.last is not None else "never seen"
+    return (
+        f"rank {one.rank} on {one.node} has sent no heartbeat for {one.seconds:.0f} s: stopped, killed, or its node is out of "
+        f"reach ({where})"
+    )
+
+
+def _late(one: Silent) -> str:
+    where = f"; it was in {one.last.where}" if one.last is not None else ""
+    return f"rank {one.rank} on {one.node}, whose last heartbeat came {one.seconds:.0f} s ago{where}"
+
+
+def _grouped(stands: Sequence[Stand]) -> list[str]:
+    """Ranks that do the same are told together, the fewest first."""
+    groups: dict[tuple[object, ...], list[Stand]] = {}
+    for one in stands:
+        groups.setdefault((one.phase, one.step, one.line, one.waits_for), []).append(one)
+    return [_told(group) for group in sorted(groups.values(), key=lambda group: (len(group), group[0].rank))]
+
+
+def _told(group: Sequence[Stand]) -> str:
+    one = group[0]
+    nodes: Mapping[str, None] = dict.fromkeys(member.node for member in group)
+    shown = ", ".join(list(nodes)[:3]) + (f" and {len(nodes) - 3} more nodes" if len(nodes) > 3 else "")
+    verb = "is" if len(group) == 1 else "are"
+    waits = f"; waits for {one.waits_for}" if one.communication else ""
+    workers = f"; {' and '.join(one.workers[:3])}" if one.workers else ""
+    idle = max(member.idle for member in group)
+    since = f" for {idle:.0f} s" if idle else ""
+    who = f"{name_ranks([member.rank for member in group])} on {shown}"
+    return f"{who} {verb} in {one.beat.where}{since}, at {one.line}{waits}{workers}"

@@ -1,0 +1,182 @@
+"""Reads this process's Python stacks: the line at which training stands, and the communication in which it waits."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import typing_extensions
+from torch import Tensor
+
+_HPCTRAIN = str(Path(__file__).parents[2])
+_TORCH = str(Path(torch.__file__).parent)
+_COMMUNICATION = tuple(
+    os.path.join(*parts)
+    for parts in (
+        (_TORCH, "distributed"),
+        (_HPCTRAIN, "mpi"),
+        (_HPCTRAIN, "base", "store"),
+        (_HPCTRAIN, "ranks", "watchdog", "comparison.py"),
+    )
+)
+_STANDARD = sysconfig.get_path("stdlib")
+_INSTALLED = (sysconfig.get_path("purelib"), str(Path(_TORCH).parent))
+"""Packages are often in two places: a site's, and a virtual environment on top."""
+_DEPRECATED = typing_extensions.__file__
+"""Wraps the functions that torch will rename."""
+_COLLECTIVES = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
+_TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output", "tensor_list", "output_tensor_list")
+"""Names of the tensors in torch's collectives."""
+
+_DUMPED = re.compile(r'^ *File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_BLOCKING = (".wait(", ".item()", ".tolist()", ".cpu()", "synchronize(")
+"""Calls that wait without a Python frame: for an operation of gloo's, or on an accelerator for what NCCL has yet to finish."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """The line at which a thread stands. communication: the operation in which it waits for other ranks, or None."""
+
+    line: str
+    communication: str | None
+
+
+def spot_of(frame: FrameType | None) -> Spot:
+    """The innermost line of a stack that is neither torch's nor Python's own, and the user's line above it."""
+    frames = list(_outwards(frame))
+    libraries = 0
+    while libraries < len(frames) and _is_library(frames[libraries]):
+        libraries += 1
+    places = frames[libraries:] or frames
+    shown = [_line(place) for place in places[:1]]
+    if places and _is_ours(places[0].f_code.co_filename):
+        user = next((place for place in places if not _is_ours(place.f_code.co_filename) and _is_users(place)), None)
+        shown += [f"called from {_line(user)}"] if user is not None else []
+    inner = [one for one in frames[:libraries] if _communicates(one)]
+    communication = _operation(inner) if inner else None
+    if communication is None and places and any(call in _source(places[0]) for call in _BLOCKING):
+        communication = "an operation with other ranks"
+    return Spot(", ".join(shown) or "outside Python", communication)
+
+
+def all_stacks() -> str:
+    """The stacks of all threads, as in a traceback."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(number, 'without a name')}:\n{''.join(traceback.format_stack(frame))}".rstrip()
+        for number, frame in sys._current_frames().items()
+    )
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """The innermost frame of a thread."""
+    return sys._current_frames().get(thread)
+
+
+def failed_line(trace: TracebackType | None) -> str | None:
+    """The line, outside of libraries, at which communication with other ranks has failed; None if the error is of another kind."""
+    places = list(traceback.walk_tb(trace))
+    if not places:
+        return None
+    last, line = places[-1]
+    if not (_communicates(last) or ".wait(" in linecache.getline(last.f_code.co_filename, line)):
+        return None
+    frame, line = next((place for place in reversed(places) if not _is_library(place[0])), places[-1])
+    path = frame.f_code.co_filename
+    return f"{path}:{line} in {frame.f_code.co_name}: {linecache.getline(path, line).strip()}"
+
+
+def worker_line(stack: str) -> str | None:
+    """The innermost line of the user's in a stack as faulthandler writes it; None if there is none."""
+    for path, line, name in _DUMPED.findall(stack):
+        if not (_is_of_library(path) or _is_ours(path)):
+            return f"{path}:{line} in {name}: {linecache.getline(path, int(line)).strip()}".rstrip(": ")
+    return None
+
+
+def loading_line(thread: int | None) -> str | None:
+    """The innermost line of a thread that is the user's, else that is a package's; None if it runs neither."""
+    frames = [
+        one for one in _outwards(frame_of(thread or 0))
+        if not (_is_library(one) or _is_ours(one.f_code.co_filename))
+    ]  # fmt: skip
+    shown = next(filter(_is_users, frames), next(iter(frames), None))
+    return None if shown is None else _line(shown)
+
+
+def _outwards(frame: FrameType | None) -> Iterable[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _communicates(frame: FrameType) -> bool:
+    """Whether it is code that waits for other ranks: torch's, hpctrain's, or that of a package which says HPCTRAIN_COMMUNICATES."""
+    package = sys.modules.get(str(frame.f_globals.get("__name__")).partition(".")[0])
+    says = package is not None and vars(package).get("HPCTRAIN_COMMUNICATES", False)
+    return bool(says) or frame.f_code.co_filename.startswith(_COMMUNICATION)
+
+
+def _is_library(frame: FrameType) -> bool:
+    return _communicates(frame) or _is_of_library(frame.f_code.co_filename)
+
+
+def _is_of_library(path: str) -> bool:
+    if path.startswith((_TORCH, *_COMMUNICATION)) or path == _DEPRECATED:
+        return True
+    return path.startswith((_STANDARD, "<")) and not path.startswith(_INSTALLED)
+
+
+def _is_ours(path: str) -> bool:
+    return path.startswith(_HPCTRAIN) or f"{os.sep}hpctrain_plugins{os.sep}" in path
+
+
+def _is_users(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return not _is_library(frame) and not path.startswith((*_INSTALLED, "<")) and frame.f_code.co_name != "<module>"
+
+
+def _line(frame: FrameType) -> str:
+    path = frame.f_code.co_filename
+    short = os.path.relpath(path, os.path.dirname(_HPCTRAIN)) if path.startswith(_HPCTRAIN) else path
+    return f"{short}:{frame.f_lineno} in {frame.f_code.co_name}: {_source(frame)}".rstrip(": ")
+
+
+def _source(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+def _operation(inner: Sequence[FrameType]) -> str:
+    """The call of torch.distributed's that the user made; innermost frame first."""
+    calls = [
+        one for one in inner
+        if one.f_code.co_filename == _COLLECTIVES and not one.f_code.co_name.startswith("_")
+    ]  # fmt: skip
+    if not calls:
+        last = inner[-1].f_code
+        return f"{last.co_name} of {Path(last.co_filename).stem}"
+    name = calls[-1].f_code.co_name
+    tensor = next(filter(None, (_tensor(one.f_locals) for one in calls)), "")
+    return f"{name} {tensor}".rstrip()
+
+
+def _tensor(values: dict[str, Any]) -> str:
+    """The first tensor among a call's arguments, such as "(4, 8) float32"."""
+    for name in _TENSORS:
+        value = values.get(name)
+        if isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        if isinstance(value, Tensor):
+            return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return ""

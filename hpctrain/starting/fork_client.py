@@ -1,0 +1,233 @@
+"""The starter's side of the fork server (fork_server.py): ranks of one command are forked from a process with their imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.ranks.command_line import ROOM, ROOM_VARIABLE
+from hpctrain.starting.fork_server import GIVE_UP, LONGEST
+
+IMPORT_SECONDS = 300.0
+"""Limit of all imports."""
+FORK_SECONDS = 60.0
+_ENDING_SECONDS = 5.0
+"""How long the ranks of a server that has ended may take to end: the system kills them."""
+_POLL = 0.1
+_WORD = " " * 200
+"""The last word of the server's command line, which `ps` does not show: a rank's may take as much."""
+_OFF = '[job] start = "spawn" asks for that'
+_MODULES = {"model": ("name", "loss"), "dataset": ("name", "weights", "collate"), "optimizer": ("name",), "schedule": ("name",),
+            "metric": ("name",)}  # fmt: skip
+"""The keys of a job that may be "package.module:callable"."""
+
+
+class ForkedRank:
+    """A rank, with the methods of subprocess.Popen that the starter uses."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server, self.pid = server, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its status once it has ended."""
+        self._server.look()
+        return self.returncode
+
+    def kill(self) -> None:
+        """Kill it."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+class ForkServer:
+    """A running fork server. It imports what the job needs while the starter goes on."""
+
+    def __init__(self, command: Sequence[str], wanted: Mapping[str, Any]) -> None:
+        """command: of `hpctrain`, as in a rank. wanted: of the job (`wanted`), whose [environment] must be set already."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = [sys.executable, "-m", "hpctrain.starting.fork_server", str(theirs.fileno()), *command, _WORD]
+        self._process = subprocess.Popen(
+            words,
+            env={**os.environ, ROOM_VARIABLE: ROOM},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C must reach the ranks from the starter only
+        )
+        theirs.close()
+        self._give_up = time.monotonic() + IMPORT_SECONDS
+        self._importing = "torch"
+        self._state = "importing"  # then "ready", or "ended"
+        self._ranks: dict[int, ForkedRank] = {}
+        self._answers: list[ForkedRank | str] = []
+        self._send(json.dumps({"command": command[0], **wanted}).encode())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it forks no more ranks."""
+        self.look()
+        return self._state == "ended"
+
+    def is_ready(self, stops: Callable[[], bool]) -> bool:
+        """Wait until ranks can be forked; false if they can't be, which is told, or when `stops` does no longer want to wait."""
+        while self._state == "importing" and not stops():
+            if time.monotonic() > self._give_up:
+                self._refuse(f"the import of {self._importing} took longer than {IMPORT_SECONDS:.0f} s")
+            self.look(_POLL)
+        return self._state == "ready"
+
+    def fork(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str | None],
+        descriptors: Sequence[int],
+        streams: Sequence[int] = (),
+        cores: Sequence[int] = (),
+    ) -> ForkedRank:
+        """A rank that runs `command`. Raises EnvironmentUnfitError.
+
+        environment: what differs from this process's; None is a variable that the rank lacks. streams: the rank's standard
+        streams, and cores: its cores; by default this process's.
+        """
+        message = {
+            "command": list(command), "environment": dict(environment), "streams": bool(streams),
+            "cores": list(cores or os.sched_getaffinity(0)),
+        }  # fmt: skip
+        content = json.dumps(message).encode()
+        if len(content) > LONGEST:
+            raise EnvironmentUnfitError(
+                f"a rank could not be forked: its command and variables take {len(content)} bytes, expected {LONGEST} at most; "
+                '[job] start = "spawn" has no limit'
+            )
+        self._answers.clear()
+        self._send(content, [*streams, *descriptors])
+        give_up = time.monotonic() + FORK_SECONDS
+        while not self._answers:
+            if self._state == "ended" or time.monotonic() > give_up:
+                raise EnvironmentUnfitError("a rank could not be forked: the fork server does not answer")
+            self.look(_POLL)
+        answer = self._answers.pop()
+        if isinstance(answer, str):
+            raise EnvironmentUnfitError(f"a rank could not be forked: {answer}")
+        return answer
+
+    def look(self, seconds: float = 0.0) -> None:
+        """Take the server's messages; wait up to `seconds` for the first."""
+        while self._state != "ended":
+            self._control.settimeout(seconds)
+            try:
+                content = self._control.recv(LONGEST)
+            except (BlockingIOError, TimeoutError):
+                return
+            except OSError:
+                content = b""
+            if not content:
+                self._note_end()
+                return
+            self._take(json.loads(content))
+            seconds = 0.0
+
+    def fileno(self) -> int:
+        """The descriptor that is readable when there is something to look at; -1 once the server has ended."""
+        return self._control.fileno()
+
+    def close(self) -> None:
+        """End the server, with the processes that its imports have started. Its ranks have ended, or end with it."""
+        seconds = _POLL
+        if self._state == "importing":
+            seconds = _ENDING_SECONDS
+            self._process.send_signal(GIVE_UP)
+        self._control.close()
+        self._state = "ended"
+        give_up = time.monotonic() + seconds
+        while _runs(self._process.pid) and time.monotonic() < give_up:
+            time.sleep(0.01)
+        if self._process.returncode is None:  # not waited for: the number of its group is still its own
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "importing" in message:
+            self._importing = message["importing"]
+        elif "ready" in message:
+            self._state = "ready"
+        elif "unfit" in message:
+            self._refuse(message["unfit"])
+        elif "ended" in message:
+            self._ranks.pop(message["ended"]).returncode = message["status"]
+        elif "forked" in message:
+            rank = self._ranks[message["forked"]] = ForkedRank(self, message["forked"])
+            self._answers.append(rank)
+        else:
+            self._answers.append(str(message["failed"]))
+
+    def _send(self, content: bytes, descriptors: Sequence[int] = ()) -> None:
+        self._control.settimeout(FORK_SECONDS)
+        with suppress(OSError):  # it has ended: the next look notices
+            socket.send_fds(self._control, [content], list(descriptors))
+
+    def _refuse(self, why: str) -> None:
+        _say(f"{why}; so each rank starts on its own, with its own imports ({_OFF})")
+        self.close()
+
+    def _note_end(self) -> None:
+        """The server has ended by itself."""
+        status = self._process.wait()
+        if self._state == "importing":
+            self._refuse(f"the fork server ended with {_how(status)} during the import of {self._importing}")
+            return
+        self._state = "ended"
+        if self._ranks:
+            _say(f"the fork server, from which the ranks are forked, ended with {_how(status)}, and its ranks with it")
+        give_up = time.monotonic() + _ENDING_SECONDS
+        for rank in self._ranks.values():
+            while _runs(rank.pid) and time.monotonic() < give_up:
+                time.sleep(0.01)
+            rank.returncode = -signal.SIGKILL
+        self._ranks.clear()
+
+
+def wanted(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The modules that a job names, as JSON can say it; values of wrong types are reported by the ranks."""
+    plugins = tables.get("plugins")
+    lists = {key: plugins.get(key) if isinstance(plugins, dict) else None for key in ("load", "block")}
+    names = []
+    for key, keys in _MODULES.items():
+        of_key = tables.get(key)
+        for table in of_key if isinstance(of_key, list) else [of_key]:
+            names += [table.get(one) for one in keys] if isinstance(table, dict) else []
+    return {**{key: _texts(value) for key, value in lists.items()}, "modules": [
+        name.partition(":")[0] for name in _texts(names) if ":" in name
+    ]}  # fmt: skip
+
+
+def _texts(values: object) -> list[str]:
+    return [one for one in values if isinstance(one, str)] if isinstance(values, list) else []
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process has not ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _how(status: int) -> str:
+    return f"exit code {status}" if status >= 0 else f"signal {-status} ({signal.strsignal(-status)})"
+
+
+def _say(sentence: str) -> None:
+    print(f"hpctrain: {sentence}", file=sys.stderr, flush=True)

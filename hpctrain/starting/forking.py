@@ -1,0 +1,72 @@
+"""What a forked process sets right before it becomes a rank: it begins as a rank that was started anew does. Linux only."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Collection, Mapping, Sequence
+
+from hpctrain.base.launcher_variables import set_variables
+from hpctrain.ranks.command_line import show
+from hpctrain.starting.pmi import FD_VARIABLE
+
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def end_with_parent(number: int) -> None:
+    """From now on this process gets the signal when its parent has ended; 0: it does not."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number)
+
+
+def take_streams(descriptors: Sequence[int]) -> None:
+    """Make these the standard input, output and errors of this process."""
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def open_streams() -> None:
+    """Open the null device in place of a standard stream that is closed: the next file would be taken for it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
+
+
+def take_cores(cores: Sequence[int]) -> None:
+    """Run on these cores; some containers forbid to set what is already so."""
+    if set(cores) != os.sched_getaffinity(0):
+        os.sched_setaffinity(0, cores)
+
+
+def become_rank(
+    parent: int,
+    command: Sequence[str],
+    environment: Mapping[str, str | None],
+    descriptors: Sequence[int],
+    mask: Collection[int],
+) -> None:
+    """Set what differs between ranks, and what a new process has of its own.
+
+    environment: None removes a variable. descriptors: those of PMI, if any, the rank's end first. mask: of signals. Python
+    itself seeds `random` anew in a forked process; torch's generator begins alike in every process.
+    """
+    import numpy as np  # here, where it is imported already: the server's first look at its messages must not wait for it
+
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it has ended already
+    os.setsid()  # Ctrl-C must reach the ranks from the starter only
+    own = {name: value for name, value in environment.items() if value is not None}
+    own |= {FD_VARIABLE: str(descriptors[0])} if descriptors else {}
+    for name in environment.keys() - own.keys():
+        os.environ.pop(name, None)
+    os.environ.update(own)
+    set_variables()  # as the import of hpctrain.mpi does
+    show(command, own)
+    np.random.seed()
+    multiprocessing.current_process().authkey = os.urandom(32)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -1,0 +1,73 @@
+"""Whether the ranks of a command are forked from a process with their imports or each started anew, from start to start."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpctrain.job.environment import variables
+from hpctrain.starting.fork_client import ForkServer, wanted
+from hpctrain.starting.mpi_library import ask_library
+from hpctrain.starting.processes import StartRank, spawn
+from hpctrain.starting.requests import Requests
+
+
+class Forks:
+    """Keeps one fork server for all starts of a command on this machine, and lets mpiexec start one on each node. Use it in a
+    `with`, which ends the server here."""
+
+    def __init__(self, command: Sequence[str], tables: Mapping[str, Any]) -> None:
+        """command: of `hpctrain`, as in a rank. tables: the job's."""
+        self._command, self._tables = command, tables
+        # elsewhere than on Linux, system libraries may not be used after a fork
+        self._wanted = self._wanted_here = sys.platform == "linux" and _start_of(tables) != "spawn"
+        self._server: ForkServer | None = None
+
+    def __enter__(self) -> Forks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(self) -> None:
+        """Start the server, unless it runs: it imports while this process goes on."""
+        if not self._wanted_here:
+            self._server = None
+        elif self._server is None or self._server.has_ended:
+            self._server = ForkServer(self._command, wanted(self._tables))
+
+    def choose(self, requests: Requests) -> StartRank:
+        """How a rank starts now. Waits for the server's imports, except when `requests` ask twice to end."""
+        self.begin()
+        if self._server is None:
+            return spawn
+        library = ask_library()  # while the server imports
+        if library is None or library.speaks_pmi:
+            if self._server.is_ready(lambda: requests.again is not None):
+                return self._server.fork
+            self._wanted = False
+        else:
+            self.close()  # mpiexec starts the ranks
+        self._wanted_here = False  # it would be the same the next time
+        return spawn
+
+    def front(self, most: int) -> list[str]:
+        """Words in front of the command of ranks that mpiexec starts, up to `most` of them on a node."""
+        if not self._wanted or most < 2:
+            return []
+        told = {"key": secrets.token_hex(8), "environment": variables(self._tables), **wanted(self._tables)}
+        return [sys.executable, "-m", "hpctrain.starting.on_node", json.dumps(told)]
+
+    def close(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            self._server.close()
+
+
+def _start_of(tables: Mapping[str, Any]) -> object:
+    """[job] start. The ranks report a value that is none."""
+    table = tables.get("job")
+    return table.get("start") if isinstance(table, dict) else None

@@ -1,0 +1,45 @@
+"""What asks running ranks to stop: signals to this process, and slots for more ranks."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hpctrain.ranks.stopping import STOPPING
+
+
+class Requests:
+    """Of one start."""
+
+    def __init__(self, signals: list[int], has_more: Callable[[], bool] = lambda: False) -> None:
+        """signals: those that this process has got, and will get. has_more: whether more ranks could run."""
+        self._signals, self._has_more = signals, has_more
+        self.grows = False
+        """Whether the ranks were asked to save, so that more can start."""
+
+    def present(self) -> tuple[int, ...]:
+        """The signals for the ranks, in order."""
+        if not self.grows and not self._signals:
+            self.grows = self._has_more()
+        # the ranks stop already: the first signal asks for no more than that, and another one would end them at once
+        return (signal.SIGUSR1, *self._signals[1:]) if self.grows else tuple(self._signals)
+
+    @property
+    def again(self) -> int | None:
+        """The first signal after the initial one that asks to end (not SIGUSR1); None if there is none."""
+        return next((number for number in self._signals[1:] if number != signal.SIGUSR1), None)
+
+
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """The signals that ask to stop, as they arrive in this context."""
+    signals: list[int] = []
+    for number in STOPPING:
+        signal.signal(number, lambda number, _: signals.append(number))
+    try:
+        yield signals
+    finally:
+        # a signal that arrives now must not change the exit code; unlike a handler, SIG_IGN outlasts the interpreter
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)

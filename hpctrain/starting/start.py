@@ -1,0 +1,197 @@
+"""Starts the ranks of a command such as `hpctrain run`, here or on hosts of a hostfile, passes signals on, returns their code."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_STOPPED, EXIT_TRAINING
+from hpctrain.job.environment import export
+from hpctrain.job.reading import read_job
+from hpctrain.starting.counts import ask_counts
+from hpctrain.starting.forks import Forks
+from hpctrain.starting.hosts import Hosts
+from hpctrain.starting.launch import Launched, launch
+from hpctrain.starting.link import Channel, Link
+from hpctrain.starting.on_hosts import OnHosts
+from hpctrain.starting.placement import Placement
+from hpctrain.starting.processes import spawn
+from hpctrain.starting.requests import Requests, noted_signals
+
+_POLL = 0.1
+"""Seconds between checks for signals, and for ranks that can receive them."""
+RESUME_NEWEST = ("--resume", "auto")
+"""The words with which `hpctrain run` continues from the newest checkpoint."""
+_COARSE = 1.0
+"""Seconds by which a file system may round its times."""
+_GRACE = 2.0
+"""Seconds for a launcher to notice that its ranks were killed."""
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """How a start ended. again: whether another one may do better. host: the first on which a rank failed, if known.
+    grows: the ranks have saved, so that more can start."""
+
+    code: int
+    again: bool = False
+    host: str | None = None
+    grows: bool = False
+
+
+def start_ranks(
+    command: str,
+    job: Path,
+    ranks: int | None,
+    overrides: tuple[str, ...],
+    words: Sequence[str],
+    restarts: int = 0,
+    hostfile: Path | None = None,
+) -> int:
+    """Start `hpctrain COMMAND JOB WORDS...` and return the ranks' exit code. HpctrainError as from `read_job`, `Placement`.
+
+    ranks: how many (None: as many as the hostfile has slots, else one). restarts: how often ranks that fail start again. The ranks
+    check the job. This process imports no torch: that would take as long again as in a rank, before any rank starts.
+    """
+    tables = read_job(job, overrides).tables
+    export(tables)  # here: an mpiexec reads its own before there is a rank
+    sets = [word for override in overrides for word in ("--set", override)]
+    placement = Placement(hostfile, ranks, _least(tables), partial(ask_counts, job, overrides))
+    begin, restart = time.time(), 0
+    with noted_signals() as signals, Forks([command, str(job), *sets, *words], tables) as forks:
+        if hostfile is None:
+            forks.begin()  # it imports while this process goes on
+        while True:
+            hosts, count = placement.next()
+            if command == "run":
+                print(f"starting     {count} rank{'s' if count > 1 else ''}{_where(hosts)}", flush=True)
+            time_told = ("--begun", f"{begin:.3f}") if command == "run" else ()
+            program = [command, str(job), *sets, *words, *time_told]
+            saves = _checkpoints_of(tables) if command == "run" else None
+            ended = _start_once(program, hosts, count, Requests(signals, placement.has_more), saves, forks)
+            if ended.host is not None:
+                placement.note_failure(ended.host)
+            if signals or not (ended.grows or (ended.again and restart < restarts)):
+                return ended.code
+            if not ended.grows:
+                restart += 1
+                print(f"hpctrain: restart {restart} of {restarts}", file=sys.stderr, flush=True)
+            words = RESUME_NEWEST if _has_saved(_checkpoints_of(tables), begin) else words
+
+
+def start_command(words: Sequence[str], ranks: int) -> int:
+    """Start `hpctrain WORDS...` on `ranks` ranks and return their exit code."""
+    with noted_signals() as signals:
+        return _start_once(words, None, ranks, Requests(signals), None, None).code
+
+
+def _least(tables: Mapping[str, Any]) -> int | None:
+    """[elastic] min_ranks. The ranks report a value that is none."""
+    table = tables.get("elastic")
+    least = table.get("min_ranks") if isinstance(table, dict) else None
+    return least if type(least) is int and least > 0 else None
+
+
+def _where(hosts: Hosts | None) -> str:
+    return "" if hosts is None or hosts.are_here else f" on {', '.join(name for name, _ in hosts.named)}"
+
+
+def _checkpoints_of(tables: Mapping[str, Any]) -> Path:
+    """The directory of the run's checkpoints."""
+    table = tables["job"]
+    return Path(table.get("output_dir") or Path("runs") / table["name"]) / "checkpoints"
+
+
+def _has_saved(checkpoints: Path, begin: float = 0.0) -> bool:
+    """Whether the run has a checkpoint from after `begin`. Until then, ranks start again as they did."""
+    return any(path.stat().st_mtime >= begin - _COARSE for path in checkpoints.glob("step-*[0-9]"))
+
+
+def _start_once(
+    words: Sequence[str], hosts: Hosts | None, ranks: int, requests: Requests, saves: Path | None, forks: Forks | None
+) -> _Ended:
+    """hosts: with as many slots as ranks; None for this machine. saves: where the command's checkpoints are, if it makes any.
+    forks: decides how ranks on this machine start; None: anew."""
+    command = [sys.executable, "-m", "hpctrain", *words]
+    if hosts is not None and not hosts.are_here:
+        front = forks.front(max(slots for _, slots in hosts.named)) if forks is not None else []
+        remote = OnHosts([*front, *command], hosts)
+        code = _attend(remote, remote, ranks, requests, saves)
+        again, host = code == EXIT_TRAINING or remote.why_not_started is not None, remote.failed_host
+    else:
+        # before there is anything that a kill would leave
+        start, front = (spawn, []) if forks is None else (forks.choose(requests), forks.front(ranks))
+        directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
+        link = Link(directory)
+        try:
+            launched = launch([*command, "--started-by", str(directory)], ranks, directory, start, front)
+            code = _attend(launched, link, ranks, requests, saves)
+        finally:
+            link.close()
+            shutil.rmtree(directory, ignore_errors=True)
+        failed = launched.failed_rank
+        again, host = code == EXIT_TRAINING, None if hosts is None or failed is None else hosts.by_rank[failed]
+    return _Ended(code, again, host if again else None, requests.grows and code == EXIT_STOPPED)
+
+
+def _attend(launched: Launched, link: Channel, ranks: int, requests: Requests, saves: Path | None) -> int:
+    """Pass signals on and wait. If a rank is killed from outside, `launched` ends the others."""
+    try:
+        status = _wait(launched, link, ranks, requests)
+    finally:
+        _end(launched, link)
+    code = link.exit_code
+    if code is not None:
+        return code
+    if status == 0:
+        return 0
+    if requests.again is not None:
+        return 128 + requests.again
+    if link.why_not_started is not None:
+        print(f"hpctrain: {link.why_not_started}", file=sys.stderr)
+        return EXIT_ENVIRONMENT
+    who = "a rank" if launched.failed_rank is None else f"rank {launched.failed_rank}"
+    where = "" if link.failed_host is None else f" on {link.failed_host}"
+    print(
+        f"hpctrain: {who}{where} ended without an error message (status {status}): killed, or out of memory?"
+        + ("" if saves is None else _what_continues(saves)),
+        file=sys.stderr,
+    )
+    return EXIT_TRAINING
+
+
+def _what_continues(checkpoints: Path) -> str:
+    if _has_saved(checkpoints):
+        return " The same command continues from the newest checkpoint"
+    return " There is no checkpoint yet: the same command begins at step 0; [checkpoint] every_steps saves on the way"
+
+
+def _wait(launched: Launched, link: Channel, ranks: int, requests: Requests) -> int | None:
+    """The status of `launched`; None if a second request to stop arrives before all ranks can answer the first."""
+    while True:
+        try:
+            return launched.wait(timeout=_POLL)
+        except subprocess.TimeoutExpired:
+            asked = requests.present()
+            if asked and link.pass_on(asked) < ranks and requests.again is not None:
+                return None
+
+
+def _end(launched: Launched, link: Channel) -> None:
+    """End all ranks, whatever made this process stop waiting."""
+    give_up = time.monotonic() + _GRACE
+    while launched.poll() is None and time.monotonic() < give_up:
+        link.kill_ranks()  # repeatedly: some may still be starting
+        with suppress(subprocess.TimeoutExpired):
+            launched.wait(timeout=_POLL)
+    if launched.poll() is None:
+        launched.kill()

@@ -1,0 +1,133 @@
+"""The launcher channel between `hpctrain run --hostfile` and ranks on other hosts: the standard streams of mpiexec.
+
+A directory, as in link.py, is not on all hosts. But mpiexec passes its standard input on to rank 0, and the ranks' standard error
+back. Signals are numbers, a line each, on the first way. On the second, between two control characters, ranks tell that they have
+started or can answer signals, and the job's exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from hpctrain.ranks.launcher_channel import LauncherChannel, on_terminal
+
+_WORD = "mpiexec"
+"""In place of a directory in `--started-by`."""
+_ON_TERMINAL, _ERRORS_ON_TERMINAL = ":terminal", ":error-terminal"
+"""Behind the word, in this order."""
+_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_SAID = re.compile(rb"\x1ehpctrain (started|ready|exit) (\d{1,9})\x1f")
+_LONGEST = 40
+"""More bytes after the first control character are no message."""
+_FAILED = (
+    re.compile(rb"PID \d+ RUNNING AT (\S+)"),  # MPICH, on standard output
+    re.compile(rb"with PID \d+ on node (\S+)"),  # Open MPI
+    re.compile(rb"ssh: (?:connect to host|Could not resolve hostname) ([\w.-]+)"),
+    re.compile(rb"([\w.-]+): Permission denied"),  # ssh
+    re.compile(rb"Remote host: +(\S+)"),  # Open MPI: out of reach
+    re.compile(rb"missing: ranks? [\d, -]+ on (\S+) (?:is|are|has) "),  # the watchdog
+    re.compile(rb"hpctrain: rank \d+ on (\S+) failed"),
+    re.compile(rb", on rank \d+ on (\S+)"),  # an error in a user's or a plugin's code
+)
+
+
+def word() -> str:
+    """What the ranks get as `--started-by`."""
+    return _WORD + _ON_TERMINAL * on_terminal(sys.stdout) + _ERRORS_ON_TERMINAL * on_terminal(sys.stderr)
+
+
+def is_word(text: str) -> bool:
+    """Whether a starter has given it, and no directory."""
+    return re.fullmatch(f"{_WORD}({_ON_TERMINAL})?({_ERRORS_ON_TERMINAL})?", text) is not None
+
+
+def attach_to_mpiexec(text: str) -> LauncherChannel:
+    """A rank's side. Call it before MPI starts: the starter counts the ranks that have started."""
+    rank = next((int(os.environ[name]) for name in _RANK if name in os.environ), 0)
+    out = os.dup(2)  # what users' code does to standard error does not matter
+    ready = threading.Event()
+    if rank == 0:
+        read = os.dup(0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # processes that the rank starts must not take the signals
+        threading.Thread(target=_take_signals, args=(read, ready), daemon=True).start()
+
+    def say(what: str, number: int) -> None:
+        with suppress(OSError):  # the launcher is gone, and ends the ranks
+            os.write(out, f"\x1ehpctrain {what} {number}\x1f".encode())
+
+    def answers_signals() -> None:
+        ready.set()
+        say("ready", rank)
+
+    say("started", rank)
+    terminal, error_terminal = _ON_TERMINAL in text, _ERRORS_ON_TERMINAL in text
+    return LauncherChannel(terminal, error_terminal, lambda code: say("exit", code), answers_signals)
+
+
+def _take_signals(read: int, ready: threading.Event) -> None:
+    with os.fdopen(read, "rb") as lines:
+        for line in lines:
+            ready.wait()
+            if line.strip().isdigit():
+                os.kill(os.getpid(), int(line))
+
+
+@dataclass
+class Heard:
+    """What ranks and mpiexec have said.
+
+    started: the ranks that have started. ready: those that can answer signals. code: the job's exit code, from the first rank that
+    told one. failed: the nodes that failed, the first one first, by the names that the launcher or a rank gave them.
+    """
+
+    started: set[int] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
+    code: int | None = None
+    failed: list[str] = field(default_factory=list)
+
+
+class Listener:
+    """Takes the messages to the starter out of one of the streams."""
+
+    def __init__(self, heard: Heard) -> None:
+        self._heard = heard
+        self._held = self._line = b""
+
+    def take(self, chunk: bytes) -> bytes:
+        """What can be passed on. Anything from an unfinished message on is held."""
+        text = _SAID.sub(self._hear, self._held + chunk)
+        begin = text.rfind(b"\x1e")
+        complete = text if begin < 0 or len(text) - begin > _LONGEST else text[:begin]
+        self._held = text[len(complete) :]
+        self._look(complete)
+        return complete
+
+    def rest(self) -> bytes:
+        """What is held at the end."""
+        return self._held
+
+    def _hear(self, found: re.Match[bytes]) -> bytes:
+        what, number = found[1], int(found[2])
+        if what == b"exit":
+            self._heard.code = number if self._heard.code is None else self._heard.code
+        else:
+            (self._heard.started if what == b"started" else self._heard.ready).add(number)
+        return b""
+
+    def _look(self, text: bytes) -> None:
+        *lines, self._line = (self._line + text).split(b"\n")
+        for line in lines:
+            found = next((one for pattern in _FAILED if (one := pattern.search(line))), None)
+            if found is not None:
+                self._heard.failed.append(found[1].decode("utf-8", "replace").rstrip(",.:;"))
+
+
+def signals(numbers: Sequence[int]) -> bytes:
+    """What to write for rank 0."""
+    return "".join(f"{number}\n" for number in numbers).encode()

@@ -1,0 +1,121 @@
+"""Assembles a session: builds the model, opens the data, restores a checkpoint, and prints the resolved job."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from hpctrain.checking.check import CheckedJob
+from hpctrain.checking.choices import refuse_machine
+from hpctrain.contracts.optimization import Schedule
+from hpctrain.contracts.plan import Machine
+from hpctrain.model.conformance.trials import refuse_impure_schedule
+from hpctrain.model.mesh import build_meshes, layout_of
+from hpctrain.plugins.life_cycle import LifeCycle
+from hpctrain.ranks.detection import launcher_name
+from hpctrain.ranks.meeting import World
+from hpctrain.training.deadline import deadline_of
+from hpctrain.training.feed import Feed
+from hpctrain.training.guard.judging import Guard
+from hpctrain.training.guard.memory import memory_explained
+from hpctrain.training.guard.replicas import Replicas
+from hpctrain.training.progress import Progress
+from hpctrain.training.report import Report
+from hpctrain.training.restoring import restore
+from hpctrain.training.saving import open_store
+from hpctrain.training.session import Session
+from hpctrain.training.trained_model import TrainedModel
+
+
+def assemble(
+    checked: CheckedJob, world: World, device: torch.device, resume: str, hooks: LifeCycle, begin: float | None = None
+) -> Session:
+    """The session that the loop works with. Collective.
+
+    resume: "auto", "never" or a path. begin: of the run, on time.monotonic(); None: now.
+    """
+    job, parts, identity = checked.job, checked.parts, world.identity
+    refuse_machine(job, parts, Machine(identity, device), checked.registry)
+    hooks.refuse_differences()
+    layout = layout_of(job, parts, identity.size)
+    meshes = build_meshes(layout, device)
+    report = Report(identity, world.channel, job.checkpoint.keep_best, begin)
+    building = memory_explained(job, parts, identity, device, "while the model was built", has_batch=False)
+    with hooks.phase("build", 0), building:
+        model = TrainedModel(job, parts, meshes, identity.node, device, hooks)
+    feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device, model.split)
+    if job.guard.rolls_back:
+        feed.refuse_stream()
+    refuse_impure_schedule(parts.schedule, feed.steps)
+    progress, guard = Progress(feed.steps), Guard(job.guard)
+    told = hooks.call("hpctrain_state", job=job, identity=identity, model=model)
+    session = Session(
+        job, parts, identity, device, layout, hooks, report, model, feed,
+        store=open_store(job, parts),
+        guard=guard,
+        replicas=Replicas(model.module, meshes, identity) if job.guard.replica_check_every else None,
+        deadline=deadline_of(job.job.time_limit, time.monotonic() if begin is None else begin, identity),
+        states=[*guard.state(), *told],
+        progress=progress,
+    )  # fmt: skip
+    with memory_explained(job, parts, identity, device, "while the optimizer's state was made", has_batch=False):
+        restore(session, resume)
+    model.refuse_optimizer()
+    if job.job.epochs is not None and progress.step:  # the earlier run may have had another batch size
+        progress.steps = progress.step + feed.steps_from(progress.samples_seen)
+    for name, value in describe(session).items():
+        report.say(f"{name:<12} {value}")
+    if progress.step:
+        report.say(f"resuming     from step {progress.step} ({session.saved.newest})")
+        for sentence in changed_schedule(parts.schedule, progress):
+            report.say(f"schedule     {sentence}")
+    if session.replicas is not None and not session.replicas.exist():
+        report.say("guard        replica_check_every has no effect: no two ranks hold the same parameters")
+    report.open(job.output_dir, parts.loggers, progress.step)
+    return session
+
+
+def changed_schedule(schedule: Schedule, progress: Progress) -> list[str]:
+    """A sentence if the schedule spans other steps than before the resume, and its factor on lr is another one for that."""
+    before, now, last = progress.steps_before, progress.steps, progress.step - 1
+    if before is None or before == now or progress.done:
+        return []
+    places = range(min(before, now), 0, -max(1, min(before, now) // 1000))
+    if all(schedule.factor(place - 1, before) == schedule.factor(place - 1, now) for place in places):
+        return []
+    was, is_now = (schedule.factor(last, steps) for steps in (before, now))
+    return [
+        f"{schedule.name} spans {now} steps now and spanned {before}: at step {progress.step} its factor on lr was {was:.3g} "
+        f"and is {is_now:.3g}"
+    ]
+
+
+def describe(session: Session) -> dict[str, str]:
+    """The resolved job in a few lines."""
+    job, parts, identity, plan, model = session.job, session.parts, session.identity, session.feed.plan, session.model
+    progress, everything, trained = session.progress, model.elements, model.trained_elements
+    pipeline = model.runner.describe(plan.micro_batches)
+    left = max(0, progress.steps - progress.step) * plan.samples_per_step
+    epochs = session.feed.epochs(progress.samples_seen + left)
+    compression = model.sums.describe()
+    threads = torch.get_num_threads()
+    name = launcher_name() if identity.source == "mpi" else None
+    launcher = f", started by {name}" if name else ""
+    dealt = " (numbered by node; the launcher had dealt them out in turn)" if identity.renumbered else ""
+    chosen = (parts.model, parts.dataset, parts.optimizer, parts.schedule)
+    return {
+        "job": f"{job.job.name}, seed {job.job.seed}, {progress.steps} steps, files in {job.output_dir}",
+        "ranks": f"{identity.size} ({identity.source}){launcher}, {identity.local_size} per node{dealt}, "
+        f"{threads} thread{'s' if threads > 1 else ''} each, on {session.device.type}",
+        "mesh": f"{session.layout}; sharding {parts.sharding.name}",
+        **({"pipeline": pipeline} if pipeline else {}),
+        "batch": str(plan),
+        "data": session.feed.describe(epochs),
+        **({"loader": session.feed.remark} if session.feed.remark else {}),
+        "parameters": f"{everything:,}" + (f", {trained:,} trained" if trained != everything else ""),
+        "precision": parts.precision.describe(session.device),
+        **({"compression": compression} if compression else {}),
+        "plugins": ", ".join(plugin.name for plugin in chosen)
+        + f", {parts.checkpoint.name} checkpoints, {parts.communicator.name} communicator",
+    }

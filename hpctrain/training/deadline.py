@@ -1,0 +1,64 @@
+"""The end of the time that a job has: early enough before it, the loop saves and stops, as after a signal."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+from hpctrain.contracts.identity import Identity
+from hpctrain.ranks.slurm import end_time
+
+_RESERVE = 1.5
+"""How many times what steps and saves took at most is left for the last ones."""
+_UNKNOWN_SAVE, _SHARE = 60.0, 0.1
+"""Seconds left for the first save, but at most this share of all time."""
+_SLACK, _SLACK_SHARE = 5.0, 0.05
+"""Seconds left for all else, and the most of them as a share of all time."""
+
+
+class Deadline:
+    """Rank 0's view of the time that is left. The other ranks are told at the end of a step."""
+
+    def __init__(self, given: float | None, begin: float) -> None:
+        """given: seconds from `begin` (on time.monotonic()) to the end of the job's time; None: it has all time."""
+        self.is_near = False
+        """Whether the training stops because of it."""
+        self._given, self._end = given or 0.0, None if given is None else begin + given
+        self._turn, self._save = 0.0, min(_UNKNOWN_SAVE, _SHARE * self._given)
+        self._turned: float | None = None
+        self._save_begun: float | None = None
+        self._has_saved = False
+
+    def turn(self) -> bool:
+        """Called in each step; whether it has to be the last one."""
+        now = time.monotonic()
+        if self._turned is not None:
+            self._turn = max(self._turn, now - self._turned)
+        self._turned = now
+        if self._end is not None:
+            slack = min(_SLACK, _SLACK_SHARE * self._given)
+            self.is_near = now + _RESERVE * (self._turn + self._save) + slack > self._end
+        return self.is_near
+
+    def save_begins(self) -> None:
+        """A save begins."""
+        self._save_begun = time.monotonic()
+
+    def saved(self) -> None:
+        """The save that has begun, if one has, is complete."""
+        if self._save_begun is not None:
+            seconds = time.monotonic() - self._save_begun
+            self._save = max(self._save, seconds) if self._has_saved else seconds
+            self._save_begun, self._has_saved = None, True
+
+
+def deadline_of(
+    time_limit: float | None, begin: float, identity: Identity, environment: Mapping[str, str] = os.environ
+) -> Deadline:
+    """The earlier one of `[job] time_limit` and the end of the Slurm job. begin: of the run, on time.monotonic()."""
+    if identity.rank != 0:
+        return Deadline(None, begin)
+    end = end_time(environment)
+    left = [] if end is None else [end - time.time() + time.monotonic() - begin]
+    return Deadline(min([*left, *([] if time_limit is None else [time_limit])], default=None), begin)

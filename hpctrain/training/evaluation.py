@@ -1,0 +1,114 @@
+"""An evaluation: the loss and the job's metrics over the samples of a split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hpctrain.base.errors import TrainingError, UsageError
+from hpctrain.contracts.metric import RunningMetric, as_number
+from hpctrain.contracts.model import Batch
+from hpctrain.contracts.runner import MicroBatch
+from hpctrain.data.loader import Loader
+from hpctrain.job.parts import Parts
+from hpctrain.job.tables import Job
+from hpctrain.model.conformance.hooks import refuse_different_values, tensors_kept
+from hpctrain.ranks.exchange import gather_values, sum_of
+from hpctrain.training.metrics import gather_row
+from hpctrain.training.trained_model import TrainedModel
+
+_TAKEN = ("exit_code", "tokens", "samples")
+
+
+def evaluate(
+    model: TrainedModel, parts: Parts, loader: Loader, moved: Callable[[], None] = lambda: None
+) -> tuple[dict[str, float], int]:
+    """The metrics by name, first of all "loss", and how many tokens or samples were counted; closes the loader. Collective.
+
+    moved: called before each micro batch.
+    """
+    running = [metric.start() for metric in parts.metrics]
+
+    def see(outputs: Any, batch: Batch) -> None:
+        show(parts, running, outputs, batch)
+
+    try:
+        micro_batches = _in_step(loader) if loader.ends_unplanned else loader
+        loss_sum, count = model.runner.evaluate(_told(micro_batches, moved), see)
+    finally:
+        loader.close()
+    sums = gather_row([loss_sum.item() * model.loss_share, count * model.loss_share]).sum(0)
+    if not sums[1]:
+        raise TrainingError("no token or sample of the evaluated split has a label", everywhere=True)
+    named = model.named_losses.take(sums[1].item())
+    found = {"loss": (sums[0] / sums[1]).item(), **{f"loss_{name}": value for name, value in named.items()}}
+    if running:
+        mine = [
+            {name: as_number(f"[[metric]]: {name!r}", value) for name, value in one.compute(model.batch_group).items()}
+            for one in running
+        ]
+        everyone: list[tuple[int, list[dict[str, float]]]] = gather_values((count, mine))
+        having = [values for counted, values in everyone if counted]
+        for metric, of_ranks in zip(parts.metrics, zip(*having, strict=True), strict=True):
+            refuse_different_values(metric, of_ranks)
+        add_measured(found, having[0], parts.model.counts)
+    return found, int(sums[1])
+
+
+def show(parts: Parts, running: Sequence[RunningMetric], outputs: Any, batch: Batch) -> None:
+    """Give each of the job's metrics the outputs of a micro batch, or their logits."""
+    if not running:
+        return
+    whole, target = _whole(outputs), parts.model.target(batch)
+    for metric, one in zip(parts.metrics, running, strict=True):
+        shown = _whole(parts.model.logits(outputs)) if metric.takes_logits else whole
+        with tensors_kept(f"the metric {metric.name!r}", shown, batch):
+            one.update(shown, target)
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def add_measured(found: dict[str, float], measured: Iterable[Mapping[str, float]], counts: str) -> None:
+    """Add each metric's values to the losses in `found`. counts: "tokens" or "samples". Raises UsageError for a name that is
+    taken."""
+    for name, value in (item for values in measured for item in values.items()):
+        if name in found or name in (*_TAKEN, counts):
+            why = f"[[metric]]: found two values called {name!r}; leave a metric out, or give its function another name"
+            raise UsageError(why, everywhere=True)
+        found[name] = value
+
+
+def refuse_unmeasured(job: Job, names: Iterable[str]) -> None:
+    """Raises UsageError if `[checkpoint] keep_best` goes by something that is not among the `names` of what is measured."""
+    best = job.checkpoint.keep_best
+    if best is not None and best.metric not in names:
+        raise UsageError(
+            f"[checkpoint] keep_best: evaluations measure {', '.join(names)}, and not {best.metric!r}", everywhere=True
+        )
+
+
+def _told(micro_batches: Iterable[MicroBatch], moved: Callable[[], None]) -> Iterator[MicroBatch]:
+    for micro in micro_batches:
+        moved()
+        yield micro
+
+
+def _in_step(loader: Loader) -> Iterator[MicroBatch]:
+    """The micro batches of a stream. Raises TrainingError if ranks have more of them than others, which would wait forever."""
+    while True:
+        micro = next(loader, None)
+        going_on = sum_of(micro is not None)
+        if going_on not in (0, dist.get_world_size()):
+            raise TrainingError(
+                "[evaluation]: the stream ended earlier on some ranks than on others, expected the same items on all; it must not "
+                "depend on the rank",
+                everywhere=True,
+            )
+        if micro is None:
+            return
+        yield micro

@@ -1,0 +1,200 @@
+"""This rank's samples of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+
+from hpctrain.base.errors import EnvironmentUnfitError, UsageError
+from hpctrain.contracts.dataset import Lengths, Samples, Split, Stream
+from hpctrain.contracts.model import Batch
+from hpctrain.data.batches import Batches
+from hpctrain.data.loader import Loader
+from hpctrain.data.opening import make_collation, make_plan, open_data, steps_of_epochs
+from hpctrain.data.plan import BatchPlan, Planned
+from hpctrain.data.pool import Pool
+from hpctrain.data.shapes import OneShape, axis_of_one_shape
+from hpctrain.data.streams import EvaluatedStream, TrainedStream
+from hpctrain.data.tokens import TokenPlan
+from hpctrain.job.parts import Parts
+from hpctrain.job.tables import Job
+from hpctrain.ranks.exchange import gather_values
+from hpctrain.training.progress import Progress
+from hpctrain.training.stream_places import StreamPlaces
+
+_SHOWN = 4
+"""The most ranks that a message about different data names."""
+
+
+class Feed:
+    """Opens the data and loads this rank's part of each global batch.
+
+    steps: of a run from the beginning. plan: this rank's part in the global batches.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        parts: Parts,
+        rank: int,
+        ranks: int,
+        node: str,
+        device: torch.device,
+        split: Callable[[Batch], Batch],
+    ) -> None:
+        """Collective over the world. rank, ranks: among the data-parallel ranks. node: this rank's node.
+        split: cuts this rank's part from a micro batch."""
+        self._job, self._parts, self._rank, self._ranks, self._device = job, parts, rank, ranks, device
+        self._split = split
+        data = open_data(job, parts, node)
+        self._training, self._validation, self._order = data.training, data.validation, data.order
+        self.samples, self.steps, self.fingerprint = data.samples, data.steps, data.fingerprint
+        self._refuse_differences(node)
+        self.plan = self._make_plan(data.lengths)
+        self._lengths, self._validation_lengths = data.lengths, data.validation_lengths
+        self._pools: dict[Split, Pool] = {}
+        self._loader: Loader | None = None
+        stream = self._training if isinstance(self._training, Stream) else None
+        self._places = None if stream is None else StreamPlaces(stream, rank, ranks, workers_of(job, stream))
+
+    def _refuse_differences(self, node: str) -> None:
+        everyone: list[tuple[int | None, str, str]] = gather_values((self.samples, self.fingerprint, node))
+        told = [
+            f"rank {rank} on {node} has {one or 'a stream of'} samples ({found})"
+            for rank, (one, found, node) in enumerate(everyone)
+        ]
+        others = [rank for rank, one in enumerate(everyone) if one[:2] != everyone[0][:2]]
+        if others:
+            shown = [told[rank] for rank in others[:_SHOWN]] + ["..."] * (len(others) > _SHOWN)
+            raise EnvironmentUnfitError(
+                f"the dataset {self._job.dataset.name!r} is not the same on all ranks: {told[0]}, but {', '.join(shown)}; "
+                "give all nodes the same files. Items must not depend on the rank: hpctrain deals them "
+                "out. A dataset can say which samples it has with a method fingerprint()"
+            )
+
+    def refuse_stream(self) -> None:
+        """Raises UsageError if the samples can't be taken up at any position, as after a rollback."""
+        if self._places is not None:
+            raise UsageError(
+                f"[guard]: a rollback goes on with the samples after the failing ones, but [dataset] {self._job.dataset.name!r} "
+                'is a stream, which can only be read on from a checkpoint; expected "skip" or "stop", or data with __getitem__',
+                everywhere=True,
+            )
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are samples to evaluate with."""
+        return self._validation is not None
+
+    def steps_from(self, samples_seen: int) -> int:
+        """The number of steps of the job's epochs from this position in the order of the samples."""
+        return steps_of_epochs(self._job, self.samples or 0, self._order, self._lengths, samples_seen)
+
+    def samples_of(self, epochs: float) -> float:
+        """The samples of so many epochs; 0 if epochs can't be counted."""
+        return epochs * (self.samples or 0)
+
+    def epochs(self, samples_seen: float) -> float:
+        """The passes over the data; of a stream of unknown length the completed ones."""
+        if self.samples:
+            return samples_seen / self.samples
+        self._note_places()
+        return 0.0 if self._places is None else float(self._places.epoch)
+
+    def describe(self, epochs: float) -> str:
+        """The data in a line. epochs: at the end of the run."""
+        told = f"{self.samples:,} samples, {epochs:.2f} epochs" if self.samples else "unknown number of samples"
+        if self._places is None:
+            return told
+        whole = "read whole by each data-parallel rank" if self._ranks > 1 else "read by one reader"
+        return f"a stream, {f'in {self._places.shards} shards' if self._places.shards > 1 else whole}, {told}"
+
+    @property
+    def sample_kind(self) -> str:
+        """The words before an index of the training data: "sample 7", "item 7"."""
+        return "sample" if self._places is None else "item"
+
+    @property
+    def remark(self) -> str:
+        """A line for the screen about the data set's own settings that are used; "" for none."""
+        return self._training.remark
+
+    def training_loader(self, progress: Progress) -> Loader:
+        """The micro batches from here to the last step."""
+        plan = self.plan.training(self._order, progress.samples_seen, progress.steps - progress.step)
+        axis = axis_of_one_shape(self._job, self._parts)
+        split = self._split if axis is None else OneShape(self._split, axis)
+        self._loader = self._load("train", lambda: self._training_pool(progress), plan, split)
+        return self._loader
+
+    def _training_pool(self, progress: Progress) -> Pool:
+        if self._places is None:
+            return make_pool(self._job, self._parts, self._training)
+        assert isinstance(self._training, Stream)
+        reading = self._places.reading(progress.samples_seen, progress.step * self.plan.micro_batches)
+        collate, table = make_collation(self._job, self._parts, self._training), self._job.dataset
+        batches = TrainedStream(self._training, collate, self._job.job.seed, reading)
+        return Pool(batches, self._places.workers, table.prefetch, table.start_method)
+
+    def validation_loader(self, micro_batches: int | None = None) -> Loader:
+        """This rank's part of the evaluation, or its first `micro_batches`."""
+        source, batches = self._validation, self._job.evaluation.batches
+        assert source is not None
+        whole = evaluation_plan(self._make_plan(self._validation_lengths), source, batches)
+        plan = islice(whole, micro_batches)
+        return self._load("validation", lambda: make_pool(self._job, self._parts, source), plan, self._split)
+
+    def stream_values(self) -> dict[str, Any] | None:
+        """The values with which a checkpoint continues a stream; None for samples. Collective."""
+        self._note_places()
+        return None if self._places is None else self._places.values()
+
+    def restore_stream(self, values: Mapping[str, Any] | None) -> str:
+        """Continue a stream from a checkpoint's values; return a sentence for the screen, or ""."""
+        return "" if self._places is None or values is None else self._places.restore(values)
+
+    def _note_places(self) -> None:
+        if self._places is not None and self._loader is not None:
+            self._places.update(self._loader.places)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        for pool in self._pools.values():
+            pool.close()
+
+    def _make_plan(self, lengths: Lengths | None) -> BatchPlan | TokenPlan:
+        return make_plan(self._job, self._parts, lengths, self._rank, self._ranks)
+
+    def _load(
+        self, which: Split, make: Callable[[], Pool], plan: Iterator[Planned], split: Callable[[Batch], Batch]
+    ) -> Loader:
+        """Workers live from the first loader of their data to the end of the run: to start them takes seconds."""
+        if which not in self._pools:
+            self._pools[which] = make()
+        return Loader(self._pools[which], plan, split, self._device, self._parts.precision.parameter_dtype)
+
+
+def make_pool(job: Job, parts: Parts, source: Samples | Stream) -> Pool:
+    """Loads samples as the job says; of a stream the evaluations, each from its beginning."""
+    collate, table, workers = make_collation(job, parts, source), job.dataset, workers_of(job, source)
+    if isinstance(source, Stream):
+        return Pool(EvaluatedStream(source, collate, job.job.seed), min(workers, 1), table.prefetch, table.start_method)
+    return Pool(Batches(source, collate, job.job.seed), workers, table.prefetch, table.start_method)
+
+
+def workers_of(job: Job, source: Samples | Stream) -> int:
+    """Worker processes of each rank: the job's, else the data's own."""
+    return source.workers if job.dataset.workers is None else job.dataset.workers
+
+
+def evaluation_plan(
+    plan: BatchPlan | TokenPlan, source: Samples | Stream, batches: int | None = None
+) -> Iterator[Planned]:
+    """Each micro batch of an evaluation on so many global batches (None: all of the split)."""
+    if isinstance(source, Samples):
+        return plan.evaluation(len(source), batches)
+    assert isinstance(plan, BatchPlan)  # streams have no batches by tokens
+    return plan.evaluation_of_stream(batches)

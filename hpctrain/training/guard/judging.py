@@ -1,0 +1,174 @@
+"""Judges each step before its update: from figures that all ranks have, so that all ranks act alike."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hpctrain.base.errors import CheckpointError
+from hpctrain.contracts.life_cycle import PluginState
+from hpctrain.job.watching import GuardTable
+
+_MEND = "mend the samples, or leave them out of the data"
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Figures of a step that all ranks know before its update.
+
+    losses: each rank's part of the loss. out_of_memory: the ranks without memory for their forwards and backwards.
+    overflow: whether the gradients overflowed under a loss scale that can fall, which is no failure.
+    """
+
+    step: int
+    loss: float
+    norm: float
+    losses: Sequence[float]
+    out_of_memory: Sequence[int]
+    overflow: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The guard's decision about a step. said: a clause about what was found."""
+
+    cause: Literal["non_finite", "loss_spike", "oom"]
+    action: Literal["stop", "skip", "rollback", "warn"]
+    figures: StepFigures
+    said: str
+    exhausted: bool = False
+    """Whether the job stops because too many steps in a row were left out."""
+    samples: str | None = None
+    """A clause about the step's samples with nan or inf; None if there are none."""
+
+    @property
+    def updates(self) -> bool:
+        """Whether the step's update is made."""
+        return self.action == "warn"
+
+
+class _Kept(BaseModel):
+    """The guard's state in a checkpoint."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    losses: list[float]
+    in_row: int = Field(ge=0)
+    skipped: int = Field(ge=0)
+
+
+def remedy_for(verdict: Verdict, saved: bool) -> str:
+    """The remedy for a verdict that ends the training. saved: whether there is a checkpoint."""
+    if verdict.exhausted:
+        return "as many steps in a row were left out as [guard] limit allows"
+    if verdict.action == "rollback":
+        if not saved:
+            return "there is no checkpoint yet to go back to; lower [checkpoint] every_steps"
+        remedy = _MEND if verdict.samples else "try a smaller lr or [optimizer] clip_norm"
+        return f"as many rollbacks led to one checkpoint as [guard] limit allows; {remedy}"
+    leaves_out = {
+        "non_finite": 'non_finite = "skip"',
+        "loss_spike": 'loss_spike.action = "skip"',
+        "oom": 'oom = "skip"',
+    }
+    remedy = _MEND if verdict.samples else "try a smaller lr, [optimizer] clip_norm or another precision"
+    return f"{remedy}; [guard] {leaves_out[verdict.cause]} leaves such updates out"
+
+
+class Guard:
+    """The guards of one run. Equal on all ranks; no method communicates."""
+
+    def __init__(self, table: GuardTable) -> None:
+        self._table = table
+        window = table.loss_spike.window if table.loss_spike else 0
+        self._losses: deque[float] = deque(maxlen=window)
+        """Losses of the newest steps that updated the model."""
+        self._in_row = 0
+        self.skipped = 0
+        """Steps of this run that a guard left out."""
+        self.rollbacks = 0
+        """Rollbacks in this process."""
+        self._target: tuple[Path, int] | None = None
+        """The checkpoint of the newest rollback, and how many led there."""
+
+    def judge(self, figures: StepFigures) -> Verdict | None:
+        """The verdict on a step; None for an ordinary one, and for one that only the loss scaler leaves out."""
+        verdict = self._judge(figures)
+        if verdict is not None and verdict.action == "skip":
+            return self._left_out(verdict)
+        if not figures.overflow and (verdict is None or verdict.updates):
+            self._in_row = 0
+            self._losses.append(figures.loss)
+        return verdict
+
+    def _judge(self, figures: StepFigures) -> Verdict | None:
+        loss, spike = figures.loss, self._table.loss_spike
+        if figures.out_of_memory:
+            return Verdict("oom", "skip", figures, "out of memory")
+        if figures.overflow:
+            return None
+        if not (math.isfinite(loss) and math.isfinite(figures.norm)):
+            said = f"loss {loss}, gradient norm {figures.norm}, expected finite numbers"
+            return Verdict("non_finite", self._table.non_finite, figures, said)
+        if spike is None or len(self._losses) < spike.window:
+            return None
+        middle = median(self._losses)
+        if middle <= 0 or loss <= spike.factor * middle:
+            return None
+        said = f"loss {loss:.4g} is above {spike.factor:g} x {middle:.4g}, the median of the last {spike.window} steps"
+        return Verdict("loss_spike", spike.action, figures, said)
+
+    def _left_out(self, verdict: Verdict) -> Verdict:
+        if self._in_row == self._table.limit:
+            return Verdict(verdict.cause, "stop", verdict.figures, verdict.said, exhausted=True)
+        self._in_row += 1
+        self.skipped += 1
+        return verdict
+
+    def counted(self) -> str:
+        """How many steps were left out, for the screen."""
+        return f"{self._in_row} in a row, at most {self._table.limit}"
+
+    def may_go_back_to(self, checkpoint: Path) -> bool:
+        """Count a rollback to this checkpoint; false if there were as many as allowed."""
+        before = self._target[1] if self._target is not None and self._target[0] == checkpoint else 0
+        if before == self._table.limit:
+            return False
+        self._target = checkpoint, before + 1
+        self.rollbacks += 1
+        return True
+
+    def metrics(self, verdict: Verdict | None) -> dict[str, Any]:
+        """The guards' keys of a step's row; none in a run without an event."""
+        found: dict[str, Any] = {} if verdict is None else {"guard": verdict.cause}
+        if self.skipped:
+            found["skipped_steps"] = self.skipped
+        if self.rollbacks:
+            found["rollbacks"] = self.rollbacks
+        return found
+
+    def state(self) -> list[PluginState]:
+        """The guards' state in checkpoints, so that a resumed run judges as an uninterrupted one."""
+        if not self._table.may_leave_out and self._table.loss_spike is None:
+            return []
+        return [PluginState("guard", values=self._values, restore=self._restore)]
+
+    def _values(self) -> dict[str, Any]:
+        return _Kept(losses=list(self._losses), in_row=self._in_row, skipped=self.skipped).model_dump()
+
+    def _restore(self, values: dict[str, Any]) -> None:
+        try:
+            kept = _Kept.model_validate(values)
+        except ValidationError:
+            raise CheckpointError(
+                "the checkpoint's values of [guard] can't come from a training; choose another with --resume PATH"
+            ) from None
+        self._losses = deque(kept.losses, maxlen=self._losses.maxlen)
+        self._in_row, self.skipped = kept.in_row, kept.skipped

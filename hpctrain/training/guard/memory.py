@@ -1,0 +1,127 @@
+"""Explains a device without memory: what was asked for, what there is, and which settings of this job help."""
+
+from __future__ import annotations
+
+import logging
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from math import prod
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from hpctrain.base.devices import device_name, memory_left
+from hpctrain.base.errors import TrainingError
+from hpctrain.contracts.identity import Identity
+from hpctrain.contracts.model import ContextParallelModel, PipelineModel, TensorParallelModel, TokenModel
+from hpctrain.contracts.plugin import Plugin
+from hpctrain.job.parts import Parts
+from hpctrain.job.tables import Job
+from hpctrain.plugins.user_code import is_reference
+
+LOG = logging.getLogger("hpctrain")
+
+_OF_THE_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+
+
+@contextmanager
+def memory_explained(
+    job: Job, parts: Parts, identity: Identity, device: torch.device, doing: str, has_batch: bool = True
+) -> Iterator[None]:
+    """A lack of memory becomes a TrainingError with a sentence.
+
+    doing: what the rank is about, such as "in step 3". has_batch: whether there is a micro batch, so that a smaller one would help.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        lack = lack_of_memory(error)
+        if lack is None:
+            raise
+        LOG.info("out of memory", exc_info=error)
+        found = f"rank {identity.rank} on {identity.node} ran out of memory {doing}: {shortage(lack, device)}"
+        raise TrainingError(f"{found}; {advice(job, parts, identity.size, device, has_batch)}") from error
+
+
+def lack_of_memory(error: BaseException | None) -> BaseException | None:
+    """The error, or one that caused it, which says that a device or the machine lacks memory. torch has no class for the CPU's."""
+    while error is not None:
+        said = str(error) if isinstance(error, RuntimeError) else ""
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in said for words in _OF_THE_CPU):
+            return error
+        error = error.__cause__
+    return None
+
+
+def shortage(error: BaseException, device: torch.device) -> str:
+    """A clause about the memory that was asked for, and that there is."""
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    told = f"asked for {_readable(asked[1])}" if asked else (str(error).splitlines() or ["no size is known"])[0]
+    if not isinstance(error, torch.OutOfMemoryError):
+        return f"{told}, {_on_this_machine()}"
+    left = memory_left(device)
+    if left is None:
+        return told
+    free, total = (f"{one / 2**30:.2f} GiB" for one in left)
+    return f"{told}, {free} of {total} are free on {device_name(device)} {device.index or 0}"
+
+
+def _readable(size: str) -> str:
+    """ "1600000000 bytes" as "1.49 GiB"; other sizes unchanged."""
+    number, unit = size.split()
+    return f"{float(number) / 2**30:.2f} GiB" if unit == "bytes" else size
+
+
+def _on_this_machine() -> str:
+    """The machine's memory, and the limit of this process if it has one."""
+    memory, limit = psutil.virtual_memory(), resource.getrlimit(resource.RLIMIT_AS)[0]
+    limited = "" if limit == resource.RLIM_INFINITY else f"; this process may take {limit / 2**30:.2f} GiB (ulimit -v)"
+    return f"{memory.available / 2**30:.2f} GiB of {memory.total / 2**30:.2f} GiB are free on the machine{limited}"
+
+
+def advice(job: Job, parts: Parts, ranks: int, device: torch.device, has_batch: bool = True) -> str:
+    """The settings that would help, without those that are on, the cheapest first."""
+    different = ranks // prod(job.parallelism[name].size for name in parts.parallelism)
+    asked = [*([parts.activation_checkpointing] if has_batch else []), parts.sharding, *parts.parallelism.values()]
+    found = [
+        *chain.from_iterable(_told_by(plugin, different, device) for plugin in asked),
+        *([*_batch(job), *_sequence(job, parts)] if has_batch else []),
+        *_layout(job, parts),
+    ]
+    return f"what helps, the cheapest first: {'; '.join(found)}" if found else "use more ranks, or a smaller model"
+
+
+def _told_by(plugin: Plugin, ranks: int, device: torch.device) -> list[str]:
+    """The plugin's advice; a mistake of the plugin's must not hide that memory is lacking."""
+    try:
+        return [f"{one}" for one in plugin.memory_advice(ranks, device)]
+    except Exception as error:
+        LOG.warning("%s gave no advice: %s: %s", type(plugin).__qualname__, type(error).__name__, error)
+        return []
+
+
+def _batch(job: Job) -> list[str]:
+    size, tokens = job.batch.micro_size, job.batch.micro_tokens
+    if tokens is not None:
+        return [f"[batch] micro_tokens below {tokens}"]
+    if size is None or size == 1:
+        return []
+    smaller = next(one for one in range(size // 2, 0, -1) if size % one == 0)
+    return [f"[batch] micro_size = {smaller}, found {size}"]
+
+
+def _sequence(job: Job, parts: Parts) -> list[str]:
+    if not isinstance(parts.model, TokenModel):
+        return []
+    return [f"[dataset] seq_length below {job.dataset.seq_length or parts.model.max_seq_length}"]
+
+
+def _layout(job: Job, parts: Parts) -> list[str]:
+    kinds = {"tensor": TensorParallelModel, "context": ContextParallelModel, "pipeline": PipelineModel}
+    if is_reference(job.model.name):
+        del kinds["pipeline"]  # of these, only an nn.Sequential has pipeline stages
+    axes = [name for name, kind in kinds.items() if isinstance(parts.model, kind) and name not in parts.parallelism]
+    return [f"[parallelism] {' or '.join(f'{name} = 2' for name in axes)}"] if axes else []

@@ -1,0 +1,96 @@
+"""Compares the parameters of ranks that hold the same ones: silent data corruption makes them differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpctrain.base.errors import TrainingError
+from hpctrain.contracts.identity import Identity
+from hpctrain.contracts.pieces import Piece, pieces_of
+from hpctrain.model.mesh import Meshes
+from hpctrain.ranks.exchange import gather_values, sum_of
+from hpctrain.training.guard.checksum import checksum
+from hpctrain.training.guard.culprit import SHOWN, named_ranks
+
+
+class Replicas:
+    """Every rank's parameters, against those of the ranks that hold replicas of them along the data axes.
+
+    Before an update: a strategy that gathers parameters after it would hide a wrong copy. Optimizer state and summed gradients
+    need no check of their own: a difference in them makes the next update's parameters differ.
+    """
+
+    def __init__(self, module: nn.Module, meshes: Meshes, identity: Identity) -> None:
+        self._module, self._meshes, self._identity = module, meshes, identity
+        spread = [axis for axis in meshes.model.mesh_dim_names or () if axis not in meshes.data_axes]
+        self._place = [meshes.axis(axis).get_local_rank() for axis in spread]
+        """This rank's place among the ranks that hold other parts of the model."""
+        self._equal_at: int | None = None
+
+    def exist(self) -> bool:
+        """Whether any two ranks hold the same parameters. Collective over all ranks."""
+        return bool(sum_of(sum(len(self._groups(axes)) for axes in {piece.axes for piece in self._pieces()})))
+
+    def check(self, step: int) -> None:
+        """Compare the parameters after `step` steps. Raises TrainingError on all ranks if any differ. Collective over all ranks."""
+        found = [(piece, checksum(piece.tensor)) for piece in self._pieces()]
+        differs = sum(self._differs(axes, found) for axes in sorted({piece.axes for piece, _ in found}))
+        if not sum_of(differs):
+            self._equal_at = step
+            return
+        mine = {f"{piece.name} {piece.offsets}": value for piece, value in found} if differs else {}
+        everyone = gather_values((self._identity.node, self._place, mine))
+        before = "" if self._equal_at is None else f", the last time after {self._equal_at} steps"
+        raise TrainingError(
+            f"after {step} steps {_sentence(everyone)}; memory or a processor there may be faulty: leave out the node, and start "
+            f"again with --resume and a checkpoint from when the replicas were equal{before}",
+            everywhere=True,
+        )
+
+    def _pieces(self) -> Iterator[Piece]:
+        for name, parameter in self._module.named_parameters():
+            yield from (piece for piece in pieces_of(self._module, name, parameter) if piece.tensor.numel())
+
+    def _groups(self, axes: Sequence[str]) -> list[dist.ProcessGroup]:
+        """The ranks along each data axis that hold replicas of pieces with these axes."""
+        groups = [self._meshes.group(axis, axes) for axis in self._meshes.data_axes if axis not in axes]
+        return [group for group in groups if group.size() > 1]
+
+    def _differs(self, axes: Sequence[str], found: Sequence[tuple[Piece, int]]) -> bool:
+        """Whether any rank of this rank's groups has other values in pieces with these axes."""
+        content = ",".join(str(value) for piece, value in found if piece.axes == axes)
+        digest = int.from_bytes(hashlib.sha256(content.encode()).digest()[:7], "big")
+        differs = False
+        for group in self._groups(axes):
+            ends = torch.tensor([digest, -digest])
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+            differs |= bool(ends[0] != -ends[1])
+        return differs
+
+
+def _sentence(everyone: Sequence[tuple[str, Sequence[int], Mapping[str, int]]]) -> str:
+    """Who has other values than its replicas, in which tensor. everyone: node, place and checksums of every rank."""
+    nodes = [node for node, _, _ in everyone]
+    replicas: dict[tuple[tuple[int, ...], str], dict[int, int]] = {}
+    for rank, (_, where, checksums) in enumerate(everyone):
+        for key, value in checksums.items():
+            replicas.setdefault((tuple(where), key), {})[rank] = value
+    faults = {key: found for key, found in replicas.items() if len(set(found.values())) > 1}
+    (_, tensor), found = next(iter(faults.items()))
+    name = tensor.partition(" ")[0]
+    others = len({key.partition(" ")[0] for _, key in faults} - {name})
+    more = f" (and in {others} other tensor{'s' * (others > 1)})" if others else ""
+    (right, most), (_, fewer) = Counter(found.values()).most_common(2)
+    if most == fewer:
+        shown = ", ".join(f"rank {rank} on {nodes[rank]} has checksum {value:016x}" for rank, value in found.items())
+        return f"the replicas of {name} differ{more}, and no value is in the majority: {shown}"
+    wrong = [rank for rank, value in found.items() if value != right]
+    seen = ", ".join(f"{found[rank]:016x}" for rank in wrong[:SHOWN])
+    agreed = f"expected {right:016x} as on {most} replicas"
+    return f"{named_ranks(wrong, nodes)}: found checksum {seen} of {name}{more}, {agreed}"

@@ -1,0 +1,77 @@
+"""Every rank's own log, RUN/log/rank-00000.log: hpctrain's lines, and what users' code prints."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from hpctrain.base.errors import UsageError, escaped, reason
+from hpctrain.base.files import make_directory, open_to_change
+from hpctrain.contracts.identity import Identity
+from hpctrain.ranks.prints import Labelled, tell
+
+LOG = logging.getLogger("hpctrain")
+
+
+class _LogFile(logging.StreamHandler[TextIO]):
+    """Drops lines that cannot be written; logging would print a traceback on the screen for each."""
+
+    def __init__(self, path: Path) -> None:
+        make_directory(path.parent)
+        fd = open_to_change(path, os.O_WRONLY | os.O_APPEND)
+        super().__init__(open(fd, "a", encoding="utf-8"))  # noqa: SIM115 - open while the handler is
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        return
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.stream.close()
+        super().close()
+
+
+class _Screen(logging.Handler):
+    """Standard error as it is when a line comes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tell(self.format(record))
+
+
+class _Escaped(logging.Formatter):
+    """Escapes control characters: a line may quote another person's file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
+@contextmanager
+def logged_to_file(output_dir: Path, identity: Identity) -> Iterator[None]:
+    """Write every rank's log to its own file, and rank 0's warnings to the screen, too."""
+    path = output_dir / "log" / f"rank-{identity.rank:05d}.log"
+    try:
+        file = _LogFile(path)
+    except OSError as error:
+        raise UsageError(f"[job] output_dir: {path} cannot be written: {reason(error)}") from None
+    file.setFormatter(_Escaped("%(asctime)s %(levelname)s %(message)s"))
+    handlers: list[logging.Handler] = [file]
+    if identity.rank == 0:
+        screen = _Screen()
+        screen.setLevel(logging.WARNING)
+        screen.setFormatter(_Escaped("hpctrain: warning: %(message)s"))
+        handlers.append(screen)
+    LOG.setLevel(logging.INFO)
+    for handler in handlers:
+        LOG.addHandler(handler)
+    Labelled.copy = lambda line: file.handle(logging.makeLogRecord({"levelname": "PRINT", "msg": line}))
+    LOG.info("rank %d of %d on %s (%s)", identity.rank, identity.size, identity.node, identity.source)
+    try:
+        yield
+    finally:  # a program may run another job after this one
+        Labelled.copy = None
+        for handler in handlers:
+            LOG.removeHandler(handler)
+            handler.close()

@@ -1,0 +1,271 @@
+"""The training loop of every rank, from the first step to the last. Read it top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from numbers import Integral
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
+from hpctrain.base.torch_private import foreach_mul_
+from hpctrain.contracts.breach import broken
+from hpctrain.contracts.model import ModelSpec
+from hpctrain.contracts.runner import MicroBatch
+from hpctrain.data.loader import Loader
+from hpctrain.job.parts import Parts
+from hpctrain.model.conformance.first_step import FirstStep
+from hpctrain.model.conformance.hooks import weights_kept
+from hpctrain.ranks.exchange import gather_values, sum_of, together
+from hpctrain.training.evaluation import evaluate, refuse_unmeasured
+from hpctrain.training.guard.judging import StepFigures, Verdict
+from hpctrain.training.guard.memory import memory_explained
+from hpctrain.training.look import look
+from hpctrain.training.metrics import (
+    EvaluationRow,
+    Moment,
+    RankFigures,
+    StepRow,
+    StepTimes,
+    gather_figures,
+    memory_bytes,
+)
+from hpctrain.training.reactions import act, with_samples
+from hpctrain.training.saving import save_before_evaluation, save_if_due
+from hpctrain.training.session import Session
+from hpctrain.training.signals import INTERRUPTED, STOPPED, StopRequest
+
+_ALIKE = 1e-3
+"""The relative difference between ranks' norms of one gradient; they are sums of the same numbers."""
+
+
+def train(session: Session, stop: StopRequest) -> dict[str, Any]:
+    """Train from the session's step to the last step, or until a signal.
+
+    The result has `step`, `loss` (of the last step), `losses` (of the steps of this call), `evaluation` (the metrics of the newest
+    evaluation, or None), `checkpoint`, `exit_code`, and `interrupted`: whether Ctrl-C ended the training.
+    """
+    hooks, progress, code = session.hooks, session.progress, EXIT_DONE
+    losses: list[float] = []
+    stops, begun = 0, progress.step
+    world = dist.group.WORLD
+    assert world is not None
+    start: dict[str, Any] = {"job": session.job, "identity": session.identity, "control": session.control}
+    together(world, lambda: show_model(session, "hpctrain_job_start", step=progress.step, **start))
+    look(session)
+    if progress.step and progress.evaluation is None:
+        evaluate_if_due(session)  # skipped at a signal, to save first
+    session.model.split_counts = []  # the look's are over
+    loader = session.feed.training_loader(progress)
+    try:
+        end_if_asked(session)
+        while not progress.done and code == EXIT_DONE:
+            with explained(session, f"in step {progress.step + 1}"):
+                row, stops, verdict = train_step(session, loader, stop)
+            losses.append(row["loss"])
+            if verdict is not None and act(session, verdict):
+                del losses[max(0, progress.step - begun) :]
+                loader.close()
+                loader = session.feed.training_loader(progress)
+                code = EXIT_STOPPED if stops else EXIT_DONE  # nothing to save: the model is that of a checkpoint
+                continue
+            if not stops:  # a job that is asked to stop may be killed soon: save first
+                evaluate_if_due(session)
+            end_if_asked(session)
+            with explained(session, f"while step {progress.step} was saved"):
+                code = save_if_due(session, bool(stops))
+    finally:
+        loader.close()
+    result = {
+        "step": progress.step,
+        "loss": progress.loss,
+        "losses": losses,
+        "evaluation": None if progress.evaluation is None else dict(progress.evaluation[1]),
+        "checkpoint": session.saved.newest,
+        "exit_code": code,
+        "interrupted": code == EXIT_STOPPED and stops == INTERRUPTED,
+    }
+    together(world, lambda: hooks.call("hpctrain_job_end", result=result))
+    return result
+
+
+def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dict[str, Any], int, Verdict | None]:
+    """Run one optimizer step; return its row, the strongest request to stop on any rank (0 is none), and the guard's verdict."""
+    parts, model, progress, times = session.parts, session.model, session.progress, StepTimes()
+    step, phase, position = progress.step, session.hooks.phase, session.hooks.position
+    with times.waiting_for_data(), phase("data", step):
+        micro_batches, samples_seen = loader.step()
+    with times.communicating(), position.inside("counting", step):
+        count = model.sum_over_batch(sum(counted(parts.model, micro) for micro in micro_batches))
+    if count == 0:
+        raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label", everywhere=True)
+
+    model.begin_sums(step)
+    trial = model.first_step()
+    loss_sum = model.runner.train(micro_batches, count, step)  # forward and backward; buckets are summed as they fill
+    if trial is not None:
+        trial.forwarded(loss_sum.item())
+    with times.communicating(), position.inside("sums of gradients", step):
+        model.sharded.synchronize()
+
+    # unscale -> norm -> guard -> clip -> step: the norm is finite only if every gradient is
+    gradients = model.take_gradients()
+    norm = model.gradient_norm(gradients)
+    if session.replicas is not None and (step + 1) % session.job.guard.replica_check_every == 0:
+        session.replicas.check(step)
+    mine = RankFigures(
+        loss=loss_sum.item() * model.loss_share,
+        out_of_memory=float(model.runner.out_of_memory is not None),
+        data_seconds=times.data,
+        communication_seconds=times.communication,
+        memory_bytes=memory_bytes(session.device),
+        stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
+        norm=norm,
+    )
+    ranks, of_runner = gather_figures(mine, model.runner.figures())
+    found = step_figures(session, ranks, norm, count, trial)
+    verdict = session.guard.judge(found)
+    if verdict is not None:
+        verdict = with_samples(session, verdict, micro_batches, loader)
+    updates = math.isfinite(found.norm) and (verdict is None or verdict.updates)
+
+    lr = model.set_learning_rate(step, progress.steps)
+    with phase("optimizer", step):
+        if updates:
+            update(session, gradients, found.norm, trial)
+        else:
+            model.sums.leave_out()
+    model.scaler.update(math.isfinite(found.norm))
+    progress.advance(samples_seen)
+    progress.loss = found.loss
+
+    if found.out_of_memory:  # the sums of the losses by name lack those of some micro batches
+        model.named_losses.forget()
+    metrics, remark = model.runner.metrics(of_runner)
+    seconds = times.seconds
+    row = StepRow(
+        loss=found.loss,
+        named_losses={} if found.out_of_memory else model.named_losses.take(count),
+        lr=lr,
+        grad_norm=math.nan if found.out_of_memory else found.norm,
+        count=count,
+        step_seconds=seconds,
+        per_second=count / seconds,
+        data_seconds=ranks.data_seconds.max().item(),
+        communication_seconds=ranks.communication_seconds.max().item(),
+        memory_bytes={"rank_max": int(ranks.memory_bytes.max()), "rank_mean": int(ranks.memory_bytes.mean())},
+        of_runner=metrics,
+        skipped=not updates,
+        of_guard=session.guard.metrics(verdict),
+    ).as_dict(moment(session), parts.model.counts)
+    show_model(session, "hpctrain_step_end", step=progress.step, metrics=row, control=session.control)
+    session.report.row(row, progress.steps, parts.model.counts, remark)
+    return row, int(ranks.stop.max()), verdict
+
+
+def step_figures(
+    session: Session, ranks: RankFigures[Tensor], norm: float, count: int, trial: FirstStep | None
+) -> StepFigures:
+    """Decide on the loss and the norm that all ranks go by. norm: this rank's. Raises ContractError for different gradients."""
+    out_of_memory = ranks.out_of_memory.nonzero().flatten().tolist()
+    loss = math.nan if out_of_memory else ranks.loss.sum().item() / count
+    not_finite = ranks.norm[~ranks.norm.isfinite()]  # one rank's NaN leaves the update out on all
+    if not len(not_finite) and not session.parts.sharding.ranks_diverge:
+        refuse_different_norms(session.parts, ranks.norm)
+        if trial is not None:
+            trial.summed(norm, session.model.scaler.scale)
+    overflow = bool(len(not_finite)) and session.model.scaler.skips_nonfinite
+    norm = not_finite[0].item() if len(not_finite) else norm
+    return StepFigures(session.progress.step + 1, loss, norm, ranks.loss.tolist(), out_of_memory, overflow)
+
+
+def update(session: Session, gradients: list[Tensor], norm: float, trial: FirstStep | None) -> None:
+    """Clip, let the optimizer step, and give the ranks the new parameters."""
+    model = session.model
+    clip(gradients, norm, session.job.optimizer.clip_norm)
+    model.optimizer.step()
+    model.optimizer_begun = True
+    model.sharded.refresh()
+    if trial is not None:
+        trial.updated()
+        model.is_tried = True
+    model.sharded.stepped(session.progress.step + 1)
+
+
+def show_model(session: Session, hook: str, **arguments: Any) -> None:
+    """Call a hook that gets the model. Raises ContractError if a plugin changes its weights and doesn't say so."""
+    who = session.hooks.who(hook)
+    with weights_kept(session.model, hook, who) if who else nullcontext():
+        session.hooks.call(hook, model=session.model, **arguments)
+
+
+def refuse_different_norms(parts: Parts, norms: Tensor) -> None:
+    """Raises ContractError on all ranks unless the full gradient has one norm. norms: (ranks,)"""
+    if (norms.max() - norms.min()).item() <= _ALIKE * norms.max().item():
+        return
+    told = f"left other gradients on each rank, whose norms are {', '.join(f'{one:.4g}' for one in norms.unique()[:4])}"
+    shared = [one.name for one in parts.parallelism.values() if one.traits.ranks_have == "the same samples"]
+    axes = f"; or the ranks of {' or '.join(shared)} have other samples, which its traits deny" if shared else ""
+    raise broken(parts.sharding, told, f"one sum on all ranks{axes}", everywhere=True)
+
+
+def counted(spec: ModelSpec, micro: MicroBatch) -> int:
+    """The number of terms in the loss of a micro batch. Raises ContractError for what is no count."""
+    count = spec.count(micro.batch)
+    if not isinstance(count, Integral) or count < 0:
+        raise broken(spec, f"counted {count!r} {spec.counts} in a micro batch", "a whole number, zero or more")
+    return int(count)
+
+
+def moment(session: Session) -> Moment:
+    """The position of the training now."""
+    return Moment(session.progress.step, session.feed.epochs(session.progress.samples_seen), time.time())
+
+
+def clip(gradients: list[Tensor], norm: float, limit: float | None) -> None:
+    """Scale all gradients so that their global norm is at most `limit` (Pascanu et al., 2013)."""
+    if gradients and limit is not None and norm > limit:
+        foreach_mul_(gradients, limit / norm)
+
+
+def explained(session: Session, doing: str) -> AbstractContextManager[None]:
+    """A context in which a lack of memory becomes a sentence. doing: what the rank is about."""
+    return memory_explained(session.job, session.parts, session.identity, session.device, doing)
+
+
+def evaluate_if_due(session: Session) -> None:
+    """Evaluate when the job says so, and at the end."""
+    table, progress = session.job.evaluation, session.progress
+    due = bool(table.every_steps) and progress.step % table.every_steps == 0
+    due = due or progress.completes(session.feed.samples_of(table.every_epochs)) or progress.done
+    if not (table.enabled and session.feed.validates and due):
+        return
+    save_before_evaluation(session)
+    session.model.consolidate()
+    show_model(session, "hpctrain_evaluation_start", step=progress.step)
+    moved = partial(session.hooks.position.move, "evaluation")
+    with (
+        session.hooks.phase("evaluation", progress.step),
+        explained(session, f"in the evaluation of step {progress.step}"),
+    ):
+        metrics, count = evaluate(session.model, session.parts, session.feed.validation_loader(), moved)
+    refuse_unmeasured(session.job, metrics)
+    progress.evaluation = progress.step, metrics
+    row = EvaluationRow(metrics, count).as_dict(moment(session), session.parts.model.counts)
+    show_model(session, "hpctrain_evaluation", step=progress.step, metrics=row, control=session.control)
+    session.report.row(row, progress.steps, session.parts.model.counts)
+
+
+def end_if_asked(session: Session) -> None:
+    """End the run here if a plugin on any rank asks for it. Collective if a plugin can ask."""
+    if not session.hooks.can_end:
+        return
+    if sum_of(len(session.control.reasons)):
+        session.progress.ended = True
+        for why in dict.fromkeys(why for rank in gather_values(session.control.reasons) for why in rank):
+            session.report.say(f"ended        after step {session.progress.step}: {why}")

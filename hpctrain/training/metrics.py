@@ -1,0 +1,189 @@
+"""Metrics of the training: the rows of steps and evaluations, and what they are made of.
+
+The docstrings of the rows' fields are the page docs/metrics.md (tests/metrics_page.py).
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpctrain.base.devices import is_accelerator, peak_memory
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The position of the training at which a row is made."""
+
+    step: int
+    """The optimizer step, from 1."""
+
+    epoch: float
+    """Passes over the training data, with fractions."""
+
+    time: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The metrics of one optimizer step of all ranks."""
+
+    loss: float
+    """The mean over the tokens or samples of the global batch; `null` if a rank ran out of memory or the loss is not finite."""
+
+    named_losses: Mapping[str, float]
+    """Keys `loss_NAME`: the same mean of each loss by name, for a model whose loss is a dict."""
+
+    lr: float
+    """The learning rate of the step."""
+
+    grad_norm: float
+    """The 2-norm of the full gradient before it was clipped; `null` if it is not finite."""
+
+    count: int
+    """Key `tokens` or `samples`: the size of the global batch. Tokens without a label are not counted."""
+
+    step_seconds: float
+    """Duration of the step on rank 0."""
+
+    per_second: float
+    """Key `tokens_per_second` or `samples_per_second`: the throughput of all ranks together."""
+
+    data_seconds: float
+    """Seconds that the slowest rank waited for its samples."""
+
+    communication_seconds: float
+    """Seconds that the slowest rank waited for other ranks, without the communication that backward hides."""
+
+    memory_bytes: Mapping[str, int]
+    """Peak memory so far, on the accelerator or else of the process: `rank_max` and `rank_mean`."""
+
+    of_runner: Mapping[str, float]
+    """Keys `pipeline_bubble` and others: figures of an axis that runs the micro batches itself. A pipeline's bubble is the share of
+    the step in which a rank has nothing to compute."""
+
+    skipped: bool
+    """`true` if the update was left out, by a guard or by the loss scale; absent otherwise."""
+
+    of_guard: Mapping[str, Any]
+    """Keys `guard`, `skipped_steps` and `rollbacks`: the guard that found something in the step, and how many updates were left out
+    and how often the run went back to a checkpoint so far. Absent until there is such an event."""
+
+    def as_dict(self, moment: Moment, counts: str) -> dict[str, Any]:
+        """The row as metrics.jsonl has it. counts: "tokens" or "samples"."""
+        return {
+            **asdict(moment),
+            "loss": self.loss,
+            **{f"loss_{name}": value for name, value in self.named_losses.items()},
+            "lr": self.lr,
+            "grad_norm": self.grad_norm,
+            counts: self.count,
+            "step_seconds": self.step_seconds,
+            f"{counts}_per_second": self.per_second,
+            "data_seconds": self.data_seconds,
+            "communication_seconds": self.communication_seconds,
+            "memory_bytes": dict(self.memory_bytes),
+            **self.of_runner,
+            **({"skipped": True} if self.skipped else {}),
+            **self.of_guard,
+        }
+
+
+@dataclass(frozen=True)
+class EvaluationRow:
+    """The metrics of one evaluation of all ranks."""
+
+    measured: Mapping[str, float]
+    """Keys `evaluation_NAME`: `evaluation_loss`, `evaluation_loss_NAME` of a loss by name, and each `[[metric]]`."""
+
+    count: int
+    """Key `evaluation_tokens` or `evaluation_samples`: what the loss is a mean over."""
+
+    def as_dict(self, moment: Moment, counts: str) -> dict[str, Any]:
+        """The row as metrics.jsonl has it. counts: "tokens" or "samples"."""
+        measured = {f"evaluation_{name}": value for name, value in self.measured.items()}
+        return {**asdict(moment), **measured, f"evaluation_{counts}": self.count}
+
+
+@dataclass(frozen=True)
+class RankFigures(Generic[T]):
+    """Figures that ranks tell each other of a step: one rank's, or those of all ranks, (ranks,) each."""
+
+    loss: T
+    """Sum of the rank's losses that no other rank counts."""
+
+    out_of_memory: T
+    """1 if a forward or backward ran out of memory."""
+
+    data_seconds: T
+    communication_seconds: T
+    memory_bytes: T
+
+    stop: T
+    """The level of a request to stop, 0 for none."""
+
+    norm: T
+    """The full gradient's. Ranks without pieces have a norm of their own, of gradients that should be equal."""
+
+
+def gather_figures(mine: RankFigures[float], more: Sequence[float]) -> tuple[RankFigures[Tensor], Tensor]:
+    """All ranks' figures, and all ranks' `more`, (ranks, more): one collective, equal results on all ranks."""
+    values = astuple(mine)
+    everyone = gather_row([*values, *more])
+    return RankFigures(*everyone[:, : len(values)].T), everyone[:, len(values) :]
+
+
+def gather_row(values: Sequence[float]) -> Tensor:
+    """Every rank's `values`: (ranks, values) in float64 on the CPU, equal on all ranks."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    everyone = torch.empty(dist.get_world_size(), len(values), dtype=torch.float64)
+    dist.all_gather_single(everyone, mine[None])
+    return everyone
+
+
+@dataclass
+class StepTimes:
+    """Seconds that the current step waited for data and for communication."""
+
+    data: float = 0.0
+    communication: float = 0.0
+    begin: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Time the loop waits for samples."""
+        begin = time.perf_counter()
+        yield
+        self.data += time.perf_counter() - begin
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Time the loop waits for other ranks, without communication that overlaps with backward."""
+        begin = time.perf_counter()
+        yield
+        self.communication += time.perf_counter() - begin
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self.begin
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The peak memory of this rank: on its accelerator, else of the process."""
+    if is_accelerator(device):
+        return peak_memory(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,107 @@
+"""Text that a trained language model continues, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hpctrain.base.errors import UsageError
+from hpctrain.contracts.dataset import TextDataset
+from hpctrain.contracts.model import Batch
+from hpctrain.contracts.runner import MicroBatch
+from hpctrain.job.parts import Parts
+from hpctrain.ranks.exchange import gather_values
+from hpctrain.training.trained_model import TrainedModel
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The beginning of a text, and how it goes on: `tokens` more tokens, drawn from the `top_k` most likely ones (None: all)
+    with their logits divided by `temperature`; 0 always takes the most likely one."""
+
+    text: str
+    tokens: int
+    temperature: float
+    top_k: int | None
+    seed: int
+
+
+def text_dataset(parts: Parts) -> TextDataset:
+    """The job's dataset. Raises UsageError if its samples are no text, or an axis cuts samples; equal on all ranks."""
+    if not isinstance(parts.dataset, TextDataset):
+        raise UsageError(
+            f"sample needs a dataset of text, found {parts.dataset.name!r}, which has no encode and decode; use text or "
+            "stdlib-text, or a dataset plugin that is a TextDataset",
+            everywhere=True,
+        )
+    cutting = [name for name, axis in parts.parallelism.items() if axis.traits.cuts_samples]
+    if cutting:
+        raise UsageError(f"sample runs one text, which {cutting[0]} would cut; leave it out", everywhere=True)
+    return parts.dataset
+
+
+def continue_text(
+    model: TrainedModel,
+    dataset: TextDataset,
+    length: int,
+    prompt: Prompt,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> str:
+    """The text behind the prompt. Collective; every rank returns the same. length: of a sample in training, in tokens. say: is told
+    the prompt, once the model has been asked, and what is added, each time that it grows by whole characters.
+
+    The model reads at most the last `length` tokens. There is no cache of keys and values: a token costs a forward.
+    """
+    ids, told = dataset.encode(prompt.text), ""
+    if not ids:
+        raise UsageError("sample needs a prompt of one token at least", everywhere=True)
+    begin, generator = len(ids), torch.Generator().manual_seed(prompt.seed)
+    for number in range(prompt.tokens):
+        logits = _next_logits(model, ids[-length:], length, device)
+        if number == 0:
+            say(prompt.text)
+        mine = None if logits is None else _drawn(logits[: dataset.vocabulary], prompt, generator)
+        ids.append(next(one for one in gather_values(mine) if one is not None))
+        text = dataset.decode(ids[begin:])
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") and text.startswith(told):  # else a character has begun
+            say(text[len(told) :])
+            told = text
+    return dataset.decode(ids[begin:])
+
+
+def _next_logits(model: TrainedModel, ids: list[int], length: int, device: torch.device) -> Tensor | None:
+    """(vocabulary,): of the token behind `ids`, on the ranks that have the model's outputs. Collective.
+
+    The input always has `length` tokens: what stands behind the last one does not change it.
+    """
+    row = torch.zeros(1, length, dtype=torch.int64, device=device)
+    row[0, : len(ids)] = torch.tensor(ids)
+    found: list[Tensor] = []
+
+    def see(outputs: Any, batch: Batch) -> None:
+        values = model.spec.logits(outputs)
+        whole = values.full_tensor() if isinstance(values, DTensor) else values
+        if whole.shape[:2] != (1, length):
+            shape = tuple(whole.shape)
+            raise UsageError(
+                f"sample needs a model that returns logits (batch, seq, vocabulary), found the shape {shape}"
+            )
+        found.append(whole[0, len(ids) - 1].detach().float().cpu())
+
+    model.runner.evaluate([MicroBatch({"input_ids": row, "labels": row}, 0)], see)
+    return found[0] if found else None
+
+
+def _drawn(logits: Tensor, prompt: Prompt, generator: torch.Generator) -> int:
+    if prompt.temperature == 0:
+        return int(logits.argmax())
+    logits = logits / prompt.temperature
+    if prompt.top_k is not None and prompt.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(prompt.top_k).values[-1], -torch.inf)
+    return int(torch.multinomial(logits.softmax(0), 1, generator=generator))

@@ -1,0 +1,216 @@
+"""Saves of a run: when the loop saves, what a checkpoint holds, and what a failed save means. All functions are collective."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, CheckpointError, TrainingError, reason
+from hpctrain.base.json_values import encode
+from hpctrain.checkpoint.retention import EVALUATION_LOSS, EVALUATION_METRICS, Best
+from hpctrain.checkpoint.state import COMPRESSION, create_state, group_numbers, optimizer_numbers, state_pieces
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.weights import PLUGIN, TIED
+from hpctrain.contracts.life_cycle import PluginState
+from hpctrain.contracts.pieces import Piece, State
+from hpctrain.job.parts import Parts
+from hpctrain.job.tables import Job
+from hpctrain.model.conformance.trials import refuse_lossy_scaler
+from hpctrain.ranks.exchange import broadcast_value, together
+from hpctrain.training.session import Session
+from hpctrain.training.trained_model import TrainedModel
+
+_LOSABLE = 60.0
+"""Seconds of training. A save before every evaluation would write twice as much; one at each start costs little."""
+
+
+def open_store(job: Job, parts: Parts) -> CheckpointStore:
+    """The checkpoints in the job's directory."""
+    table, world = job.checkpoint, dist.group.WORLD
+    assert world is not None
+    behind = dist.new_group() if table.asynchronous else None
+    assert not isinstance(behind, int)  # torch returns an int on ranks that are not in the group
+    keep = table.keep_best
+    best = None if keep is None else Best(keep.count, keep.metric, keep.mode == "max")
+    directory = job.output_dir.absolute() / "checkpoints"
+    return CheckpointStore(
+        directory, parts.checkpoint, parts.formats, table.keep, world, behind, table.keep_every, best
+    )
+
+
+def save_if_due(session: Session, stop_agreed: bool) -> int:
+    """Save if due, at the end, and if asked to stop. Return the exit code of the training so far.
+
+    The result of a background save is reported at the first step after it has ended.
+    """
+    last = session.progress.done
+    final = stop_agreed or last
+    due = final or is_due(session)
+    excused = session.job.checkpoint.on_error == "continue"
+    if due or session.store.is_over():
+        finish_saving(session, excused or final)  # a failure of the previous save doesn't prevent the final one
+    if due:
+        try:
+            session.deadline.save_begins()
+            with session.hooks.phase("save", session.progress.step):
+                save(session, final)
+            if final or not session.job.checkpoint.asynchronous:
+                session.deadline.saved()
+        except (OSError, CheckpointError) as error:
+            save_failed(session, session.progress.step, error, excused and not final)
+    return EXIT_STOPPED if stop_agreed and not last else EXIT_DONE
+
+
+def is_due(session: Session) -> bool:
+    """Whether the job asks for a checkpoint of this step."""
+    progress, table = session.progress, session.job.checkpoint
+    if table.every_steps and progress.step % table.every_steps == 0:
+        return True
+    return progress.completes(session.feed.samples_of(table.every_epochs))
+
+
+def save_before_evaluation(session: Session) -> None:
+    """Save before the first evaluation of this start, which may fail, if that would lose more than _LOSABLE.
+
+    Later evaluations do what the first one did. Where saving changes the training (error feedback is summed, ranks' own weights are
+    averaged), it waits until the job asks for it.
+    """
+    job, progress = session.job, session.progress
+    has_evaluated = progress.evaluation is not None and progress.evaluation[0] > progress.first_step
+    changes_training = session.parts.sharding.ranks_diverge or job.compression.name != "none"
+    if has_evaluated or progress.step == progress.first_step or changes_training:
+        return
+    if not broadcast_value(time.monotonic() - session.saved.at > _LOSABLE):
+        return
+    finish_saving(session, excused=True)
+    try:
+        session.deadline.save_begins()
+        with session.hooks.phase("save", progress.step):
+            save(session, final=True)  # complete before the evaluation begins
+        session.deadline.saved()
+        session.report.say(f"saved        step {progress.step}, before its evaluation: {session.saved.newest}")
+    except (OSError, CheckpointError) as error:
+        save_failed(session, progress.step, error, excused=True)
+
+
+def save(session: Session, final: bool) -> None:
+    """Save this step; in the background if the job says so and the save isn't `final`."""
+    model, step = session.model, session.progress.step
+    model.sums.consolidate()
+    model.consolidate()
+    optimizer = model.optimizer
+    if not model.optimizer_begun:  # all steps were skipped; a resume expects the tensors but does not use them
+        optimizer = model.spare_optimizer()
+        create_state(optimizer)
+    states = plugin_states(session)
+    state = State(pieces_to_save(model, optimizer, states), _values(session, optimizer, states))
+    if session.job.checkpoint.asynchronous and not final:
+        session.store.save_in_background(step, state)
+        session.saved.background_step = step
+    else:
+        _note(session, session.store.save(step, state), step)
+
+
+def finish_saving(session: Session, excused: bool) -> None:
+    """Wait for a background save. Its failure is printed if `excused`; otherwise it ends the training."""
+    step = session.saved.background_step
+    try:
+        path = session.store.finish()
+        if path is not None:
+            _note(session, path, step)
+        session.deadline.saved()
+    except (OSError, CheckpointError) as error:
+        save_failed(session, step, error, excused)
+
+
+def save_failed(session: Session, step: int, error: Exception, excused: bool) -> None:
+    """Print the failure and go on, or stop with exit 4. Older checkpoints stay unchanged."""
+    if not excused:
+        newest = session.saved.newest or "none"
+        message = f"step {step} could not be saved: {reason(error)} (newest checkpoint: {newest})"
+        raise TrainingError(message, everywhere=True) from error
+    session.report.say(f"step {step} could not be saved, training goes on: {reason(error)}")
+
+
+def _note(session: Session, path: Path, step: int) -> None:
+    """Tell plugins of a checkpoint that is complete."""
+    session.saved.newest, session.saved.at = as_typed(path), time.monotonic()
+    world = dist.group.WORLD
+    assert world is not None
+    together(world, lambda: session.hooks.call("hpctrain_checkpoint_saved", step=step, path=path))
+
+
+def as_typed(path: Path) -> Path:
+    """The path as a user at rank 0 would type it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def plugin_states(session: Session) -> list[PluginState]:
+    """The state of the guard, of life-cycle plugins and of the sharding strategy."""
+    own = session.model.sharded.state()
+    return [*session.states, *([own] if own is not None else [])]
+
+
+def pieces_to_save(model: TrainedModel, optimizer: torch.optim.Optimizer, states: Sequence[PluginState]) -> list[Piece]:
+    """All tensors of a checkpoint on this rank."""
+    return [
+        *state_pieces(model.module, model.pieces, optimizer),
+        *(replace(piece, name=COMPRESSION + piece.name) for piece in model.sums.pieces()),
+        *(replace(p, name=f"{PLUGIN}{state.name}/{p.name}") for state in states for p in state.pieces),
+    ]
+
+
+def numbers_to_save(
+    model: TrainedModel, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """The optimizer's non-tensor state on this rank: by parameter, and by parameter group."""
+    return optimizer_numbers(model.pieces, optimizer), group_numbers(optimizer, model.group_options)
+
+
+def _values(session: Session, optimizer: torch.optim.Optimizer, states: Sequence[PluginState]) -> dict[str, Any]:
+    """All small values of a checkpoint."""
+    model, progress = session.model, session.progress
+    numbers, groups = numbers_to_save(model, optimizer)
+    refuse_lossy_scaler(session.parts.precision, model.scaler)
+    values: dict[str, Any] = {
+        "samples_seen": progress.samples_seen,
+        "samples_before": progress.samples_before,
+        "steps": progress.steps,
+        "loss": progress.loss if math.isfinite(progress.loss) else None,
+        "fingerprint": session.feed.fingerprint,
+        "precision": model.scaler.state(),
+        "optimizer_numbers": model.totals.merged(numbers),
+        "optimizer_begun": model.optimizer_begun,
+        "job": session.job.job.name,
+        "layout": session.layout.axes,
+    }
+    stream = session.feed.stream_values()
+    if stream is not None:
+        values["stream"] = stream
+    if states:
+        values["plugins"] = {state.name: _plain(state) for state in states}
+    if any(groups):
+        values["optimizer_groups"] = groups
+    if model.tied:
+        values[TIED] = model.tied
+    if progress.evaluation is not None and progress.evaluation[0] == progress.step:
+        metrics = dict(progress.evaluation[1])
+        values[EVALUATION_LOSS], values[EVALUATION_METRICS] = metrics.pop("loss"), metrics
+    return values
+
+
+def _plain(state: PluginState) -> dict[str, Any]:
+    """The values of a plugin's state. Raises TrainingError for those that a checkpoint can't hold."""
+    values = state.values()
+    try:
+        encode(values)
+    except TypeError as error:
+        raise TrainingError(f"the state {state.name!r} of a plugin can't be saved: {error}") from error
+    return values

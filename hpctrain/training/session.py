@@ -1,0 +1,68 @@
+"""A job on this rank, as the loop uses it. Its parts know each other only through their arguments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.contracts.identity import Identity
+from hpctrain.contracts.life_cycle import Control, PluginState
+from hpctrain.job.parts import Parts
+from hpctrain.job.tables import Job
+from hpctrain.model.mesh import Layout
+from hpctrain.plugins.life_cycle import LifeCycle
+from hpctrain.training.deadline import Deadline
+from hpctrain.training.feed import Feed
+from hpctrain.training.guard.judging import Guard
+from hpctrain.training.guard.replicas import Replicas
+from hpctrain.training.progress import Progress
+from hpctrain.training.report import Report
+from hpctrain.training.trained_model import TrainedModel
+
+
+@dataclass
+class Saved:
+    """The checkpoints of this run so far."""
+
+    newest: Path | None = None
+    """The newest one that is complete."""
+    at: float = field(default_factory=time.monotonic)
+    """Time of its save, or of the start, on time.monotonic()."""
+    background_step: int = 0
+    """The step of the newest background save."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """A job on this rank. Made by loop/assembly.py."""
+
+    job: Job
+    parts: Parts
+    identity: Identity
+    device: torch.device
+    layout: Layout
+    hooks: LifeCycle
+    report: Report
+    model: TrainedModel
+    feed: Feed
+    store: CheckpointStore
+    guard: Guard
+    replicas: Replicas | None
+    """None where the job compares none."""
+    deadline: Deadline
+    states: Sequence[PluginState]
+    """State that checkpoints keep: the guard's and that of life-cycle plugins."""
+    progress: Progress
+    saved: Saved = field(default_factory=Saved)
+    control: Control = field(default_factory=Control)
+
+    def close(self) -> None:
+        """End background work, and close rank 0's outputs."""
+        self.feed.close()
+        self.model.sums.close()
+        self.report.close()

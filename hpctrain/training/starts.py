@@ -1,0 +1,113 @@
+"""How a run was started: RUN/starts.jsonl has a line for each start, with versions, command, hosts and the git commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.base.errors import UsageError, reason
+from hpctrain.base.files import open_to_change
+from hpctrain.contracts.identity import Identity
+from hpctrain.ranks.detection import launcher_name
+from hpctrain.version import __version__
+
+FILE_NAME = "starts.jsonl"
+_PACKAGES = ("numpy", "mpi4py", "h5py", "safetensors", "tokenizers", "transformers")
+_OF_THE_STARTER = ("--started-by", "--begun")
+"""Options that a starter gives to its ranks, each with a value."""
+_GIT_SECONDS = 3.0
+
+
+def note_start(output_dir: Path, identity: Identity, hosts: Sequence[str], plugins: Sequence[str]) -> None:
+    """Append a line. hosts: of every rank. plugins: distributions with versions. Raises UsageError if it can't be written."""
+    path = output_dir / FILE_NAME
+    line = json.dumps(describe_start(identity, hosts, plugins)) + "\n"
+    try:
+        fd = open_to_change(path, os.O_WRONLY | os.O_APPEND)
+        with open(fd, "a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        raise UsageError(f"[job] output_dir: {path} cannot be written: {reason(error)}") from None
+
+
+def describe_start(identity: Identity, hosts: Sequence[str], plugins: Sequence[str]) -> dict[str, Any]:
+    """The line's content."""
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(_command()),
+        "directory": os.getcwd(),
+        "ranks": identity.size,
+        "hosts": list(dict.fromkeys(hosts)),
+        "launcher": launcher_name() or identity.source,
+        "versions": _versions(),
+        "plugins": list(plugins),
+        "git": _git(Path.cwd()),
+    }
+
+
+def _command() -> list[str]:
+    """This process's command, without what a starter adds."""
+    words, kept = iter(sys.argv), []
+    for word in words:
+        if word in _OF_THE_STARTER:
+            next(words, None)
+        else:
+            kept.append(word)
+    program = Path(kept[0]) if kept else Path()
+    if program.name == "__main__.py" and program.parent.name == "hpctrain":  # python -m hpctrain
+        return ["hpctrain", *kept[1:]]
+    return [program.name, *kept[1:]] if program.name == "hpctrain" else kept
+
+
+def _versions() -> dict[str, str]:
+    found = {"hpctrain": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is not None:
+        found["mpi"] = " ".join(str(mpi.Get_library_version()).splitlines()[0].split())
+    return found
+
+
+def _git(directory: Path) -> Mapping[str, Any] | None:
+    """The commit of the directory, and whether tracked files differ from it (None if that takes too long); None outside of a
+    repository. All ranks wait for it, so it has `_GIT_SECONDS`: a file system that does not answer holds only a thread."""
+    found: dict[str, Any] = {}
+    asking = threading.Thread(target=_ask_git, args=(directory, found), name="git", daemon=True)
+    asking.start()
+    asking.join(_GIT_SECONDS)
+    return {"commit": found["commit"], "changed": found.get("changed")} if "commit" in found else None
+
+
+def _ask_git(directory: Path, found: dict[str, Any]) -> None:
+    """Put the answers into `found`, one after the other."""
+    # No locks, and no file system monitor, which would stay. Git itself refuses a repository of another user, whose settings
+    # may name programs, such as filters.
+    words = ["git", "-C", str(directory), "-c", "core.fsmonitor=false"]
+    environment, until = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, time.monotonic() + _GIT_SECONDS
+
+    def answer(*more: str) -> str:
+        done = subprocess.run(
+            [*words, *more], capture_output=True, text=True, errors="replace", timeout=max(0.0, until - time.monotonic()),
+            env=environment, stdin=subprocess.DEVNULL, check=True,
+        )  # fmt: skip
+        return done.stdout.strip()
+
+    with suppress(OSError, subprocess.SubprocessError):
+        found["commit"] = answer("rev-parse", "HEAD")
+        found["changed"] = bool(answer("status", "--porcelain", "--untracked-files=no"))

@@ -1,0 +1,251 @@
+"""The model on this rank in training, with its gradient sums and its optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.base.errors import UsageError
+from hpctrain.base.torch_private import foreach_mul_
+from hpctrain.checkpoint.state import group_options, model_pieces
+from hpctrain.checkpoint.weights import load_weights
+from hpctrain.contracts.breach import broken
+from hpctrain.contracts.compression import LossyCompression
+from hpctrain.contracts.model import Batch
+from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.runner import Runner, RunnerParts
+from hpctrain.job.parts import Parts
+from hpctrain.job.tables import Job
+from hpctrain.model.build import build_model
+from hpctrain.model.conformance.first_step import FirstStep
+from hpctrain.model.conformance.hooks import tensors_kept
+from hpctrain.model.conformance.model import refuse_mean
+from hpctrain.model.conformance.pieces import refuse_holes
+from hpctrain.model.conformance.trials import refuse_factor, refuse_idle_optimizer, updates_parts_alike
+from hpctrain.model.gradients.reducer import GradientReducer
+from hpctrain.model.groups import build_optimizer, parameter_groups
+from hpctrain.model.mesh import Meshes
+from hpctrain.plugins.life_cycle import LifeCycle
+from hpctrain.plugins.user_code.model import ForeignModel
+from hpctrain.ranks.exchange import sum_of
+from hpctrain.training.named_losses import NamedLosses
+from hpctrain.training.runner import PlainRunner
+from hpctrain.training.totals import PieceTotals
+from hpctrain.training.whole import WholeTensors
+
+
+class TrainedModel:
+    """The module, its pieces on this rank, and the optimizer that updates them.
+
+    elements, trained_elements: of the full model's parameters. optimizer_begun: whether the optimizer has taken a step;
+    before that it has no state. loss_share: the weight of this rank's loss: 0 if another rank counts the same loss.
+    """
+
+    def __init__(
+        self, job: Job, parts: Parts, meshes: Meshes, node: str, device: torch.device, hooks: LifeCycle
+    ) -> None:
+        """Builds the model. Collective. node: this rank's node, for messages."""
+        self._job, self._parts, self._hooks, self.meshes = job, parts, hooks, meshes
+        self.spec = parts.model
+        self.batch_group = meshes.batch_group()
+        self.split_counts: list[int] = []
+        """Counts of the first micro batch: the whole one, and what each axis left of it."""
+        self._has_forwarded, self.refreshed, self._device = False, 0, device
+        self.is_tried = False
+        """Whether a step of this run has shown that gradients are sums and the module follows the pieces."""
+        self._own_axes = {own for _, own in meshes.own_groups}
+        self.sums = GradientReducer(parts.compression, meshes, node)
+        built = build_model(job, parts, meshes, self.sums, device)
+        self.sharded, self.module, self.tied = built.sharded, built.sharded.module, built.tied
+        if not isinstance(parts.precision.forward(device), AbstractContextManager):
+            raise broken(
+                parts.precision, "gave no context manager in forward", "a context around forward and loss", True
+            )
+        self.scaler = parts.precision.start()
+        self.axes, self.shapes = built.axes, built.trained
+        self.elements, self.trained_elements = built.elements, sum(map(prod, built.trained.values()))
+        axes = [plugin.traits for plugin in parts.parallelism.values()]
+        apart = tuple(one.axis for one in axes if one.ranks_have == "other parameters")
+        self.pieces = [replace(piece, axes=(*apart, *piece.axes)) for piece in self.sharded.pieces()]
+        if not parts.sharding.ranks_diverge:
+            refuse_holes(parts.sharding, self.pieces, self.shapes, meshes)
+        self.totals = PieceTotals(self.pieces, meshes)
+        self._whole = WholeTensors(self.pieces, self.shapes, meshes, device)
+        self.optimizer, self.optimizer_begun = self.new_optimizer(), False
+        self.group_options = group_options(self.optimizer)
+        self._base_rates = [group["lr"] * self._rate_factor() for group in self.optimizer.param_groups]
+        repeated = [one.axis for one in axes if one.ranks_have == "the same samples"]
+        self.loss_share = 0.0 if any(meshes.axis(axis).get_local_rank() for axis in repeated) else 1.0
+        self.named_losses = NamedLosses(self.loss_share)
+        self.runner = self._make_runner(device)
+        self.sums.try_compressor()
+
+    def _make_runner(self, device: torch.device) -> Runner:
+        """The runner that an axis brings, or the plain runner."""
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            with ExitStack() as stack:
+                for axis in self.axes:
+                    stack.enter_context(axis.context())
+                yield
+
+        parts, seed = self._parts, self._job.job.seed
+        mine = RunnerParts(
+            self.sharded, parts.model, parts.precision, self.scaler, device, seed, context, self._hooks.phase,
+            self._forwarded, self.named_losses.add,
+        )  # fmt: skip
+        brought = [runner for axis in self.axes if (runner := axis.runner(mine)) is not None]
+        return brought[0] if brought else PlainRunner(mine, survives=self._job.guard.oom == "skip")
+
+    def split(self, batch: Batch) -> Batch:
+        """This rank's part of a micro batch."""
+        counts = [] if self.split_counts else [self._parts.model.count(batch)]
+        for axis in self.axes:
+            batch = axis.split_batch(batch)
+            if counts:
+                counts.append(self._parts.model.count(batch))
+        self.split_counts = self.split_counts or counts
+        return batch
+
+    def first_step(self) -> FirstStep | None:
+        """Watches a step until one has been tried to its end; None afterwards, and where a rank may sit it out."""
+        if self.is_tried or self._job.guard.oom == "skip":
+            return None
+        axes = sorted(self._parts.parallelism.values(), key=lambda plugin: plugin.traits.order)
+        exact = not isinstance(self._parts.compression, LossyCompression)
+        return FirstStep(self, self._parts.sharding, axes, self.split_counts, exact)
+
+    def _forwarded(self, step: int, outputs: Any, batch: Batch) -> None:
+        """A forward of the training is done."""
+        if not self._has_forwarded and not isinstance(self._parts.model, ForeignModel):
+            refuse_mean(self._parts.model, outputs, batch, self._device)
+        self._has_forwarded = True
+        who = self._hooks.who("hpctrain_outputs")
+        if who:
+            with tensors_kept(" or ".join(who), outputs, batch):
+                self._hooks.forwarded(step, outputs, batch)
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        """An optimizer without state that replaces the previous one."""
+        return self.sharded.optimizer(self._groups(), self._build)
+
+    def spare_optimizer(self) -> torch.optim.Optimizer:
+        """An optimizer besides the one that trains."""
+        return self._build(self._groups())
+
+    def _build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return build_optimizer(self._parts.optimizer, groups)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return parameter_groups(self.pieces, list(self.shapes), self._parts.optimizer_groups)
+
+    def refuse_optimizer(self) -> None:
+        """Raises UsageError if the optimizer updates nothing, or can't update a part of a parameter by itself. Collective."""
+        refuse_idle_optimizer(self._parts.optimizer, self._build)
+        cut = sum_of(sum(piece.tensor.shape != piece.shape for piece in self.pieces))
+        if cut and not updates_parts_alike(self._build):
+            raise UsageError(
+                f"[optimizer] name = {self._parts.optimizer.name!r} needs a whole parameter to update it, but ranks hold parts "
+                "of some: the result would be wrong; use another optimizer, such as adamw, or [sharding] stage 0 without "
+                "tensor parallelism",
+                everywhere=True,
+            )
+
+    def _rate_factor(self) -> float:
+        """The factor by which lr grows with the batch: linear (Goyal et al., 2017) or square root (Krizhevsky, 2014)."""
+        table = self._job.optimizer
+        if table.lr_reference_batch is None:
+            return 1.0
+        ratio = self._job.batch.size / table.lr_reference_batch
+        return float(ratio if table.lr_scaling == "linear" else ratio**0.5)
+
+    def load(
+        self, weights: Path, group: dist.ProcessGroup, kept_by: str | None = None, strict: bool = True
+    ) -> list[str]:
+        """Take the values of a checkpoint or a file of weights. Collective; returns and raises what `load_weights` does."""
+        pieces = model_pieces(self.module, self.pieces)
+        told = load_weights(weights, self._parts.formats, pieces, group, self.tied, kept_by, strict)
+        self.refresh()
+        return told
+
+    def refresh(self) -> None:
+        """Bring the module up to date after values of the pieces were changed. Collective."""
+        self.refreshed += 1
+        self.sharded.refresh()
+
+    def value(self, name: str) -> torch.Tensor:
+        """A copy of the full value of a trained parameter. Collective."""
+        return self._whole.of(name, lambda piece: piece.tensor)
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """A copy of the full gradient of a trained parameter after a step. Collective."""
+
+        def gradient_of(piece: Piece) -> torch.Tensor:
+            found = piece.tensor.grad
+            assert found is not None  # ShardedModel.synchronize guarantees it
+            return found
+
+        return self._whole.of(name, gradient_of)
+
+    def consolidate(self) -> None:
+        """Copy the buffers that forwards changed (BatchNorm's means) from the first data-parallel rank to the others, so that
+        all ranks evaluate and save one model. Collective."""
+        self.sharded.consolidate()
+        if self.batch_group.size() == 1:
+            return
+        for name, buffer in self.module.named_buffers():
+            piece = Piece.of(name, buffer)
+            if self._own_axes & set(piece.axes):
+                continue  # each rank of such an axis has a part of its own
+            mine = piece.tensor
+            mine.data = mine.contiguous()
+            # as bytes: not every backend knows every dtype, and a mask is bool
+            dist.broadcast(mine.data.view(-1).view(torch.uint8), group_src=0, group=self.batch_group)
+
+    def sum_over_batch(self, value: int) -> int:
+        """The sum over the ranks that hold different parts of the global batch."""
+        return sum_of(value, self.batch_group)
+
+    def begin_sums(self, step: int) -> None:
+        """Tell the gradient sums the loss scale of `step`, and whether the step may be skipped."""
+        may_be_left_out = self.scaler.skips_nonfinite or self._job.guard.may_leave_out
+        if not 0 < self.scaler.scale < math.inf:
+            raise broken(
+                self._parts.precision, f"scales the loss by {self.scaler.scale!r}", "a number above zero", True
+            )
+        self.sums.begin(step, self.scaler.scale, may_be_left_out)
+
+    def take_gradients(self) -> list[torch.Tensor]:
+        """The gradients of this rank's pieces, without the loss scale."""
+        gradients = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
+        if len(gradients) < len(self.pieces):
+            lacking = next(piece.name for piece in self.pieces if piece.tensor.grad is None)
+            raise broken(
+                self._parts.sharding,
+                f"left a piece of {lacking} without a gradient after `synchronize`",
+                "zeros where there is none",
+            )
+        if gradients and self.scaler.scale != 1:  # a rank may hold no pieces
+            foreach_mul_(gradients, 1.0 / self.scaler.scale)
+        return gradients
+
+    def gradient_norm(self, gradients: list[torch.Tensor]) -> float:
+        """The norm of the full gradient, equal on all ranks. Collective if pieces differ between ranks."""
+        return self.totals.norm(gradients)
+
+    def set_learning_rate(self, step: int, steps: int) -> float:
+        """Set each group's learning rate for this step of `steps`; return the first group's."""
+        factor = self._parts.schedule.factor(step, steps)
+        refuse_factor(self._parts.schedule, step, factor)
+        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = rate * factor
+        return float(self._base_rates[0] * factor)
