@@ -26,16 +26,16 @@ _DAY = 24 * 3600
 _UNKNOWN = 20.0
 """Seconds of a test that has no time yet."""
 _COMMANDS = {
-    "cli": {"cli", "starter", "submission", "job", "checking", "doctor", "loop", "hpctrain_horovod"},
-    "faults": {"starter", "watchdog", "world", "mpi", "hpctrain_horovod", "checkpoint"},
-    "slurm": {"starter", "submission", "world", "store", "watchdog", "doctor", "launcher"},
-    "outside": {"plugins", "contracts", "toolkit", "foreign"},
+    "cli": {"cli", "starting", "scheduler", "job", "checking", "doctor", "training", "hpctrain_horovod"},
+    "faults": {"starting", "watchdog", "ranks", "mpi", "hpctrain_horovod", "checkpoint"},
+    "slurm": {"starting", "scheduler", "ranks", "store", "watchdog", "doctor", "launcher"},
+    "outside": {"plugins", "contracts", "toolkit", "user_code"},
     "fuzz": {"job", "checking", "checkpoint", "hdf5"},
     "test_ranks.py": {
         "mpi",
         "model",
         "gradients",
-        "loop",
+        "training",
         "sharding",
         "axes",
         "pipeline_schedule",
@@ -74,7 +74,10 @@ def room_of(path: str) -> str | None:
     parts = Path(path).with_suffix("").parts
     if parts[0] == "plugins":
         parts = parts[1:] if parts[1] == FIRST_PARTY else parts[2:]
-    if parts[0] in ("hpctrain", FIRST_PARTY):
+    if parts[0] == "hpctrain":  # the innermost folder
+        folder = next((one for one in Path(*parts).parents if (ROOT / one).is_dir()), None)
+        return None if folder is None or len(parts) == 1 else folder.name if len(folder.parts) > 1 else parts[1]
+    if parts[0] == FIRST_PARTY:
         return parts[1] if len(parts) > 1 else None
     return parts[0] if parts[0] in _packages() else None
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SOURCE, PAGE = ROOT / "hpctrain" / "loop" / "metrics.py", ROOT / "docs" / "metrics.md"
+SOURCE, PAGE = ROOT / "hpctrain" / "training" / "metrics.py", ROOT / "docs" / "metrics.md"
 ROWS = {
     "Every row": "Moment",
     "A step": "StepRow",

@@ -39,7 +39,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Session:
-    """A job on this rank. Made by loop/assembly.py."""
+    """A job on this rank. Made by training/assembly.py."""
 
     job: Job
     parts: Parts

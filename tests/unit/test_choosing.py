@@ -11,16 +11,17 @@ TIMES = {test.partition("[")[0]: 10.0 for test in TESTS}
 
 
 def test_rooms_are_those_that_a_test_imports_or_reaches_through_commands() -> None:
-    assert room_of("hpctrain/checkpoint/store.py") == "checkpoint" and room_of("hpctrain/model/mesh.py") == "mesh"
+    assert room_of("hpctrain/checkpoint/store.py") == "checkpoint" and room_of("hpctrain/api.py") == "api"
     assert room_of("plugins/hpctrain_plugins/metric/accuracy.py") == "metric" and room_of("docs/commands.md") is None
-    assert "starter" in rooms_of("tests/unit/test_hosts.py") and "submission" in rooms_of("tests/slurm/test_submit.py")
-    assert "submission" not in rooms_of("tests/unit/test_hosts.py")
+    assert room_of("hpctrain/starting/scheduler/record.py") == "scheduler"
+    assert "starting" in rooms_of("tests/unit/test_hosts.py") and "scheduler" in rooms_of("tests/slurm/test_submit.py")
+    assert "scheduler" not in rooms_of("tests/unit/test_hosts.py")
 
 
 def test_what_changed_comes_first_and_the_time_is_kept() -> None:
     chosen = choose(TESTS, TIMES, {"hpctrain/starting/scheduler/record.py"}, 75.0, "a commit")
-    assert [reason for _, reason in chosen] == ["of submission"] * 6 + ["its turn"]
-    assert {test for test, reason in chosen if reason == "of submission"} == set(TESTS[:6])
+    assert [reason for _, reason in chosen] == ["of scheduler"] * 6 + ["its turn"]
+    assert {test for test, reason in chosen if reason == "of scheduler"} == set(TESTS[:6])
     own = choose(TESTS, TIMES, {"tests/unit/test_hosts.py"}, 60.0, "a commit")
     assert {test for test, _ in own} == set(TESTS[6:]) and {reason for _, reason in own} == {"its file changed"}
 

@@ -25,7 +25,7 @@ import hpctrain.api
 from hpctrain.base import torch_private
 
 ROOT = Path(__file__).parent.parent.parent
-HOME = ROOT / "hpctrain" / "torch_private.py"
+HOME = ROOT / "hpctrain" / "base" / "torch_private.py"
 
 OWNERS: dict[str, Any] = {
     "_DisableTorchDispatch": "torch._C",
