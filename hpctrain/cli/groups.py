@@ -24,7 +24,7 @@ class OpenGroup(click.Group):
         return {"Commands": super().list_commands(ctx)}
 
     def own_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """One of hpctrain's own commands."""
+        """A command of hpctrain's own."""
         return super().get_command(ctx, name)
 
     def offers(self, ctx: click.Context) -> list[Offer]:

@@ -58,7 +58,7 @@ def command(
 
 
 def _say_how_to_continue(code: int, job: Path, options: list[str], overrides: tuple[str, ...]) -> None:
-    """After a signal, print the same command without --resume, which would go back to an older checkpoint.
+    """Print the same command after a signal, without --resume, which would go back to an older checkpoint.
 
     options: how many ranks start, and where.
     """

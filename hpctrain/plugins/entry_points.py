@@ -17,7 +17,7 @@ from hpctrain.plugins.changes import API_VERSION
 from hpctrain.plugins.hookspecs import PROJECT
 
 COMMAND = "command"
-"""What the name of a command's entry point begins with: "command.NAME"."""
+"""The begin of the name of a command's entry point, "command.NAME"."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What an import has left in the process besides modules, and ranks forked from it would share or lack. Linux only."""
+"""Finds what an import has left in the process besides modules, and ranks forked from it would share or lack. Linux only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OF_LAUNCHERS = (
     "PALS_",
     "TORCHELASTIC_",
 )
-"""Those by which a rank finds out how it was started."""
+"""Beginnings of variables by which a rank finds out how it was started."""
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/hl", "/dev/neuron")
 _SHARED = {
     "socket:": "opened a socket",
@@ -59,7 +59,7 @@ class Footprint:
         self._numbers = _random_states()
 
     def hindrances(self) -> list[str]:
-        """What forbids a fork, as ends of the sentence "the import of M ..."."""
+        """Reasons against a fork, as ends of the sentence "the import of M ..."."""
         found = []
         count = _threads_left()
         if count:
@@ -82,7 +82,7 @@ class Footprint:
         return found
 
     def differences(self, seen: Seen) -> list[str]:
-        """What would be another value in each rank, or would not be in effect there, as `hindrances`."""
+        """Values that would differ in each rank, or would not be in effect there, as `hindrances` tells."""
         found = []
         if os.getcwd() != self._directory:
             found.append("changed the current directory")
@@ -109,7 +109,7 @@ class Footprint:
 
 @dataclass
 class Seen:
-    """What code asks that has another answer in a rank. variables: those of a rank that it reads before they have its value, or
+    """Questions of code that have another answer in a rank. variables: those of a rank that it reads before they have its value, or
     sets before the rank looks at them."""
 
     variables: list[str] = field(default_factory=list)

@@ -40,7 +40,7 @@ class ForkedRank:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its status once it has ended."""
+        """The rank's status once it has ended."""
         self._server.look()
         return self.returncode
 

@@ -74,7 +74,7 @@ class ForkServer:
         self._reap()
 
     def close(self) -> None:
-        """In a forked process: give up everything of the server's."""
+        """Give up everything of the server's in a forked process."""
         self._selector.close()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, self._former)

@@ -1,4 +1,4 @@
-"""What a forked process sets right before it becomes a rank: it begins as a rank that was started anew does. Linux only."""
+"""Makes a forked process a rank: it begins as a rank that was started anew does. Linux only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def end_with_parent(number: int) -> None:
-    """From now on this process gets the signal when its parent has ended; 0: it does not."""
+    """Let this process get the signal when its parent has ended; 0: let it not."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number)
 
 

@@ -16,7 +16,7 @@ HERE = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().spl
 """This machine's names."""
 _LINE = r"(\w[\w.-]*)(?:\s+slots\s*=\s*(\d+)|:(\d+))?"
 _PASSED_ON = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
-"""What Open MPI hands over to other hosts."""
+"""Variables that Open MPI hands over to other hosts."""
 
 
 @dataclass(frozen=True)

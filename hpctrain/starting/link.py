@@ -54,7 +54,7 @@ class Link:
     why_not_started: str | None = None
     """Processes start here, or raise an error."""
     failed_host: str | None = None
-    """Here; nobody need be told."""
+    """None: it is here, and nobody need be told."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -1,4 +1,4 @@
-"""On how many ranks a job starts, and on which hosts: again before each start, since the hostfile may have changed."""
+"""Decides on how many ranks a job starts, and on which hosts: again before each start, since the hostfile may have changed."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _OWN = "hpctrain and torch"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the ranks of a command need. load, block: of [plugins]. modules: those of the job's callables."""
+    """The imports of a command's ranks. load, block: of [plugins]. modules: those of the job's callables."""
 
     command: str
     load: Sequence[str] = ()

@@ -17,7 +17,7 @@ _POLL = 0.05
 _GRACE = 10.0
 """Seconds that the other ranks have to exit by themselves after one has failed: they notice its closed connections."""
 _GRACE_OF_MPI = 1.0
-"""Like _GRACE, for ranks under MPI, which do not notice the failure of another rank."""
+"""The grace of ranks under MPI, which do not notice the failure of another rank."""
 _LEFT_EARLY = 1
 """The status of a rank that leaves with exit code 0 while the others wait for it."""
 

@@ -66,7 +66,7 @@ class Unruled:
         self._held = b""
 
     def take(self, chunk: bytes) -> bytes:
-        """What can be passed on. Anything from an unfinished rule or message on is held."""
+        """Return what can be passed on. Anything from an unfinished rule or message on is held."""
         text, out = self._held + chunk, b""
         while (begin := text.find(_RULE)) >= 0:
             end = text.find(_RULE, begin + len(_RULE))
@@ -82,7 +82,7 @@ class Unruled:
         return out + complete
 
     def rest(self) -> bytes:
-        """What is held at the end."""
+        """Return what is held at the end."""
         return self._held
 
 
@@ -93,7 +93,7 @@ class Unbannered:
         self._held = b""
 
     def take(self, chunk: bytes) -> bytes:
-        """What can be passed on. Anything from a rule of `=` on is held, until it is clear whether the message follows."""
+        """Return what can be passed on. Anything from a rule of `=` on is held, until it is clear whether the message follows."""
         text, out = self._held + chunk, b""
         while (begin := text.find(_BANNER[:1])) >= 0:
             out, text = out + text[:begin], text[begin:]
@@ -111,7 +111,7 @@ class Unbannered:
         return out
 
     def rest(self) -> bytes:
-        """What is held at the end."""
+        """Return what is held at the end."""
         return self._held
 
 

@@ -1,4 +1,4 @@
-"""What asks running ranks to stop: signals to this process, and slots for more ranks."""
+"""Requests that running ranks stop: signals to this process, and slots for more ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.ranks.stopping import STOPPING
 
 
 class Requests:
-    """Of one start."""
+    """The requests of one start."""
 
     def __init__(self, signals: list[int], has_more: Callable[[], bool] = lambda: False) -> None:
         """signals: those that this process has got, and will get. has_more: whether more ranks could run."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from hpctrain.ranks.launcher_channel import LauncherChannel, on_terminal
 
 _WORD = "mpiexec"
-"""In place of a directory in `--started-by`."""
+"""The word in place of a directory in `--started-by`."""
 _ON_TERMINAL, _ERRORS_ON_TERMINAL = ":terminal", ":error-terminal"
-"""Behind the word, in this order."""
+"""Additions behind the word, in this order."""
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _SAID = re.compile(rb"\x1ehpctrain (started|ready|exit) (\d{1,9})\x1f")
 _LONGEST = 40
@@ -38,7 +38,7 @@ _FAILED = (
 
 
 def word() -> str:
-    """What the ranks get as `--started-by`."""
+    """The word that the ranks get as `--started-by`."""
     return _WORD + _ON_TERMINAL * on_terminal(sys.stdout) + _ERRORS_ON_TERMINAL * on_terminal(sys.stderr)
 
 
@@ -80,10 +80,9 @@ def _take_signals(read: int, ready: threading.Event) -> None:
 
 @dataclass
 class Heard:
-    """What ranks and mpiexec have said.
-
-    started: the ranks that have started. ready: those that can answer signals. code: the job's exit code, from the first rank that
-    told one. failed: the nodes that failed, the first one first, by the names that the launcher or a rank gave them.
+    """The messages of ranks and mpiexec. started: the ranks that have started. ready: those that can answer signals. code: the
+    job's exit code, from the first rank that told one. failed: the nodes that failed, the first one first, by the names that
+    the launcher or a rank gave them.
     """
 
     started: set[int] = field(default_factory=set)
@@ -100,7 +99,7 @@ class Listener:
         self._held = self._line = b""
 
     def take(self, chunk: bytes) -> bytes:
-        """What can be passed on. Anything from an unfinished message on is held."""
+        """Return what can be passed on. Anything from an unfinished message on is held."""
         text = _SAID.sub(self._hear, self._held + chunk)
         begin = text.rfind(b"\x1e")
         complete = text if begin < 0 or len(text) - begin > _LONGEST else text[:begin]
@@ -109,7 +108,7 @@ class Listener:
         return complete
 
     def rest(self) -> bytes:
-        """What is held at the end."""
+        """Return what is held at the end."""
         return self._held
 
     def _hear(self, found: re.Match[bytes]) -> bytes:
@@ -129,5 +128,5 @@ class Listener:
 
 
 def signals(numbers: Sequence[int]) -> bytes:
-    """What to write for rank 0."""
+    """The bytes to write for rank 0."""
     return "".join(f"{number}\n" for number in numbers).encode()

@@ -25,9 +25,9 @@ class BucketedModel(ShardedModel):
     """
 
     axis: ClassVar[str]
-    """Over which whole buckets are summed."""
+    """The axis over which whole buckets are summed."""
     buckets: list[Bucket]
-    """In the order in which backward makes them full; each has its `sum` over the axis."""
+    """Buckets in the order in which backward makes them full; each has its `sum` over the axis."""
     begins_step: bool
     """Whether the next micro batch is the first one of a step: its gradients take the place of those before."""
     interleaved: bool
@@ -56,7 +56,7 @@ class BucketedModel(ShardedModel):
                 entry.parameter.register_post_accumulate_grad_hook(partial(_call, ready, number, place))
 
     def begin(self, last: bool, interleaved: bool = False) -> None:
-        """Where whole gradients stay in their buckets until the step's last backward."""
+        """Begin a backward where whole gradients stay in their buckets until the step's last one."""
         if self.begins_step:
             for bucket in self.buckets:
                 bucket.forget()
@@ -112,7 +112,7 @@ class BucketedModel(ShardedModel):
         self.gradient_made(bucket, entry)
 
     def _sum_parts(self) -> None:
-        """What could not be summed during backward: where it is split in two, torch gives a rank's gradients in an order of
+        """Sum what could not be summed during backward: where it is split in two, torch gives a rank's gradients in an order of
         its own. Sums of parameters of one shape would be mixed up."""
         entries = [entry for bucket in self.buckets for entry in bucket.entries if entry.is_to_be_summed]
         for entry in sorted(entries, key=lambda entry: entry.name):

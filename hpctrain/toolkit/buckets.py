@@ -24,7 +24,7 @@ class BucketEntry:
     parameter: nn.Parameter
     pieces: list[Piece]
     offset: int = 0
-    """Of its first element in the flat buffer."""
+    """The place of its first element in the flat buffer."""
     filled: bool = False
     """Whether its gradient lies in the bucket's buffer."""
     local: Tensor = field(init=False)
@@ -38,14 +38,14 @@ class BucketEntry:
         return [tensor] if len(self.pieces) == 1 else list(torch.split(tensor, [len(p.tensor) for p in self.pieces]))
 
     def spans(self) -> Iterator[Span]:
-        """Where in a flat buffer each piece lies."""
+        """Yield the place of each piece in a flat buffer."""
         begin = self.offset
         for piece in self.pieces:
             yield Span(piece, begin)
             begin += piece.tensor.numel()
 
     def view(self, flat: Tensor) -> Tensor:
-        """Its place in a flat buffer."""
+        """The entry's part of a flat buffer."""
         return flat[self.offset : self.offset + self.local.numel()].view(self.local.shape)
 
     def move_to(self, view: Tensor) -> None:
@@ -120,7 +120,7 @@ class Bucket:
 
     @property
     def content(self) -> GradientBucket:
-        """What lies in it, for its sum."""
+        """The bucket's layout, for its sum."""
         spans = [span for entry in self.entries for span in entry.spans()]
         return GradientBucket(spans, self.numel, self.dtype, self.entries[0].local.device)
 

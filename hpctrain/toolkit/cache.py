@@ -26,7 +26,7 @@ _FOOT = struct.Struct("<Q16s8s")
 _MARK = b"hpckept1"
 _CHUNK = 2**20
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
-"""As `temporary_name` makes them; the directory may have other hidden files."""
+"""Names as `temporary_name` makes them; the directory may have other hidden files."""
 _ABANDONED_SECONDS = 86400.0
 """The age at which an unfinished file counts as left behind by a job that was killed."""
 
@@ -59,7 +59,7 @@ def kept(directory: Path, name: str, make: Callable[[Write], Any]) -> tuple[Path
 
 
 def refuse_unwritable(directory: Path) -> None:
-    """For `hpctrain check`: raises EnvironmentUnfitError if `directory` is empty or missing, and can't be written to."""
+    """Raise EnvironmentUnfitError if `directory` is empty or missing, and can't be written to. For `hpctrain check`."""
     try:
         if any(directory.iterdir()):
             return  # `kept` needs to write only what is not there yet

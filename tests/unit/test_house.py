@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -47,6 +50,63 @@ def test_every_hook_is_documented_and_every_slot_has_one() -> None:
     assert {f"hpctrain_{slot}" for slot in SLOTS} <= set(hooks())
     named = set(re.findall(r"`(hpctrain_[a-z_]+)`", text)) - {"hpctrain_plugins"}
     assert named == set(hooks()), "the page names no hook that does not exist"
+
+
+PRONOUNS = {
+    "Here",
+    "It",
+    "Its",
+    "Of",
+    "One",
+    "That",
+    "Their",
+    "There",
+    "These",
+    "They",
+    "Those",
+    "What",
+    "Which",
+    "Whose",
+}
+PREPOSITIONS = {
+    "After",
+    "Among",
+    "As",
+    "At",
+    "Before",
+    "Behind",
+    "Between",
+    "By",
+    "For",
+    "From",
+    "In",
+    "Like",
+    "On",
+    "Over",
+    "To",
+}
+CONJUNCTIONS = {"If", "Not", "Since", "Under", "When", "Where", "With", "Without"}
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """The line and the text of each docstring, those of attributes included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        begins = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        for before, after in pairwise([ast.Pass() if begins else None, *body]):
+            follows = isinstance(before, (ast.Pass, ast.Assign, ast.AnnAssign))
+            if follows and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                yield after.lineno, str(after.value.value)
+
+
+def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
+    found = {f"{path.relative_to(ROOT)}:{line}": text.split() for path in sources() for line, text in docstrings(path)}
+    wrong = PRONOUNS | PREPOSITIONS | CONJUNCTIONS
+    assert len(found) > 3000 and not [
+        place for place, words in found.items() if words and words[0].strip(",.:;") in wrong
+    ]
 
 
 def test_the_page_of_metrics_is_that_of_the_rows() -> None:

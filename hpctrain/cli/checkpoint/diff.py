@@ -12,7 +12,7 @@ from hpctrain.cli.options import example
 from hpctrain.cli.progress import bytes_progress
 
 EXIT_DIFFERENT = 1
-"""As for diff and h5diff."""
+"""The exit code of diff and h5diff."""
 
 
 @click.command("diff", epilog=example("hpctrain checkpoint diff runs/a/checkpoints/latest runs/b/checkpoints/latest"))

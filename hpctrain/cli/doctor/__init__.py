@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpctrain.cli.doctor.findings import Row
 
 _START_SECONDS = 120.0
-"""For MPI_Init: shorter than a job's, as somebody waits for the answer."""
+"""The limit of MPI_Init: shorter than a job's, as somebody waits for the answer."""
 
 
 @click.command("doctor", epilog=example("srun -N2 --ntasks-per-node=4 hpctrain doctor --directory runs"))

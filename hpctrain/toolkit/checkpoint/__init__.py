@@ -1,1 +1,1 @@
-"""What a checkpoint format is made of."""
+"""The parts of a checkpoint format."""

@@ -39,7 +39,7 @@ class Rectangle(NamedTuple):
         return Rectangle(begins, shape) if all(length > 0 for length in shape) else None
 
     def slices(self, part: Rectangle) -> tuple[slice, ...]:
-        """Where `part` lies within this rectangle, for indexing a tensor that holds this rectangle."""
+        """The place of `part` within this rectangle, for indexing a tensor that holds this rectangle."""
         begins = (inner - outer for inner, outer in zip(part.offsets, self.offsets, strict=True))
         return tuple(slice(begin, begin + length) for begin, length in zip(begins, part.shape, strict=True))
 

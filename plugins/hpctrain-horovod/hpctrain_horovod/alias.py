@@ -56,13 +56,13 @@ class Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """From now on `import horovod` gives hpctrain_horovod, in this process, whatever is installed. Idempotent."""
+    """Let `import horovod` give hpctrain_horovod in this process, whatever is installed. Idempotent."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
 
 
 def hand_down() -> None:
-    """As `install`, for the Python processes that this one starts. Idempotent.
+    """Install the alias in the Python processes that this one starts, too. Idempotent.
 
     Those of multiprocessing begin with a copy of sys.path, also where they are forked from a server; all others read PYTHONPATH.
     """

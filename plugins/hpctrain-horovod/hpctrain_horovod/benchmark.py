@@ -28,7 +28,7 @@ VOCABULARY, SEQUENCE, WIDTH, LAYERS, HEADS, BATCH = 4096, 128, 512, 8, 8, 4
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. seconds: the slowest rank's median. ratio: to MPI's own, of a step to the step of a single rank."""
+    """A measurement. seconds: the slowest rank's median. ratio: to MPI's own, of a step to the step of a single rank."""
 
     operation: str
     engine: str

@@ -72,7 +72,7 @@ _OPTIONS_WITHOUT_EFFECT = {
     "--gloo-timeout-seconds": VALUES["HOROVOD_GLOO_TIMEOUT_SECONDS"],
     "--blacklist-cooldown-range": "no host is blacklisted; one that ssh has lost is tried again after 10 seconds",
 }
-"""Of the original, so that its command lines work, and why they change nothing."""
+"""Options of the original, so that its command lines work, and why they change nothing."""
 _SO_ANYWAY = ("--no-autotune", "--no-mpi-threads-disable")
 _SHORT = {"--prefix-output-with-timestamp": "-prefix-timestamp"}
 _NUMBERS = {"--blacklist-cooldown-range": 2}
@@ -210,7 +210,7 @@ def command(
 
 
 def build() -> str:
-    """What `--check-build` prints: X for what is available."""
+    """The text of `--check-build`: X for what is available."""
     import torch
 
     from hpctrain_horovod.common.util import nccl_built

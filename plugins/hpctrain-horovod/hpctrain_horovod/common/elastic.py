@@ -12,7 +12,7 @@ from hpctrain_horovod.engine.errors import HorovodInternalError, HostsUpdatedInt
 
 
 class State:
-    """What a training function changes and must not lose. Subclasses say how it is saved, restored and synchronized."""
+    """The state that a training function changes and must not lose. Subclasses say how it is saved, restored and synchronized."""
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         """bcast_object: gives all workers rank 0's object. get_rank: this worker's rank."""

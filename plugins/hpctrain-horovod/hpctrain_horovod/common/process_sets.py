@@ -55,7 +55,7 @@ global_process_set = ProcessSet([])
 """All ranks; process set 0."""
 
 _added: dict[int, list[ProcessSet]] = {}
-"""By number; a script may have several objects of a set."""
+"""Process sets by number; a script may have several objects of a set."""
 
 
 def initialize(process_sets: Sequence[ProcessSet | Sequence[int]]) -> list[list[int]]:
@@ -92,7 +92,7 @@ def look_up(process_sets: Sequence[ProcessSet | Sequence[int]]) -> None:
 
 
 def forget() -> None:
-    """After a shutdown no set is registered."""
+    """Forget all sets: after a shutdown none is registered."""
     for one in (global_process_set, *(one for ones in _added.values() for one in ones)):
         one.process_set_id = None
     _added.clear()

@@ -18,7 +18,7 @@ from hpctrain_horovod.communicator.work import HorovodWork
 
 _OPERATIONS = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
 _REDUCED = (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
-"""What Horovod adds up; it moves every dtype as bytes."""
+"""The dtypes that Horovod adds up; it moves every dtype as bytes."""
 _SAME_SIZE = ("allreduce", "reducescatter", "broadcast")
 """Operations whose tensors have one size on all ranks, which may be a part of their name."""
 _IN_FLIGHT = 64

@@ -48,7 +48,7 @@ def fused(together: Sequence[Agreed], fusion_bytes: int) -> Iterator[Batch]:
 
 @lru_cache(maxsize=8192)
 def _fusible(request: Request) -> tuple[Request | None, int]:
-    """What requests that may run as one have in common, and the bytes of the tensor; None if the request runs alone."""
+    """The common part of requests that may run as one, and the bytes of the tensor; None if the request runs alone."""
     nbytes = elements_of(request) * dtype_of(request).itemsize if request.dtype else 0
     alone = request.kind != kinds.ALLREDUCE or request.op == "Adasum" or nbytes > _LARGE
     return None if alone else request._replace(name="", shape=()), nbytes

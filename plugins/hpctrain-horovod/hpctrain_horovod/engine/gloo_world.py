@@ -83,7 +83,7 @@ def open_world() -> GlooWorld:
 
 
 class GlooWorld:
-    """One init's ranks."""
+    """The ranks of one init."""
 
     uses_mpi = False
 

@@ -26,7 +26,7 @@ from hpctrain_horovod.engine.lane import Lane
 from hpctrain_horovod.engine.links import Links
 
 _TIMEOUT = timedelta(minutes=30)
-"""For the data of an operation that all ranks have agreed to run."""
+"""The limit for the data of an operation that all ranks have agreed to run."""
 
 
 class MPILinks:

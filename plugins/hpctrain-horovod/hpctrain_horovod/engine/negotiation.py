@@ -47,7 +47,7 @@ class _Waiting:
 
 
 class Negotiation:
-    """One rank's part. One thread at a time uses it."""
+    """A rank's part of the negotiation. One thread at a time uses it."""
 
     def __init__(self, links: Links, cache_capacity: int) -> None:
         self.ended: str | None = None

@@ -1,4 +1,4 @@
-"""What a process asks of the others: one operation on one tensor, by name."""
+"""The request of a process to the others: one operation on one tensor, by name."""
 
 from __future__ import annotations
 

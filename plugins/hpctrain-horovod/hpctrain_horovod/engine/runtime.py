@@ -1,4 +1,4 @@
-"""What `init` makes and `shutdown` ends: the process sets with their teams, the timeline, and the handles."""
+"""The objects that `init` makes and `shutdown` ends: the process sets with their teams, the timeline, and the handles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Pending:
 
 
 class Runtime:
-    """One init of this process. Thread-safe."""
+    """An init of this process. Thread-safe."""
 
     def __init__(self, world: World, settings: EngineSettings) -> None:
         """Collective over the world."""

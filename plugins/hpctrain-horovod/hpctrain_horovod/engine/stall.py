@@ -18,7 +18,7 @@ _COLLECT = 2.5  # seconds in which all ranks publish what they wait for
 
 
 class StallCheck:
-    """One rank's look at a process set, about once a second; the set's first rank reports.
+    """A rank's look at a process set, about once a second; the set's first rank reports.
 
     Nothing is exchanged before an operation has waited for `settings.stall_warning` seconds. Then the ranks publish in the store
     what they wait for.
@@ -69,7 +69,7 @@ class StallCheck:
         )
 
     def _waiting(self) -> dict[str, dict[int, float]]:
-        """For each operation, the ranks that have submitted it and for how many seconds they wait."""
+        """The ranks that have submitted each operation, and for how many seconds they wait."""
         found: dict[str, dict[int, float]] = defaultdict(dict)
         for rank in range(len(self._ranks)):
             if self._store.check([f"waiting/{rank}"]):

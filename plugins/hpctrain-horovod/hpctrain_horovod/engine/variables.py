@@ -62,7 +62,7 @@ VALUES = {
     "HOROVOD_GLOO_RENDEZVOUS_PORT": _NO_RENDEZVOUS,
     "HOROVOD_LOG_LEVEL": _NO_LOG,
 }
-"""Like SWITCHES, with values of other kinds."""
+"""Variables as SWITCHES, with values of other kinds."""
 
 _told: set[str] = set()
 
@@ -80,7 +80,7 @@ def of_world(world: World) -> dict[str, str]:
 
 
 def of_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """What mpiexec or srun has told of this worker. Its place among several nodes is unknown before `init`."""
+    """Variables that mpiexec or srun has told of this worker. Its place among several nodes is unknown before `init`."""
     always = {"HOROVOD_HOSTNAME": socket.gethostname()}
     if WORKER in environment:
         return always | _controller_of(environment, "gloo")
@@ -143,7 +143,7 @@ def useless(world: World, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _controller_of(environment: Mapping[str, str], controller: str) -> dict[str, str]:
-    """What the user has set stays until `init`, which tells it."""
+    """The controllers; what the user has set stays until `init`, which tells it."""
     return {"HOROVOD_CONTROLLER": environment.get("HOROVOD_CONTROLLER") or controller}
 
 

@@ -12,7 +12,7 @@ from hpctrain_horovod.engine.links import Links
 
 
 class World(Protocol):
-    """What `init` finds. Methods with ranks are collective over them; ranks are numbers in this world."""
+    """The world that `init` finds. Methods with ranks are collective over them; ranks are numbers in this world."""
 
     rank: int
     size: int

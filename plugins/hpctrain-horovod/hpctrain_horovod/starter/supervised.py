@@ -17,7 +17,7 @@ import sys
 from types import FrameType
 
 ENDED = re.compile(rb"horovodrun: rank \S+ on \S+ ended with (exit code|signal) (\d+)")
-"""What is told, for who reads mpiexec's output."""
+"""The sentence that is told, for who reads mpiexec's output."""
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2); it outlasts exec

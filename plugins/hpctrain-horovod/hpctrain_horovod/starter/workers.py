@@ -85,7 +85,7 @@ def with_slots(workers: Iterable[Worker], hosts: Hosts, most: int) -> list[Worke
 
 
 def places(workers: Sequence[Worker], generation: int) -> list[dict[str, Any]]:
-    """What each of the workers is told of its rank in a generation."""
+    """The rank of each of the workers in a generation, as it is told."""
     hosts = {host: [worker for worker in workers if worker.host == host] for host in {one.host for one in workers}}
     told = []
     for rank, worker in enumerate(workers):

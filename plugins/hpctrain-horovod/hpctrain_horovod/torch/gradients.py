@@ -42,7 +42,7 @@ class GradientReduction:
         self.left = dict.fromkeys(names, passes)
         """The backward passes of each parameter that are still to come before its gradient is reduced."""
         self._sparse_dims = dict.fromkeys(names, 1) if sparse else {}
-        """Of the gradients that are known to be sparse."""
+        """Dims of the gradients that are known to be sparse."""
         self._ready: set[Tensor] = set()
         self._results: dict[Tensor, Callable[[], None]] = {}
         self._watch(names)
@@ -97,7 +97,7 @@ class GradientReduction:
             put()
 
     def _begin_anew(self) -> dict[Tensor, Callable[[], None]]:
-        """What was in flight; from now on nothing is."""
+        """Return what was in flight; from now on nothing is."""
         results, self._results = self._results, {}
         self._ready.clear()
         self.left = dict.fromkeys(self._names, self.passes)

@@ -97,7 +97,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return call
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the new parameters' gradients are reduced, too. All ranks add the same groups in the same order."""
+        """Add a group as torch's method does; the new parameters' gradients are reduced, too. All ranks add the same groups in
+        the same order."""
         super().add_param_group(param_group)
         known, added = len(self._parameter_names), self.param_groups[-1]["params"]
         new = {parameter: f"added.{known + place}" for place, parameter in enumerate(added)}
@@ -106,7 +107,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._reduction.add(_operations(new))
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
-        """As torch's. Raises AssertionError between backward and step."""
+        """Clear gradients as torch's method does. Raises AssertionError between backward and step."""
         if self._reduction is not None and self._reduction.running:
             self._reduction.forget()
             raise AssertionError(
@@ -116,7 +117,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(*arguments, **options)
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> None:
-        """As torch's; gradients in flight are dropped."""
+        """Load a state as torch's method does; gradients in flight are dropped."""
         if self._reduction is not None:
             self._reduction.forget()
         super().load_state_dict(*arguments, **options)

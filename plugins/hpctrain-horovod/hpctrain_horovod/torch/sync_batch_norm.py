@@ -18,7 +18,7 @@ class SyncBatchNorm(torch.nn.BatchNorm1d):
     """torch.nn.BatchNorm with the mean and the variance of the global batch; ranks may have different numbers of samples."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """As torch.nn.BatchNorm1d."""
+        """Take the arguments of torch.nn.BatchNorm1d."""
         super().__init__(*arguments, **options)
         self._name = f"sync_batch_norm.{next(_numbers)}"
 
