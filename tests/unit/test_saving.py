@@ -137,9 +137,9 @@ def test_a_signal_saves_before_an_evaluation_and_the_resume_makes_up_for_it() ->
 
 
 def test_ctrl_c_saves_and_interrupts_the_program() -> None:
-    Path("stops.py").write_text(STOPS.replace("SIGTERM", "SIGINT"))
+    Path("interrupts.py").write_text(STOPS.replace("SIGTERM", "SIGINT"))
     with pytest.raises(KeyboardInterrupt):
-        train(plugins={"load": ["stops"]})
+        train(plugins={"load": ["interrupts"]})
     assert steps_saved() == [2] and train()["exit_code"] == 0
 
 
