@@ -32,5 +32,14 @@ def alike(split: str) -> Any:
     return [(torch.arange(6.0), torch.tensor(1))] * 96 if split == "train" else None
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.inner(x))
+
+
 def dropping() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.5), nn.Linear(9, 9), nn.Dropout(0.5), nn.Linear(9, 3))
+    return nn.Sequential(Block(), Block(), Block(), Block(), nn.Linear(6, 3))

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
-from hpctrain.training import saves
+from hpctrain.training import saving
 from hpctrain.training.look import is_compiled
 
 ROWS, CLASSES = 40, 3
@@ -211,7 +211,7 @@ def test_a_first_evaluation_that_fails_loses_less_than_a_minute(
             raise ValueError("a rare sample")
         return 0.0
 
-    monkeypatch.setattr(saves, "_LOSABLE", losable)
+    monkeypatch.setattr(saving, "_LOSABLE", losable)
     evaluation, plain = {"every_steps": 2}, {"name": "accuracy"}
     model = {"name": lambda: nn.EmbeddingBag(99, CLASSES), "loss": cross_entropy}
     with pytest.raises(TrainingError, match="a rare sample"):
