@@ -100,6 +100,13 @@ def launch(tmp_path: Path) -> Launch:
     )  # fmt: skip
 
 
+def test_srun_gets_the_cores_of_a_rank_where_a_job_asks_for_them(launch: Launch) -> None:
+    """Since Slurm 22.05 a step does not take them over from the batch script by itself."""
+    script = launcher("slurm").render(launch)
+    assert "#SBATCH --cpus-per-task=8\n" in script and ' --cpus-per-task="$SLURM_CPUS_PER_TASK"' in script, script
+    assert "cpus" not in launcher("slurm").render(replace(launch, cpus_per_rank=None)).lower()
+
+
 KUBERNETES = {"image": "registry/hpctrain:1", "claim": "runs", "claim_size": "500Gi", "memory": "64Gi", "gpus_per_rank": 1,
               "namespace": "team", "secrets": ["wandb"]}  # fmt: skip
 
