@@ -91,7 +91,7 @@ def _serve() -> None:
     import torch.distributed.checkpoint
     from hpctrain_plugins.checkpoint.dcp import read, write  # noqa: F401
 
-    from hpctrain import rank  # noqa: F401
+    from hpctrain.training import rank  # noqa: F401
     from hpctrain.checkpoint import comparison, conversion  # noqa: F401
     from hpctrain.cli import cli
     from hpctrain.plugins import registry

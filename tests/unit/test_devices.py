@@ -44,7 +44,7 @@ def test_kinds_of_devices_are_named_in_one_place() -> None:
 def test_importing_it_takes_torch_only() -> None:
     code = "import sys, hpctrain.base.devices; print(*sorted(name for name in sys.modules if name.partition('.')[0] == 'hpctrain'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["hpctrain", "hpctrain.base.devices", "hpctrain.version"]
+    assert done.stdout.split() == ["hpctrain", "hpctrain.base", "hpctrain.base.devices", "hpctrain.version"]
 
 
 def test_plugins_get_what_they_need() -> None:
