@@ -91,10 +91,10 @@ def _serve() -> None:
     import torch.distributed.checkpoint
     from hpctrain_plugins.checkpoint.dcp import read, write  # noqa: F401
 
-    from hpctrain.training import rank  # noqa: F401
     from hpctrain.checkpoint import comparison, conversion  # noqa: F401
     from hpctrain.cli import cli
     from hpctrain.plugins import registry
+    from hpctrain.training import rank  # noqa: F401
 
     torch.set_num_threads(1)
     registry.build_registry = functools.cache(registry.build_registry)  # takes most of the time of a small command
