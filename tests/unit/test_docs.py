@@ -62,6 +62,18 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
             assert anchor in anchors(target), f"{page.relative_to(ROOT)}: {link}: no such heading"
 
 
+def test_no_line_of_a_page_is_long() -> None:
+    """Apart from tables and code."""
+    long = []
+    for page in PAGES:
+        is_code = False
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            is_code ^= line.lstrip().startswith("```")
+            if len(line) > 120 and not is_code and not line.startswith(("|", "    ")):
+                long.append(f"{page.relative_to(ROOT)}:{number}")
+    assert not long
+
+
 def test_the_pages_are_found_from_the_readme() -> None:
     """By links, however many: a page that none leads to is not read."""
     found, waiting = set(), [ROOT / "README.md"]
