@@ -1,4 +1,4 @@
-"""What `[communicator] check = true` adds to a collective.
+"""Measures the time that `[communicator] check = true` adds to a collective.
 
     mpiexec -n 2 python benchmarks/comparison.py
 

@@ -37,7 +37,7 @@ PARTS = 3
 
 
 def make_step(kind: str, precision: str, mesh: DeviceMesh, batch: dict[str, torch.Tensor]) -> Callable[[], float]:
-    """One training step of a kind on `mesh`."""
+    """Make a training step of a kind on `mesh`."""
     stage, _, options = kind.partition(" ")
     tables: dict[str, Any] = {
         "job": {"name": "stages", "steps": 1}, "model": MODEL, "dataset": {"name": "synthetic"},

@@ -1,4 +1,4 @@
-"""What a worker is told of itself in HOROVOD_ variables."""
+"""The HOROVOD_ variables that tell a worker of itself."""
 
 from __future__ import annotations
 
