@@ -57,6 +57,13 @@ def sum_of(value: int, group: dist.ProcessGroup | None = None) -> int:
     return int(total)
 
 
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks of the job."""
+    group = dist.group.WORLD
+    assert group is not None  # torch.distributed is set up
+    return group
+
+
 def attempt(action: Callable[[], T]) -> Outcome[T]:
     """The result of `action`, or its exception in the form that all ranks will see."""
     try:

@@ -9,7 +9,6 @@ from functools import partial
 from numbers import Integral
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
@@ -21,7 +20,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.job.parts import Parts
 from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.model.conformance.hooks import weights_kept
-from hpctrain.ranks.exchange import gather_values, sum_of, together
+from hpctrain.ranks.exchange import gather_values, sum_of, together, world_group
 from hpctrain.training.evaluation import evaluate, refuse_unmeasured
 from hpctrain.training.guard.judging import StepFigures, Verdict
 from hpctrain.training.guard.memory import memory_explained
@@ -53,8 +52,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     hooks, progress, code = session.hooks, session.progress, EXIT_DONE
     losses: list[float] = []
     stops, begun = 0, progress.step
-    world = dist.group.WORLD
-    assert world is not None
+    world = world_group()
     start: dict[str, Any] = {"job": session.job, "identity": session.identity, "control": session.control}
     together(world, lambda: show_model(session, "hpctrain_job_start", step=progress.step, **start))
     look(session)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpctrain.base.errors import CheckpointError, UsageError, shown
@@ -23,7 +22,7 @@ from hpctrain.checkpoint.store import Restored
 from hpctrain.checkpoint.weights import PLUGIN, OtherModelError
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
-from hpctrain.ranks.exchange import sum_of, together
+from hpctrain.ranks.exchange import sum_of, together, world_group
 from hpctrain.training.saving import as_typed, numbers_to_save, pieces_to_save, plugin_states
 from hpctrain.training.session import Session
 
@@ -75,7 +74,7 @@ class _Values(BaseModel):
 
 def restore(session: Session, resume: str) -> None:
     """Restore model and progress from a checkpoint, or start from the beginning. resume: "auto", "never" or a path."""
-    model, group = session.model, _world()
+    model, group = session.model, world_group()
     create_state(model.optimizer)
     states = plugin_states(session)
     refuse_same_names(states)
@@ -97,19 +96,13 @@ def roll_back(session: Session) -> None:
     create_state(model.optimizer)
     model.sums.consolidate()  # the state of compression is one rank's in a checkpoint, and zero on the others
     states = plugin_states(session)
-    pieces = together(_world(), lambda: pieces_to_save(model, model.optimizer, states))
+    pieces = together(world_group(), lambda: pieces_to_save(model, model.optimizer, states))
     restored = _read(session, pieces, session.saved.newest)
     assert restored is not None  # a path is given
     _check_values(restored)
     loss = restored.values.get("loss")
     session.progress.go_back(restored.step, math.nan if loss is None else loss)
     _take_over(session, restored, pieces, states)
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
 
 
 def _read(session: Session, pieces: list[Piece], path: Path | None) -> Restored | None:
@@ -122,7 +115,7 @@ def _begin_anew(session: Session) -> None:
     model.optimizer = model.new_optimizer()  # drops the state that was created for a restore
     if table.weights is not None:
         try:
-            remarks = model.load(table.weights, _world(), strict=table.weights_strict)
+            remarks = model.load(table.weights, world_group(), strict=table.weights_strict)
         except OtherModelError as error:
             raise CheckpointError(f"{error}; [model] weights_strict = false takes those that fit") from error
         for remark in remarks:
@@ -167,7 +160,7 @@ def _take_over(session: Session, restored: Restored, pieces: list[Piece], states
         restore_numbers(model.pieces, model.optimizer, values["optimizer_numbers"])
         restore_group_numbers(model.optimizer, model.group_options, values.get("optimizer_groups", []))
 
-    together(_world(), restore_optimizer)
+    together(world_group(), restore_optimizer)
     model.optimizer_begun = values.get("optimizer_begun", True)
     if not model.optimizer_begun:
         model.optimizer = model.new_optimizer()

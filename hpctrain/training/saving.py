@@ -23,7 +23,7 @@ from hpctrain.contracts.pieces import Piece, State
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.model.conformance.trials import refuse_lossy_scaler
-from hpctrain.ranks.exchange import broadcast_value, together
+from hpctrain.ranks.exchange import broadcast_value, together, world_group
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
 
@@ -33,8 +33,7 @@ _LOSABLE = 60.0
 
 def open_store(job: Job, parts: Parts) -> CheckpointStore:
     """The checkpoints in the job's directory."""
-    table, world = job.checkpoint, dist.group.WORLD
-    assert world is not None
+    table, world = job.checkpoint, world_group()
     behind = dist.new_group() if table.asynchronous else None
     assert not isinstance(behind, int)  # torch returns an int on ranks that are not in the group
     keep = table.keep_best
@@ -142,9 +141,7 @@ def save_failed(session: Session, step: int, error: Exception, excused: bool) ->
 def _note(session: Session, path: Path, step: int) -> None:
     """Tell plugins of a checkpoint that is complete."""
     session.saved.newest, session.saved.at = as_typed(path), time.monotonic()
-    world = dist.group.WORLD
-    assert world is not None
-    together(world, lambda: session.hooks.call("hpctrain_checkpoint_saved", step=step, path=path))
+    together(world_group(), lambda: session.hooks.call("hpctrain_checkpoint_saved", step=step, path=path))
 
 
 def as_typed(path: Path) -> Path:
