@@ -17,9 +17,9 @@ from typing import TypeVar
 from hpctrain_plugins.checkpoint.hdf5 import manifest, plan, table, write
 from hpctrain_plugins.checkpoint.hdf5.manifest import Manifest, Shard
 
-from hpctrain.toolkit.checkpoint.collector import collector_waits
 from hpctrain.toolkit.checkpoint.rectangles import Rectangle
 from hpctrain.toolkit.checkpoint.sealed import checksum_of
+from hpctrain.toolkit.checkpoint.snapshot import collector_waits
 
 T = TypeVar("T")
 ROWS, COLUMNS = 4, 1024

@@ -29,9 +29,9 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World
+from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.assembly import assemble
 from hpctrain.training.loop import train
-from hpctrain.training.signals import StopRequest
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 LAST = 20

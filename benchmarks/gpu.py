@@ -34,15 +34,15 @@ from hpctrain.checking.check import CheckedJob, check
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import Batch, MetaModel
 from hpctrain.job.reading import RawJob
-from hpctrain.model.meta import build_on_meta
+from hpctrain.model.build import build_on_meta
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World, meet, start_communication, take_device
+from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.assembly import assemble
 from hpctrain.training.feed import Feed
 from hpctrain.training.loop import train_step
 from hpctrain.training.progress import Progress
-from hpctrain.training.signals import StopRequest
 
 SIZES: dict[str, dict[str, int]] = {
     "large": {"hidden_size": 2048, "layers": 16, "attention_heads": 16, "vocab_size": 50304, "max_seq_length": 2048},

@@ -12,8 +12,8 @@ from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.runner import MicroBatch, RunnerParts
 from hpctrain.model.build import build_model
 from hpctrain.model.gradients.reducer import GradientReducer
-from hpctrain.model.groups import build_optimizer, parameter_groups
 from hpctrain.model.mesh import Meshes
+from hpctrain.model.parameters import build_optimizer, parameter_groups
 from hpctrain.training.runner import PlainRunner
 
 CPU = torch.device("cpu")

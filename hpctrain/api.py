@@ -104,7 +104,7 @@ from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts, See
 from hpctrain.contracts.sharding import ShardedModel, Sharding
 from hpctrain.job.tables import Job
 from hpctrain.model.gradients.residual import Residual
-from hpctrain.model.tied import tie, tied_parameters
+from hpctrain.model.parameters import tie, tied_parameters
 from hpctrain.model.traceless import without_trace
 from hpctrain.mpi import Settings as MPISettings
 from hpctrain.mpi import shared_zeros

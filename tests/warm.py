@@ -30,7 +30,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from hpctrain.ranks.command_line import ROOM, ROOM_VARIABLE, show
+from hpctrain.ranks.process import ROOM, ROOM_VARIABLE, show_command
 
 IMPORTED_WITH = (
     "PYTHON",
@@ -250,7 +250,7 @@ def _become(request: dict[str, object], descriptors: Sequence[int]) -> list[str]
 
 def _show(words: Sequence[str]) -> None:
     """What the system shows of this process: its words and its mark. The room for a rank's variables stays."""
-    show(words)
+    show_command(words)
     words_of_stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = map(int, words_of_stat[47:49])  # fields 50 and 51 of proc(5)
     place = ctypes.string_at(begin, end - begin).find(f"{MARK}={_NO_MARK}".encode())
@@ -313,7 +313,7 @@ def _be_new(descriptors: Sequence[int], environment: Mapping[str, str]) -> None:
 
 
 def _run_server(words: list[str]) -> None:
-    show(words)
+    show_command(words)
     sys.argv = [_FORK_SERVER, *words[3:]]
     del sys.modules[_FORK_SERVER]  # the starter's; else runpy warns
     runpy.run_module(_FORK_SERVER, run_name="__main__", alter_sys=True)
@@ -327,7 +327,7 @@ def _run_worker(words: list[str]) -> None:
         os.execvp = execute
         if command[0] != sys.executable or not command[1].endswith(".py"):
             execute(file, command)
-        show(command)
+        show_command(command)
         sys.argv = command[1:]
         sys.path[0] = str(Path(command[1]).parent.absolute())
         # absolute, as Python makes it: processes that multiprocessing starts would look for it where this one began

@@ -16,10 +16,8 @@ from hpctrain.base.torch_private import delay_compiler
 from hpctrain.checking.choices import plugin_problems
 from hpctrain.checking.combinations import combination_problems
 from hpctrain.checking.further import further_problems
-from hpctrain.checking.outside import open_outside
-from hpctrain.checking.planning import plan_of
 from hpctrain.checking.stand_ins import register_stand_in
-from hpctrain.checking.trial import build_outline, try_optimizer
+from hpctrain.checking.trial import build_outline, open_outside, try_optimizer
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plan import Plan
 from hpctrain.contracts.plugin import Options
@@ -27,7 +25,7 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.problems import JobError, PlacedProblem, problems_of, validate
 from hpctrain.job.reading import Key, RawJob, dotted
 from hpctrain.job.tables import Job, ParameterGroup
-from hpctrain.model.mesh import Layout, layout_of
+from hpctrain.model.mesh import Layout, layout_of, plan_of
 from hpctrain.plugins.blame import raised_in, retell_plugin_error
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.plugins.slots import SLOTS, TABLES, Slot, table_class

@@ -16,8 +16,7 @@ from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.reading import Key, dotted
 from hpctrain.job.tables import Job
 from hpctrain.model.build import refuse_embeddings, refuse_unsaved_buffers
-from hpctrain.model.freezing import trained_names
-from hpctrain.model.groups import refuse_unmatched
+from hpctrain.model.parameters import refuse_unmatched, trained_names
 from hpctrain.plugins.user_code import is_reference
 
 

@@ -11,10 +11,9 @@ from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.choices import plugin_problems
 from hpctrain.checking.combinations import combination_problems
-from hpctrain.checking.planning import plan_of
 from hpctrain.job.problems import JobError, PlacedProblem, sentence
 from hpctrain.job.reading import read_job
-from hpctrain.model.mesh import layout_of
+from hpctrain.model.mesh import layout_of, plan_of
 
 _SHOWN = 8
 """Numbers that a note lists."""

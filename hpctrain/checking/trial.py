@@ -1,7 +1,8 @@
-"""Trials of `hpctrain check` beyond the job's check: they find what `hpctrain run` would meet after its ranks start."""
+"""Trials of `hpctrain check` beyond the job's check: its model, optimizer, weights and data, before ranks start."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -14,17 +15,19 @@ import torch
 from torch import nn
 
 from hpctrain.base.devices import device_of_rank
-from hpctrain.base.errors import EXIT_TRAINING, HpctrainError
+from hpctrain.base.errors import EXIT_CHECKPOINT, EXIT_TRAINING, HpctrainError, reason
 from hpctrain.checking.choices import choices, lacking
+from hpctrain.checkpoint.weights import open_weights
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.plan import Machine, Plan
+from hpctrain.data.opening import Data, open_data
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.tables import Job
-from hpctrain.model.groups import build_optimizer
-from hpctrain.model.meta import build_on_meta
+from hpctrain.model.build import build_on_meta
+from hpctrain.model.parameters import build_optimizer
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.registry import Registry
 
@@ -125,3 +128,27 @@ def _built(spec: ModelSpec) -> nn.Module:
             return build_on_meta(spec)
         except HpctrainError:
             return spec.build()
+
+
+def open_outside(job: Job, parts: Parts) -> tuple[Data | None, list[PlacedProblem]]:
+    """The data, and the problems of weights and data."""
+    problems = _weights_problems(job, parts)
+    try:
+        return open_data(job, parts), problems
+    except HpctrainError as error:
+        return None, [*problems, PlacedProblem(("dataset", "name"), str(error), error.exit_code)]
+
+
+def _weights_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
+    weights, key = job.model.weights, ("model", "weights")
+    if weights is None:
+        return []
+    if not os.access(weights, os.R_OK):
+        why = f"[model] weights: there are none at {weights}, or no permission to read them"
+        return [PlacedProblem(key, f"{why}; expected a path (names of the Hugging Face hub are not taken)")]
+    try:
+        open_weights(weights, parts.formats)  # reads only their table
+    except (HpctrainError, OSError) as error:
+        code = error.exit_code if isinstance(error, HpctrainError) else EXIT_CHECKPOINT
+        return [PlacedProblem(key, f"[model] weights: {reason(error)}", code)]
+    return []

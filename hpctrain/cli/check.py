@@ -17,8 +17,7 @@ def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     If only this machine lacks something, such as a GPU for fp8, that is a note: the job may be meant for another machine.
     """
     from hpctrain.checking.counts import elastic_note
-    from hpctrain.checking.sizes import sizes
-    from hpctrain.checking.thorough import check_thoroughly
+    from hpctrain.checking.full_check import check_thoroughly, sizes
     from hpctrain.checking.trial import notes
     from hpctrain.cli.checkpoint.common import size_text
     from hpctrain.job.reading import read_job

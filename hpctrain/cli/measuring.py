@@ -17,7 +17,7 @@ _TIME_LIMIT = 900
 
 def start_measuring(ranks: int, words: list[str], as_json: bool) -> int:
     """Run `hpctrain bench WORDS` again, on ranks of its own; the exit code. Raises UsageError without an MPI."""
-    from hpctrain.starting.launch import launch_over_mpi
+    from hpctrain.starting.processes import launch_over_mpi
 
     command = [sys.executable, "-m", "hpctrain", "bench", *words, *(["--json"] if as_json else [])]
     launched = launch_over_mpi(command, ranks)

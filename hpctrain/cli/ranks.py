@@ -32,7 +32,7 @@ def on_ranks(
     hostfile: where, None for this machine.
     """
     from hpctrain.ranks.detection import detect, launched, started_by_srun
-    from hpctrain.ranks.stopping import note_early
+    from hpctrain.ranks.signals import note_early
 
     if command == "run":  # first of all: to import torch takes seconds
         note_early()
@@ -57,7 +57,7 @@ def on_ranks(
 
     if started_by_srun():
         delay_terminate()
-    from hpctrain.ranks.limit import START_SECONDS, limited
+    from hpctrain.ranks.failure import START_SECONDS, limited
 
     with limited("the start of MPI", START_SECONDS, channel):
         identity = detect()

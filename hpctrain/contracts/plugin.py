@@ -1,7 +1,11 @@
-"""The base of every plugin: a name, and options with types and help. It is a choice, not what runs."""
+"""The base of every plugin: a name, and options with types and help. It is a choice, not what runs.
+
+And the error about one that breaks its contract.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from abc import ABCMeta
 from collections.abc import Mapping
@@ -9,6 +13,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from hpctrain.base.errors import ContractError
 
 if TYPE_CHECKING:
     import torch
@@ -110,3 +116,22 @@ def parse_bytes(value: object) -> object:
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
 """A size in bytes: an integer, or text with a unit (KB, MB, GB decimal; KiB, MiB, GiB binary)."""
+
+
+_FOREIGN = "hpctrain.plugins.user_code."
+
+
+def broken(plugin: Plugin | type[Plugin], found: str, expected: str, everywhere: bool = False) -> ContractError:
+    """The error to raise. found: a sentence without its subject. everywhere: every rank raises it."""
+    return ContractError(f"{named(plugin)} {found}, expected {expected}", everywhere=everywhere)
+
+
+def named(plugin: Plugin | type[Plugin]) -> str:
+    """The plugin with its class, distribution and version; a user's own callable only with its reference."""
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    if cls.__module__.startswith(_FOREIGN):
+        return f"{plugin.name!r}"
+    package = cls.__module__.partition(".")[0]
+    found = importlib.metadata.packages_distributions().get(package, ())
+    version = "".join(f", {name} {importlib.metadata.version(name)}" for name in found[:1])
+    return f"the plugin {plugin.name!r} ({cls.__module__}:{cls.__qualname__}{version})"

@@ -14,8 +14,8 @@ from hpctrain.base.errors import TrainingError
 from hpctrain.base.seeded import drawing
 from hpctrain.contracts.dataset import Collate, Samples, Source
 from hpctrain.contracts.model import Batch
-from hpctrain.data.padding import Padding
 from hpctrain.data.plan import Planned
+from hpctrain.data.shapes import Padding
 from hpctrain.model.conformance.data import refuse_fewer_rows, refuse_other_item
 
 

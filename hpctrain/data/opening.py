@@ -16,8 +16,8 @@ from hpctrain.contracts.dataset import Collate, DatasetContext, Lengths, Samples
 from hpctrain.contracts.model import PaddedModel, TokenModel
 from hpctrain.data.node import NodeWork
 from hpctrain.data.order import Order, SampleOrder, StreamOrder, WeightedOrder
-from hpctrain.data.padding import Padding
 from hpctrain.data.plan import BatchPlan
+from hpctrain.data.shapes import Padding
 from hpctrain.data.tokens import TokenPlan, padded, whole_batches
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job

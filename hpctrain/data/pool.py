@@ -23,7 +23,7 @@ from hpctrain.data.plan import Planned
 from hpctrain.data.streams import EvaluatedStream, TrainedStream
 from hpctrain.data.worker_server import PRELOADED, Surroundings
 from hpctrain.ranks.prints import label_prints, labels_of_prints
-from hpctrain.ranks.stopping import keep_from_children
+from hpctrain.ranks.signals import keep_from_children
 from hpctrain.ranks.watchdog.workers import be_watched, new_directory, remove_directory
 
 LOG = logging.getLogger("hpctrain")

@@ -1,16 +1,55 @@
-"""Refuses micro batches of several shapes where an axis takes one only."""
+"""Shapes of micro batches: pads samples of several lengths, and refuses several shapes where an axis takes one only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hpctrain.base.errors import TrainingError
 from hpctrain.contracts.model import Batch
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Pads samples at their ends to a common length, a multiple of `multiple`.
+
+    values: the padding value of each padded entry (PaddedModel.padding); other entries are stacked unchanged.
+    """
+
+    values: Mapping[str, float]
+    multiple: int
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
+        """Pad and stack samples, which are dicts of tensors: `(length, ...)` -> `(samples, longest, ...)`."""
+        for sample in samples:
+            if not isinstance(sample, dict) or not self.values.keys() <= sample.keys():
+                found = ", ".join(sample) if isinstance(sample, dict) else type(sample).__name__
+                raise TrainingError(
+                    f"[batch] tokens: expected samples that are dicts with {', '.join(self.values)}, found {found}"
+                )
+        return {key: self._stacked(key, [sample[key] for sample in samples]) for key in samples[0]}
+
+    def blank(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A batch of one row that is all padding: its loss and its gradients are 0."""
+        return {
+            key: torch.full_like(tensor[:1, : self.multiple], self.values[key]) if key in self.values else tensor[:1]
+            for key, tensor in batch.items()
+        }
+
+    def _stacked(self, key: str, tensors: Sequence[Tensor]) -> Tensor:
+        if key not in self.values:
+            return torch.stack([torch.as_tensor(tensor) for tensor in tensors])
+        longest = -(-max(map(len, tensors)) // self.multiple) * self.multiple
+        batch = tensors[0].new_full((len(tensors), longest, *tensors[0].shape[1:]), self.values[key])
+        for row, tensor in zip(batch, tensors, strict=True):
+            row[: len(tensor)] = tensor
+        return batch
 
 
 def axis_of_one_shape(job: Job, parts: Parts) -> str | None:

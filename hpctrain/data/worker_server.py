@@ -18,9 +18,9 @@ from functools import partial
 from multiprocessing import forkserver, util
 from typing import Any, NoReturn
 
-from hpctrain.ranks import threads
-from hpctrain.ranks.command_line import show
-from hpctrain.ranks.stopping import STOPPING, keep_from_children
+from hpctrain.ranks import process
+from hpctrain.ranks.process import show_command
+from hpctrain.ranks.signals import STOPPING, keep_from_children
 
 PRELOADED = "hpctrain.data.pool"
 """Imports torch, and what a worker needs of hpctrain."""
@@ -58,7 +58,7 @@ def _fork(start: Any, path: Any, words: Sequence[Any], descriptors: Sequence[int
             _serve([os.fsdecode(word) for word in words], descriptors)
         finally:
             os._exit(1)
-    if threads.others() == 0:  # those that OpenBLAS had have ended before the fork, as it provides for
+    if process.other_threads() == 0:  # those that OpenBLAS had have ended before the fork, as it provides for
         return pid
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -69,7 +69,7 @@ def _serve(words: Sequence[str], descriptors: Sequence[int]) -> NoReturn:
     """Become the server, whose program is the last word."""
     _close_connections(descriptors)
     signal.pthread_sigmask(signal.SIG_SETMASK, STOPPING)  # as keep_from_children
-    show(words)
+    show_command(words)
     gc.collect()
     gc.freeze()  # else a collection would copy the pages that workers share
     with suppress(SystemExit):

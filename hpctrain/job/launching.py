@@ -6,8 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
-from hpctrain.job.table import SlotTable, error_of_several_keys
-from hpctrain.job.times import seconds_of
+from hpctrain.job.table import SlotTable, error_of_several_keys, seconds_of
 
 
 def _time(text: str) -> str:

@@ -1,13 +1,52 @@
-"""The two kinds of tables of a job file."""
+"""The kinds of tables of a job file, and the types of their values: times, variables, keys that exclude each other."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from hpctrain.job.times import seconds_or_number
+from hpctrain.job.environment import PREFIXES, as_text, name_problem, text_problem
+
+_FORMS = (
+    r"(?:(?P<d>\d+)d)?(?:(?P<h>\d+)h)?(?:(?P<m>\d+)m)?(?:(?P<s>\d+)s)?",
+    r"(?P<m>\d+)(?::(?P<s>[0-5]\d))?",
+    r"(?P<h>\d+):(?P<m>[0-5]\d):(?P<s>[0-5]\d)",
+    r"(?P<d>\d+)-(?P<h>\d+)(?::(?P<m>[0-5]\d)(?::(?P<s>[0-5]\d))?)?",
+)
+_IN_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def seconds_of(time: str) -> int:
+    """ "90m" -> 5400, "1-00:00:00" -> 86400, "10" -> 600. Raises ValueError."""
+    found = next((match for form in _FORMS if (match := re.fullmatch(form, time))), None) if time else None
+    seconds = 0 if found is None else sum(int(n or 0) * _IN_SECONDS[unit] for unit, n in found.groupdict().items())
+    if not 0 < seconds < 2**31:
+        raise ValueError('expected a time such as "24h", "1h30m", "90m", or as in Slurm "90" (minutes) or "1-12:00:00"')
+    return seconds
+
+
+def seconds_or_number(value: object) -> object:
+    """A text in seconds; anything else as it is."""
+    return seconds_of(value) if isinstance(value, str) else value
+
+
+def either(first: tuple[str, ...], second: tuple[str, ...]) -> JsonDict:
+    """The JSON Schema of a table that has all keys of `first` and none of `second`, or the other way round."""
+    return {
+        "if": {"anyOf": [{"required": [key]} for key in second]},
+        "then": {"required": list(second), "properties": excluded(first, second)},
+        "else": {"required": list(first)},
+    }
+
+
+def excluded(keys: tuple[str, ...], others: tuple[str, ...]) -> JsonDict:
+    """Properties that refuse `keys`; the message of a validator shows the title."""
+    return {key: {"not": {"title": f"{key} beside {' and '.join(others)}; keep one of them"}} for key in keys}
+
 
 OF_SEVERAL_KEYS = "several_keys"
 """The kind of an error that says itself what was found."""
@@ -36,3 +75,25 @@ class SlotTable(Table):
     def options(self) -> dict[str, Any]:
         """The plugin's keys as in the file."""
         return dict(self.model_extra or {})
+
+
+def _variable_name(name: str) -> str:
+    problem = name_problem(name)
+    if problem is not None:
+        raise ValueError(problem)
+    return name
+
+
+def _variable_value(text: str) -> str:
+    problem = text_problem(text)
+    if problem is not None:
+        raise ValueError(problem)
+    return text
+
+
+Variable = Annotated[
+    str, AfterValidator(_variable_name), WithJsonSchema({"type": "string", "pattern": f"^({'|'.join(PREFIXES)})"})
+]
+VariableValue = Annotated[
+    str, BeforeValidator(as_text, json_schema_input_type=str | int), AfterValidator(_variable_value)
+]

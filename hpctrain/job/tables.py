@@ -10,10 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
-from hpctrain.job.exclusive import either, excluded
 from hpctrain.job.launching import LauncherTable
-from hpctrain.job.table import Seconds, SlotTable, Table, error_of_several_keys
-from hpctrain.job.variables import Value, Variable
+from hpctrain.job.table import (
+    Seconds,
+    SlotTable,
+    Table,
+    Variable,
+    VariableValue,
+    either,
+    error_of_several_keys,
+    excluded,
+)
 from hpctrain.job.watching import GuardTable, WatchdogTable
 
 
@@ -403,7 +410,7 @@ class Job(Table):
     metric: list[MetricTable] = []
     launcher: dict[str, LauncherTable] = {}
     """Targets of `hpctrain submit`: a table for each target, such as [launcher.slurm]."""
-    environment: dict[Variable, Value] = Field(default={}, json_schema_extra={"additionalProperties": False})
+    environment: dict[Variable, VariableValue] = Field(default={}, json_schema_extra={"additionalProperties": False})
     """Variables that each rank sets before MPI, torch and OpenMP start, such as FI_PROVIDER = "tcp"; one that the shell has set
     stays as it is."""
     plugins: PluginsTable = PluginsTable()

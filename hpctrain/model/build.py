@@ -23,10 +23,8 @@ from hpctrain.model.conformance.model import (
     refuse_own_parameters,
     refuse_values_by_call,
 )
-from hpctrain.model.freezing import freeze
 from hpctrain.model.mesh import Meshes
-from hpctrain.model.meta import build_on_meta
-from hpctrain.model.tied import tie, tied_parameters
+from hpctrain.model.parameters import freeze, tie, tied_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -250,3 +248,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def build_on_meta(spec: ModelSpec) -> nn.Module:
+    """A new module on the meta device. Raises UsageError for sizes too large for torch."""
+    try:
+        with torch.device("meta"):
+            return spec.build()
+    except (RuntimeError, OverflowError) as error:
+        raise UsageError(f"[model] {spec.name}: it cannot be built with these sizes: {error}") from error

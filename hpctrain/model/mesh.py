@@ -1,19 +1,23 @@
-"""The layout of the ranks: the mesh axes and their DeviceMesh."""
+"""The layout of the ranks: the mesh axes, their DeviceMesh, and the plan that plugins check."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpctrain.base.errors import UsageError
 from hpctrain.base.torch_private import flatten_mesh
-from hpctrain.contracts.breach import broken
+from hpctrain.contracts.plan import Plan
+from hpctrain.contracts.plugin import broken
+from hpctrain.job.parts import Parts
+from hpctrain.job.tables import Job
 
 if TYPE_CHECKING:
     from hpctrain.contracts.parallelism import Parallelism
@@ -159,3 +163,33 @@ def _own_group(model: DeviceMesh, ranks: DeviceMesh, axis: str, own: str) -> dis
 
 def _mesh(axes: dict[str, int], device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def plan_of(job: Job, parts: Parts, outline: nn.Module | None, layout: Layout | None) -> Plan:
+    """The plan. layout: None if the number of ranks is unknown, or if the axes don't fit it."""
+    plan = Plan(
+        tables=job.model_dump(),
+        model=parts.model,
+        outline=outline,
+        parallelism=parts.parallelism,
+        sizes={name: job.parallelism[name].size for name in parts.parallelism},
+        sharding=parts.sharding,
+        activation_checkpointing=parts.activation_checkpointing,
+    )
+    if layout is None:
+        return plan
+    return replace(
+        plan,
+        axes=layout.axes,
+        model_axes=layout.model_axes,
+        data_axes=layout.data_axes,
+        data_ranks=layout.data_ranks,
+        micro_batches=_micro_batches(job, layout),
+    )
+
+
+def _micro_batches(job: Job, layout: Layout) -> int | None:
+    size, micro_size = job.batch.global_size, job.batch.micro_size
+    if size is None or micro_size is None or size % (layout.data_ranks * micro_size):
+        return None
+    return size // (layout.data_ranks * micro_size)

@@ -12,10 +12,10 @@ from typing import Any
 import pluggy
 
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
-from hpctrain.contracts.breach import broken
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Hook
 from hpctrain.contracts.model import Batch
+from hpctrain.contracts.plugin import broken
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.discovery import hook_fault
 from hpctrain.plugins.registry import Registry

@@ -18,7 +18,7 @@ import torch
 from hpctrain.base.devices import pci_address
 from hpctrain.mpi.errors import spans
 from hpctrain.ranks.meeting import World
-from hpctrain.ranks.threads import binds_threads
+from hpctrain.ranks.process import binds_threads
 
 LOG = logging.getLogger("hpctrain")
 

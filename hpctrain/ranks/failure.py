@@ -1,18 +1,21 @@
-"""A failing rank ends the job: its error is printed once, with rank and host, and every rank exits."""
+"""A failing rank, or one that hangs in a call, ends the job: its error is printed once, with rank and host."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
 from typing import NoReturn
 
-from hpctrain.base.errors import EXIT_TRAINING, HpctrainError
+from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, HpctrainError
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.problems import sentence
 from hpctrain.mpi.errors import CommunicationError
@@ -20,6 +23,7 @@ from hpctrain.ranks.detection import started_by_srun
 from hpctrain.ranks.ending import flush_output
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World
+from hpctrain.ranks.prints import tell
 
 _AFTER_THE_CAUSE = 1.0
 """Seconds that a rank waits after a failed communication, so that the rank at fault can print first."""
@@ -163,3 +167,30 @@ def _wait_for_print(world: World) -> None:
         world.store.wait(["failed/printed"], _PATIENCE)
     except RuntimeError:
         return
+
+
+START_SECONDS = 900.0
+"""The limit of MPI_Init, which waits for all ranks. From a slow file system some start minutes after others."""
+
+
+@contextmanager
+def limited(stage: str, seconds: float, channel: LauncherChannel, identity: Identity | None = None) -> Iterator[None]:
+    """End this rank, and with it the job, if the body takes longer. identity: None before it is known."""
+
+    def end() -> None:
+        who = f"a rank on {socket.gethostname()}" if identity is None else f"rank {identity.rank} on {identity.node}"
+        advice = "look at this node, and at what other ranks say; those that say nothing may not have started"
+        text = f"hpctrain: {who} did not finish {stage} within {seconds:g} s; {advice}"
+        tell(text)
+        channel.report_exit(EXIT_ENVIRONMENT)
+        if identity is None:
+            os._exit(EXIT_ENVIRONMENT)
+        end_now(identity, EXIT_ENVIRONMENT, False)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

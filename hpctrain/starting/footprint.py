@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hpctrain.base.devices import is_started
-from hpctrain.ranks import threads
+from hpctrain.ranks import process
 
 _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_", "MPI_LOCAL", "HPCTRAIN_STARTED_IN")
 """Beginnings of variables that a rank gets after the fork."""
@@ -187,7 +187,7 @@ def _threads_left() -> int:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    return threads.others()
+    return process.other_threads()
 
 
 def _descriptors() -> list[tuple[str, str]]:

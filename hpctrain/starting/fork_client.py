@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.ranks.command_line import ROOM, ROOM_VARIABLE
+from hpctrain.ranks.process import ROOM, ROOM_VARIABLE
 from hpctrain.starting.fork_server import GIVE_UP, LONGEST
 
 IMPORT_SECONDS = 300.0

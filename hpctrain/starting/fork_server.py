@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpctrain.ranks.command_line import ROOM_VARIABLE
+from hpctrain.ranks.process import ROOM_VARIABLE
 from hpctrain.starting.forking import become_rank, end_with_parent, open_streams, take_cores, take_streams
 
 LONGEST = 2**17

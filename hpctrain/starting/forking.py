@@ -9,7 +9,7 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 
 from hpctrain.base.launcher_variables import set_variables
-from hpctrain.ranks.command_line import show
+from hpctrain.ranks.process import show_command
 from hpctrain.starting.pmi import FD_VARIABLE
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -66,7 +66,7 @@ def become_rank(
         os.environ.pop(name, None)
     os.environ.update(own)
     set_variables()  # as the import of hpctrain.mpi does
-    show(command, own)
+    show_command(command, own)
     np.random.seed()
     multiprocessing.current_process().authkey = os.urandom(32)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)

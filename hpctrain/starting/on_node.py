@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import set_variables
-from hpctrain.ranks.threads import binds_threads
+from hpctrain.ranks.process import binds_threads
 from hpctrain.starting.fork_client import FORK_SECONDS, IMPORT_SECONDS, ForkedRank, ForkServer
 from hpctrain.starting.fork_server import DESCRIPTORS, FOR_RANKS, LONGEST
 from hpctrain.starting.link import is_private

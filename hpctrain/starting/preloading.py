@@ -17,8 +17,8 @@ from hpctrain.plugins.registry import OWN, build_registry
 from hpctrain.starting.footprint import Footprint, watched
 
 _LATE = (
-    "hpctrain.starting.link", "hpctrain.ranks.limit", "hpctrain.ranks.watchdog.watch", "hpctrain.base.store.gloo", "encodings.idna",
-    "encodings.utf_8_sig",
+    "hpctrain.starting.link", "hpctrain.ranks.failure", "hpctrain.ranks.watchdog.watch", "hpctrain.base.store.gloo",
+    "encodings.idna", "encodings.utf_8_sig",
 )  # fmt: skip
 """Modules that a rank imports on its way to the first step, besides those that importing `hpctrain.training.rank` imports."""
 _OWN = "hpctrain and torch"

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hpctrain.ranks.stopping import STOPPING
+from hpctrain.ranks.signals import STOPPING
 
 
 class Requests:

@@ -17,14 +17,12 @@ from typing import Any
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_STOPPED, EXIT_TRAINING
 from hpctrain.job.environment import export
 from hpctrain.job.reading import read_job
-from hpctrain.starting.counts import ask_counts
 from hpctrain.starting.forks import Forks
 from hpctrain.starting.hosts import Hosts
-from hpctrain.starting.launch import Launched, launch
 from hpctrain.starting.link import Channel, Link
 from hpctrain.starting.on_hosts import OnHosts
-from hpctrain.starting.placement import Placement
-from hpctrain.starting.processes import spawn
+from hpctrain.starting.placement import Placement, ask_counts
+from hpctrain.starting.processes import Launched, launch, spawn
 from hpctrain.starting.requests import Requests, noted_signals
 
 _POLL = 0.1

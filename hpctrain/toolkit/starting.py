@@ -5,10 +5,9 @@ Imports no torch.
 
 from hpctrain.ranks.detection import launched
 from hpctrain.starting.hosts import HERE, Hosts, read_hostfile
-from hpctrain.starting.launch import Launched
 from hpctrain.starting.mpi_library import ask_library
 from hpctrain.starting.mpiexec import UnderMpiexec, find_mpiexec
-from hpctrain.starting.processes import over_pmi
+from hpctrain.starting.processes import Launched, over_pmi
 
 __all__ = [
     "HERE",

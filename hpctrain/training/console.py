@@ -17,7 +17,7 @@ from rich.text import Text
 from hpctrain.contracts.identity import Identity
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.prints import CLEAR_LINE, Labelled, own, put
-from hpctrain.training.best import BestSoFar
+from hpctrain.training.progress import BestSoFar
 
 LOG = logging.getLogger("hpctrain")
 

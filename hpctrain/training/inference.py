@@ -31,7 +31,7 @@ from hpctrain.job.reading import RawJob, read_job
 from hpctrain.job.tables import Job
 from hpctrain.model.build import build_whole, named_tensors
 from hpctrain.model.mesh import build_meshes, layout_of
-from hpctrain.model.tied import tied_parameters
+from hpctrain.model.parameters import tied_parameters
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.given import given_objects
 from hpctrain.plugins.user_code.reference import OBJECTS

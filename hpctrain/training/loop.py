@@ -13,17 +13,19 @@ from torch import Tensor
 
 from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
 from hpctrain.base.torch_private import foreach_mul_
-from hpctrain.contracts.breach import broken
 from hpctrain.contracts.model import ModelSpec
+from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.job.parts import Parts
 from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.model.conformance.hooks import weights_kept
 from hpctrain.ranks.exchange import gather_values, sum_of, together, world_group
+from hpctrain.ranks.signals import INTERRUPTED, STOPPED, StopRequest
 from hpctrain.training.evaluation import evaluate, refuse_unmeasured
 from hpctrain.training.guard.judging import StepFigures, Verdict
 from hpctrain.training.guard.memory import memory_explained
+from hpctrain.training.guard_actions import act, with_samples
 from hpctrain.training.look import look
 from hpctrain.training.metrics import (
     EvaluationRow,
@@ -34,10 +36,8 @@ from hpctrain.training.metrics import (
     gather_figures,
     memory_bytes,
 )
-from hpctrain.training.reactions import act, with_samples
 from hpctrain.training.saving import save_before_evaluation, save_if_due
 from hpctrain.training.session import Session
-from hpctrain.training.signals import INTERRUPTED, STOPPED, StopRequest
 
 _ALIKE = 1e-3
 """The relative difference between ranks' norms of one gradient; they are sums of the same numbers."""

@@ -42,6 +42,7 @@ from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World, compare_ranks, meet, start_communication, take_device
 from hpctrain.ranks.objects import allow_objects
 from hpctrain.ranks.prints import labelled_prints, own, tell
+from hpctrain.ranks.signals import StopRequest
 from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.ranks.watchdog.watch import watched
 from hpctrain.training.assembly import assemble
@@ -49,7 +50,6 @@ from hpctrain.training.inference import Question, answer
 from hpctrain.training.log_file import logged_to_file
 from hpctrain.training.loop import train
 from hpctrain.training.session import Session
-from hpctrain.training.signals import StopRequest
 from hpctrain.training.starts import note_start
 
 LOG = logging.getLogger("hpctrain")

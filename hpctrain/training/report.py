@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from pydantic import BaseModel, StrictInt, ValidationError
+
+from hpctrain.base.errors import EnvironmentUnfitError, TrainingError, UsageError, reason
+from hpctrain.base.files import open_regular, reading, replacing
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.logger import Logger
+from hpctrain.contracts.logger import Logger, LogWriter
 from hpctrain.job.tables import KeepBestTable
 from hpctrain.ranks.launcher_channel import LauncherChannel
-from hpctrain.training.best import BestSoFar
 from hpctrain.training.console import Console
-from hpctrain.training.records import Records, plain_row
+from hpctrain.training.progress import BestSoFar
 
 
 class Report:
@@ -59,3 +70,133 @@ class Report:
         self._console.close()
         if self._records is not None:
             self._records.close()
+
+
+LOG = logging.getLogger("hpctrain")
+_LONGEST_ROW = 2**20
+"""The longest line of metrics.jsonl, in bytes."""
+
+
+class Records:
+    """The records of a run, on rank 0."""
+
+    def __init__(self, output_dir: Path, loggers: Sequence[Logger], resumed_step: int) -> None:
+        """Raises UsageError if metrics.jsonl can't be written, EnvironmentUnfitError if a logger's files can't."""
+        path = output_dir / "metrics.jsonl"
+        try:
+            self._metrics = MetricsFile(path, resumed_step)
+        except OSError as error:
+            raise UsageError(f"[job] output_dir: {path} cannot be written: {reason(error)}") from None
+        self._writers: list[tuple[str, LogWriter]] = []  # with the logger's name
+        for logger in loggers:
+            try:
+                self._writers.append((logger.name, logger.open(output_dir, resumed_step)))
+            except OSError as error:
+                raise EnvironmentUnfitError(f"[[logger]] name = {logger.name!r}: {reason(error)}") from error
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Write one row to all destinations."""
+        self._metrics.write(dict(row))
+        self._ask_writers(lambda writer: writer.log(copy.deepcopy(dict(row))))
+
+    def close(self) -> None:
+        """The run has ended."""
+        self._metrics.close()
+        self._ask_writers(lambda writer: writer.close())
+
+    def _ask_writers(self, ask: Callable[[LogWriter], None]) -> None:
+        """Drop a writer that raises (its server or disk is gone), with a warning. metrics.jsonl has every row."""
+        for writer in list(self._writers):
+            name, one = writer
+            try:
+                ask(one)
+            except Exception as error:
+                self._writers.remove(writer)
+                LOG.warning("logger %s failed and gets no more rows: %s: %s", name, type(error).__name__, error)
+                LOG.info("where logger %s failed", name, exc_info=error)
+
+
+class MetricsFile:
+    """metrics.jsonl on rank 0: a JSON object per line. Non-finite numbers are null."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        """Drops the rows after `resumed_step`: their steps run again. Raises OSError if the file can't be written."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.writelines(_rows_until(path, resumed_step) if resumed_step else [])
+        self._path = path
+        # open for the whole run
+        self._file = open(open_regular(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: SIM115
+        self._waiting = b""
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append `row` at once, so that readers who follow the file see it.
+
+        If the disk is full, rows wait in memory until there is room: a full disk does not end a training here.
+        """
+        waited, self._waiting = bool(self._waiting), self._waiting + json.dumps(finite(row)).encode() + b"\n"
+        try:
+            self._append()
+        except OSError as error:
+            if not waited:
+                LOG.warning("%s can't be written; rows are kept in memory until it can: %s", self._path, reason(error))
+
+    def close(self) -> None:
+        try:
+            self._append()
+            self._file.close()
+        except OSError as error:
+            lost = self._waiting.count(b"\n")
+            LOG.warning("%s could not be written; its last %d rows are missing: %s", self._path, lost, reason(error))
+
+    def _append(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+
+
+def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with tensors and NumPy numbers of one element as numbers. Raises TrainingError for a value that JSON can't hold."""
+    found = {
+        name: value.item()
+        if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        else value
+        for name, value in row.items()
+    }
+    for name, value in found.items():
+        try:
+            json.dumps(finite(value))
+        except TypeError:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise TrainingError(
+                f"a hook has put {name!r} into the metrics of step {row.get('step')}: found a {type(value).__name__}{shape}, "
+                "expected a number or text, or a list or dict of them"
+            ) from None
+    return found
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for NaN and infinities, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _Row(BaseModel):
+    """The parts of a row that a resume reads."""
+
+    step: StrictInt
+
+
+def _rows_until(path: Path, step: int) -> Iterator[bytes]:
+    """The complete lines; fragments left by a crash or a power failure are dropped."""
+    if not os.path.lexists(path):
+        return
+    with reading(path) as fd, open(fd, "rb", closefd=False) as file:
+        while line := file.readline(_LONGEST_ROW):
+            if not line.endswith(b"\n"):  # cut short, or not a row: the rest may be endless
+                return
+            with suppress(ValidationError):
+                if _Row.model_validate_json(line).step <= step:
+                    yield line

@@ -17,10 +17,10 @@ from hpctrain.base.errors import UsageError
 from hpctrain.base.torch_private import foreach_mul_
 from hpctrain.checkpoint.state import group_options, model_pieces
 from hpctrain.checkpoint.weights import load_weights
-from hpctrain.contracts.breach import broken
 from hpctrain.contracts.compression import LossyCompression
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.runner import Runner, RunnerParts
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
@@ -31,15 +31,15 @@ from hpctrain.model.conformance.model import refuse_mean
 from hpctrain.model.conformance.pieces import refuse_holes
 from hpctrain.model.conformance.trials import refuse_factor, refuse_idle_optimizer, updates_parts_alike
 from hpctrain.model.gradients.reducer import GradientReducer
-from hpctrain.model.groups import build_optimizer, parameter_groups
 from hpctrain.model.mesh import Meshes
+from hpctrain.model.parameters import build_optimizer, parameter_groups
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.model import ForeignModel
 from hpctrain.ranks.exchange import sum_of
-from hpctrain.training.named_losses import NamedLosses
+from hpctrain.training.full_parameters import FullParameters
+from hpctrain.training.metrics import NamedLosses
 from hpctrain.training.runner import PlainRunner
 from hpctrain.training.totals import PieceTotals
-from hpctrain.training.whole import WholeTensors
 
 
 class TrainedModel:
@@ -78,7 +78,7 @@ class TrainedModel:
         if not parts.sharding.ranks_diverge:
             refuse_holes(parts.sharding, self.pieces, self.shapes, meshes)
         self.totals = PieceTotals(self.pieces, meshes)
-        self._whole = WholeTensors(self.pieces, self.shapes, meshes, device)
+        self._whole = FullParameters(self.pieces, self.shapes, meshes, device)
         self.optimizer, self.optimizer_begun = self.new_optimizer(), False
         self.group_options = group_options(self.optimizer)
         self._base_rates = [group["lr"] * self._rate_factor() for group in self.optimizer.param_groups]

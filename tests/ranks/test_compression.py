@@ -20,9 +20,9 @@ import hpctrain.mpi
 from hpctrain.api import Compressor, GradientBucket, Piece, Span
 from hpctrain.mpi.library import MPI
 from hpctrain.ranks.detection import detect
+from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
 from hpctrain.training.session import Session
-from hpctrain.training.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -15,8 +15,8 @@ from hpctrain.api import Control, LiveModel, hookimpl
 from hpctrain.base.errors import TrainingError
 from hpctrain.job.problems import JobError
 from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
-from hpctrain.training.signals import StopRequest
 
 STAGES = [0, 3]
 

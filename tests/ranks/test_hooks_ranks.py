@@ -15,9 +15,9 @@ from hpctrain.api import LiveModel, Piece, UsageError, hookimpl
 from hpctrain.checking.check import check
 from hpctrain.job.reading import RawJob
 from hpctrain.model.mesh import build_meshes, layout_of
+from hpctrain.ranks.signals import StopRequest
+from hpctrain.training.full_parameters import FullParameters
 from hpctrain.training.loop import train
-from hpctrain.training.signals import StopRequest
-from hpctrain.training.whole import WholeTensors
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 
@@ -128,7 +128,7 @@ def test_values_that_each_rank_has_of_its_own(root) -> None:
     meshes = build_meshes(layout_of(checked.job, checked.parts, dist.get_world_size()), torch.device("cpu"))
     values = torch.arange(6.0).view(2, 3) + dist.get_rank()
     own = [Piece("w", (2, 3), (0, 0), values, ("dp_shard",))]
-    whole = WholeTensors(own, {"w": (2, 3)}, meshes, torch.device("cpu"))
+    whole = FullParameters(own, {"w": (2, 3)}, meshes, torch.device("cpu"))
     mean = torch.arange(6.0).view(2, 3) + (dist.get_world_size() - 1) / 2
     torch.testing.assert_close(whole.of("w", lambda piece: piece.tensor), mean)
 

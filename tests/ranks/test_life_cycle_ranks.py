@@ -13,8 +13,8 @@ from training import job, session_of
 from hpctrain.api import Control, Piece, PluginState, hookimpl
 from hpctrain.base.errors import TrainingError
 from hpctrain.mpi import OperationMismatchError
+from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
-from hpctrain.training.signals import StopRequest
 
 
 class OneRank:

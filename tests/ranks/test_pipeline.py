@@ -21,8 +21,8 @@ from training import Rows, job, session_of, train_here
 from hpctrain.api import hookimpl
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.plugins.user_code.calling import retell_model_error
+from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
-from hpctrain.training.signals import StopRequest
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 

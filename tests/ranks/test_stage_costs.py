@@ -16,9 +16,9 @@ from training import Rows, job, session_of
 
 import hpctrain.mpi
 from hpctrain.api import ShardedModel
+from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
 from hpctrain.training.session import Session
-from hpctrain.training.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("world")
 

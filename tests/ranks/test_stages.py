@@ -15,8 +15,8 @@ from modules import Switched, built, foreign_steps, odd_steps
 from plain import Step, gpt_loss, samples_of, stacked, train_gpt
 from training import SGD, TINY, job, session_of, thorough, train_here
 
+from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
-from hpctrain.training.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("world")
 

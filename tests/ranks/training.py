@@ -20,10 +20,10 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World
+from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.assembly import assemble
 from hpctrain.training.loop import train
 from hpctrain.training.session import Session
-from hpctrain.training.signals import StopRequest
 
 
 def thorough(*values: Any) -> Any:

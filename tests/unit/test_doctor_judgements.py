@@ -81,7 +81,7 @@ def test_a_stage_that_does_not_end_is_named_and_ends_the_process() -> None:
     code = (
         "import threading\n"
         "from hpctrain.contracts.identity import Identity\n"
-        "from hpctrain.ranks.limit import limited\n"
+        "from hpctrain.ranks.failure import limited\n"
         "from hpctrain.ranks.launcher_channel import LauncherChannel\n"
         "with limited('the checks of /far', 0.2, LauncherChannel(), Identity(node='n1')):\n"
         "    threading.Event().wait()\n"

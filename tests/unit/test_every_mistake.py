@@ -12,7 +12,7 @@ import pytest
 from conftest import TINY
 
 from hpctrain.checking.check import check
-from hpctrain.checking.outside import open_outside
+from hpctrain.checking.trial import open_outside
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
 

@@ -21,9 +21,9 @@ from hpctrain.base.errors import EXIT_TRAINING, HpctrainError, TrainingError
 from hpctrain.checking.check import check
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.reading import RawJob
-from hpctrain.training.guard.checksum import checksum
-from hpctrain.training.guard.culprit import nonfinite_samples
+from hpctrain.training.guard.first_nonfinite import nonfinite_samples
 from hpctrain.training.guard.memory import advice
+from hpctrain.training.guard.replicas import checksum
 
 PLANTED = """
 import torch

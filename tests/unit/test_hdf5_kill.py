@@ -17,7 +17,7 @@ from hpctrain_plugins.checkpoint.hdf5 import Hdf5
 
 from hpctrain.api import Piece, State
 from hpctrain.checkpoint.store import CheckpointStore, Restored
-from hpctrain.ranks.stopping import STOPPING
+from hpctrain.ranks.signals import STOPPING
 
 KILLS = 20
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base.errors import UsageError
-from hpctrain.starting.counts import Counts
 from hpctrain.starting.hosts import Hosts, read_hostfile
-from hpctrain.starting.placement import Placement
+from hpctrain.starting.placement import Counts, Placement
 from hpctrain.starting.streams import Heard, Listener
 
 

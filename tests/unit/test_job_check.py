@@ -22,9 +22,9 @@ from plain import module_of
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.counts import why_not
+from hpctrain.checking.full_check import sizes
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
 from hpctrain.checking.schema import job_schema
-from hpctrain.checking.sizes import sizes
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plan import Machine
 from hpctrain.data.opening import open_data, sequence_multiple

@@ -107,7 +107,7 @@ def test_csv_follows_no_link_and_keeps_a_file_that_is_none_of_its_own() -> None:
     Path("mine.csv").write_text("a,b\n1,2\n")
     Path("out/metrics.csv").symlink_to(Path("mine.csv").absolute())
     with pytest.raises(EnvironmentUnfitError, match=r"\[\[logger\]\] name = 'csv': .*symbolic link"):
-        from hpctrain.training.records import Records
+        from hpctrain.training.report import Records
 
         Records(Path("out"), [logger("csv")], 2)
     logger("csv").open(Path("out"), 0).log({"step": 1})

@@ -26,7 +26,7 @@ from hpctrain.checkpoint.retention import Best, Retention
 from hpctrain.cli import execute
 from hpctrain.job import output_lock
 from hpctrain.toolkit.checkpoint.sealed import seal
-from hpctrain.training.records import MetricsFile
+from hpctrain.training.report import MetricsFile
 
 BREAKS = """
 import time

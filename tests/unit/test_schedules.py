@@ -16,7 +16,7 @@ import hpctrain
 from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.contracts.optimization import Schedule
 from hpctrain.plugins.registry import build_registry
-from hpctrain.plugins.user_code.schedule import ForeignSchedule
+from hpctrain.plugins.user_code.optimization import ForeignSchedule
 
 REGISTRY = build_registry()
 STEPS = 40

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.ranks import signals
+from hpctrain.ranks.signals import StopRequest
 from hpctrain.starting.mpiexec import Mpiexec, UnderMpiexec
 from hpctrain.starting.pmi import PmiServer
 from hpctrain.starting.processes import Processes
 from hpctrain.starting.relay import Unbannered, Unruled
-from hpctrain.training import signals
-from hpctrain.training.signals import StopRequest
 
 
 def test_ranks_that_do_not_follow_a_failed_one_are_ended() -> None:

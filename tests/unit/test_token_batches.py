@@ -19,8 +19,8 @@ import hpctrain
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.checking.check import check
 from hpctrain.data.order import SampleOrder
-from hpctrain.data.padding import Padding
 from hpctrain.data.plan import Planned
+from hpctrain.data.shapes import Padding
 from hpctrain.data.tokens import TokenPlan, padded, share_out, whole_batches
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob

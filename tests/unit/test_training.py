@@ -25,7 +25,7 @@ from hpctrain.contracts.pieces import Piece
 from hpctrain.job.reading import RawJob
 from hpctrain.model.build import refuse_embeddings
 from hpctrain.model.conformance.trials import updates_parts_alike
-from hpctrain.model.groups import build_optimizer
+from hpctrain.model.parameters import build_optimizer
 from hpctrain.plugins.registry import build_registry
 from hpctrain.training import starts
 

@@ -9,12 +9,10 @@ from types import FrameType
 import click
 
 from hpctrain.cli.checkpoint.common import Formats
-from hpctrain.cli.checkpoint.diff import diff
-from hpctrain.cli.checkpoint.export import export
-from hpctrain.cli.checkpoint.import_ import import_weights
+from hpctrain.cli.checkpoint.convert import export, import_weights
 from hpctrain.cli.checkpoint.list import list_checkpoints
 from hpctrain.cli.checkpoint.show import show
-from hpctrain.cli.checkpoint.verify import verify
+from hpctrain.cli.checkpoint.verify import diff, verify
 from hpctrain.cli.groups import OpenGroup
 
 

@@ -1,4 +1,4 @@
-"""hpctrain checkpoint verify: checks that every byte is as written."""
+"""hpctrain checkpoint verify and diff: whether every byte is as written, and which tensors of two checkpoints differ."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from hpctrain.base.errors import CheckpointError
-from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, size_text
+from hpctrain.base.errors import CheckpointError, escaped
+from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, size_text, table
 from hpctrain.cli.options import example
 from hpctrain.cli.progress import bytes_progress
 
@@ -28,3 +28,36 @@ def verify(formats: Formats, checkpoint: Path) -> None:
         tensors, files = found.format.tensors(checkpoint), found.files()
     nbytes = sum(files.values())
     click.echo(f"{checkpoint}: whole, {len(tensors)} tensors, {size_text(nbytes)} in {len(files)} files")
+
+
+EXIT_DIFFERENT = 1
+"""The exit code of diff and h5diff."""
+
+
+@click.command("diff", epilog=example("hpctrain checkpoint diff runs/a/checkpoints/latest runs/b/checkpoints/latest"))
+@click.argument("a", metavar="A", type=CHECKPOINT)
+@click.argument("b", metavar="B", type=CHECKPOINT)
+@click.pass_obj
+def diff(formats: Formats, a: Path, b: Path) -> int:
+    """Compare the checkpoints A and B by value; exit 0 if all tensors are equal, 1 if some differ.
+
+    A and B may have different formats and layouts.
+    """
+    from hpctrain.checkpoint.comparison import compare, compare_values
+
+    with files_of(a):
+        one, other = formats.find(a), formats.find(b)
+        with bytes_progress("comparing") as progress:
+            differences = compare(one, other, progress)
+        values = compare_values(one.format.read_values(a), other.format.read_values(b))
+    for sentence in values:
+        click.echo(escaped(f"value {sentence}"))
+    if not differences:
+        click.echo("all tensors are equal")
+        return 0
+    rows = [
+        (d.name, f"{d.elements} of {d.total}", f"{d.largest:.3g}", f"{d.relative:.3g}", d.forms) for d in differences
+    ]
+    click.echo(table(("TENSOR", "VALUES THAT DIFFER", "LARGEST |A-B|", "|A-B|/|A|", "FORM"), rows))
+    click.echo(f"{len(differences)} tensors differ")
+    return EXIT_DIFFERENT

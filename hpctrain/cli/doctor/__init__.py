@@ -43,9 +43,8 @@ def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path 
         return start_command(words, ranks)
     from hpctrain.cli.doctor.examine import examine
     from hpctrain.cli.doctor.findings import Finding, row_of
-    from hpctrain.ranks.failure import end_on_signals
+    from hpctrain.ranks.failure import end_on_signals, limited
     from hpctrain.ranks.launcher_channel import LauncherChannel
-    from hpctrain.ranks.limit import limited
     from hpctrain.starting.link import attach
 
     channel = attach(started_by) if started_by else LauncherChannel()

@@ -21,9 +21,8 @@ from hpctrain.job.environment import settings
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.ranks.binding import Binding, bound
 from hpctrain.ranks.detection import started_by_srun
-from hpctrain.ranks.failure import ignore_terminate, leave
+from hpctrain.ranks.failure import ignore_terminate, leave, limited
 from hpctrain.ranks.launcher_channel import LauncherChannel
-from hpctrain.ranks.limit import limited
 from hpctrain.ranks.meeting import World, meet, start_communication, take_device
 from hpctrain.ranks.objects import allow_objects
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from hpctrain.contracts.breach import broken
 from hpctrain.contracts.life_cycle import LiveModel
 from hpctrain.contracts.parallelism import Parallelism
+from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.sharding import Sharding
 from hpctrain.model.mesh import Meshes
 from hpctrain.ranks.exchange import gather_values, sum_of

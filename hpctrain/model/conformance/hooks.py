@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hpctrain.base.errors import ContractError
 from hpctrain.base.torch_private import versions
-from hpctrain.contracts.breach import broken
 from hpctrain.contracts.life_cycle import LiveModel
 from hpctrain.contracts.metric import Metric
+from hpctrain.contracts.plugin import broken
 
 
 class _Model(LiveModel, Protocol):

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.base.devices import forked_random_state
-from hpctrain.contracts.breach import broken
 from hpctrain.contracts.model import Batch, MetaModel, ModelSpec
 from hpctrain.contracts.parallelism import Parallelism
-from hpctrain.contracts.plugin import Plugin
+from hpctrain.contracts.plugin import Plugin, broken
 from hpctrain.ranks.exchange import gather_values
 
 _ROWS = 4

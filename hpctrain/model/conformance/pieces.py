@@ -8,8 +8,8 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from hpctrain.contracts.breach import broken
 from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.sharding import Sharding
 from hpctrain.model.mesh import Meshes
 

@@ -14,9 +14,9 @@ from xxhash import xxh128_hexdigest
 
 from hpctrain.base.errors import CheckpointError, reason
 from hpctrain.base.json_values import encode
-from hpctrain.contracts.breach import broken
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
+from hpctrain.contracts.plugin import broken
 from hpctrain.ranks.exchange import gather_values, share, together
 
 _BYTES = 8 * 2**20

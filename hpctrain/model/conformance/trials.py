@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpctrain.contracts.breach import broken
 from hpctrain.contracts.buckets import GradientBucket, Span
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import Compressor, LossyCompression
 from hpctrain.contracts.optimization import Optimizer, Schedule
 from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.precision import LossScaler, Precision
 from hpctrain.ranks.exchange import gather_values
 

@@ -9,9 +9,8 @@ from hpctrain.plugins.slots import Slot
 from hpctrain.plugins.user_code.dataset import ForeignDataset
 from hpctrain.plugins.user_code.metric import ForeignMetric
 from hpctrain.plugins.user_code.model import ForeignModel
-from hpctrain.plugins.user_code.optimizer import ForeignOptimizer
+from hpctrain.plugins.user_code.optimization import ForeignOptimizer, ForeignSchedule
 from hpctrain.plugins.user_code.reference import is_reference
-from hpctrain.plugins.user_code.schedule import ForeignSchedule
 
 __all__ = ["as_plugin", "is_reference"]
 

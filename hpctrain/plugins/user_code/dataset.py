@@ -10,12 +10,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from hpctrain.base.errors import UsageError
 from hpctrain.contracts.dataset import Dataset, DatasetContext, Samples, Split, Stream
 from hpctrain.plugins.user_code.calling import users_code
-from hpctrain.plugins.user_code.collate import ForeignCollation
 from hpctrain.plugins.user_code.data_loader import take_over
 from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
-from hpctrain.plugins.user_code.samples import ForeignSamples
+from hpctrain.plugins.user_code.samples import ForeignCollation, ForeignSamples, Weighing
 from hpctrain.plugins.user_code.stream import ForeignStream
-from hpctrain.plugins.user_code.weights import Weighing
 
 
 class ForeignDataset(Dataset):

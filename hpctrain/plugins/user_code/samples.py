@@ -1,20 +1,94 @@
-"""Any map-style data set: an object with __len__ and __getitem__."""
+"""Any map-style data set: an object with __len__ and __getitem__; its weights, and the function that makes a batch of samples."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.base.seeded import drawing
 from hpctrain.contracts.dataset import Collate, Lengths, Samples, Weights
 from hpctrain.plugins.user_code.calling import users_code
-from hpctrain.plugins.user_code.collate import ForeignCollation, collation_of
-from hpctrain.plugins.user_code.weights import Weighing, as_weights
+from hpctrain.plugins.user_code.reference import resolve_for
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """Calls function(dataset) with the object that the dataset's callable returned."""
+
+    what: str
+    function: Callable[[Any], Any]
+
+    @classmethod
+    def from_reference(cls, reference: str) -> Weighing:
+        """Raises UsageError for what cannot be called with a data set."""
+        what = f"[dataset] weights = {reference!r}"
+        return cls(what, resolve_for(what, reference, "the data set"))
+
+    def __call__(self, source: Any) -> Weights:
+        with users_code(self.what):
+            found = self.function(source)
+        return as_weights(self.what, found)
+
+
+def as_weights(what: str, found: Any) -> Weights:
+    """Numbers as an array; UsageError that begins with `what` for anything else."""
+    try:
+        if isinstance(found, (np.ndarray, Tensor, list, tuple)):  # numpy would read through a data set, too
+            return np.asarray(found, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise UsageError(f"{what}: found {type(found).__name__}, expected numbers, one for each sample")
+
+
+@dataclass(frozen=True)
+class ForeignCollation:
+    """Calls function(samples) and checks the batch. what: the subject of an error's sentence."""
+
+    what: str
+    function: Callable[[list[Any]], Any]
+
+    @classmethod
+    def from_reference(cls, reference: str) -> ForeignCollation:
+        """Raises UsageError for what cannot be called with a list of samples."""
+        what = f"[dataset] collate = {reference!r}"
+        return cls(what, resolve_for(what, reference, "a list of samples"))
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """The batch: a dict with `labels`, or a list whose last is the target, (samples, ...)."""
+        with users_code(self.what):
+            batch = self.function(samples)
+        if isinstance(batch, Mapping):
+            batch = dict(batch)
+        elif not isinstance(batch, (list, tuple)):
+            raise TrainingError(
+                f"{self.what} returned {type(batch).__name__}, expected a dict of tensors with labels, or a list or tuple of "
+                "tensors whose last is the target"
+            )
+        if not batch:
+            raise TrainingError(f"{self.what} returned an empty {type(batch).__name__} for {len(samples)} samples")
+        target = batch.get("labels") if isinstance(batch, dict) else batch[-1]
+        if isinstance(target, Tensor) and (target.dim() == 0 or len(target) != len(samples)):
+            raise TrainingError(
+                f"{self.what} returned a target of shape {tuple(target.shape)} for {len(samples)} samples; expected a row for "
+                f"each, ({len(samples)}, ...)"
+            )
+        return batch
+
+
+def collation_of(reference: str, source: Any) -> ForeignCollation | None:
+    """The `collate_fn` of a data set, if it has one."""
+    own = getattr(source, "collate_fn", None)
+    return None if own is None else ForeignCollation(f"[dataset] name = {reference!r}: its collate_fn", own)
+
 
 _PROBES = 16
 """About how many samples go into the fingerprint of a dataset without its own fingerprint()."""

@@ -12,8 +12,7 @@ from hpctrain.base.errors import UsageError
 from hpctrain.base.seeded import drawing
 from hpctrain.contracts.dataset import Collate, Stream
 from hpctrain.plugins.user_code.calling import users_code
-from hpctrain.plugins.user_code.collate import ForeignCollation, collation_of
-from hpctrain.plugins.user_code.samples import saved
+from hpctrain.plugins.user_code.samples import ForeignCollation, collation_of, saved
 
 _PROBES = 4
 """Items in the fingerprint of a stream without its own fingerprint()."""

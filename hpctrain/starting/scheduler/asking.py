@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from hpctrain.base.errors import UsageError, reason, shown
 from hpctrain.base.files import read_bytes
-from hpctrain.contracts.breach import broken
 from hpctrain.contracts.launcher import JOB_FILE, RECORD, JobState, Launcher
+from hpctrain.contracts.plugin import broken
 from hpctrain.job.launching import LauncherTable
 from hpctrain.job.problems import validate
 from hpctrain.job.toml import parse

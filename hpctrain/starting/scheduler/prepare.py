@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import CheckedJob
+from hpctrain.checking.full_check import check_thoroughly
 from hpctrain.checking.resolved import resolved_tables
-from hpctrain.checking.thorough import check_thoroughly
 from hpctrain.contracts.launcher import JOB_FILE, Launch, Launcher, SubmittedRun
 from hpctrain.job.environment import OF_MPIEXEC
 from hpctrain.job.launching import LauncherTable

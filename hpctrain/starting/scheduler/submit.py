@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError, WriteError, reason, shown
 from hpctrain.base.files import replacing
-from hpctrain.contracts.breach import broken
 from hpctrain.contracts.launcher import CANCELLED, Launch
+from hpctrain.contracts.plugin import broken
 from hpctrain.starting.scheduler.asking import Submitted, blamed, submitted
 from hpctrain.starting.scheduler.prepare import Prepared
 from hpctrain.starting.scheduler.record import ID, Submission, append, newest

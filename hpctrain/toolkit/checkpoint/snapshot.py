@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from hpctrain.api import Piece, State, foreach_copy_, is_accelerator
 from hpctrain.toolkit.checkpoint import values
-from hpctrain.toolkit.checkpoint.collector import collector_waits
 
 
 class Snapshots:
@@ -41,3 +44,15 @@ def _host_memory(like: Tensor) -> Tensor:
 
 def _form(piece: Piece) -> tuple[object, ...]:
     return piece.name, piece.shape, piece.offsets, piece.tensor.shape, piece.tensor.dtype
+
+
+@contextmanager
+def collector_waits() -> Iterator[None]:
+    """No collection within the block."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

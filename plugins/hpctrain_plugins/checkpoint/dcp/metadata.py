@@ -15,10 +15,10 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from hpctrain.api import CheckpointError, check_pickle, shown, storage_record
-from hpctrain.toolkit.checkpoint.collector import collector_waits
 from hpctrain.toolkit.checkpoint.files import read_file
-from hpctrain.toolkit.checkpoint.names import check_printable
+from hpctrain.toolkit.checkpoint.fitting import check_printable
 from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, Work, tiling_fault
+from hpctrain.toolkit.checkpoint.snapshot import collector_waits
 
 from .names import METADATA_FILE
 

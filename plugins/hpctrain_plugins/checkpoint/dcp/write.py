@@ -24,7 +24,7 @@ from torch.futures import Future
 from hpctrain.api import CheckpointError, Piece, State, agree, attempt, sync_directory
 from hpctrain.toolkit.checkpoint import values
 from hpctrain.toolkit.checkpoint.files import naming, write_file
-from hpctrain.toolkit.checkpoint.names import check_printable
+from hpctrain.toolkit.checkpoint.fitting import check_printable
 from hpctrain.toolkit.checkpoint.rectangles import Rectangle, tiling_fault
 from hpctrain.toolkit.checkpoint.sealed import seal
 

@@ -20,10 +20,10 @@ from typing_extensions import TypedDict
 
 from hpctrain.api import CheckpointError, shown
 from hpctrain.toolkit.checkpoint import values
-from hpctrain.toolkit.checkpoint.collector import collector_waits
-from hpctrain.toolkit.checkpoint.names import check_printable
+from hpctrain.toolkit.checkpoint.fitting import check_printable
 from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, Work, tiling_fault
 from hpctrain.toolkit.checkpoint.sealed import malformed, seal, unseal
+from hpctrain.toolkit.checkpoint.snapshot import collector_waits
 
 from . import dtypes
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.api import CheckpointError, Piece
-from hpctrain.toolkit.checkpoint.collector import collector_waits
-from hpctrain.toolkit.checkpoint.names import check_printable
+from hpctrain.toolkit.checkpoint.fitting import check_printable
 from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle, tiling_fault
+from hpctrain.toolkit.checkpoint.snapshot import collector_waits
 
 from . import dtypes
 

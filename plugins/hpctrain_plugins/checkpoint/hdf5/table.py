@@ -17,9 +17,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from hpctrain.api import CheckpointError
-from hpctrain.toolkit.checkpoint.collector import collector_waits
 from hpctrain.toolkit.checkpoint.rectangles import Rectangle
 from hpctrain.toolkit.checkpoint.sealed import malformed, seal, unseal
+from hpctrain.toolkit.checkpoint.snapshot import collector_waits
 
 from .manifest import STRICT, Manifest, Natural
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hpctrain.api import Outcome, Piece, State, agree, attempt, gather_outcomes, scatter_outcomes, sync_directory
 from hpctrain.toolkit.checkpoint import values
-from hpctrain.toolkit.checkpoint.collector import collector_waits
 from hpctrain.toolkit.checkpoint.files import Output, created, write_file
 from hpctrain.toolkit.checkpoint.rectangles import Dims, Rectangle
 from hpctrain.toolkit.checkpoint.sealed import checksum_of
+from hpctrain.toolkit.checkpoint.snapshot import collector_waits
 
 from . import dtypes, index, manifest, table
 from .manifest import Manifest, SavedTensor, Shard, ShardMap, ShardPart

@@ -14,7 +14,7 @@ from hpctrain.model.mesh import Meshes
 from hpctrain.ranks.exchange import gather_values
 
 
-class WholeTensors:
+class FullParameters:
     """Full tensors of the trained parameters with these `shapes`, of which this rank has `pieces`."""
 
     def __init__(

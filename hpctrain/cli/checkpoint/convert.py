@@ -1,4 +1,4 @@
-"""hpctrain checkpoint export: a model's weights as a file that other programs read."""
+"""hpctrain checkpoint export and import: weights as files that other programs read, and a checkpoint out of their weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.base.errors import UsageError
 from hpctrain.cli.checkpoint.common import CHECKPOINT, PATH, Formats, files_of, size_text
 from hpctrain.cli.options import example, weights_of_option
 from hpctrain.cli.progress import bytes_progress
@@ -46,3 +47,30 @@ def export(formats: Formats, checkpoint: Path, kind: str, out: Path, weights_of:
             else:
                 export_torch(source, out, progress, tied_names(found.format.read_values(checkpoint)))
     click.echo(f"wrote {out}: {len(source.tensors)} tensors, {size_text(out.stat().st_size)}")
+
+
+@click.command("import", epilog=example("hpctrain checkpoint import weights.safetensors start"))
+@click.argument("path", metavar="FILE", type=PATH)
+@click.argument("out", metavar="OUT", type=PATH)
+@click.option(
+    "--prefix", default="", help="Take only tensors whose names begin with this prefix, and remove it from their names."
+)
+@click.option("--format", "name", default="hdf5", show_default=True, help="The checkpoint format of OUT.")
+@click.pass_obj
+def import_weights(formats: Formats, path: Path, out: Path, prefix: str, name: str) -> None:
+    """Write the weights in FILE to the new checkpoint OUT, to start from with [model] weights = "OUT".
+
+    FILE is a .safetensors file, the .safetensors.index.json of several, the directory of either, a torch.save file with a
+    state dict, also inside a training program's checkpoint (no code in it is run), or the directory of a checkpoint of any
+    installed format.
+    """
+    from hpctrain.checkpoint.conversion import import_weights
+
+    format = formats.make(name)
+    with files_of(path), bytes_progress("importing") as progress:
+        if not path.exists():
+            raise UsageError(f"there are no weights at {path}")
+        count, remarks = import_weights(path, formats.all, prefix, format, out, progress)
+    for remark in remarks:
+        click.echo(f"{path}: {remark}")
+    click.echo(f'wrote {out}: {count} tensors; start from them with [model] weights = "{out}"')

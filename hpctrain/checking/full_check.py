@@ -1,4 +1,4 @@
-"""Sizes of a job's model, for `hpctrain check`: its parameters, and the bytes that a rank needs for them."""
+"""The whole check of `hpctrain check` and `submit`: the job, its data and weights, its directory, and its model's size."""
 
 from __future__ import annotations
 
@@ -7,10 +7,28 @@ from math import prod
 import torch
 from torch import nn
 
-from hpctrain.checking.check import CheckedJob
+from hpctrain.checking.check import CheckedJob, check
+from hpctrain.checking.resolved import FILE_NAME, refuse_other_job, resolved_tables
+from hpctrain.checking.trial import open_outside
 from hpctrain.checkpoint.state import create_state
 from hpctrain.contracts.optimization import Optimizer
-from hpctrain.model.freezing import trained_names
+from hpctrain.data.opening import Data
+from hpctrain.job.problems import JobError
+from hpctrain.job.reading import RawJob
+from hpctrain.model.parameters import trained_names
+
+
+def check_thoroughly(raw: RawJob, ranks: int | None) -> tuple[CheckedJob, Data]:
+    """The job and its data. Raises JobError with every problem, UsageError if the output directory holds another job,
+    EnvironmentUnfitError for a plugin that makes something unfit."""
+    checked = check(raw, ranks, tries=True)
+    checked.registry.refuse_unfit_parts()
+    data, problems = open_outside(checked.job, checked.parts)
+    if data is None or problems:
+        raise JobError(checked.raw, problems)
+    refuse_other_job(checked.job.output_dir / FILE_NAME, resolved_tables(checked))
+    return checked, data
+
 
 _SIDE = 64
 """The side of the square parameter with which an optimizer's state is measured."""

@@ -10,7 +10,7 @@ from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.ranks.exchange import gather_values
 from hpctrain.training import restoring
-from hpctrain.training.guard.culprit import first_nonfinite, nonfinite_samples
+from hpctrain.training.guard.first_nonfinite import first_nonfinite, nonfinite_samples
 from hpctrain.training.guard.judging import Verdict, remedy_for
 from hpctrain.training.saving import finish_saving
 from hpctrain.training.session import Session

@@ -1,18 +1,69 @@
-"""The optimizer of a job and its parameter groups, from name patterns."""
+"""The parameters of a model: which are tied, which are trained, and the groups that the optimizer gets."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import nn
 
 from hpctrain.base.errors import UsageError
-from hpctrain.contracts.breach import broken
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.plugin import broken
+
+
+def tied_parameters(module: nn.Module) -> list[list[str]]:
+    """The names of each tied parameter, its main name first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def tie(module: nn.Module, tied: Iterable[list[str]]) -> None:
+    """Tie parameters again after each place got its own: all places get the first one's."""
+    for first, *others in tied:
+        kept = module.get_parameter(first)
+        for name in others:
+            path, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(path), attribute, kept)
+
+
+def freeze(module: nn.Module, frozen: Sequence[str], trainable: Sequence[str] | None) -> None:
+    """Freeze all parameters that are not in `trained_names`. Raises its UsageErrors."""
+    trained = set(trained_names(module, frozen, trainable))
+    for name, parameter in module.named_parameters():
+        if name not in trained:
+            parameter.requires_grad_(False)
+
+
+def trained_names(module: nn.Module, frozen: Sequence[str], trainable: Sequence[str] | None) -> list[str]:
+    """The names of trained parameters: they match a pattern of `trainable` (None: all) and no pattern of `frozen`.
+
+    Raises UsageError if a pattern matches no parameter, or if no parameter is left.
+    """
+    parameters = list(module.named_parameters())
+    for key, patterns in (("freeze", frozen), ("trainable", trainable or ())):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name, _ in parameters):
+                names = ", ".join(name for name, _ in parameters[:5])
+                raise UsageError(f"[model] {key}: no parameter matches {pattern!r}; the names are like {names}, ...")
+    trained = [
+        name
+        for name, parameter in parameters
+        if parameter.requires_grad
+        and (trainable is None or any(fnmatchcase(name, pattern) for pattern in trainable))
+        and not any(fnmatchcase(name, pattern) for pattern in frozen)
+    ]
+    if (frozen or trainable is not None) and not trained:
+        key = "freeze" if frozen else "trainable"
+        raise UsageError(f"[model] {key}: every parameter is frozen, expected at least one to train")
+    return trained
 
 
 def parameter_groups(
