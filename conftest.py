@@ -26,7 +26,7 @@ from choosing import TIMES, function_of, read_times, room_of_tests
 from hypothesis import HealthCheck, settings
 from launching import wait_until
 
-from hpctrain.ranks.detection import launched
+from hpctrain.base.launcher_variables import launched
 
 # with it, every process that a test starts compiles hpctrain, for half a second
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -1,11 +1,31 @@
-"""torchrun's variables for the ranks of mpiexec, PALS, Flux and srun: scripts read them before they set torch.distributed up."""
+"""The variables of launchers: who has started this process, and as which of its ranks. Other files don't read them.
+
+Imports nothing of hpctrain.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+import re
+import socket
+from collections.abc import Mapping, MutableMapping
+from typing import NamedTuple
 
-_NAMES = {
+_OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "PRTE_LAUNCHED")
+_MPIRUN = (*_OPEN_MPI, "MPI_LOCALNRANKS")
+"""Set by the mpiexec of Open MPI 4, Open MPI 5 and MPICH. Under Slurm, Slurm's own variables may describe only their proxies."""
+_PMI = ("PMI_RANK", "PMI_SIZE", "PMI_FD", "PMIX_RANK", "PMIX_NAMESPACE")
+"""Set by launchers with a process management interface: mpiexec, Flux, and srun with --mpi=pmi2 or pmix."""
+_PALS = "PALS_RANKID"
+"""Set by PALS, the mpiexec of PBS on Cray and HPE machines, which may set none of the variables above."""
+_FLUX = {"FLUX_TASK_RANK": "PMI_RANK", "FLUX_JOB_SIZE": "PMI_SIZE"}
+"""Set by Flux, with the names under which its PMI says the same. An mpiexec in a task of Flux sets other values for its ranks."""
+_AGENT = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+"""Set by torchrun, which srun or mpiexec may have started."""
+_TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+STARTER_VARIABLE = "HPCTRAIN_STARTED_IN"
+"""Set by `hpctrain run -n` for ranks that it starts without MPI: the starter's directory, which other users cannot read."""
+TORCHRUN_NAMES = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "SLURM_PROCID"),
     "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS"),
     "LOCAL_RANK": (
@@ -13,15 +33,238 @@ _NAMES = {
     ),
     "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }  # fmt: skip
-"""The variables of Open MPI's mpiexec, MPICH's, PALS, Flux and srun, in the order in which they are asked: mpiexec may run inside
-srun."""
+"""torchrun's variables, each with those of Open MPI's mpiexec, MPICH's, PALS, Flux and srun, in the order in which they are asked:
+mpiexec may run inside srun."""
+OF_A_RANK = (*TORCHRUN_NAMES, "PMI_", "MPI_LOCAL", STARTER_VARIABLE)
+"""Beginnings of variables that the starter gives a rank."""
+OF_MPIEXEC = ("OMPI_COMM_WORLD_", "PMIX_")
+"""Beginnings of variables that are the first rank's where mpiexec has started its parent."""
+OF_LAUNCHERS = (*OF_A_RANK, *OF_MPIEXEC, "MASTER_ADDR", "MASTER_PORT", "SLURM_", "FLUX_", "PALS_", "TORCHELASTIC_")
+"""Beginnings of variables by which a rank finds out how it was started."""
+_BY_MPIEXEC = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE"))
+"""The ranks of this node and of the world, from Open MPI's mpiexec, and from MPICH's and its relatives'."""
+_BY_SCHEDULER = (
+    ("FLUX_JOB_NNODES", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+"""The number of nodes, what only a task has, and the number of tasks, from Flux and srun."""
+
+
+class Numbers(NamedTuple):
+    """The numbers of a rank, as variables tell them. renumbered: the launcher has dealt the ranks out to the nodes in turn."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    renumbered: bool = False
 
 
 def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set those that a launcher has told under another name; what is set stays."""
+    """Set torchrun's variables that a launcher has told under another name, for scripts that read them; what is set stays."""
     in_step = "SLURM_STEP_NUM_TASKS" in environment  # a batch script has some of srun's variables without being a task
-    for name, others in _NAMES.items():
+    for name, others in TORCHRUN_NAMES.items():
         known = (other for other in others if other in environment and (in_step or not other.startswith("SLURM_")))
         told = next((environment[other] for other in known), None)
         if told is not None:
             environment.setdefault(name, told)
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher started this process as one of its ranks."""
+    return started_tasks(environment) > 1 or any(
+        (
+            has_torchrun_variables(environment),
+            by_mpirun(environment),
+            by_mpi(environment),
+            STARTER_VARIABLE in environment,
+        )
+    )
+
+
+def launcher_name(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The launcher of this process as users call it, if its variables tell."""
+    if by_torchrun(environment):
+        return "torchrun"
+    if by_flux(environment):
+        return "Flux"
+    if by_pals(environment):
+        return "PALS"
+    return "srun" if by_srun(environment) else None
+
+
+def by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun started this process. srun or mpiexec may have started torchrun, once on each node."""
+    return _AGENT[0] in environment and has_torchrun_variables(environment)
+
+
+def has_torchrun_variables(environment: Mapping[str, str]) -> bool:
+    """Whether somebody has set torchrun's variables: torchrun, a script, or `set_variables` with a master's address."""
+    return environment.keys() >= _TORCHRUN
+
+
+def by_flux(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether Flux started this process as a task, and not an mpiexec in a task of Flux."""
+    if not environment.keys() >= _FLUX.keys() or any(name in environment for name in _OPEN_MPI):
+        return False
+    return all(environment.get(pmi, environment[flux]) == environment[flux] for flux, pmi in _FLUX.items())
+
+
+def by_srun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether srun started this process as one of several tasks, and not mpiexec or its proxies, Flux or torchrun."""
+    inner = by_torchrun(environment) or by_flux(environment) or by_mpirun(environment)
+    return not inner and _step_tasks(environment) > 1
+
+
+def by_pals(environment: Mapping[str, str]) -> bool:
+    """Whether PALS started this process."""
+    return _PALS in environment
+
+
+def by_mpirun(environment: Mapping[str, str]) -> bool:
+    """Whether the mpiexec of Open MPI or MPICH started this process."""
+    return any(name in environment for name in _MPIRUN)
+
+
+def by_open_mpi(environment: Mapping[str, str]) -> bool:
+    """Whether Open MPI's mpiexec started this process."""
+    return "OMPI_COMM_WORLD_SIZE" in environment
+
+
+def by_mpi(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher of this process speaks with MPI libraries."""
+    return by_pals(environment) or any(name in environment for name in _PMI)
+
+
+def pmi_name(environment: Mapping[str, str]) -> str | None:
+    """The interface through which an MPI library finds its ranks: PMI or PMIx; None for a launcher's own way."""
+    names = {"PMIX_NAMESPACE": "PMIx", "PMI_FD": "PMI", "PMI_PORT": "PMI", "PMI_RANK": "PMI"}
+    return next((name for variable, name in names.items() if variable in environment), None)
+
+
+def pmi_descriptor(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The descriptor on which MPICH's mpiexec, or the starter, serves PMI-1. (Slurm's speaks PMI-2.)"""
+    number = environment.get("PMI_FD", "")
+    return int(number) if "MPI_LOCALNRANKS" in environment and number.isdigit() else None
+
+
+def pmi_numbers(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Rank, number of ranks and descriptor of PMI-1. Raises KeyError and ValueError where the launcher offers none."""
+    return int(environment["PMI_RANK"]), int(environment["PMI_SIZE"]), int(environment["PMI_FD"])
+
+
+def mpiexec_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """This process's rank under mpiexec, before MPI starts; 0 if nothing tells it."""
+    names = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+    return next((int(environment[name]) for name in names if name in environment), 0)
+
+
+def started_tasks(environment: Mapping[str, str]) -> int:
+    """Tasks of this Flux job or srun step; 0 outside. Flux may run in a Slurm job, whose variables its tasks still have."""
+    return _number(environment, "FLUX_JOB_SIZE") if by_flux(environment) else _step_tasks(environment)
+
+
+def announced_size(environment: Mapping[str, str]) -> int:
+    """The number of ranks that the launcher announces. PALS may tell a rank only its own number."""
+    told = max(_number(environment, name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"))
+    return max(told, _number(environment, _PALS) + 1)
+
+
+def announces_size(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher tells the number of ranks. PALS may not."""
+    return not by_pals(environment) or "PMI_SIZE" in environment
+
+
+def share_node(environment: Mapping[str, str]) -> bool:
+    """Whether the launchers have told that all ranks are on this node. False if none has told anything.
+
+    One launcher may run inside a task of another: it is unknown which of them started the ranks.
+    """
+    if by_pals(environment) or "SLURM_HET_SIZE" in environment:  # these have ranks that the others don't count
+        return False
+    told = [
+        (environment[here] == environment[everywhere], environment[everywhere])
+        for here, everywhere in _BY_MPIEXEC
+        if here in environment and everywhere in environment
+    ]
+    told += [
+        (environment[nodes] == "1", environment.get(tasks, ""))
+        for nodes, task, tasks in _BY_SCHEDULER
+        if task in environment and nodes in environment
+    ]
+    sizes = {size for _, size in told}
+    return bool(told) and all(one_node for one_node, _ in told) and environment.get("PMI_SIZE", told[0][1]) in sizes
+
+
+def torchrun_numbers(environment: Mapping[str, str]) -> Numbers:
+    """The rank's numbers from torchrun's variables."""
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    return Numbers(rank, size, int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size)))
+
+
+def torchrun_token(environment: Mapping[str, str]) -> str:
+    """A name for this start of torchrun's job."""
+    return ".".join(["torchrun", *(environment.get(name, "0") for name in (*_AGENT, "MASTER_ADDR", "MASTER_PORT"))])
+
+
+def slurm_numbers(environment: Mapping[str, str]) -> Numbers:
+    """The rank's numbers in a step of srun: node by node, as hpctrain numbers ranks."""
+    size = _step_tasks(environment)
+    node, local_rank = int(environment.get("SLURM_NODEID", 0)), int(environment.get("SLURM_LOCALID", 0))
+    per_node = _tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
+    # of a heterogeneous step, Slurm tells the tasks of one component
+    known = node < len(per_node) and sum(per_node) == size and "SLURM_HET_SIZE" not in environment
+    several = len(per_node) > 1 and max(per_node) > 1  # else srun says "cyclic" by itself
+    in_turn = environment.get("SLURM_DISTRIBUTION", "").startswith(("cyclic", "plane", "arbitrary"))
+    return Numbers(
+        rank=sum(per_node[:node]) + local_rank if known else int(environment["SLURM_PROCID"]),
+        size=size,
+        local_rank=local_rank,
+        local_size=per_node[node] if node < len(per_node) else 1,
+        renumbered=known and several and in_turn,
+    )
+
+
+def slurm_node(environment: Mapping[str, str]) -> str:
+    """This node's name in Slurm."""
+    return environment.get("SLURMD_NODENAME", socket.gethostname())
+
+
+def slurm_allocation_tasks(environment: Mapping[str, str]) -> int:
+    """The tasks of the Slurm job in whose allocation this process runs, as one of them or not; 0 outside."""
+    return _number(environment, "SLURM_NTASKS") if "SLURM_JOB_ID" in environment else 0
+
+
+def step_host(environment: Mapping[str, str] = os.environ) -> str:
+    """The host of the first task of this srun step."""
+    return first_host(environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST", "localhost")))
+
+
+def first_host(nodelist: str) -> str:
+    """ "node[03-07,9],other1" -> "node03"; the first task runs there."""
+    first = re.split(r",(?![^\[]*\])", nodelist)[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
+
+
+def step_token(environment: Mapping[str, str] = os.environ) -> str:
+    """A name for this start of the step. A requeued job keeps its number, but remains of its first start must not answer."""
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return ".".join(["slurm", *(environment.get(name, "0") for name in names)])
+
+
+def _step_tasks(environment: Mapping[str, str]) -> int:
+    """Tasks of this srun step; 0 outside a step. (Not SLURM_NTASKS: a batch script has it, too, and is no task.)"""
+    return int(environment.get("SLURM_STEP_NUM_TASKS", 0)) if "SLURM_PROCID" in environment else 0
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    return int(text) if text.isdigit() else 0
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """ "2(x3),1" -> [2, 2, 2, 1]"""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts

@@ -24,7 +24,8 @@ from hpctrain.contracts.plugin import Options
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import JobError, PlacedProblem, problems_of, validate
 from hpctrain.job.reading import Key, RawJob, dotted
-from hpctrain.job.tables import Job, ParameterGroup
+from hpctrain.job.tables import Job
+from hpctrain.job.training_tables import ParameterGroup
 from hpctrain.model.mesh import Layout, layout_of, plan_of
 from hpctrain.plugins.blame import raised_in, retell_plugin_error
 from hpctrain.plugins.registry import Registry, build_registry

@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from hpctrain.base.errors import EXIT_TRAINING, EXIT_USAGE, HpctrainError
+from hpctrain.base.launcher_variables import launched
 from hpctrain.cli.groups import OpenGroup
-from hpctrain.ranks.detection import launched
 from hpctrain.ranks.ending import end_process
 from hpctrain.version import __version__
 

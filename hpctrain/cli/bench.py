@@ -37,7 +37,7 @@ def collectives(ranks: int, backends: str, as_json: bool) -> None:
     unknown = [name for name in names if name not in _KNOWN]
     if unknown:
         raise UsageError(f"--backends: unknown {', '.join(unknown)}; expected some of {', '.join(_KNOWN)}, with commas")
-    from hpctrain.ranks.detection import launched
+    from hpctrain.base.launcher_variables import launched
 
     if not launched():
         sys.exit(start_measuring(ranks, ["collectives", "--backends", backends], as_json))
@@ -81,7 +81,7 @@ def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, a
     format = next((one for one in build_registry().made("checkpoint") if one.name == name), None)
     if format is None:
         raise UsageError(f"--format {name}: no installed checkpoint format has this name")
-    from hpctrain.ranks.detection import launched
+    from hpctrain.base.launcher_variables import launched
 
     if not launched():
         words = ["checkpoint", "--size", size, "--format", name, "--directory", str(directory), "--rounds", str(rounds)]

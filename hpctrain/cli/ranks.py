@@ -31,7 +31,8 @@ def on_ranks(
     words: the rest of the command line, for the ranks that this process starts; restarts: how often they start again if they fail;
     hostfile: where, None for this machine.
     """
-    from hpctrain.ranks.detection import detect, launched, started_by_srun
+    from hpctrain.base.launcher_variables import by_srun, launched
+    from hpctrain.ranks.detection import detect
     from hpctrain.ranks.signals import note_early
 
     if command == "run":  # first of all: to import torch takes seconds
@@ -55,7 +56,7 @@ def on_ranks(
     channel = attach(started_by) if started_by else LauncherChannel()
     from hpctrain.ranks.failure import delay_terminate, describe, exit_code_of, ignore_terminate
 
-    if started_by_srun():
+    if by_srun():
         delay_terminate()
     from hpctrain.ranks.failure import START_SECONDS, limited
 
@@ -77,7 +78,7 @@ def on_ranks(
     except Exception as error:  # the only rank's: with several ranks, the failing rank has ended all
         click.echo(describe(error, identity), err=True)
         code = exit_code_of(error)
-    if started_by_srun():
+    if by_srun():
         ignore_terminate()
     return code, identity.rank == 0 and started_by is None
 

@@ -63,7 +63,7 @@ def _say_how_to_continue(code: int, job: Path, options: list[str], overrides: tu
     options: how many ranks start, and where.
     """
     if code == EXIT_STOPPED:
-        from hpctrain.ranks.detection import launched
+        from hpctrain.base.launcher_variables import launched
 
         where = " (under the same launcher)" if launched() else ""
         words = ["hpctrain", "run", str(job), *options]

@@ -97,3 +97,8 @@ Variable = Annotated[
 VariableValue = Annotated[
     str, BeforeValidator(as_text, json_schema_input_type=str | int), AfterValidator(_variable_value)
 ]
+
+
+def table_of(key: str, value: object) -> object:
+    """A table in place of an integer that stands for one of its keys."""
+    return {key: value} if isinstance(value, int) and not isinstance(value, bool) else value

@@ -5,12 +5,23 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic.config import JsonDict
 
-from hpctrain.job.launching import LauncherTable
+from hpctrain.job.rank_tables import (
+    ActivationCheckpointingTable,
+    AxisTable,
+    CommunicatorTable,
+    CompileTable,
+    CompressionTable,
+    ElasticTable,
+    GuardTable,
+    LauncherTable,
+    PrecisionTable,
+    ShardingTable,
+    WatchdogTable,
+)
 from hpctrain.job.table import (
     Seconds,
     SlotTable,
@@ -19,9 +30,17 @@ from hpctrain.job.table import (
     VariableValue,
     either,
     error_of_several_keys,
-    excluded,
+    table_of,
 )
-from hpctrain.job.watching import GuardTable, WatchdogTable
+from hpctrain.job.training_tables import (
+    BatchTable,
+    DatasetTable,
+    EvaluationTable,
+    MetricTable,
+    ModelTable,
+    OptimizerTable,
+    ScheduleTable,
+)
 
 
 def _file_name(name: str) -> str:
@@ -81,218 +100,6 @@ class JobTable(Table):
         return self
 
 
-class ModelTable(SlotTable):
-    """[model]"""
-
-    name: str
-    """A model plugin, or "package.module:callable" that returns a torch.nn.Module."""
-    weights: Path | None = None
-    """Start from these weights: a safetensors file (or the .safetensors.index.json of several), a directory that transformers'
-    save_pretrained() made, a torch file, or a checkpoint's directory."""
-    weights_strict: bool = True
-    """Whether weights must have exactly the model's tensors; false: take those that fit by name and shape, and list the others."""
-    freeze: list[str] = []
-    """Parameters that are not trained, as patterns such as "embedding.*"."""
-    trainable: list[str] | None = Field(default=None, min_length=1)
-    """Patterns of the only parameters that are trained; parameters in freeze are never trained."""
-    loss: str | None = None
-    """Loss of a module of your own: "package.module:callable", called as loss(outputs, target); a mean or a loss per sample."""
-
-
-class DatasetTable(SlotTable):
-    """[dataset]"""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "if": {"properties": {"name": {"pattern": "^[^:]*$"}}, "required": ["name"]},
-            "then": {"properties": excluded(("collate", "weights"), ("the name of a plugin",))},
-        }
-    )
-
-    name: str
-    """A dataset plugin, or "package.module:callable" called as callable(split=..., **options)."""
-    seq_length: int | None = Field(default=None, ge=1)
-    """Tokens per sample (default: the model's max_seq_length)."""
-    workers: int | None = Field(default=None, ge=0, le=1024)
-    """Processes that load samples; 0 loads on a thread of the rank (default: 0, or num_workers of a DataLoader of your own)."""
-    start_method: Literal["spawn", "forkserver", "fork"] = "forkserver"
-    """How worker processes start: from a process that has imported torch and has no MPI, anew, or as a copy of the rank, which
-    shares its data but is undefined under MPI."""
-    prefetch: int = Field(default=2, ge=1)
-    """Micro batches to load ahead of the step."""
-    weights: str | None = None
-    """Weights for data of your own: "package.module:callable", called with the data set; returns a weight for each training
-    sample, by which samples are drawn with replacement (default: the data set's `sample_weights` if it has them, else none)."""
-    collate: str | None = None
-    """Collation of data of your own: "package.module:callable", called with a list of samples; returns the micro batch
-    (default: the data set's `collate_fn` if it has one, else torch's default_collate)."""
-    cache: Path | None = None
-    """Directory for prepared data such as token ids (default: $XDG_CACHE_HOME/hpctrain or ~/.cache/hpctrain)."""
-
-
-class ParameterGroup(SlotTable):
-    """[[optimizer.groups]]: other options for some parameters."""
-
-    pattern: str | Annotated[list[str], Field(min_length=1)]
-    """The parameters of the group, such as "*.bias"; a parameter belongs to the first group that matches."""
-
-
-_SCALING: JsonDict = {
-    "if": {"properties": {"lr_scaling": {"enum": ["linear", "sqrt"]}}, "required": ["lr_scaling"]},
-    "then": {"required": ["lr_reference_batch"]},
-    "else": {"properties": {"lr_reference_batch": {"not": {"title": "lr_reference_batch without lr_scaling"}}}},
-}
-
-
-class OptimizerTable(SlotTable):
-    """[optimizer]"""
-
-    model_config = ConfigDict(json_schema_extra=_SCALING)
-
-    name: str
-    """An optimizer plugin, or "package.module:callable" called as callable(groups, **options)."""
-    clip_norm: float | None = Field(default=None, gt=0)
-    """Largest global norm of the gradients."""
-    groups: list[ParameterGroup] = []
-    """Parameter groups with options of their own."""
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How lr grows with global_size (or tokens) / lr_reference_batch."""
-    lr_reference_batch: int | None = Field(default=None, ge=1)
-    """The global batch that lr was found with, in samples (or tokens)."""
-
-    @model_validator(mode="after")
-    def _scaling_needs_reference(self) -> OptimizerTable:
-        if (self.lr_scaling != "none") != (self.lr_reference_batch is not None):
-            raise error_of_several_keys(
-                'expected lr_reference_batch together with lr_scaling = "linear" or "sqrt", found one alone'
-            )
-        return self
-
-
-class ScheduleTable(SlotTable):
-    """[schedule]"""
-
-    name: str = "constant"
-    """A schedule plugin, or "package.module:callable"."""
-
-
-class BatchTable(Table):
-    """[batch]"""
-
-    model_config = ConfigDict(json_schema_extra=either(("global_size", "micro_size"), ("tokens", "micro_tokens")))
-
-    global_size: int | None = Field(default=None, ge=1)
-    """Samples per optimizer step, over all ranks."""
-    micro_size: int | None = Field(default=None, ge=1)
-    """Samples per forward on one rank."""
-    tokens: int | None = Field(default=None, ge=1)
-    """Instead of global_size: the most tokens per optimizer step, over all ranks, without padding."""
-    micro_tokens: int | None = Field(default=None, ge=1)
-    """Instead of micro_size: the most tokens per forward on one rank, padding included."""
-
-    @model_validator(mode="after")
-    def _samples_or_tokens(self) -> BatchTable:
-        found = [key for key in BatchTable.model_fields if getattr(self, key) is not None]
-        if found not in (["global_size", "micro_size"], ["tokens", "micro_tokens"]):
-            raise error_of_several_keys(
-                f"expected either global_size and micro_size or tokens and micro_tokens, found {', '.join(found) or 'none'}"
-            )
-        if self.tokens is not None and self.micro_tokens is not None and self.micro_tokens > self.tokens:
-            raise error_of_several_keys(
-                f"expected tokens >= micro_tokens, found tokens = {self.tokens} and micro_tokens = {self.micro_tokens}"
-            )
-        return self
-
-    @property
-    def size(self) -> int:
-        """Samples or tokens per optimizer step."""
-        return self.global_size or self.tokens or 0
-
-
-class EvaluationTable(Table):
-    """[evaluation]"""
-
-    every_steps: int = Field(default=0, ge=0)
-    """Evaluate at this interval of steps and at the end; 0 is never."""
-    every_epochs: float = Field(default=0, ge=0, le=1e9)
-    """Evaluate at this interval of epochs, after the step that completes it, and at the end; 0 is never."""
-    batches: int | None = Field(default=None, ge=1)
-    """Global batches of the validation split to evaluate on (default: all of it)."""
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the job evaluates at all."""
-        return bool(self.every_steps or self.every_epochs)
-
-
-def _table_of(key: str, value: object) -> object:
-    """A table in place of an integer that stands for one of its keys."""
-    return {key: value} if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-class AxisTable(SlotTable):
-    """[parallelism.NAME]"""
-
-    size: int = Field(ge=1)
-    """Ranks along this axis."""
-
-
-class ShardingTable(SlotTable):
-    """[sharding]"""
-
-    model_config = ConfigDict(
-        json_schema_extra={"if": {"required": ["name"]}, "then": {"properties": excluded(("stage",), ("name",))}}
-    )
-
-    name: str | None = None
-    """A sharding plugin."""
-    stage: int | None = Field(default=None, ge=0)
-    """Short for name = "zero-N" (ZeRO). The data-parallel ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3
-    also parameters. The default is stage 0."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_of_both(cls, table: Any) -> Any:
-        if isinstance(table, dict) and "name" in table and "stage" in table:
-            raise ValueError("name and stage both choose the strategy; keep one of them")
-        return {**table, "stage": 0} if isinstance(table, dict) and not {"name", "stage"} & table.keys() else table
-
-    @property
-    def choice(self) -> tuple[str, str]:
-        """The key that chose the strategy, and its value as written in a job file."""
-        return ("name", repr(self.name)) if self.stage is None else ("stage", str(self.stage))
-
-
-class PrecisionTable(SlotTable):
-    """[precision]"""
-
-    mode: str = "auto"
-    """A precision plugin; auto takes bf16 on GPUs that have it and fp32 elsewhere."""
-    buffer_dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
-    """The dtype of the model's floating point buffers, such as rotary tables or running means (default: the model's own)."""
-
-
-class ActivationCheckpointingTable(SlotTable):
-    """[activation_checkpointing]"""
-
-    mode: str = "none"
-    """An activation checkpointing plugin."""
-
-
-class CompileTable(Table):
-    """[compile]"""
-
-    enabled: bool = False
-    """Run torch.compile on each block of the model."""
-
-
-class CompressionTable(SlotTable):
-    """[compression]"""
-
-    name: str = "none"
-    """A compression plugin: compresses gradients between data-parallel ranks."""
-
-
 class KeepBestTable(Table):
     """[checkpoint] keep_best = { ... }"""
 
@@ -305,7 +112,7 @@ class KeepBestTable(Table):
 
 
 KeepBest = Annotated[
-    KeepBestTable, BeforeValidator(partial(_table_of, "count"), json_schema_input_type=int | KeepBestTable)
+    KeepBestTable, BeforeValidator(partial(table_of, "count"), json_schema_input_type=int | KeepBestTable)
 ]
 
 
@@ -330,25 +137,6 @@ class CheckpointTable(SlotTable):
     """Reaction to a save that fails: stop the job (exit 4), or continue with a warning until the next save."""
 
 
-class CommunicatorTable(SlotTable):
-    """[communicator]"""
-
-    name: str = "auto"
-    """A communicator plugin; auto takes the best one that is available."""
-    timeout_seconds: float = Field(default=600, gt=0, le=1e8)
-    """Time limit of every communication; then the job ends with the names of the missing ranks."""
-    check: bool = False
-    """Compare each collective between the ranks before data moves: operation, shapes and dtypes. A difference ends the job and
-    names ranks, shapes and lines. Communication no longer overlaps with computation."""
-
-
-class ElasticTable(Table):
-    """[elastic]"""
-
-    min_ranks: int = Field(ge=1)
-    """The fewest ranks with which `hpctrain run --hostfile` goes on while slots are missing. The global batch stays."""
-
-
 class LoggerTable(SlotTable):
     """[[logger]]"""
 
@@ -361,13 +149,6 @@ class HookTable(SlotTable):
 
     name: str
     """A hook plugin."""
-
-
-class MetricTable(SlotTable):
-    """[[metric]]"""
-
-    name: str
-    """A metric plugin, or "package.module:callable"."""
 
 
 class PluginsTable(Table):
@@ -392,7 +173,7 @@ class Job(Table):
     batch: BatchTable
     evaluation: EvaluationTable = EvaluationTable()
     parallelism: dict[
-        str, Annotated[AxisTable, BeforeValidator(partial(_table_of, "size"), json_schema_input_type=int | AxisTable)]
+        str, Annotated[AxisTable, BeforeValidator(partial(table_of, "size"), json_schema_input_type=int | AxisTable)]
     ] = {}
     """Mesh axes: an integer is short for a table with `size`. The remaining ranks are data-parallel."""
     sharding: ShardingTable = ShardingTable()

@@ -16,6 +16,7 @@ transports) from the rest of hpctrain.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from hpctrain.base.launcher_variables import set_variables
 from hpctrain.mpi.accounting import OperationStatistics, Statistics, statistics
 from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError, OperationMismatchError
-from hpctrain.mpi.launcher import local_rank
 from hpctrain.mpi.settings import BACKEND, Settings
 from hpctrain.mpi.transfer.waiting import Patience, wait_until
 
@@ -68,6 +68,19 @@ def world() -> MPI.Intracomm:
     from hpctrain.mpi.numbering import world
 
     return world()
+
+
+def local_rank() -> int:
+    """This rank's place among the ranks of its node; 0 where no launcher has started it. Collective where only MPI knows it."""
+    told = os.environ.get("LOCAL_RANK")
+    if told is not None:
+        return int(told)
+    from hpctrain.mpi.library import MPI
+
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    rank = int(node.rank)
+    node.Free()
+    return rank
 
 
 def shared_zeros(elements: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> torch.Tensor:

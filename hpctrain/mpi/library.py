@@ -15,7 +15,8 @@ import time
 from contextlib import suppress
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.base.transports import forget, share_node, shared_memory
+from hpctrain.base.launcher_variables import share_node
+from hpctrain.base.transports import forget, shared_memory
 
 try:
     import mpi4py

@@ -23,8 +23,8 @@ from hpctrain.contracts.pipeline_schedule import PipelineSchedule
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.sharding import Sharding
-from hpctrain.job.launching import LauncherTable
-from hpctrain.job.tables import AxisTable, Job
+from hpctrain.job.rank_tables import AxisTable, LauncherTable
+from hpctrain.job.tables import Job
 
 
 @dataclass(frozen=True)

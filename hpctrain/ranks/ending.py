@@ -11,6 +11,8 @@ import sys
 import threading
 from typing import NoReturn
 
+from hpctrain.base.launcher_variables import pmi_descriptor
+
 
 def end_process(code: int) -> NoReturn:
     """End this rank with `code` as Python would, but without finalizing the interpreter.
@@ -34,12 +36,10 @@ def end_process(code: int) -> NoReturn:
 
 def _pmi() -> tuple[int, int] | None:
     """The descriptor on which MPICH's mpiexec, or the starter, serves PMI-1, and its inode."""
-    number = os.environ.get("PMI_FD", "")
-    if "MPI_LOCALNRANKS" not in os.environ or not number.isdigit():  # Slurm's PMI_FD speaks PMI-2
-        return None
+    number = pmi_descriptor()
     with contextlib.suppress(OSError):
-        found = os.fstat(int(number))
-        return (int(number), found.st_ino) if stat.S_ISSOCK(found.st_mode) else None
+        if number is not None and stat.S_ISSOCK((found := os.fstat(number)).st_mode):
+            return number, found.st_ino
     return None
 
 

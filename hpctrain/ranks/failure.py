@@ -16,10 +16,10 @@ from types import FrameType
 from typing import NoReturn
 
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, HpctrainError
+from hpctrain.base.launcher_variables import by_srun
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.problems import sentence
 from hpctrain.mpi.errors import CommunicationError
-from hpctrain.ranks.detection import started_by_srun
 from hpctrain.ranks.ending import flush_output
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World
@@ -78,7 +78,7 @@ def leave(world: World, error: BaseException) -> NoReturn:
 def end_now(identity: Identity, code: int, everybody: bool) -> NoReturn:
     """Exit without cleaning up. Under MPI the launcher ends the other ranks, unless `everybody` leaves."""
     # srun turns every code given to Abort into 137
-    if identity.source == "mpi" and identity.size > 1 and not (everybody and started_by_srun()):
+    if identity.source == "mpi" and identity.size > 1 and not (everybody and by_srun()):
         from hpctrain.mpi.library import abort
 
         abort(code)

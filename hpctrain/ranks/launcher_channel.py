@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from hpctrain.base.launcher_variables import by_open_mpi
+
 
 def _tell_nobody(code: int) -> None:
     """The process's own exit code is enough."""
@@ -24,7 +26,7 @@ def on_terminal(stream: TextIO | None) -> bool:
     """
     if stream is None or os.environ.get("TERM") == "dumb":  # it can't draw a bar
         return False
-    return stream.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    return stream.isatty() and not by_open_mpi(os.environ)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.launcher_variables import STARTER_VARIABLE, step_host, step_token, torchrun_token
 from hpctrain.base.store.client import Address, GuardedStore, narrow, open_store
 from hpctrain.base.store.credentials import SecretFinder, make_credential
 from hpctrain.base.store.messages import SECRET_BYTES, ProtocolError
@@ -29,9 +30,7 @@ from hpctrain.base.store.network import (
 )
 from hpctrain.base.store.server import StoreServer
 from hpctrain.contracts.identity import Identity
-from hpctrain.ranks.detection import STARTER_VARIABLE
 from hpctrain.ranks.pmi import LONGEST, launcher_pmi
-from hpctrain.ranks.slurm import step_host, step_token
 
 _PORTS = range(20000, 32000)
 """Below the range that Linux uses for outgoing connections."""
@@ -67,10 +66,8 @@ def meeting_place(identity: Identity, environment: Mapping[str, str] = os.enviro
         return MeetingPlace(directory.name, LOOPBACK, True, directory / "secret")
     if identity.source == "slurm":
         return MeetingPlace(step_token(environment), step_host(environment), one_node)
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     # two nodes may each have a job of their own on "localhost"
-    node = [socket.gethostname()] if one_node else []
-    token = ".".join(["torchrun", *node, *(environment.get(name, "0") for name in names)])
+    token = torchrun_token(environment) + (f".{socket.gethostname()}" if one_node else "")
     return MeetingPlace(token, environment["MASTER_ADDR"], one_node)
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import cache
 
 from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.launcher_variables import pmi_numbers
 
 LONGEST = 1000
 """The longest text in bytes: PMI-1 promises 1024 for a value."""
@@ -26,8 +27,8 @@ class LauncherPmi:
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Raises EnvironmentUnfitError if the launcher offers none, or does not answer."""
         try:
-            self.rank, self.size = int(environment["PMI_RANK"]), int(environment["PMI_SIZE"])
-            self._socket = socket.socket(fileno=os.dup(int(environment["PMI_FD"])))
+            self.rank, self.size, descriptor = pmi_numbers(environment)
+            self._socket = socket.socket(fileno=os.dup(descriptor))
         except (KeyError, ValueError, OSError) as error:
             raise EnvironmentUnfitError(
                 f"the launcher offers no PMI-1 through which ranks without MPI could meet ({error!r}); expected the variables "

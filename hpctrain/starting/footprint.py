@@ -18,24 +18,9 @@ import numpy as np
 import torch
 
 from hpctrain.base.devices import is_started
+from hpctrain.base.launcher_variables import OF_A_RANK, OF_LAUNCHERS, OF_MPIEXEC
 from hpctrain.ranks import process
 
-_GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_", "MPI_LOCAL", "HPCTRAIN_STARTED_IN")
-"""Beginnings of variables that a rank gets after the fork."""
-_OF_MPIEXEC = ("OMPI_COMM_WORLD_", "PMIX_")
-"""Beginnings of variables that are the first rank's where mpiexec has started the server's parent."""
-_OF_LAUNCHERS = (
-    *_GIVEN,
-    *_OF_MPIEXEC,
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMPI_COMM_",
-    "SLURM_",
-    "FLUX_",
-    "PALS_",
-    "TORCHELASTIC_",
-)
-"""Beginnings of variables by which a rank finds out how it was started."""
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/hl", "/dev/neuron")
 _SHARED = {
     "socket:": "opened a socket",
@@ -139,20 +124,20 @@ def _watched_variables(seen: Seen) -> Iterator[None]:
 
     class Watched(kind):  # type: ignore[misc]
         def __getitem__(self, key: str) -> str:
-            seen.variable(key, _GIVEN)
+            seen.variable(key, OF_A_RANK)
             value = str(super().__getitem__(key))
-            seen.variable(key, _OF_MPIEXEC)  # it is set: in this process, to the first rank's value
+            seen.variable(key, OF_MPIEXEC)  # it is set: in this process, to the first rank's value
             return value
 
         def __contains__(self, key: object) -> bool:
-            seen.variable(key, _GIVEN)
+            seen.variable(key, OF_A_RANK)
             found = bool(super().__contains__(key))
             if found:
-                seen.variable(key, _OF_MPIEXEC)
+                seen.variable(key, OF_MPIEXEC)
             return found
 
         def __setitem__(self, key: str, value: str) -> None:
-            seen.variable(key, _OF_LAUNCHERS)
+            seen.variable(key, OF_LAUNCHERS)
             super().__setitem__(key, value)
 
     environment: Any = os.environ

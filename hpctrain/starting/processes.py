@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from hpctrain.ranks.detection import STARTER_VARIABLE
+from hpctrain.base.launcher_variables import STARTER_VARIABLE
 from hpctrain.starting.mpi_library import ask_library
 from hpctrain.starting.mpiexec import UnderMpiexec, find_mpiexec
 from hpctrain.starting.pmi import PmiServer

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from hpctrain.base.launcher_variables import mpiexec_rank
 from hpctrain.ranks.launcher_channel import LauncherChannel, on_terminal
 
 _WORD = "mpiexec"
 """The word in place of a directory in `--started-by`."""
 _ON_TERMINAL, _ERRORS_ON_TERMINAL = ":terminal", ":error-terminal"
 """Additions behind the word, in this order."""
-_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _SAID = re.compile(rb"\x1ehpctrain (started|ready|exit) (\d{1,9})\x1f")
 _LONGEST = 40
 """More bytes after the first control character are no message."""
@@ -49,7 +49,7 @@ def is_word(text: str) -> bool:
 
 def attach_to_mpiexec(text: str) -> LauncherChannel:
     """A rank's side. Call it before MPI starts: the starter counts the ranks that have started."""
-    rank = next((int(os.environ[name]) for name in _RANK if name in os.environ), 0)
+    rank = mpiexec_rank()
     out = os.dup(2)  # what users' code does to standard error does not matter
     ready = threading.Event()
     if rank == 0:

@@ -3,7 +3,7 @@
 Imports no torch.
 """
 
-from hpctrain.ranks.detection import launched
+from hpctrain.base.launcher_variables import launched
 from hpctrain.starting.hosts import HERE, Hosts, read_hostfile
 from hpctrain.starting.mpi_library import ask_library
 from hpctrain.starting.mpiexec import UnderMpiexec, find_mpiexec

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from hpctrain.base.launcher_variables import launcher_name
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.choices import refuse_machine
 from hpctrain.contracts.optimization import Schedule
@@ -13,7 +14,6 @@ from hpctrain.contracts.plan import Machine
 from hpctrain.model.conformance.trials import refuse_impure_schedule
 from hpctrain.model.mesh import build_meshes, layout_of
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.ranks.detection import launcher_name
 from hpctrain.ranks.meeting import World
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed

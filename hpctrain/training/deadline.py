@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Mapping
+from datetime import datetime
 
 from hpctrain.contracts.identity import Identity
-from hpctrain.ranks.slurm import end_time
 
 _RESERVE = 1.5
 """How many times what steps and saves took at most is left for the last ones."""
 _UNKNOWN_SAVE, _SHARE = 60.0, 0.1
 """Seconds left for the first save, but at most this share of all time."""
+_ANSWERING = 10.0
+"""Seconds for squeue; a busy controller may take longer, and signals come nevertheless."""
 _SLACK, _SLACK_SHARE = 5.0, 0.05
 """Seconds left for all else, and the most of them as a share of all time."""
 
@@ -62,3 +65,19 @@ def deadline_of(
     end = end_time(environment)
     left = [] if end is None else [end - time.time() + time.monotonic() - begin]
     return Deadline(min([*left, *([] if time_limit is None else [time_limit])], default=None), begin)
+
+
+def end_time(environment: Mapping[str, str] = os.environ) -> float | None:
+    """The time at which Slurm ends this job, in seconds since 1970; None outside of Slurm, without a limit, or if Slurm does
+    not answer."""
+    known, job = environment.get("SLURM_JOB_END_TIME", ""), environment.get("SLURM_JOB_ID")
+    if known.isdigit():  # since Slurm 22.05 in batch scripts and steps, if the site's is that new
+        return float(known)
+    if job is None:
+        return None
+    try:
+        words = ["squeue", "--noheader", "--jobs", job, "--format", "%e"]
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWERING, stdin=subprocess.DEVNULL)
+        return datetime.fromisoformat(answer.stdout.strip()).timestamp()
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

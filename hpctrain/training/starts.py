@@ -21,8 +21,8 @@ import torch
 
 from hpctrain.base.errors import UsageError, reason
 from hpctrain.base.files import open_to_change
+from hpctrain.base.launcher_variables import launcher_name
 from hpctrain.contracts.identity import Identity
-from hpctrain.ranks.detection import launcher_name
 from hpctrain.version import __version__
 
 FILE_NAME = "starts.jsonl"

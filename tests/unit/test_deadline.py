@@ -8,8 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from hpctrain.job.tables import JobTable
-from hpctrain.ranks.slurm import end_time
-from hpctrain.training.deadline import Deadline
+from hpctrain.training.deadline import Deadline, end_time
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.base.launcher_variables import set_variables
-from hpctrain.base.transports import ADDED, forget, share_node, shared_memory
+from hpctrain.base.launcher_variables import by_srun, first_host, launched, launcher_name, set_variables, share_node
+from hpctrain.base.transports import ADDED, forget, shared_memory
 from hpctrain.contracts.identity import Identity
-from hpctrain.ranks.detection import detect, fallback_notice, launched, launcher_name, started_by_srun
+from hpctrain.ranks.detection import detect, fallback_notice
 from hpctrain.ranks.launcher_channel import on_terminal
 from hpctrain.ranks.meeting import compare_ranks
 from hpctrain.ranks.meeting_place import MeetingPlace
 from hpctrain.ranks.pmi import LauncherPmi
-from hpctrain.ranks.slurm import first_host
 from hpctrain.starting.pmi import PmiServer
 
 SRUN = {
@@ -95,7 +94,7 @@ def test_torchrun_that_srun_or_pals_started_is_the_launcher() -> None:
     for outer in (SRUN, {"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "2"}):
         identity = detect({**outer, **worker})
         assert (identity.rank, identity.size, identity.source) == (5, 8, "torchrun")
-        assert launcher_name({**outer, **worker}) == "torchrun" and not started_by_srun({**outer, **worker})
+        assert launcher_name({**outer, **worker}) == "torchrun" and not by_srun({**outer, **worker})
 
 
 FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "1"}
@@ -104,7 +103,7 @@ FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1", 
 def test_flux_starts_tasks_also_inside_slurm_and_an_mpiexec_in_a_task_is_the_launcher() -> None:
     assert launched(FLUX) and launcher_name(FLUX) == "Flux"
     within = {**SRUN, **FLUX, "PMI_RANK": "1", "PMI_SIZE": "2"}
-    assert launcher_name(within) == "Flux" and not started_by_srun(within)
+    assert launcher_name(within) == "Flux" and not by_srun(within)
     assert launcher_name({**FLUX, "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}) is None
     assert launcher_name({**FLUX, "OMPI_COMM_WORLD_SIZE": "4"}) is None
     notice = fallback_notice(Identity(1, 2, 1, 2, "node1", "flux"))

@@ -34,7 +34,8 @@ def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path 
     Prints ok, warn or fail for each check, with what was found and what to do. Exits with 3 if a check fails. Under srun, mpiexec
     or torchrun every process is a rank, as for `hpctrain run`.
     """
-    from hpctrain.ranks.detection import detect, launched
+    from hpctrain.base.launcher_variables import launched
+    from hpctrain.ranks.detection import detect
 
     if not launched() and ranks is not None and ranks > 1:
         from hpctrain.starting.start import start_command

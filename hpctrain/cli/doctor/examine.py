@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hpctrain.base.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentUnfitError, HpctrainError, UsageError, reason
+from hpctrain.base.launcher_variables import by_srun
 from hpctrain.cli.doctor import communication, directory, launch, node
 from hpctrain.cli.doctor.findings import Finding, Row, merged, row_of, tried
 from hpctrain.contracts.communicator import Communicator
@@ -20,7 +21,6 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.job.environment import settings
 from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.ranks.binding import Binding, bound
-from hpctrain.ranks.detection import started_by_srun
 from hpctrain.ranks.failure import ignore_terminate, leave, limited
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World, meet, start_communication, take_device
@@ -85,7 +85,7 @@ class _Examination:
             self._directory(path)
             self._communication(registry)
         code = self.world.share("doctor/code", lambda: EXIT_ENVIRONMENT if self._failed else EXIT_DONE)
-        if started_by_srun():
+        if by_srun():
             ignore_terminate()  # srun ends the other ranks with the first that exits with a failure
         self._collect("end", [], None)  # rank 0 serves the store until all have read the code
         return int(code)

@@ -10,15 +10,15 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.launcher_variables import launcher_name, pmi_name, slurm_allocation_tasks
 from hpctrain.cli.doctor.findings import Finding
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.environment import compare
 from hpctrain.plugins.registry import Registry
-from hpctrain.ranks.detection import fallback_notice, launcher_name
+from hpctrain.ranks.detection import fallback_notice
 from hpctrain.version import __version__
 
 _PACKAGES = ("mpi4py", "numpy", "pluggy", "pydantic", "h5py")
-_PMI = (("PMIX_NAMESPACE", "PMIx"), ("PMI_FD", "PMI"), ("PMI_PORT", "PMI"), ("PMI_RANK", "PMI"))
 
 
 def launcher(identity: Identity, nodes: int, environment: Mapping[str, str] = os.environ) -> Finding:
@@ -28,7 +28,7 @@ def launcher(identity: Identity, nodes: int, environment: Mapping[str, str] = os
         where += ", numbered by node (the launcher had dealt them out in turn)"
     if identity.source == "mpi":
         by = f", started by {name}" if (name := launcher_name(environment)) else ""
-        pmi = next((name for variable, name in _PMI if variable in environment), "the launcher's own way")
+        pmi = pmi_name(environment) or "the launcher's own way"
         return Finding("launcher", "ok", f"{where} over MPI{by}, connected through {pmi}; {mpi_library()}")
     notice = fallback_notice(identity)
     if notice is not None:
@@ -39,8 +39,8 @@ def launcher(identity: Identity, nodes: int, environment: Mapping[str, str] = os
         )
         return Finding("launcher", "warn", f"{where}: {notice}", f"{remedy} the MPI library: {mpi_library()}")
     if identity.source == "alone":
-        tasks = environment.get("SLURM_NTASKS", "1")
-        if "SLURM_JOB_ID" in environment and tasks.isdigit() and int(tasks) > 1:
+        tasks = slurm_allocation_tasks(environment)
+        if tasks > 1:
             return Finding("launcher", "warn", f"this process is alone in a Slurm allocation of {tasks} tasks",
                            "start it with srun: `srun hpctrain doctor`, `srun hpctrain run job.toml`")  # fmt: skip
         return Finding("launcher", "ok", f"no launcher: {where}; {mpi_library(load=False)}")

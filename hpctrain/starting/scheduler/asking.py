@@ -17,8 +17,8 @@ from hpctrain.base.errors import UsageError, reason, shown
 from hpctrain.base.files import read_bytes
 from hpctrain.contracts.launcher import JOB_FILE, RECORD, JobState, Launcher
 from hpctrain.contracts.plugin import broken
-from hpctrain.job.launching import LauncherTable
 from hpctrain.job.problems import validate
+from hpctrain.job.rank_tables import LauncherTable
 from hpctrain.job.toml import parse
 from hpctrain.starting.scheduler.record import Submission, cancelled, newest
 from hpctrain.starting.scheduler.standing import last_row

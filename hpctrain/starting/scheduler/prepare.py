@@ -18,8 +18,8 @@ from hpctrain.checking.full_check import check_thoroughly
 from hpctrain.checking.resolved import resolved_tables
 from hpctrain.contracts.launcher import JOB_FILE, Launch, Launcher, SubmittedRun
 from hpctrain.job.environment import OF_MPIEXEC
-from hpctrain.job.launching import LauncherTable
 from hpctrain.job.problems import validate
+from hpctrain.job.rank_tables import LauncherTable
 from hpctrain.job.reading import RawJob, read_job
 from hpctrain.starting.mpi_library import MPICH, OPEN_MPI, ask_library
 from hpctrain.starting.scheduler.staging import described

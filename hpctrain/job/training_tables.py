@@ -1,0 +1,162 @@
+"""The tables of a job file that say what is trained: model, data, optimizer, batches, evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
+
+from hpctrain.job.table import SlotTable, Table, either, error_of_several_keys, excluded
+
+
+class ModelTable(SlotTable):
+    """[model]"""
+
+    name: str
+    """A model plugin, or "package.module:callable" that returns a torch.nn.Module."""
+    weights: Path | None = None
+    """Start from these weights: a safetensors file (or the .safetensors.index.json of several), a directory that transformers'
+    save_pretrained() made, a torch file, or a checkpoint's directory."""
+    weights_strict: bool = True
+    """Whether weights must have exactly the model's tensors; false: take those that fit by name and shape, and list the others."""
+    freeze: list[str] = []
+    """Parameters that are not trained, as patterns such as "embedding.*"."""
+    trainable: list[str] | None = Field(default=None, min_length=1)
+    """Patterns of the only parameters that are trained; parameters in freeze are never trained."""
+    loss: str | None = None
+    """Loss of a module of your own: "package.module:callable", called as loss(outputs, target); a mean or a loss per sample."""
+
+
+class DatasetTable(SlotTable):
+    """[dataset]"""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"name": {"pattern": "^[^:]*$"}}, "required": ["name"]},
+            "then": {"properties": excluded(("collate", "weights"), ("the name of a plugin",))},
+        }
+    )
+
+    name: str
+    """A dataset plugin, or "package.module:callable" called as callable(split=..., **options)."""
+    seq_length: int | None = Field(default=None, ge=1)
+    """Tokens per sample (default: the model's max_seq_length)."""
+    workers: int | None = Field(default=None, ge=0, le=1024)
+    """Processes that load samples; 0 loads on a thread of the rank (default: 0, or num_workers of a DataLoader of your own)."""
+    start_method: Literal["spawn", "forkserver", "fork"] = "forkserver"
+    """How worker processes start: from a process that has imported torch and has no MPI, anew, or as a copy of the rank, which
+    shares its data but is undefined under MPI."""
+    prefetch: int = Field(default=2, ge=1)
+    """Micro batches to load ahead of the step."""
+    weights: str | None = None
+    """Weights for data of your own: "package.module:callable", called with the data set; returns a weight for each training
+    sample, by which samples are drawn with replacement (default: the data set's `sample_weights` if it has them, else none)."""
+    collate: str | None = None
+    """Collation of data of your own: "package.module:callable", called with a list of samples; returns the micro batch
+    (default: the data set's `collate_fn` if it has one, else torch's default_collate)."""
+    cache: Path | None = None
+    """Directory for prepared data such as token ids (default: $XDG_CACHE_HOME/hpctrain or ~/.cache/hpctrain)."""
+
+
+class ParameterGroup(SlotTable):
+    """[[optimizer.groups]]: other options for some parameters."""
+
+    pattern: str | Annotated[list[str], Field(min_length=1)]
+    """The parameters of the group, such as "*.bias"; a parameter belongs to the first group that matches."""
+
+
+_SCALING: JsonDict = {
+    "if": {"properties": {"lr_scaling": {"enum": ["linear", "sqrt"]}}, "required": ["lr_scaling"]},
+    "then": {"required": ["lr_reference_batch"]},
+    "else": {"properties": {"lr_reference_batch": {"not": {"title": "lr_reference_batch without lr_scaling"}}}},
+}
+
+
+class OptimizerTable(SlotTable):
+    """[optimizer]"""
+
+    model_config = ConfigDict(json_schema_extra=_SCALING)
+
+    name: str
+    """An optimizer plugin, or "package.module:callable" called as callable(groups, **options)."""
+    clip_norm: float | None = Field(default=None, gt=0)
+    """Largest global norm of the gradients."""
+    groups: list[ParameterGroup] = []
+    """Parameter groups with options of their own."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How lr grows with global_size (or tokens) / lr_reference_batch."""
+    lr_reference_batch: int | None = Field(default=None, ge=1)
+    """The global batch that lr was found with, in samples (or tokens)."""
+
+    @model_validator(mode="after")
+    def _scaling_needs_reference(self) -> OptimizerTable:
+        if (self.lr_scaling != "none") != (self.lr_reference_batch is not None):
+            raise error_of_several_keys(
+                'expected lr_reference_batch together with lr_scaling = "linear" or "sqrt", found one alone'
+            )
+        return self
+
+
+class ScheduleTable(SlotTable):
+    """[schedule]"""
+
+    name: str = "constant"
+    """A schedule plugin, or "package.module:callable"."""
+
+
+class BatchTable(Table):
+    """[batch]"""
+
+    model_config = ConfigDict(json_schema_extra=either(("global_size", "micro_size"), ("tokens", "micro_tokens")))
+
+    global_size: int | None = Field(default=None, ge=1)
+    """Samples per optimizer step, over all ranks."""
+    micro_size: int | None = Field(default=None, ge=1)
+    """Samples per forward on one rank."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Instead of global_size: the most tokens per optimizer step, over all ranks, without padding."""
+    micro_tokens: int | None = Field(default=None, ge=1)
+    """Instead of micro_size: the most tokens per forward on one rank, padding included."""
+
+    @model_validator(mode="after")
+    def _samples_or_tokens(self) -> BatchTable:
+        found = [key for key in BatchTable.model_fields if getattr(self, key) is not None]
+        if found not in (["global_size", "micro_size"], ["tokens", "micro_tokens"]):
+            raise error_of_several_keys(
+                f"expected either global_size and micro_size or tokens and micro_tokens, found {', '.join(found) or 'none'}"
+            )
+        if self.tokens is not None and self.micro_tokens is not None and self.micro_tokens > self.tokens:
+            raise error_of_several_keys(
+                f"expected tokens >= micro_tokens, found tokens = {self.tokens} and micro_tokens = {self.micro_tokens}"
+            )
+        return self
+
+    @property
+    def size(self) -> int:
+        """Samples or tokens per optimizer step."""
+        return self.global_size or self.tokens or 0
+
+
+class EvaluationTable(Table):
+    """[evaluation]"""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Evaluate at this interval of steps and at the end; 0 is never."""
+    every_epochs: float = Field(default=0, ge=0, le=1e9)
+    """Evaluate at this interval of epochs, after the step that completes it, and at the end; 0 is never."""
+    batches: int | None = Field(default=None, ge=1)
+    """Global batches of the validation split to evaluate on (default: all of it)."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the job evaluates at all."""
+        return bool(self.every_steps or self.every_epochs)
+
+
+class MetricTable(SlotTable):
+    """[[metric]]"""
+
+    name: str
+    """A metric plugin, or "package.module:callable"."""
