@@ -34,9 +34,9 @@ def timed(what: str, action: Callable[[], T]) -> T:
     return result
 
 
-def offers_of(rank: int, names: list[str], ranks: int) -> list[plan.Offer]:
+def offers_of(rank: int, names: list[str], ranks: int) -> list[plan.OfferedPiece]:
     part = Rectangle((rank * ROWS, 0), (ROWS, COLUMNS))
-    return [plan.Offer(name, "float32", (ranks * ROWS, COLUMNS), part) for name in names]
+    return [plan.OfferedPiece(name, "float32", (ranks * ROWS, COLUMNS), part) for name in names]
 
 
 def main() -> None:

@@ -26,7 +26,10 @@ from hpctrain.base.errors import (
     reason,
     shown,
 )
-from hpctrain.base.files import (
+from hpctrain.base.json_values import decode as decode_value
+from hpctrain.base.json_values import encode as encode_value
+from hpctrain.base.random_numbers import fill_normal
+from hpctrain.base.safe_files import (
     TABLE_BYTES,
     created,
     make_directory,
@@ -37,9 +40,6 @@ from hpctrain.base.files import (
     sync_directory,
     temporary_name,
 )
-from hpctrain.base.json_values import decode as decode_value
-from hpctrain.base.json_values import encode as encode_value
-from hpctrain.base.seeded import fill_normal
 from hpctrain.base.torch_private import (
     PythonGroup,
     TorchDispatchMode,
@@ -110,7 +110,7 @@ from hpctrain.mpi import Settings as MPISettings
 from hpctrain.mpi import shared_zeros
 from hpctrain.plugins.changes import API_VERSION
 from hpctrain.plugins.hookspecs import hookimpl
-from hpctrain.ranks.exchange import (
+from hpctrain.ranks.json_collectives import (
     Outcome,
     agree,
     attempt,

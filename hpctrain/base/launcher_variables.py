@@ -50,7 +50,7 @@ _BY_SCHEDULER = (
 """The number of nodes, what only a task has, and the number of tasks, from Flux and srun."""
 
 
-class Numbers(NamedTuple):
+class RankNumbers(NamedTuple):
     """The numbers of a rank, as variables tell them. renumbered: the launcher has dealt the ranks out to the nodes in turn."""
 
     rank: int
@@ -196,10 +196,12 @@ def share_node(environment: Mapping[str, str]) -> bool:
     return bool(told) and all(one_node for one_node, _ in told) and environment.get("PMI_SIZE", told[0][1]) in sizes
 
 
-def torchrun_numbers(environment: Mapping[str, str]) -> Numbers:
+def torchrun_numbers(environment: Mapping[str, str]) -> RankNumbers:
     """The rank's numbers from torchrun's variables."""
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    return Numbers(rank, size, int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size)))
+    return RankNumbers(
+        rank, size, int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
+    )
 
 
 def torchrun_token(environment: Mapping[str, str]) -> str:
@@ -207,7 +209,7 @@ def torchrun_token(environment: Mapping[str, str]) -> str:
     return ".".join(["torchrun", *(environment.get(name, "0") for name in (*_AGENT, "MASTER_ADDR", "MASTER_PORT"))])
 
 
-def slurm_numbers(environment: Mapping[str, str]) -> Numbers:
+def slurm_numbers(environment: Mapping[str, str]) -> RankNumbers:
     """The rank's numbers in a step of srun: node by node, as hpctrain numbers ranks."""
     size = _step_tasks(environment)
     node, local_rank = int(environment.get("SLURM_NODEID", 0)), int(environment.get("SLURM_LOCALID", 0))
@@ -216,7 +218,7 @@ def slurm_numbers(environment: Mapping[str, str]) -> Numbers:
     known = node < len(per_node) and sum(per_node) == size and "SLURM_HET_SIZE" not in environment
     several = len(per_node) > 1 and max(per_node) > 1  # else srun says "cyclic" by itself
     in_turn = environment.get("SLURM_DISTRIBUTION", "").startswith(("cyclic", "plane", "arbitrary"))
-    return Numbers(
+    return RankNumbers(
         rank=sum(per_node[:node]) + local_rank if known else int(environment["SLURM_PROCID"]),
         size=size,
         local_rank=local_rank,

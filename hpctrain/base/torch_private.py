@@ -45,7 +45,7 @@ DisableTorchDispatch = torch._C._DisableTorchDispatch
 standard_gamma: Callable[..., Tensor] = torch._standard_gamma
 sample_dirichlet: Callable[..., Tensor] = torch._sample_dirichlet
 get_layout = torch.serialization._get_layout
-"""The constructor in the pickle of a torch.layout: a table lookup, which `hpctrain.ranks.objects` allows."""
+"""The constructor in the pickle of a torch.layout: a table lookup, which `hpctrain.ranks.restricted_pickle` allows."""
 
 
 class PythonGroup(dist.ProcessGroup):

@@ -15,8 +15,7 @@ from hpctrain.base.errors import EXIT_TRAINING, HpctrainError, UsageError
 from hpctrain.base.torch_private import delay_compiler
 from hpctrain.checking.choices import plugin_problems
 from hpctrain.checking.combinations import combination_problems
-from hpctrain.checking.further import further_problems
-from hpctrain.checking.stand_ins import register_stand_in
+from hpctrain.checking.stand_ins import further_problems, register_stand_in
 from hpctrain.checking.trial import build_outline, open_outside, try_optimizer
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plan import Plan

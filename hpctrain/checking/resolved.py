@@ -11,7 +11,7 @@ import tomli_w
 from pydantic import BaseModel
 
 from hpctrain.base.errors import UsageError, reason
-from hpctrain.base.files import read_bytes, replacing
+from hpctrain.base.safe_files import read_bytes, replacing
 from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.job.output_lock import OutputLock

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.base.errors import CheckpointError
-from hpctrain.ranks.exchange import survey
+from hpctrain.ranks.json_collectives import survey
 
 
 def describe_differences(

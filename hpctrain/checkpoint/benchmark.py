@@ -25,7 +25,7 @@ STEPS, STEP_PRODUCTS = 10, 10
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointTiming:
     """A measurement: the median over the rounds, of the slowest rank.
 
     nbytes: bytes of the values over all ranks; for a partial read, of the requested part. ratio: speed relative to a
@@ -54,7 +54,7 @@ def make_state(nbytes: int, rank: int, ranks: int) -> list[Piece]:
     ]  # fmt: skip
 
 
-def measure(format: CheckpointFormat, nbytes: int, directory: Path, rounds: int) -> list[Row]:
+def measure(format: CheckpointFormat, nbytes: int, directory: Path, rounds: int) -> list[CheckpointTiming]:
     """Collective over the world. Methods take turns, so that a busy machine affects all alike. Caches are emptied before
     each read where the file system allows it (not on tmpfs)."""
     pieces = make_state(nbytes, dist.get_rank(), dist.get_world_size())
@@ -78,11 +78,13 @@ def measure(format: CheckpointFormat, nbytes: int, directory: Path, rounds: int)
         reference = times[operation, "plain"] if operation in ("write", "read") else times["read", name]
         ratios = [one / other for one, other in zip(reference[1:], found[1:], strict=True)]
         seconds = statistics.median(found[1:])
-        rows.append(Row(operation, name, sizes[operation], seconds, statistics.median(ratios)))
+        rows.append(CheckpointTiming(operation, name, sizes[operation], seconds, statistics.median(ratios)))
     return [*rows, *_measure_behind(format, pieces, directory / "behind", rounds, sizes["write"])]
 
 
-def _measure_behind(format: CheckpointFormat, pieces: list[Piece], root: Path, rounds: int, nbytes: int) -> list[Row]:
+def _measure_behind(
+    format: CheckpointFormat, pieces: list[Piece], root: Path, rounds: int, nbytes: int
+) -> list[CheckpointTiming]:
     """Background saves: how long training waits, and how much slower steps are during a save."""
     group, second = dist.group.WORLD, dist.new_group()
     assert group is not None and isinstance(second, dist.ProcessGroup)
@@ -117,7 +119,7 @@ def _measure_behind(format: CheckpointFormat, pieces: list[Piece], root: Path, r
         ("step during a save", format.name, during, alone),
     ]
     return [
-        Row(
+        CheckpointTiming(
             operation, name, nbytes, statistics.median(found[1:]),
             statistics.median(one / other for one, other in zip(reference[1:], found[1:], strict=True)),
         )

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.base.errors import CheckpointError, UsageError, WriteError
-from hpctrain.base.files import sync_directory, temporary_name
+from hpctrain.base.safe_files import sync_directory, temporary_name
 from hpctrain.base.torch_private import HashStore
 from hpctrain.checkpoint.finding import batches, memory_for
-from hpctrain.checkpoint.sources import SAFETENSORS_DTYPES, Source
+from hpctrain.checkpoint.sources import SAFETENSORS_DTYPES, WeightsSource
 from hpctrain.checkpoint.weights import MODEL, open_weights
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
@@ -26,7 +26,7 @@ from hpctrain.contracts.pieces import Piece, State
 Progress = Callable[[int, int], None]
 
 
-def export_safetensors(source: Source, path: Path, progress: Progress) -> None:
+def export_safetensors(source: WeightsSource, path: Path, progress: Progress) -> None:
     """Write `source` to the new file `path`; memory use doesn't grow with the model."""
     order = sorted(source.tensors, key=lambda name: -source.tensors[name].dtype.itemsize)  # aligns every tensor
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -52,7 +52,7 @@ def export_safetensors(source: Source, path: Path, progress: Progress) -> None:
                 write_at(fd, rows, 8 + len(text) + places[piece.name] + before, path)
 
 
-def export_torch(source: Source, path: Path, progress: Progress, tied: Sequence[Sequence[str]] = ()) -> None:
+def export_torch(source: WeightsSource, path: Path, progress: Progress, tied: Sequence[Sequence[str]] = ()) -> None:
     """Write `source` as a state dict to the new file `path` with torch.save; holds all of it in memory.
 
     tied: the names of each tied parameter; the file has it under all of them, as `state_dict()` does.
@@ -92,7 +92,7 @@ def import_weights(
         found = ", ".join(list(source.tensors)[:3])
         raise CheckpointError(f"{path} has no tensor whose name begins with {prefix!r}; found {found}")
     tensors = {name: memory_for(name, one.shape, one.dtype) for name, one in chosen.items()}
-    _fill(Source(chosen, source.fill), tensors, progress)
+    _fill(WeightsSource(chosen, source.fill), tensors, progress)
     pieces = [Piece.whole(MODEL + name.removeprefix(prefix), tensor) for name, tensor in tensors.items()]
     with writing(out), new_directory(out) as temporary, alone() as group:
         format.writer().write(State(pieces, {"step": 0, "imported_from": path.name}), temporary, group)
@@ -169,7 +169,7 @@ def alone() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-def _fill(source: Source, tensors: Mapping[str, Tensor], progress: Progress) -> None:
+def _fill(source: WeightsSource, tensors: Mapping[str, Tensor], progress: Progress) -> None:
     """Fill whole tensors."""
 
     def part(name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -180,7 +180,7 @@ def _fill(source: Source, tensors: Mapping[str, Tensor], progress: Progress) -> 
 
 
 def _read(
-    source: Source, part: Callable[[str, Sequence[int], Sequence[int]], Tensor], progress: Progress
+    source: WeightsSource, part: Callable[[str, Sequence[int], Sequence[int]], Tensor], progress: Progress
 ) -> Iterator[list[Piece]]:
     """Read all of `source` in batches, with progress; `part` gives the memory for a name, offsets and shape."""
     done, total = 0, sum(one.nbytes for one in source.tensors.values())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpctrain.base.errors import reason
-from hpctrain.base.files import is_own_directory, make_directory, read_bytes, replacing, sync_directory
+from hpctrain.base.safe_files import is_own_directory, make_directory, read_bytes, replacing, sync_directory
 
 LOG = logging.getLogger("hpctrain")
 Staying = Callable[[Sequence[Path], set[str]], set[Path]]

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from hpctrain.base.errors import CheckpointError, shown
-from hpctrain.base.files import SMALL_BYTES
+from hpctrain.base.safe_files import SMALL_BYTES
 from hpctrain.checkpoint.pickles import check_pickle, check_records
 from hpctrain.contracts.checkpoint import StoredTensor
 from hpctrain.contracts.pieces import Piece
@@ -40,14 +40,14 @@ _DEEPEST = 3
 """How many dicts deep a state dict is looked for."""
 
 
-class _Index(BaseModel):
+class _SafetensorsIndex(BaseModel):
     """*.safetensors.index.json."""
 
     weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightsSource:
     """`tensors` by name, and `fill`, which copies their values into pieces of the same names.
 
     `check` verifies all values that `fill` would trust; one call is enough. It raises CheckpointError for damage.
@@ -59,17 +59,17 @@ class Source:
     check: Callable[[], None] = lambda: None
     remarks: tuple[str, ...] = ()
 
-    def renamed(self, names: Mapping[str, str], remark: str) -> Source:
+    def renamed(self, names: Mapping[str, str], remark: str) -> WeightsSource:
         """The same tensors under `names`: the new name of each, and the stored one."""
 
         def fill(pieces: list[Piece]) -> None:
             self.fill([replace(piece, name=names[piece.name]) for piece in pieces])
 
         tensors = {name: self.tensors[stored] for name, stored in names.items()}
-        return Source(tensors, fill, self.check, (*self.remarks, remark))
+        return WeightsSource(tensors, fill, self.check, (*self.remarks, remark))
 
 
-def open_safetensors(path: Path) -> Source:
+def open_safetensors(path: Path) -> WeightsSource:
     """Raises CheckpointError for a file that isn't whole, or for an unsupported dtype."""
     from safetensors import SafetensorError, safe_open
 
@@ -97,10 +97,10 @@ def open_safetensors(path: Path) -> Source:
             return file.get_tensor(piece.name)  # type: ignore[no-any-return]  # a scalar has no slices
         return file.get_slice(piece.name)[_slices(piece)]  # type: ignore[no-any-return]  # reads only these rows
 
-    return Source(tensors, lambda pieces: _fill(path, pieces, part))
+    return WeightsSource(tensors, lambda pieces: _fill(path, pieces, part))
 
 
-def open_index(path: Path) -> Source:
+def open_index(path: Path) -> WeightsSource:
     """A model in several safetensors files, beside the index `path` that maps tensors to files.
 
     Raises CheckpointError for a malformed index, or for a file that lacks a tensor of the index.
@@ -110,7 +110,7 @@ def open_index(path: Path) -> Source:
     try:
         if len(content) > SMALL_BYTES:
             raise ValueError(f"it has more than {SMALL_BYTES} bytes")
-        places = _Index.model_validate_json(content).weight_map
+        places = _SafetensorsIndex.model_validate_json(content).weight_map
     except ValueError as error:  # pydantic's is one
         why = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else error
         raise CheckpointError(f"{path} has no weight_map from tensors to file names: {why}") from error
@@ -126,10 +126,10 @@ def open_index(path: Path) -> Source:
         for file, source in sources.items():
             source.fill([piece for piece in pieces if places[piece.name] == file])
 
-    return Source(tensors, fill)
+    return WeightsSource(tensors, fill)
 
 
-def open_torch(path: Path) -> Source:
+def open_torch(path: Path) -> WeightsSource:
     """Raises CheckpointError for anything but a state dict: parameter names with their tensors."""
     _check_file(path)
     try:
@@ -156,7 +156,7 @@ def open_torch(path: Path) -> Source:
             f"{path}: its tensors claim {told} bytes, but the file has {there}: they repeat values (Tensor.expand); "
             "save them with Tensor.contiguous()"
         )
-    return Source(
+    return WeightsSource(
         tensors,
         lambda pieces: _fill(path, pieces, lambda piece: content[piece.name][_slices(piece)]),
         lambda: _check_records(path),

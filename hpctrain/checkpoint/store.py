@@ -28,7 +28,7 @@ from hpctrain.checkpoint.retention import Best, Retention
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
 from hpctrain.model.conformance.reading import refuse_live_snapshot, refuse_other_reading
-from hpctrain.ranks.exchange import share, survey, together
+from hpctrain.ranks.json_collectives import share, survey, together
 
 LOG = logging.getLogger("hpctrain")
 

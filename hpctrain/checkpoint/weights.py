@@ -14,10 +14,10 @@ import torch.distributed as dist
 from hpctrain.base.errors import CheckpointError, UsageError, reason
 from hpctrain.checkpoint.agreement import describe_differences, not_wanted
 from hpctrain.checkpoint.finding import find_checkpoint, memory_for
-from hpctrain.checkpoint.sources import Source, open_index, open_safetensors, open_torch
+from hpctrain.checkpoint.sources import WeightsSource, open_index, open_safetensors, open_torch
 from hpctrain.contracts.checkpoint import CheckpointFormat, StoredTensor
 from hpctrain.contracts.pieces import Piece
-from hpctrain.ranks.exchange import gather_values, share, sum_of, together
+from hpctrain.ranks.json_collectives import gather_values, share, sum_of, together
 
 MODEL = "model/"
 """The prefix of the model's parameters in hpctrain's checkpoints."""
@@ -71,13 +71,13 @@ def load_weights(
         raise CheckpointError(f"the weights in {path} can't be read: {reason(error)}") from error
 
 
-def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
+def _shapes(source: WeightsSource) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in source.tensors.items()}
 
 
 def _fitting(
-    source: Source, wanted: dict[str, tuple[int, ...]], tied: Sequence[list[str]], group: dist.ProcessGroup
-) -> Source:
+    source: WeightsSource, wanted: dict[str, tuple[int, ...]], tied: Sequence[list[str]], group: dist.ProcessGroup
+) -> WeightsSource:
     """`source`, without a prefix that all its names have if only then the model's tensors are in it. Collective."""
     known, found = {*wanted, *(name for names in tied for name in names)}, source
     while not sum_of(int(any(name in found.tensors for name in known)), group):
@@ -90,7 +90,7 @@ def _fitting(
 
 
 def _in_both(
-    path: Path, source: Source, pieces: list[Piece], group: dist.ProcessGroup
+    path: Path, source: WeightsSource, pieces: list[Piece], group: dist.ProcessGroup
 ) -> tuple[list[Piece], list[str]]:
     """The pieces that the file has a tensor for, and what is left of the model and of the file. Collective."""
     shapes = _shapes(source)
@@ -119,7 +119,7 @@ def tied_names(values: Mapping[str, Any]) -> list[list[str]]:
     return found if good else []
 
 
-def _named_once(source: Source, tied: Sequence[list[str]], group: dist.ProcessGroup) -> Source:
+def _named_once(source: WeightsSource, tied: Sequence[list[str]], group: dist.ProcessGroup) -> WeightsSource:
     """`source` with each tied parameter under its first name only; a `state_dict()` has it under all names.
 
     CheckpointError if the values under these names differ.
@@ -137,10 +137,10 @@ def _named_once(source: Source, tied: Sequence[list[str]], group: dist.ProcessGr
     def fill(pieces: list[Piece]) -> None:
         source.fill([replace(piece, name=places.get(piece.name, piece.name)) for piece in pieces])
 
-    return Source(tensors, fill, source.check, source.remarks)
+    return WeightsSource(tensors, fill, source.check, source.remarks)
 
 
-def _refuse_different(source: Source, names: Sequence[str]) -> None:
+def _refuse_different(source: WeightsSource, names: Sequence[str]) -> None:
     values = []
     for name in names:
         values.append(memory_for(name, source.tensors[name].shape, source.tensors[name].dtype))
@@ -151,7 +151,7 @@ def _refuse_different(source: Source, names: Sequence[str]) -> None:
             )
 
 
-def open_weights(path: Path, formats: Sequence[CheckpointFormat], kept_by: str | None = None) -> Source:
+def open_weights(path: Path, formats: Sequence[CheckpointFormat], kept_by: str | None = None) -> WeightsSource:
     """The weights at `path`, named as in the model.
 
     From a checkpoint with names that begin with "model/", as hpctrain's do, only those are taken; from any other, all.
@@ -179,7 +179,7 @@ def open_weights(path: Path, formats: Sequence[CheckpointFormat], kept_by: str |
     def fill(pieces: list[Piece]) -> None:
         found.format.load(path, [replace(piece, name=places[piece.name]) for piece in pieces])
 
-    return Source({name: stored[place] for name, place in places.items()}, fill)
+    return WeightsSource({name: stored[place] for name, place in places.items()}, fill)
 
 
 def _kept(path: Path, places: Mapping[str, str], stored: Mapping[str, StoredTensor], kept_by: str) -> dict[str, str]:

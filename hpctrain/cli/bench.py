@@ -89,7 +89,7 @@ def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, a
     import torch.distributed as dist
 
     from hpctrain.checkpoint.benchmark import measure
-    from hpctrain.ranks.exchange import broadcast_value
+    from hpctrain.ranks.json_collectives import broadcast_value
 
     _meet()
     made = tempfile.mkdtemp(prefix="hpctrain-bench-", dir=directory) if dist.get_rank() == 0 else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.plugins.commands import Offer, offers
+from hpctrain.plugins.commands import OfferedCommand, offers
 
 _LONGEST_LINE = 1000
 """Characters of a command's description in the help, which wraps them: no description is cut."""
@@ -27,7 +27,7 @@ class OpenGroup(click.Group):
         """A command of hpctrain's own."""
         return super().get_command(ctx, name)
 
-    def offers(self, ctx: click.Context) -> list[Offer]:
+    def offers(self, ctx: click.Context) -> list[OfferedCommand]:
         """Commands that plugins add."""
         return offers(self.place, [name for names in self.own(ctx).values() for name in names])
 
@@ -59,7 +59,7 @@ class OpenGroup(click.Group):
         return "" if command is None else command.get_short_help_str(_LONGEST_LINE)
 
 
-def _describe_offer(offer: Offer) -> str:
+def _describe_offer(offer: OfferedCommand) -> str:
     try:
         return offer.load().get_short_help_str(_LONGEST_LINE)
     except EnvironmentUnfitError as error:

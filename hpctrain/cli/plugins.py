@@ -12,7 +12,7 @@ from hpctrain.cli.options import example
 
 if TYPE_CHECKING:
     from hpctrain.contracts.plugin import Plugin
-    from hpctrain.plugins.commands import Offer
+    from hpctrain.plugins.commands import OfferedCommand
     from hpctrain.plugins.listing import Listed
 
 
@@ -61,7 +61,7 @@ def show(registry: object, slot: str, name: str) -> None:
         click.echo(f"{option.key} ({option.type}; {option.default})\n    {option.help}")
 
 
-def _offers(ctx: click.Context) -> list[Offer]:
+def _offers(ctx: click.Context) -> list[OfferedCommand]:
     """The commands that plugins add, to any group."""
     from hpctrain.plugins.commands import GROUPS
 

@@ -51,7 +51,7 @@ def on_ranks(
     first_read.export()  # before torch is imported below: torch and OpenMP read their variables when they start
     first_read.begin_workers()
     from hpctrain.ranks.launcher_channel import LauncherChannel
-    from hpctrain.starting.link import attach
+    from hpctrain.starting.channel_directory import attach
 
     channel = attach(started_by) if started_by else LauncherChannel()
     from hpctrain.ranks.failure import delay_terminate, describe, exit_code_of, ignore_terminate

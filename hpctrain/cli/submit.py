@@ -34,11 +34,11 @@ def command(
     The options of a target are in the job's table [launcher.TARGET]; --nodes, --ranks-per-node, --time and --stage stand for keys
     of it.
     """
-    from hpctrain.starting.scheduler.prepare import Request, prepare
+    from hpctrain.starting.scheduler.prepare import SubmitOptions, prepare
     from hpctrain.starting.scheduler.submit import scripts, submit
 
     given = {key: value for key, value in options.items() if value is not None}
-    prepared = prepare(Request(job, overrides, to, given, array))
+    prepared = prepare(SubmitOptions(job, overrides, to, given, array))
     if dry_run:
         for script in scripts(prepared, after):
             click.echo(script, nl=False)

@@ -8,7 +8,7 @@ import click
 
 from hpctrain.base.errors import UsageError
 from hpctrain.cli.options import example
-from hpctrain.ranks.watchdog.asked import ask
+from hpctrain.ranks.watchdog.queries import ask
 
 
 @click.command("where", epilog=example("hpctrain where runs/gpt"))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from hpctrain.base.files import cache_directory
+from hpctrain.base.safe_files import cache_directory
 from hpctrain.contracts.plugin import Plugin
 
 Split = Literal["train", "validation", "test"]

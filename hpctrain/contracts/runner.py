@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.base.errors import TrainingError
-from hpctrain.base.seeded import derive_seed
+from hpctrain.base.random_numbers import derive_seed
 from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.precision import LossScaler, Precision
 from hpctrain.contracts.sharding import ShardedModel

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from hpctrain.base.errors import TrainingError
-from hpctrain.base.seeded import drawing
+from hpctrain.base.random_numbers import drawing
 from hpctrain.contracts.dataset import Collate, Samples, Source
 from hpctrain.contracts.model import Batch
 from hpctrain.data.plan import Planned

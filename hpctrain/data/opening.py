@@ -11,10 +11,10 @@ import numpy as np
 from torch.utils.data import default_collate
 
 from hpctrain.base.errors import ContractError, HpctrainError, UsageError
-from hpctrain.base.files import cache_directory
+from hpctrain.base.safe_files import cache_directory
 from hpctrain.contracts.dataset import Collate, DatasetContext, Lengths, Samples, Source, Split, Stream
 from hpctrain.contracts.model import PaddedModel, TokenModel
-from hpctrain.data.node import NodeWork
+from hpctrain.data.node_work import NodeWork
 from hpctrain.data.order import Order, SampleOrder, StreamOrder, WeightedOrder
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.shapes import Padding

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpctrain.base.seeded import derive_seed
+from hpctrain.base.random_numbers import derive_seed
 from hpctrain.contracts.dataset import Weights
 
 _ROUNDS = 6

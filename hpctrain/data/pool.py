@@ -32,7 +32,7 @@ T = TypeVar("T")
 StartMethod = Literal["spawn", "forkserver", "fork"]
 
 
-class _Requests:
+class _PassSampler:
     """The plan of the current pass, as torch's DataLoader asks for it."""
 
     plan: Iterator[Planned] = iter(())
@@ -68,7 +68,7 @@ class Pool:
         """workers: 0 loads in this process. prefetch: micro batches that each worker loads in advance."""
         self.prefetch, self._workers = prefetch, workers
         self.ends_unplanned = isinstance(batches, EvaluatedStream)
-        self._requests = _Requests()
+        self._requests = _PassSampler()
         self._processes: list[BaseProcess] = []
         self._stacks: Path | None = None
         self._batches, self._method = batches, start_method

@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.base.json_values import decode, encode
-from hpctrain.base.seeded import drawing
+from hpctrain.base.random_numbers import drawing
 from hpctrain.base.torch_private import hide_worker
 from hpctrain.contracts.dataset import Collate, Stream
 from hpctrain.data.batches import Loaded, Place, collated

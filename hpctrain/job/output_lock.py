@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from hpctrain.base.errors import UsageError, escaped
-from hpctrain.base.files import open_to_change, reading, temporary_name
+from hpctrain.base.safe_files import open_to_change, reading, temporary_name
 
 FILE_NAME = "lock"
 PATIENCE_SECONDS = 30.0

@@ -15,7 +15,7 @@ from typing import Any
 import tomli
 
 from hpctrain.base.errors import JobFileError, UsageError
-from hpctrain.base.files import read_bytes, read_pipe
+from hpctrain.base.safe_files import read_bytes, read_pipe
 from hpctrain.job.toml import LimitError, first_beyond, parse, written
 
 _LONGEST_CHAIN = 50

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpctrain.base.errors import EnvironmentUnfitError, UsageError
-from hpctrain.base.seeded import derive_seed
+from hpctrain.base.random_numbers import derive_seed
 from hpctrain.base.torch_private import buffers_of, convert_tensors
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.pieces import Piece, pieces_of

@@ -23,7 +23,7 @@ _TURN = 10  # repetitions
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveTiming:
     """A measurement. nbytes: size of the reduced tensor, of the gathered output, or of the scattered input.
     seconds: the slowest rank's median over the repetitions.
     """
@@ -39,7 +39,7 @@ def measure(
     sizes: Sequence[int] = SIZES,
     operations: Sequence[str] = OPERATIONS,
     repetitions: int = 50,
-) -> list[Row]:
+) -> list[CollectiveTiming]:
     """Time synchronous float32 collectives over the whole world. Collective; needs an initialised torch.distributed.
 
     backends: names from BACKENDS; "mpi" is this package, "mpi4py" is MPI itself. sizes: bytes, multiples of
@@ -58,7 +58,9 @@ def measure(
         for operation in operations:
             for nbytes in sizes:
                 calls = {name: _call(operation, group, nbytes) for name, group in members.items()}
-                rows += [Row(operation, name, nbytes, t) for name, t in _medians(calls, repetitions).items()]
+                rows += [
+                    CollectiveTiming(operation, name, nbytes, t) for name, t in _medians(calls, repetitions).items()
+                ]
     return rows
 
 

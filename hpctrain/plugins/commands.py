@@ -20,7 +20,7 @@ _HOOK = f"{PROJECT}_command"
 
 
 @dataclass(frozen=True)
-class Offer:
+class OfferedCommand:
     """A command of a plugin's. name: in its group. why: why it cannot be used, if that is known without its module."""
 
     name: str
@@ -35,7 +35,7 @@ class Offer:
         return found
 
 
-def offers(group: str, own: Collection[str]) -> list[Offer]:
+def offers(group: str, own: Collection[str]) -> list[OfferedCommand]:
     """Commands that plugins add to a group, "" for the first level, by name. own: the names of hpctrain's own commands there."""
     found: dict[str, list[ModuleSource]] = {}
     for source in sorted(entry_points(), key=lambda one: one.distribution):
@@ -46,7 +46,7 @@ def offers(group: str, own: Collection[str]) -> list[Offer]:
             if place == group:
                 found.setdefault(name, []).append(source)
     return [
-        Offer(name, source, _hindrance(name, sources, own))
+        OfferedCommand(name, source, _hindrance(name, sources, own))
         for name, sources in sorted(found.items())
         for source in sources
     ]

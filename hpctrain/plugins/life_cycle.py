@@ -19,7 +19,7 @@ from hpctrain.contracts.plugin import broken
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.discovery import hook_fault
 from hpctrain.plugins.registry import Registry
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.watchdog.position import Position
 
 LOG = logging.getLogger("hpctrain")

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.contracts.plugin import Plugin
-from hpctrain.plugins.commands import Offer
+from hpctrain.plugins.commands import OfferedCommand
 from hpctrain.plugins.entry_points import COMMAND
 from hpctrain.plugins.registry import Registry
 
@@ -63,7 +63,7 @@ def list_plugins(registry: Registry) -> list[Listed]:
     return rows
 
 
-def list_commands(offers: Sequence[Offer]) -> list[Listed]:
+def list_commands(offers: Sequence[OfferedCommand]) -> list[Listed]:
     """The commands that plugins add; each is imported."""
     rows = []
     for offer in offers:

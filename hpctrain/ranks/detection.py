@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import (
     STARTER_VARIABLE,
-    Numbers,
+    RankNumbers,
     announced_size,
     announces_size,
     by_flux,
@@ -100,7 +100,7 @@ def _shorten_addresses(environment: Mapping[str, str]) -> None:
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
 
 
-def _identity(numbers: Numbers, node: str, source: LaunchSource) -> Identity:
+def _identity(numbers: RankNumbers, node: str, source: LaunchSource) -> Identity:
     rank, size, local_rank, local_size, renumbered = numbers
     return Identity(rank, size, local_rank, local_size, node, source, renumbered)
 

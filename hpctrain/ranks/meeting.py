@@ -24,7 +24,7 @@ from hpctrain.contracts.plan import Machine
 from hpctrain.job.environment import compare
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting_place import meeting_place, not_met, open_or_join, open_over_pmi
-from hpctrain.ranks.objects import restrict_objects
+from hpctrain.ranks.restricted_pickle import restrict_objects
 from hpctrain.version import __version__
 
 MEETING_TIMEOUT = timedelta(minutes=5)

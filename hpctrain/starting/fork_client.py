@@ -35,7 +35,7 @@ _MODULES = {"model": ("name", "loss"), "dataset": ("name", "weights", "collate")
 class ForkedRank:
     """A rank, with the methods of subprocess.Popen that the starter uses."""
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
+    def __init__(self, server: ForkServerClient, pid: int) -> None:
         self._server, self.pid = server, pid
         self.returncode: int | None = None
 
@@ -51,7 +51,7 @@ class ForkedRank:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-class ForkServer:
+class ForkServerClient:
     """A running fork server. It imports what the job needs while the starter goes on."""
 
     def __init__(self, command: Sequence[str], wanted: Mapping[str, Any]) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpctrain.job.environment import variables
-from hpctrain.starting.fork_client import ForkServer, wanted
+from hpctrain.starting.fork_client import ForkServerClient, wanted
 from hpctrain.starting.mpi_library import ask_library
 from hpctrain.starting.processes import StartRank, spawn
-from hpctrain.starting.requests import Requests
+from hpctrain.starting.stop_requests import StopRequests
 
 
 class Forks:
@@ -24,7 +24,7 @@ class Forks:
         self._command, self._tables = command, tables
         # elsewhere than on Linux, system libraries may not be used after a fork
         self._wanted = self._wanted_here = sys.platform == "linux" and _start_of(tables) != "spawn"
-        self._server: ForkServer | None = None
+        self._server: ForkServerClient | None = None
 
     def __enter__(self) -> Forks:
         return self
@@ -37,9 +37,9 @@ class Forks:
         if not self._wanted_here:
             self._server = None
         elif self._server is None or self._server.has_ended:
-            self._server = ForkServer(self._command, wanted(self._tables))
+            self._server = ForkServerClient(self._command, wanted(self._tables))
 
-    def choose(self, requests: Requests) -> StartRank:
+    def choose(self, requests: StopRequests) -> StartRank:
         """How a rank starts now. Waits for the server's imports, except when `requests` ask twice to end."""
         self.begin()
         if self._server is None:

@@ -31,9 +31,9 @@ from typing import Any, NoReturn
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import set_variables
 from hpctrain.ranks.process import binds_threads
-from hpctrain.starting.fork_client import FORK_SECONDS, IMPORT_SECONDS, ForkedRank, ForkServer
+from hpctrain.starting.channel_directory import is_private
+from hpctrain.starting.fork_client import FORK_SECONDS, IMPORT_SECONDS, ForkedRank, ForkServerClient
 from hpctrain.starting.fork_server import DESCRIPTORS, FOR_RANKS, LONGEST
-from hpctrain.starting.link import is_private
 from hpctrain.starting.pmi import FD_VARIABLE
 
 _MEETING_SECONDS = 10.0
@@ -50,10 +50,10 @@ _KEPT: list[int] = []
 _OF_TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-class _Node:
+class _FirstProcess:
     """The first process's side: its fork server, its own rank, and a connection for each other rank of the node."""
 
-    def __init__(self, server: ForkServer, listener: socket.socket, command: Sequence[str]) -> None:
+    def __init__(self, server: ForkServerClient, listener: socket.socket, command: Sequence[str]) -> None:
         self._server, self._listener, self._command = server, listener, command
         self._ranks: dict[socket.socket, ForkedRank] = {}
         self._cores = os.sched_getaffinity(0)
@@ -75,7 +75,7 @@ class _Node:
 
     def _look(self) -> None:
         """Wait for what is said by a process of the node or by the server, and act on it."""
-        watched: list[ForkServer | socket.socket] = [self._server, self._listener, *self._ranks]
+        watched: list[ForkServerClient | socket.socket] = [self._server, self._listener, *self._ranks]
         ready, _, _ = select.select(watched, [], [], _LEAVING_SECONDS)
         if self._listener in ready:
             self._admit()
@@ -161,13 +161,13 @@ def _lead(directory: Path, told: dict[str, Any], command: Sequence[str]) -> int 
             directory.mkdir(mode=0o700)
             listener.bind(str(directory / "socket"))
             listener.listen(4096)
-            server = ForkServer(command[3:], told)
+            server = ForkServerClient(command[3:], told)
         except OSError:  # no room, memory or descriptor is left
             shutil.rmtree(directory, ignore_errors=True)
             return None
         status: int | None = None
         try:
-            status = _Node(server, listener, command).serve() if server.is_ready(lambda: False) else None
+            status = _FirstProcess(server, listener, command).serve() if server.is_ready(lambda: False) else None
         except EnvironmentUnfitError as error:
             print(f"hpctrain: {error}", file=sys.stderr, flush=True)
             status = 1

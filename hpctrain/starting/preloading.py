@@ -17,7 +17,7 @@ from hpctrain.plugins.registry import OWN, build_registry
 from hpctrain.starting.footprint import Footprint, watched
 
 _LATE = (
-    "hpctrain.starting.link", "hpctrain.ranks.failure", "hpctrain.ranks.watchdog.watch", "hpctrain.base.store.gloo",
+    "hpctrain.starting.channel_directory", "hpctrain.ranks.failure", "hpctrain.ranks.watchdog.watch", "hpctrain.base.store.gloo",
     "encodings.idna", "encodings.utf_8_sig",
 )  # fmt: skip
 """Modules that a rank imports on its way to the first step, besides those that importing `hpctrain.training.rank` imports."""

@@ -17,13 +17,13 @@ from typing import Any
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_STOPPED, EXIT_TRAINING
 from hpctrain.job.environment import export
 from hpctrain.job.reading import read_job
+from hpctrain.starting.channel_directory import ChannelDirectory, StarterChannel
 from hpctrain.starting.forks import Forks
 from hpctrain.starting.hosts import Hosts
-from hpctrain.starting.link import Channel, Link
 from hpctrain.starting.on_hosts import OnHosts
 from hpctrain.starting.placement import Placement, ask_counts
 from hpctrain.starting.processes import Launched, launch, spawn
-from hpctrain.starting.requests import Requests, noted_signals
+from hpctrain.starting.stop_requests import StopRequests, noted_signals
 
 _POLL = 0.1
 """Seconds between checks for signals, and for ranks that can receive them."""
@@ -75,7 +75,7 @@ def start_ranks(
             time_told = ("--begun", f"{begin:.3f}") if command == "run" else ()
             program = [command, str(job), *sets, *words, *time_told]
             saves = _checkpoints_of(tables) if command == "run" else None
-            ended = _start_once(program, hosts, count, Requests(signals, placement.has_more), saves, forks)
+            ended = _start_once(program, hosts, count, StopRequests(signals, placement.has_more), saves, forks)
             if ended.host is not None:
                 placement.note_failure(ended.host)
             if signals or not (ended.grows or (ended.again and restart < restarts)):
@@ -89,7 +89,7 @@ def start_ranks(
 def start_command(words: Sequence[str], ranks: int) -> int:
     """Start `hpctrain WORDS...` on `ranks` ranks and return their exit code."""
     with noted_signals() as signals:
-        return _start_once(words, None, ranks, Requests(signals), None, None).code
+        return _start_once(words, None, ranks, StopRequests(signals), None, None).code
 
 
 def _least(tables: Mapping[str, Any]) -> int | None:
@@ -115,7 +115,12 @@ def _has_saved(checkpoints: Path, begin: float = 0.0) -> bool:
 
 
 def _start_once(
-    words: Sequence[str], hosts: Hosts | None, ranks: int, requests: Requests, saves: Path | None, forks: Forks | None
+    words: Sequence[str],
+    hosts: Hosts | None,
+    ranks: int,
+    requests: StopRequests,
+    saves: Path | None,
+    forks: Forks | None,
 ) -> _Ended:
     """hosts: with as many slots as ranks; None for this machine. saves: where the command's checkpoints are, if it makes any.
     forks: decides how ranks on this machine start; None: anew."""
@@ -129,7 +134,7 @@ def _start_once(
         # before there is anything that a kill would leave
         start, front = (spawn, []) if forks is None else (forks.choose(requests), forks.front(ranks))
         directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
-        link = Link(directory)
+        link = ChannelDirectory(directory)
         try:
             launched = launch([*command, "--started-by", str(directory)], ranks, directory, start, front)
             code = _attend(launched, link, ranks, requests, saves)
@@ -141,7 +146,7 @@ def _start_once(
     return _Ended(code, again, host if again else None, requests.grows and code == EXIT_STOPPED)
 
 
-def _attend(launched: Launched, link: Channel, ranks: int, requests: Requests, saves: Path | None) -> int:
+def _attend(launched: Launched, link: StarterChannel, ranks: int, requests: StopRequests, saves: Path | None) -> int:
     """Pass signals on and wait. If a rank is killed from outside, `launched` ends the others."""
     try:
         status = _wait(launched, link, ranks, requests)
@@ -173,7 +178,7 @@ def _what_continues(checkpoints: Path) -> str:
     return " There is no checkpoint yet: the same command begins at step 0; [checkpoint] every_steps saves on the way"
 
 
-def _wait(launched: Launched, link: Channel, ranks: int, requests: Requests) -> int | None:
+def _wait(launched: Launched, link: StarterChannel, ranks: int, requests: StopRequests) -> int | None:
     """The status of `launched`; None if a second request to stop arrives before all ranks can answer the first."""
     while True:
         try:
@@ -184,7 +189,7 @@ def _wait(launched: Launched, link: Channel, ranks: int, requests: Requests) -> 
                 return None
 
 
-def _end(launched: Launched, link: Channel) -> None:
+def _end(launched: Launched, link: StarterChannel) -> None:
     """End all ranks, whatever made this process stop waiting."""
     give_up = time.monotonic() + _GRACE
     while launched.poll() is None and time.monotonic() < give_up:

@@ -16,7 +16,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.model.conformance.hooks import refuse_different_values, tensors_kept
-from hpctrain.ranks.exchange import gather_values, sum_of
+from hpctrain.ranks.json_collectives import gather_values, sum_of
 from hpctrain.training.metrics import gather_row
 from hpctrain.training.trained_model import TrainedModel
 

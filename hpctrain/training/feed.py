@@ -21,7 +21,7 @@ from hpctrain.data.streams import EvaluatedStream, TrainedStream
 from hpctrain.data.tokens import TokenPlan
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.progress import Progress
 from hpctrain.training.stream_places import StreamPlaces
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hpctrain.base.errors import UsageError
 from hpctrain.contracts.pieces import Piece
 from hpctrain.model.mesh import Meshes
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.json_collectives import gather_values
 
 
 class FullParameters:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hpctrain.base.errors import TrainingError
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training import restoring
 from hpctrain.training.guard.first_nonfinite import first_nonfinite, nonfinite_samples
 from hpctrain.training.guard.judging import Verdict, remedy_for

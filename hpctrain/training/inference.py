@@ -33,7 +33,7 @@ from hpctrain.model.build import build_whole, named_tensors
 from hpctrain.model.mesh import build_meshes, layout_of
 from hpctrain.model.parameters import tied_parameters
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.plugins.user_code.given import given_objects
+from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.plugins.user_code.reference import OBJECTS
 from hpctrain.ranks.meeting import World
 from hpctrain.training.evaluation import evaluate

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from hpctrain.base.errors import UsageError, escaped, reason
-from hpctrain.base.files import make_directory, open_to_change
+from hpctrain.base.safe_files import make_directory, open_to_change
 from hpctrain.contracts.identity import Identity
 from hpctrain.ranks.prints import Labelled, tell
 

@@ -17,7 +17,7 @@ from hpctrain.contracts.model import Batch
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.model.traceless import without_trace
 from hpctrain.plugins.blame import is_communication
-from hpctrain.ranks.exchange import gather_values, sum_of
+from hpctrain.ranks.json_collectives import gather_values, sum_of
 from hpctrain.training.evaluation import add_measured, refuse_unmeasured, show
 from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.session import Session

@@ -20,7 +20,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.job.parts import Parts
 from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.model.conformance.hooks import weights_kept
-from hpctrain.ranks.exchange import gather_values, sum_of, together, world_group
+from hpctrain.ranks.json_collectives import gather_values, sum_of, together, world_group
 from hpctrain.ranks.signals import INTERRUPTED, STOPPED, StopRequest
 from hpctrain.training.evaluation import evaluate, refuse_unmeasured
 from hpctrain.training.guard.judging import StepFigures, Verdict

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpctrain.base.devices import is_accelerator, peak_memory
 from hpctrain.base.errors import TrainingError
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.json_collectives import gather_values
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from hpctrain.contracts.model import Batch, ContextParallelModel
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.job.parts import Parts
-from hpctrain.ranks.exchange import gather_values, share, together
+from hpctrain.ranks.json_collectives import gather_values, share, together
 from hpctrain.training.trained_model import TrainedModel
 
 

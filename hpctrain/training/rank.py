@@ -32,16 +32,16 @@ from hpctrain.model.conformance.trials import try_communicator
 from hpctrain.plugins.blame import retell_plugin_error
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.calling import retell_model_error
-from hpctrain.plugins.user_code.given import given_objects
 from hpctrain.plugins.user_code.model import CALLS
+from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.binding import Binding, bound
 from hpctrain.ranks.detection import detect, fallback_notice, torchrun_variables
-from hpctrain.ranks.exchange import gather_values
 from hpctrain.ranks.failure import end_on_signals, leave
+from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World, compare_ranks, meet, start_communication, take_device
-from hpctrain.ranks.objects import allow_objects
 from hpctrain.ranks.prints import labelled_prints, own, tell
+from hpctrain.ranks.restricted_pickle import allow_objects
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.ranks.watchdog.watch import watched

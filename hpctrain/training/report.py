@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, StrictInt, ValidationError
 
 from hpctrain.base.errors import EnvironmentUnfitError, TrainingError, UsageError, reason
-from hpctrain.base.files import open_regular, reading, replacing
+from hpctrain.base.safe_files import open_regular, reading, replacing
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.logger import Logger, LogWriter
 from hpctrain.job.tables import KeepBestTable
@@ -183,7 +183,7 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class _Row(BaseModel):
+class _ResumedRow(BaseModel):
     """The parts of a row that a resume reads."""
 
     step: StrictInt
@@ -198,5 +198,5 @@ def _rows_until(path: Path, step: int) -> Iterator[bytes]:
             if not line.endswith(b"\n"):  # cut short, or not a row: the rest may be endless
                 return
             with suppress(ValidationError):
-                if _Row.model_validate_json(line).step <= step:
+                if _ResumedRow.model_validate_json(line).step <= step:
                     yield line

@@ -22,7 +22,7 @@ from hpctrain.checkpoint.store import Restored
 from hpctrain.checkpoint.weights import PLUGIN, OtherModelError
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
-from hpctrain.ranks.exchange import sum_of, together, world_group
+from hpctrain.ranks.json_collectives import sum_of, together, world_group
 from hpctrain.training.saving import as_typed, numbers_to_save, pieces_to_save, plugin_states
 from hpctrain.training.session import Session
 
@@ -33,7 +33,7 @@ _REQUIRED = ("samples_seen", "fingerprint", "precision", "optimizer_numbers")
 _Number = Annotated[int, Field(gt=-(2**63), lt=2**63)] | float | bool | None
 
 
-class _Place(BaseModel):
+class _ReaderPlace(BaseModel):
     """The place of a reader of a stream."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -43,13 +43,13 @@ class _Place(BaseModel):
     state: str | None
 
 
-class _Stream(BaseModel):
+class _StreamPlaces(BaseModel):
     """The places of the readers of a stream."""
 
     model_config = ConfigDict(strict=True)
 
     shards: int = Field(ge=1)
-    places: list[_Place] = Field(min_length=1)
+    places: list[_ReaderPlace] = Field(min_length=1)
 
 
 class _Values(BaseModel):
@@ -69,7 +69,7 @@ class _Values(BaseModel):
     evaluation_loss: float | None = None
     evaluation_metrics: dict[str, float] = {}
     plugins: dict[str, dict[str, Any]] = {}
-    stream: _Stream | None = None
+    stream: _StreamPlaces | None = None
 
 
 def restore(session: Session, resume: str) -> None:

@@ -15,7 +15,7 @@ from hpctrain.contracts.dataset import TextDataset
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.parts import Parts
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.trained_model import TrainedModel
 
 

@@ -23,7 +23,7 @@ from hpctrain.contracts.pieces import Piece, State
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.model.conformance.trials import refuse_lossy_scaler
-from hpctrain.ranks.exchange import broadcast_value, together, world_group
+from hpctrain.ranks.json_collectives import broadcast_value, together, world_group
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from hpctrain.base.errors import UsageError, reason
-from hpctrain.base.files import open_to_change
 from hpctrain.base.launcher_variables import launcher_name
+from hpctrain.base.safe_files import open_to_change
 from hpctrain.contracts.identity import Identity
 from hpctrain.version import __version__
 

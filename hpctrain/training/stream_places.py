@@ -12,7 +12,7 @@ from hpctrain.base.json_values import decode
 from hpctrain.contracts.dataset import Stream
 from hpctrain.data.batches import Place
 from hpctrain.data.streams import Reading
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.json_collectives import gather_values
 
 
 class StreamPlaces:

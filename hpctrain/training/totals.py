@@ -12,7 +12,7 @@ from torch import Tensor
 from hpctrain.base.torch_private import foreach_norm
 from hpctrain.contracts.pieces import Piece
 from hpctrain.model.mesh import Meshes
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.json_collectives import gather_values
 
 _CHUNK = 4096
 """Elements that are added in their own dtype before float64 takes over. Adding whole tensors in float32 on a CPU has errors

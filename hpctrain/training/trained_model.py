@@ -35,7 +35,7 @@ from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import build_optimizer, parameter_groups
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.model import ForeignModel
-from hpctrain.ranks.exchange import sum_of
+from hpctrain.ranks.json_collectives import sum_of
 from hpctrain.training.full_parameters import FullParameters
 from hpctrain.training.metrics import NamedLosses
 from hpctrain.training.runner import PlainRunner

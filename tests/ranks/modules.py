@@ -10,7 +10,7 @@ from plain import Step, train_plainly
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hpctrain.base.seeded import derive_seed
+from hpctrain.base.random_numbers import derive_seed
 from hpctrain.data.order import SampleOrder
 from hpctrain.plugins.user_code.dataset import ForeignDataset
 

@@ -12,7 +12,7 @@ from modules import built
 from torch.nn.functional import cross_entropy
 from training import train_here
 
-from hpctrain.base.seeded import drawing
+from hpctrain.base.random_numbers import drawing
 from hpctrain.data.order import SampleOrder
 from hpctrain.plugins.user_code.dataset import ForeignDataset
 

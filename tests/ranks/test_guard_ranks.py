@@ -14,7 +14,7 @@ from training import job, session_of, thorough
 from hpctrain.api import Control, LiveModel, hookimpl
 from hpctrain.base.errors import TrainingError
 from hpctrain.job.problems import JobError
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hpctrain_plugins.parallelism.pipeline.stages import Stage
+from hpctrain_plugins.parallelism.pipeline.stages import PipelineStage
 from modules import Half, built, foreign_steps, samples, sequence_of_halves
 from plain import module_of
 from test_stages import OPTIMIZERS, compare, reference
@@ -229,10 +229,10 @@ def test_the_forward_that_shows_shapes_leaves_no_trace(root) -> None:
     assert rows("halves", 1) + rows("halves", 2) == straight
 
 
-def stage_of(*blocks: nn.Module) -> Stage:
+def stage_of(*blocks: nn.Module) -> PipelineStage:
     spec: Any = SimpleNamespace(name="own", ends=lambda module: ([], []))
     precision: Any = SimpleNamespace(forward=lambda device: nullcontext())
-    return Stage(nn.Module(), spec, precision, blocks, first=False, last=False)
+    return PipelineStage(nn.Module(), spec, precision, blocks, first=False, last=False)
 
 
 def test_a_block_that_gives_no_tensor_is_told() -> None:

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from training import job, session_of
 
 from hpctrain.base.errors import UsageError
-from hpctrain.data.node import NodeWork
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.data.node_work import NodeWork
+from hpctrain.ranks.json_collectives import gather_values
 
 pytestmark = [pytest.mark.ranks(2), pytest.mark.shown_on(2)]
 

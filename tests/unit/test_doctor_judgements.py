@@ -5,21 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from hpctrain.cli.doctor.communication import Link, judge_clocks, judge_links, judge_work, ring
-from hpctrain.cli.doctor.findings import Row
+from hpctrain.cli.doctor.communication import RankPair, judge_clocks, judge_links, judge_work, ring
+from hpctrain.cli.doctor.findings import FindingOfRanks
 from hpctrain.cli.doctor.node import judge_cores
 
 NODES = ["a", "a", "b", "b", "c", "c", "d", "d"]
 
 
-def problems(rows: list[Row]) -> list[Row]:
+def problems(rows: list[FindingOfRanks]) -> list[FindingOfRanks]:
     return [row for row in rows if row.state != "ok"]
 
 
-def links(slow: set[tuple[int, int]], bandwidth: float = 1e7, latency: float = 5e-5) -> list[Link]:
+def links(slow: set[tuple[int, int]], bandwidth: float = 1e7, latency: float = 5e-5) -> list[RankPair]:
     """The ring of NODES; `slow` pairs with other numbers."""
     pairs = [pair for one_round in ring(len(NODES)) for pair in one_round]
-    return [Link(pair, latency, bandwidth) if pair in slow else Link(pair, 2e-5, 1e9) for pair in sorted(pairs)]
+    return [RankPair(pair, latency, bandwidth) if pair in slow else RankPair(pair, 2e-5, 1e9) for pair in sorted(pairs)]
 
 
 def test_the_ring_is_linear_and_no_rank_is_in_two_pairs_of_a_round() -> None:
@@ -65,7 +65,7 @@ def test_slow_ranks_and_wrong_clocks_are_named() -> None:
 
 
 def test_shared_cores_and_too_many_threads() -> None:
-    def judged(*of_ranks: tuple[list[int], int]) -> list[Row]:
+    def judged(*of_ranks: tuple[list[int], int]) -> list[FindingOfRanks]:
         facts = [{"cores": cores, "threads": threads, "by_hpctrain": False} for cores, threads in of_ranks]
         return problems(judge_cores(facts, ["a", "a", "b"][: len(of_ranks)]))
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.base.seeded import drawing
+from hpctrain.base.random_numbers import drawing
 
 AUGMENTED = """
 import random

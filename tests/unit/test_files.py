@@ -12,7 +12,7 @@ from conftest import JobFile
 from launching import hpctrain, run
 
 from hpctrain.base.errors import CheckpointError, HpctrainError, shown
-from hpctrain.base.files import created, make_directory, open_to_change, read_bytes, replacing
+from hpctrain.base.safe_files import created, make_directory, open_to_change, read_bytes, replacing
 from hpctrain.checkpoint.pickles import check_pickle
 
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import JobFile
 from launching import run, wait_until
 
-from hpctrain.starting.fork_client import ForkServer
+from hpctrain.starting.fork_client import ForkServerClient
 from hpctrain.starting.on_node import _is_ours
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
@@ -33,11 +33,11 @@ with open("child", "w") as file:
 """
 
 
-def server(directory: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> ForkServer:
+def server(directory: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> ForkServerClient:
     """A fork server that imports a module with this content."""
     (directory / "mine.py").write_text(content)
     monkeypatch.chdir(directory)
-    return ForkServer(["run", "job.toml"], {"modules": ["mine"]})
+    return ForkServerClient(["run", "job.toml"], {"modules": ["mine"]})
 
 
 @pytest.mark.thorough

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base.errors import UsageError
+from hpctrain.starting.channel_streams import Heard, Listener
 from hpctrain.starting.hosts import Hosts, read_hostfile
 from hpctrain.starting.placement import Counts, Placement
-from hpctrain.starting.streams import Heard, Listener
 
 
 def test_a_hostfile_in_either_form(tmp_path: Path) -> None:

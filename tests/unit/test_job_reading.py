@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.base.errors import UsageError
-from hpctrain.base.files import read_pipe
+from hpctrain.base.safe_files import read_pipe
 from hpctrain.checking.check import check
 from hpctrain.job import reading
 from hpctrain.job.problems import JobError

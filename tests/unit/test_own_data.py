@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
-from hpctrain.base.seeded import derive_seed
+from hpctrain.base.random_numbers import derive_seed
 from hpctrain.checking.check import check
 from hpctrain.contracts.identity import Identity
 from hpctrain.data.batches import Batches
@@ -30,7 +30,7 @@ from hpctrain.plugins.blame import failing_layer
 from hpctrain.plugins.user_code.dataset import ForeignDataset
 from hpctrain.plugins.user_code.samples import ForeignSamples
 from hpctrain.ranks.watchdog.position import Position
-from hpctrain.ranks.watchdog.stand import stand_of
+from hpctrain.ranks.watchdog.status import status_of
 
 OWN = '''
 import os
@@ -303,7 +303,7 @@ def test_a_sample_that_hangs_is_told_by_its_line() -> None:
     assert entered.wait(60)
     position = Position()
     with position.inside("data", 0), position.inside("data", 1):
-        [told] = stand_of(Identity(), position).workers
+        [told] = status_of(Identity(), position).workers
     goes_on.set()
     loader.close()
     assert told.startswith("the thread that loads samples is at ") and told.endswith("goes_on.wait()  # hangs here")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.base.errors import TrainingError, UsageError
-from hpctrain.base.seeded import fill_normal
+from hpctrain.base.random_numbers import fill_normal
 from hpctrain.contracts.dataset import DatasetContext, Samples
 from hpctrain.data.batches import Batches
 from hpctrain.data.loader import Loader

@@ -13,9 +13,9 @@ import pytest
 from hpctrain.ranks import signals
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.starting.mpiexec import Mpiexec, UnderMpiexec
+from hpctrain.starting.output_relay import Unbannered, Unruled
 from hpctrain.starting.pmi import PmiServer
 from hpctrain.starting.processes import Processes
-from hpctrain.starting.relay import Unbannered, Unruled
 
 
 def test_ranks_that_do_not_follow_a_failed_one_are_ended() -> None:

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
-from hpctrain.base.seeded import derive_seed, drawing
+from hpctrain.base.random_numbers import derive_seed, drawing
 from hpctrain.checking.check import check
 from hpctrain.data.opening import open_data
 from hpctrain.job.reading import RawJob

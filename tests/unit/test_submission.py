@@ -28,7 +28,7 @@ from hpctrain.cli import execute
 from hpctrain.contracts.launcher import JobState, Launch, Launcher, SubmittedRun
 from hpctrain.job.reading import RawJob
 from hpctrain.plugins.registry import build_registry
-from hpctrain.plugins.user_code.given import given_objects
+from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.starting.scheduler.record import cancelled

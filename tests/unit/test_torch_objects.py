@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 import hpctrain
 from hpctrain.base.errors import CheckpointError
-from hpctrain.ranks.objects import ObjectUnpickler
+from hpctrain.ranks.restricted_pickle import ObjectUnpickler
 
 
 def load(value: Any) -> Any:

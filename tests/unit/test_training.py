@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_st
 
 import hpctrain
 from hpctrain.base.errors import ContractError, EnvironmentUnfitError, TrainingError, UsageError
-from hpctrain.base.seeded import derive_seed
+from hpctrain.base.random_numbers import derive_seed
 from hpctrain.checking.check import check
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.pieces import Piece

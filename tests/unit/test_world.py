@@ -270,7 +270,7 @@ def test_the_terminal_that_open_mpi_gives_a_rank_is_nobody_s(monkeypatch: pytest
 def test_ranks_on_other_hosts_learn_which_streams_a_terminal_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from hpctrain.starting.streams import attach_to_mpiexec, is_word, word
+    from hpctrain.starting.channel_streams import attach_to_mpiexec, is_word, word
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("PMI_RANK", "1")  # rank 0 would take this process's standard input

@@ -14,7 +14,7 @@ from hpctrain.cli.options import example
 from hpctrain.cli.ranks import started_by_option
 
 if TYPE_CHECKING:
-    from hpctrain.cli.doctor.findings import Row
+    from hpctrain.cli.doctor.findings import FindingOfRanks
 
 _START_SECONDS = 120.0
 """The limit of MPI_Init: shorter than a job's, as somebody waits for the answer."""
@@ -46,7 +46,7 @@ def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path 
     from hpctrain.cli.doctor.findings import Finding, row_of
     from hpctrain.ranks.failure import end_on_signals, limited
     from hpctrain.ranks.launcher_channel import LauncherChannel
-    from hpctrain.starting.link import attach
+    from hpctrain.starting.channel_directory import attach
 
     channel = attach(started_by) if started_by else LauncherChannel()
     end_on_signals(channel)
@@ -70,7 +70,7 @@ class _Shown:
     def __init__(self, as_json: bool) -> None:
         self._as_json, self._states = as_json, list[str]()
 
-    def show(self, rows: list[Row], ranks: int) -> None:
+    def show(self, rows: list[FindingOfRanks], ranks: int) -> None:
         from hpctrain.cli.doctor.findings import lines
 
         self._states += [row.state for row in rows]

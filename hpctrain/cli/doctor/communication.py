@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.base.devices import is_accelerator, mark, seconds_between
-from hpctrain.cli.doctor.findings import Finding, Row, row_of
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.cli.doctor.findings import Finding, FindingOfRanks, row_of
+from hpctrain.ranks.json_collectives import gather_values
 
 _BYTES = 4 * 2**20
 _PINGS, _ROUNDS = 20, 4
@@ -28,7 +28,7 @@ _CLOCK_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Link:
+class RankPair:
     """Two ranks. latency: seconds one way. bandwidth: bytes per second."""
 
     ranks: tuple[int, int]
@@ -43,7 +43,7 @@ def ring(size: int) -> list[list[tuple[int, int]]]:
     return [one for one in (pairs[::2], pairs[1::2], last) if one]
 
 
-def measure_links(device: torch.device) -> list[Link]:
+def measure_links(device: torch.device) -> list[RankPair]:
     """The links of the ring, on all ranks."""
     rank, mine = dist.get_rank(), []
     for pairs in ring(dist.get_world_size()):
@@ -56,11 +56,13 @@ def measure_links(device: torch.device) -> list[Link]:
             elif rank == second:
                 _exchange(torch.zeros(1, device=device), first, False, _PINGS)
                 _exchange(torch.zeros(_BYTES // 4, device=device), first, False, _ROUNDS)
-    found = [Link((first, second), *numbers) for of_rank in gather_values(mine) for first, second, *numbers in of_rank]
+    found = [
+        RankPair((first, second), *numbers) for of_rank in gather_values(mine) for first, second, *numbers in of_rank
+    ]
     return sorted(found, key=lambda link: link.ranks)
 
 
-def judge_links(links: Sequence[Link], nodes: Sequence[str]) -> list[Row]:
+def judge_links(links: Sequence[RankPair], nodes: Sequence[str]) -> list[FindingOfRanks]:
     """A row for the links within nodes and one for those between, and one for each slow link, or node if all its are slow."""
     rows = []
     inside = [link for link in links if nodes[link.ranks[0]] == nodes[link.ranks[1]]]
@@ -85,8 +87,10 @@ def judge_links(links: Sequence[Link], nodes: Sequence[str]) -> list[Row]:
     return rows
 
 
-def _slow_rows(check: str, links: Sequence[Link], slow: Sequence[Link], nodes: Sequence[str], fast: str) -> list[Row]:
-    def ends(link: Link) -> set[str]:
+def _slow_rows(
+    check: str, links: Sequence[RankPair], slow: Sequence[RankPair], nodes: Sequence[str], fast: str
+) -> list[FindingOfRanks]:
+    def ends(link: RankPair) -> set[str]:
         return {nodes[rank] for rank in link.ranks}
 
     among = {node for link in slow for node in ends(link)}
@@ -126,7 +130,7 @@ def work_speeds(device: torch.device) -> list[float]:
     return list(gather_values(2 * size**3 * done / seconds / 1e9))
 
 
-def judge_work(speeds: Sequence[float], nodes: Sequence[str]) -> list[Row]:
+def judge_work(speeds: Sequence[float], nodes: Sequence[str]) -> list[FindingOfRanks]:
     """A row for each slow rank, and one for the others."""
     fast = _upper(speeds)
     slow = [rank for rank, speed in enumerate(speeds) if speed < fast / _SLOW_WORK]
@@ -150,7 +154,7 @@ def clock_offsets() -> list[float]:
     return [min(of_rank, key=abs) for of_rank in zip(*rounds, strict=True)]
 
 
-def judge_clocks(offsets: Sequence[float], nodes: Sequence[str]) -> list[Row]:
+def judge_clocks(offsets: Sequence[float], nodes: Sequence[str]) -> list[FindingOfRanks]:
     """A row for each node whose clock differs from rank 0's, else one row."""
     rows = []
     for node in dict.fromkeys(nodes):
@@ -183,7 +187,7 @@ def _upper(values: Iterable[float]) -> float:
     return found[-(-3 * (len(found) - 1) // 4)]
 
 
-def _numbers(links: Sequence[Link]) -> str:
+def _numbers(links: Sequence[RankPair]) -> str:
     worst = min(links, key=lambda link: link.bandwidth)
     return f"{worst.bandwidth / 1e6:,.1f} MB/s, {_us(max(link.latency for link in links))}"
 

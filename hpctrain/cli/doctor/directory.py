@@ -30,7 +30,7 @@ _SEEN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Scratch:
+class TrialDirectory:
     """Rank 0's directory for the checks. error: the reason why there is none."""
 
     path: str
@@ -39,13 +39,13 @@ class Scratch:
 
 
 @contextmanager
-def scratch_of_first(directory: Path) -> Iterator[Scratch]:
+def scratch_of_first(directory: Path) -> Iterator[TrialDirectory]:
     """Made by rank 0 in `directory`, with a locked file; gone afterwards."""
     token, base = secrets.token_hex(16), directory.absolute()
     try:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     except OSError as error:
-        yield Scratch(str(base), token, error.strerror)
+        yield TrialDirectory(str(base), token, error.strerror)
         return
     try:
         scratch, file = _fill(path, token)
@@ -55,19 +55,19 @@ def scratch_of_first(directory: Path) -> Iterator[Scratch]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _fill(path: Path, token: str) -> tuple[Scratch, IO[str] | None]:
+def _fill(path: Path, token: str) -> tuple[TrialDirectory, IO[str] | None]:
     """The token and the locked file; the file stays locked until it is closed."""
     try:
         (path / _TOKEN).write_text(token)
         file = open(path / _LOCK, "w")  # noqa: SIM115 - open means locked
     except OSError as error:
-        return Scratch(str(path), token, error.strerror), None
+        return TrialDirectory(str(path), token, error.strerror), None
     with suppress(OSError):  # no locks here: `lock_of_first` meets the same error
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return Scratch(str(path), token), file
+    return TrialDirectory(str(path), token), file
 
 
-def directory_checks(identity: Identity, directory: Path, scratch: Scratch) -> list[Finding]:
+def directory_checks(identity: Identity, directory: Path, scratch: TrialDirectory) -> list[Finding]:
     """Check the directory on one rank of each node, and on rank 1, which tries the locks where the job has one node."""
     leader = identity.local_rank == 0
     if scratch.error is not None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hpctrain.base.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentUnfitError, HpctrainError, UsageError, reason
 from hpctrain.base.launcher_variables import by_srun
 from hpctrain.cli.doctor import communication, directory, launch, node
-from hpctrain.cli.doctor.findings import Finding, Row, merged, row_of, tried
+from hpctrain.cli.doctor.findings import Finding, FindingOfRanks, merged, row_of, tried
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.environment import settings
@@ -24,14 +24,14 @@ from hpctrain.ranks.binding import Binding, bound
 from hpctrain.ranks.failure import ignore_terminate, leave, limited
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World, meet, start_communication, take_device
-from hpctrain.ranks.objects import allow_objects
+from hpctrain.ranks.restricted_pickle import allow_objects
 
 _MEETING = timedelta(seconds=120)
 """Shorter than a job's: nobody waits for data or a queue here."""
 _STAGE_SECONDS = 180.0
 _MESSAGE_SECONDS = 60.0
 
-Show = Callable[[list[Row], int], None]
+Show = Callable[[list[FindingOfRanks], int], None]
 """Takes the rows of a part and the number of ranks; called on rank 0."""
 
 
@@ -126,7 +126,7 @@ class _Examination:
                 with self._limited(stage):
                     return asdict(stack.enter_context(directory.scratch_of_first(path)))
 
-            scratch = directory.Scratch(**self.world.share("doctor/scratch", make))
+            scratch = directory.TrialDirectory(**self.world.share("doctor/scratch", make))
             with self._limited(stage):
                 findings = directory.directory_checks(self.identity, path, scratch)
             reports = self._collect("directory", findings, None)
@@ -182,10 +182,10 @@ class _Examination:
         reports = self.world.collect(key)
         return [([Finding(**one) for one in report["findings"]], report["fact"]) for report in reports]
 
-    def _merged(self, reports: list[tuple[list[Finding], Any]]) -> list[Row]:
+    def _merged(self, reports: list[tuple[list[Finding], Any]]) -> list[FindingOfRanks]:
         return merged([findings for findings, _ in reports], self._nodes)
 
-    def _tell(self, rows: list[Row]) -> None:
+    def _tell(self, rows: list[FindingOfRanks]) -> None:
         if self.identity.rank == 0:
             self._failed = self._failed or any(row.state == "fail" for row in rows)
             self._show(rows, self.identity.size)

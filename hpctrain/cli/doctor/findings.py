@@ -26,20 +26,20 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Row(Finding):
+class FindingOfRanks(Finding):
     """A finding of several ranks, with their nodes, each once."""
 
     ranks: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
 
 
-def row_of(finding: Finding, ranks: Iterable[int], nodes: Sequence[str]) -> Row:
+def row_of(finding: Finding, ranks: Iterable[int], nodes: Sequence[str]) -> FindingOfRanks:
     """The row of a finding about `ranks`. nodes: of all ranks."""
     ranks = tuple(ranks)
-    return Row(**asdict(finding), ranks=ranks, nodes=tuple(dict.fromkeys(nodes[rank] for rank in ranks)))
+    return FindingOfRanks(**asdict(finding), ranks=ranks, nodes=tuple(dict.fromkeys(nodes[rank] for rank in ranks)))
 
 
-def merged(reports: Sequence[Sequence[Finding]], nodes: Sequence[str]) -> list[Row]:
+def merged(reports: Sequence[Sequence[Finding]], nodes: Sequence[str]) -> list[FindingOfRanks]:
     """A row for equal findings of several ranks: checks in order, the worst first. reports, nodes: of each rank."""
     ranks: dict[Finding, list[int]] = {}
     for rank, report in enumerate(reports):
@@ -58,7 +58,7 @@ def tried(check: str, action: Callable[[], Finding]) -> Finding:
         return Finding(check, "fail", f"the check ended with {type(error).__name__}: {reason(error)}", "look into it")
 
 
-def lines(rows: Sequence[Row], ranks: int) -> Iterator[str]:
+def lines(rows: Sequence[FindingOfRanks], ranks: int) -> Iterator[str]:
     """The rows for people: state, check, what was found and where, and the remedy below. ranks: of the job."""
     for check in dict.fromkeys(row.check for row in rows):
         of_check = [row for row in rows if row.check == check]
@@ -72,6 +72,6 @@ def lines(rows: Sequence[Row], ranks: int) -> Iterator[str]:
             yield f"{'':24} and {len(of_check) - _MOST} more"
 
 
-def _where(row: Row) -> str:
+def _where(row: FindingOfRanks) -> str:
     nodes = ", ".join(row.nodes[:_MOST]) + (" and others" if len(row.nodes) > _MOST else "")
     return f"{name_ranks(list(row.ranks))} on {nodes}"

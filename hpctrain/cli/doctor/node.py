@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.base.devices import accelerator, accelerator_count, device_name, device_of_rank
 from hpctrain.base.store.server import files_needed
-from hpctrain.cli.doctor.findings import Finding, Row, row_of
+from hpctrain.cli.doctor.findings import Finding, FindingOfRanks, row_of
 from hpctrain.contracts.identity import Identity
 from hpctrain.mpi.errors import spans
 from hpctrain.ranks.binding import Binding
@@ -54,7 +54,7 @@ def cores(binding: Binding) -> dict[str, Any]:
     return {"cores": sorted(binding.cpus), "threads": binding.threads, "by_hpctrain": binding.by_hpctrain}
 
 
-def judge_cores(of_ranks: Sequence[dict[str, Any]], nodes: Sequence[str]) -> list[Row]:
+def judge_cores(of_ranks: Sequence[dict[str, Any]], nodes: Sequence[str]) -> list[FindingOfRanks]:
     """A row for each node: whether its ranks share CPUs, or have more threads than CPUs."""
     rows = []
     for node in dict.fromkeys(nodes):

@@ -18,7 +18,7 @@ from hpctrain.contracts.parallelism import Parallelism
 from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.sharding import Sharding
 from hpctrain.model.mesh import Meshes
-from hpctrain.ranks.exchange import gather_values, sum_of
+from hpctrain.ranks.json_collectives import gather_values, sum_of
 
 _TOLERANCE = 0.05
 """Relative to the gradient's norm: bfloat16 sums in another order are within a hundredth."""

@@ -17,7 +17,7 @@ from hpctrain.base.devices import forked_random_state
 from hpctrain.contracts.model import Batch, MetaModel, ModelSpec
 from hpctrain.contracts.parallelism import Parallelism
 from hpctrain.contracts.plugin import Plugin, broken
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.json_collectives import gather_values
 
 _ROWS = 4
 _FEW = 2**20

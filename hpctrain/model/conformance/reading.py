@@ -17,7 +17,7 @@ from hpctrain.base.json_values import encode
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
 from hpctrain.contracts.plugin import broken
-from hpctrain.ranks.exchange import gather_values, share, together
+from hpctrain.ranks.json_collectives import gather_values, share, together
 
 _BYTES = 8 * 2**20
 """The most that a rank reads: the smallest pieces, as long as they fit."""

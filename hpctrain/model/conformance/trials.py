@@ -19,7 +19,7 @@ from hpctrain.contracts.optimization import Optimizer, Schedule
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.precision import LossScaler, Precision
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.json_collectives import gather_values
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

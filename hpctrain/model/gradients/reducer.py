@@ -46,7 +46,7 @@ class GradientReducer:
         self._lossy = compression if isinstance(compression, LossyCompression) else None
         self._routes = self._find_routes(node)
         self._device_type = meshes.model.device_type
-        self._worker = _Worker(self._device_type)
+        self._worker = _CommunicationThread(self._device_type)
         self._buckets = 0
         self._compressors: list[Compressor] = []
         self._kept: list[Tensor] = []
@@ -185,7 +185,7 @@ class _CompressedSum(WholeSum):
             dist.broadcast(gradients, self._leader, group=self._routes.inside)
 
 
-class _Worker:
+class _CommunicationThread:
     """Runs jobs one after the other in the order they come in, so that the collectives of one stay together.
 
     Those of CPU tensors hold the thread that calls them, so it is one of its own; on a GPU they hold the stream.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.json_collectives import gather_values
 
 
 @dataclass(frozen=True)

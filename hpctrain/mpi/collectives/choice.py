@@ -13,11 +13,11 @@ from hpctrain.mpi.library import MPI
 from hpctrain.mpi.numbering import world
 from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
-from hpctrain.mpi.transfer.node import Node
-from hpctrain.mpi.transfer.watch import Watch
+from hpctrain.mpi.transfer.node import NodeMemory
+from hpctrain.mpi.transfer.watch import OperationWatch
 
 
-def choose(channel: Channel, watch: Watch, settings: Settings) -> Collectives:
+def choose(channel: Channel, watch: OperationWatch, settings: Settings) -> Collectives:
     """Choose the node's memory if all ranks share a node, two levels if every node has as many ranks, else MPI. Collective."""
     comm = channel.comm
     if comm.size == 1 or not settings.shared_memory:
@@ -41,8 +41,8 @@ def choose(channel: Channel, watch: Watch, settings: Settings) -> Collectives:
     return OverNodes(channel, node, rail, [list(ranks) for ranks in members])
 
 
-def _create_node(comm: MPI.Comm, local: MPI.Comm, watch: Watch) -> Node | None:
-    node = Node.create(local, watch)
+def _create_node(comm: MPI.Comm, local: MPI.Comm, watch: OperationWatch) -> NodeMemory | None:
+    node = NodeMemory.create(local, watch)
     if values.on_all(comm, node is not None):
         return node
     if comm.rank == 0:

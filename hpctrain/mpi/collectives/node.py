@@ -13,14 +13,14 @@ from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.collectives.protocol import SMALL
 from hpctrain.mpi.transfer.buffers import flattened
 from hpctrain.mpi.transfer.channel import Channel
-from hpctrain.mpi.transfer.node import Node
+from hpctrain.mpi.transfer.node import NodeMemory
 from hpctrain.mpi.transfer.operation import Operation
 
 
 class WithNode(OverNetwork):
     """Allocates in the memory of this rank's node."""
 
-    def __init__(self, channel: Channel, node: Node) -> None:
+    def __init__(self, channel: Channel, node: NodeMemory) -> None:
         super().__init__(channel)
         self._node = node
 

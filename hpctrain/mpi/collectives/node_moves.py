@@ -16,14 +16,14 @@ from torch import Tensor
 
 from hpctrain.mpi.collectives.protocol import SMALL
 from hpctrain.mpi.transfer.buffers import flattened, same_memory
-from hpctrain.mpi.transfer.node import OUTBOX, Node
+from hpctrain.mpi.transfer.node import OUTBOX, NodeMemory
 
 # From this many bytes per rank on, one copy by the system is faster than two through the outboxes.
 _WORTH_FETCHING = 256 * 1024
 _LINE = 64  # bytes: where the ranks' parts of an outbox begin
 
 
-def broadcast(node: Node, tensor: Tensor, root: int) -> None:
+def broadcast(node: NodeMemory, tensor: Tensor, root: int) -> None:
     """Copy the root's bytes to all ranks."""
     if tensor.nbytes >= _WORTH_FETCHING:
         node.sync(node.place(tensor))
@@ -41,7 +41,7 @@ def broadcast(node: Node, tensor: Tensor, root: int) -> None:
             block.copy_(node.read(root)[: block.numel()])
 
 
-def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+def all_gather(node: NodeMemory, outputs: Sequence[Tensor], tensor: Tensor) -> None:
     """Gather every rank's `tensor`, all of one size, into `outputs[rank]`. `tensor` may be this rank's output."""
     if tensor.nbytes * node.size <= SMALL:
         _all_gather_in_blocks(node, outputs, tensor)
@@ -67,7 +67,7 @@ def all_gather(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
     node.sync()  # others may still be reading
 
 
-def _all_gather_in_blocks(node: Node, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+def _all_gather_in_blocks(node: NodeMemory, outputs: Sequence[Tensor], tensor: Tensor) -> None:
     own, targets = _bytes(tensor), [_bytes(output) for output in outputs]
     for start in range(0, max(own.numel(), 1), OUTBOX):
         block = own[start : start + OUTBOX]
@@ -77,7 +77,7 @@ def _all_gather_in_blocks(node: Node, outputs: Sequence[Tensor], tensor: Tensor)
             targets[rank][start : start + OUTBOX].copy_(node.read(rank)[: block.numel()])
 
 
-def all_gather_small(node: Node, output: Tensor, tensor: Tensor) -> None:
+def all_gather_small(node: NodeMemory, output: Tensor, tensor: Tensor) -> None:
     """Gather every rank's `tensor` into `output`, in rank order, at most SMALL bytes. The two may share memory."""
     own = flattened(tensor)
     boxes = node.boxes(own.dtype, own.numel())
@@ -86,7 +86,7 @@ def all_gather_small(node: Node, output: Tensor, tensor: Tensor) -> None:
     torch.cat(boxes, out=flattened(output))
 
 
-def all_to_all(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+def all_to_all(node: NodeMemory, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Send `inputs[r]` to rank r, receive into `outputs[r]`. All are of one size; outputs and inputs share no memory."""
     if inputs[0].nbytes >= _WORTH_FETCHING and _all_to_all_where_it_lies(node, outputs, inputs):
         return
@@ -104,7 +104,7 @@ def all_to_all(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) 
     targets[node.rank].copy_(sources[node.rank])
 
 
-def _all_to_all_where_it_lies(node: Node, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+def _all_to_all_where_it_lies(node: NodeMemory, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
     """Do it if the inputs of all ranks can be read in place; return whether it was done."""
     boxes = node.boxes(torch.int64, node.size)
     boxes[node.rank].copy_(torch.tensor([node.place(tensor) for tensor in inputs]))

@@ -16,7 +16,7 @@ from torch import Tensor
 from hpctrain.mpi.collectives.arithmetic import Reduction
 from hpctrain.mpi.collectives.protocol import SMALL
 from hpctrain.mpi.transfer.buffers import flattened
-from hpctrain.mpi.transfer.node import OUTBOX, Node
+from hpctrain.mpi.transfer.node import OUTBOX, NodeMemory
 
 _ALIGNMENT = 64  # elements
 # An outbox holds the pieces of a block that other ranks will reduce, and behind them the piece that this rank reduced.
@@ -26,7 +26,7 @@ _CHUNK = 2**20  # bytes
 _Finish = Callable[[Tensor], None]
 
 
-def all_reduce(node: Node, tensor: Tensor, reduction: Reduction, finish: _Finish | None = None) -> None:
+def all_reduce(node: NodeMemory, tensor: Tensor, reduction: Reduction, finish: _Finish | None = None) -> None:
     """Reduce a plain tensor in place on all ranks.
 
     finish: turns the node's sum of a piece into the sum over all nodes, in place.
@@ -49,7 +49,7 @@ def all_reduce(node: Node, tensor: Tensor, reduction: Reduction, finish: _Finish
 
 
 def _all_reduce_where_it_lies(
-    node: Node, versions: Sequence[Tensor], reduction: Reduction, finish: _Finish | None
+    node: NodeMemory, versions: Sequence[Tensor], reduction: Reduction, finish: _Finish | None
 ) -> None:
     """versions: the ranks' tensors. Each rank reads its piece from all of them, and then the sums of the others."""
     pieces = [_pieces(version, 0, _width(version.numel(), node.size), node.size) for version in versions]
@@ -65,7 +65,7 @@ def _all_reduce_where_it_lies(
     node.sync()  # others may still be reading
 
 
-def _all_reduce_in_blocks(node: Node, flat: Tensor, reduction: Reduction, finish: _Finish | None) -> None:
+def _all_reduce_in_blocks(node: NodeMemory, flat: Tensor, reduction: Reduction, finish: _Finish | None) -> None:
     """Pipelined: while the sums of a block are collected, the next block is already in flight."""
     before: list[Tensor] = []
     for pieces in _blocks(flat, node.size):
@@ -87,7 +87,7 @@ def _all_reduce_in_blocks(node: Node, flat: Tensor, reduction: Reduction, finish
     _collect(node, sums, before)
 
 
-def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> None:
+def reduce_scatter(node: NodeMemory, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> None:
     """Reduce `inputs`, one tensor of the output's size for each rank; `output` gets this rank's sum.
 
     `output` may be the same memory as this rank's own input. It must not overlap the other inputs.
@@ -114,7 +114,7 @@ def reduce_scatter(node: Node, output: Tensor, inputs: Sequence[Tensor], reducti
         reduction(versions, target, spare=_sum(node, target, node.rank))
 
 
-def reduce_scatter_small(node: Node, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
+def reduce_scatter_small(node: NodeMemory, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
     """Reduce `tensor`, at most SMALL bytes; `output` gets this rank's piece. The two may share memory."""
     whole, own = flattened(tensor), flattened(output)
     outbox = node.boxes(whole.dtype, whole.numel())[node.rank]
@@ -125,7 +125,7 @@ def reduce_scatter_small(node: Node, output: Tensor, tensor: Tensor, reduction: 
         reduction(pieces, own, spare=own)
 
 
-def _place(node: Node, tensors: Sequence[Tensor]) -> int:
+def _place(node: NodeMemory, tensors: Sequence[Tensor]) -> int:
     """The place in the allocated memory where consecutive tensors begin; 0 if they are not consecutive."""
     first, size = tensors[0], tensors[0].nbytes
     if any(tensor.data_ptr() != first.data_ptr() + rank * size for rank, tensor in enumerate(tensors)):
@@ -134,7 +134,7 @@ def _place(node: Node, tensors: Sequence[Tensor]) -> int:
     return place if node.is_allocated(place, node.place(tensors[-1])) else 0
 
 
-def _reduce(node: Node, versions: Sequence[Tensor], output: Tensor, reduction: Reduction) -> None:
+def _reduce(node: NodeMemory, versions: Sequence[Tensor], output: Tensor, reduction: Reduction) -> None:
     """Reduce the ranks' tensors in chunks that stay in cache, without writing to them."""
     width = _CHUNK // output.element_size()
     for start in range(0, output.numel(), width):
@@ -164,31 +164,31 @@ def _pieces(flat: Tensor, start: int, width: int, size: int) -> list[Tensor]:
 # Views of the outboxes are taken before the sync and read after it, so that node.boxes can cache them.
 
 
-def _put(node: Node, pieces: Sequence[Tensor], width: int) -> None:
+def _put(node: NodeMemory, pieces: Sequence[Tensor], width: int) -> None:
     """Write the others' pieces of a block into the outbox, `width` elements apart."""
     for rank, piece in enumerate(pieces):
         if rank != node.rank and piece.numel():
             node.boxes(piece.dtype, piece.numel(), rank * width)[node.rank].copy_(piece)
 
 
-def _versions(node: Node, pieces: Sequence[Tensor], width: int) -> list[Tensor]:
+def _versions(node: NodeMemory, pieces: Sequence[Tensor], width: int) -> list[Tensor]:
     """Every rank's version of this rank's piece, after the next sync."""
     own = pieces[node.rank]
     boxes = node.boxes(own.dtype, own.numel(), node.rank * width)
     return [own if rank == node.rank else box for rank, box in enumerate(boxes)]
 
 
-def _sum(node: Node, piece: Tensor, rank: int) -> Tensor:
+def _sum(node: NodeMemory, piece: Tensor, rank: int) -> Tensor:
     """The place for that rank's sum of its piece; the others collect it after the next sync."""
     return node.boxes(piece.dtype, piece.numel(), _RAW // piece.element_size())[rank]
 
 
-def _sums(node: Node, pieces: Sequence[Tensor]) -> list[Tensor]:
+def _sums(node: NodeMemory, pieces: Sequence[Tensor]) -> list[Tensor]:
     """Each rank's sum of its piece, after the next sync."""
     return [_sum(node, piece, rank) for rank, piece in enumerate(pieces)]
 
 
-def _collect(node: Node, sums: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
+def _collect(node: NodeMemory, sums: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
     """Copy the sums that the others have made."""
     for rank, (reduced, piece) in enumerate(zip(sums, pieces, strict=True)):
         if rank != node.rank and piece.numel():

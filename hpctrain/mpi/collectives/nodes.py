@@ -20,13 +20,13 @@ from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.collectives.node import WithNode
 from hpctrain.mpi.collectives.protocol import SMALL
 from hpctrain.mpi.transfer.channel import Channel
-from hpctrain.mpi.transfer.node import Node
+from hpctrain.mpi.transfer.node import NodeMemory
 
 
 class OverNodes(WithNode):
     """Collectives in two levels. Small messages, uneven sizes and operations with a root go over MPI alone."""
 
-    def __init__(self, channel: Channel, node: Node, rail: Channel, members: list[list[int]]) -> None:
+    def __init__(self, channel: Channel, node: NodeMemory, rail: Channel, members: list[list[int]]) -> None:
         """node, rail: those of this rank. members: the group ranks of each node, (nodes, ranks per node)."""
         super().__init__(channel, node)
         self._rail, self._members = OverNetwork(rail), members

@@ -18,7 +18,7 @@ from hpctrain.mpi.process_group.work import MPIWork, Run
 from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.buffers import overlap, plain_like
 from hpctrain.mpi.transfer.operation import Operation
-from hpctrain.mpi.transfer.watch import Watch
+from hpctrain.mpi.transfer.watch import OperationWatch
 
 
 class GroupBase(PythonGroup):
@@ -28,7 +28,7 @@ class GroupBase(PythonGroup):
         self,
         collectives: Collectives,
         comm: MPI.Comm,
-        watch: Watch,
+        watch: OperationWatch,
         settings: Settings,
         name: str,
         timeout: timedelta,

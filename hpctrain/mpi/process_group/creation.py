@@ -19,7 +19,7 @@ from hpctrain.mpi.process_group.group import MPIProcessGroup
 from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
 from hpctrain.mpi.transfer.presence import Presence
-from hpctrain.mpi.transfer.watch import Watch
+from hpctrain.mpi.transfer.watch import OperationWatch
 
 
 def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
@@ -48,7 +48,7 @@ def create_group(options: Any, settings: Settings) -> MPIProcessGroup:
     tag = zlib.crc32(options.group_id.encode()) % 2**15
     comm = everyone.Create_group(everyone.group.Incl(ranks), tag)
     presence = Presence(store, options.group_rank, ranks, options.group_id)
-    watch = Watch(presence)
+    watch = OperationWatch(presence)
     collectives = choose(Channel(comm, watch), watch, settings)
     group = MPIProcessGroup(collectives, comm, watch, settings, options.group_id, options.timeout)
     leaving.finish_at_exit(group)

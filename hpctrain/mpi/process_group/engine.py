@@ -25,7 +25,7 @@ from hpctrain.mpi.errors import CommunicationError, OperationMismatchError
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.process_group.work import MPIWork, Run, settle
 from hpctrain.mpi.transfer.operation import Operation
-from hpctrain.mpi.transfer.watch import Watch
+from hpctrain.mpi.transfer.watch import OperationWatch
 
 # After its deadline an operation needs this long to find the missing ranks; then the waiter gives up.
 _GRACE = 5.0  # seconds
@@ -41,7 +41,7 @@ def in_flight() -> list[str]:
 class Engine:
     """The order of one group's collectives, and the thread that runs them in the background."""
 
-    def __init__(self, collectives: Collectives, watch: Watch, name: str) -> None:
+    def __init__(self, collectives: Collectives, watch: OperationWatch, name: str) -> None:
         self._collectives, self._watch = collectives, watch
         self._name = name
         self._changed = threading.Condition()

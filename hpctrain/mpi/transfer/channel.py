@@ -13,13 +13,13 @@ from torch import Tensor
 
 from hpctrain.mpi.library import MPI, highest_tag
 from hpctrain.mpi.transfer.buffers import message
-from hpctrain.mpi.transfer.watch import Watch
+from hpctrain.mpi.transfer.watch import OperationWatch
 
 
 class Channel:
     """A communicator, used by one thread at a time."""
 
-    def __init__(self, comm: MPI.Comm, watch: Watch) -> None:
+    def __init__(self, comm: MPI.Comm, watch: OperationWatch) -> None:
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size

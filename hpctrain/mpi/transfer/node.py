@@ -17,7 +17,7 @@ from torch import Tensor
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.transfer import segment
 from hpctrain.mpi.transfer.peers import Peers
-from hpctrain.mpi.transfer.watch import Watch
+from hpctrain.mpi.transfer.watch import OperationWatch
 
 OUTBOX = 16 * 2**20
 """Bytes that a rank can pass on in one round. Large, because every round costs a time slice on a busy machine, and because
@@ -32,10 +32,10 @@ _MOST_VIEWS = 64
 """Cached views of the outboxes: making a view takes a microsecond, which would slow down a small message."""
 
 
-class Node:
+class NodeMemory:
     """The shared memory of some ranks. Used by one thread at a time."""
 
-    def __init__(self, comm: MPI.Comm, parts: list[Tensor], peers: Peers | None, watch: Watch) -> None:
+    def __init__(self, comm: MPI.Comm, parts: list[Tensor], peers: Peers | None, watch: OperationWatch) -> None:
         """parts: each rank's memory, for its line and its outboxes. peers: None if ranks cannot read each other's memory."""
         self.rank, self.size, self.comm = comm.rank, comm.size, comm
         self._peers, self._watch = peers, watch
@@ -48,10 +48,10 @@ class Node:
         self._fence.acquire()
 
     @staticmethod
-    def create(comm: MPI.Comm, watch: Watch) -> Node | None:
+    def create(comm: MPI.Comm, watch: OperationWatch) -> NodeMemory | None:
         """The node of ranks that can share memory according to MPI; None if they cannot after all. Collective."""
         parts = segment.create(comm, _LINE + 2 * OUTBOX)
-        return None if parts is None else Node(comm, parts, Peers.create(comm), watch)
+        return None if parts is None else NodeMemory(comm, parts, Peers.create(comm), watch)
 
     def allocate(self, nbytes: int) -> Tensor | None:
         """Zeros that the others can read in place, (nbytes,) uint8, the same size on each rank. Collective."""

@@ -18,7 +18,7 @@ from hpctrain.mpi.transfer.presence import PUBLISH_AFTER, Presence
 from hpctrain.mpi.transfer.waiting import Patience, wait_until
 
 
-class Watch:
+class OperationWatch:
     """The running operation of one group; there is one at a time."""
 
     def __init__(self, presence: Presence) -> None:

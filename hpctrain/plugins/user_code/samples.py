@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.base.errors import TrainingError, UsageError
-from hpctrain.base.seeded import drawing
+from hpctrain.base.random_numbers import drawing
 from hpctrain.contracts.dataset import Collate, Lengths, Samples, Weights
 from hpctrain.plugins.user_code.calling import users_code
 from hpctrain.plugins.user_code.reference import resolve_for

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from hpctrain.base.errors import UsageError
-from hpctrain.base.seeded import drawing
+from hpctrain.base.random_numbers import drawing
 from hpctrain.contracts.dataset import Collate, Stream
 from hpctrain.plugins.user_code.calling import users_code
 from hpctrain.plugins.user_code.samples import ForeignCollation, collation_of, saved

@@ -19,7 +19,7 @@ PATIENCE = 5.0
 """Seconds for an answer of the store: rank 0 may hold the interpreter lock."""
 
 
-class Channel(Protocol):
+class WatchdogChannel(Protocol):
     """Keys and values. Raises DistNetworkError when rank 0 is out of reach."""
 
     def set(self, key: str, value: str) -> None: ...
@@ -37,12 +37,12 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-def open_channel(world: World) -> Channel:
+def open_channel(world: World) -> WatchdogChannel:
     """The channel of this rank."""
-    return Alone() if world.guarded is None else Shared(world)
+    return LoneChannel() if world.guarded is None else SharedChannel(world)
 
 
-class Shared:
+class SharedChannel:
     """The channel of several ranks."""
 
     def __init__(self, world: World) -> None:
@@ -72,7 +72,7 @@ class Shared:
         self._store.close()
 
 
-class Alone:
+class LoneChannel:
     """The channel of a single rank."""
 
     def __init__(self) -> None:

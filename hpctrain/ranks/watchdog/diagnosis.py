@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.mpi.errors import name_ranks
-from hpctrain.ranks.watchdog.stand import Beat, Stand
+from hpctrain.ranks.watchdog.status import Beat, RankStatus
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Silent:
     last: Beat | None
 
 
-def sentences(stands: Sequence[Stand], silent: Sequence[Silent], limit: float) -> list[str]:
+def sentences(stands: Sequence[RankStatus], silent: Sequence[Silent], limit: float) -> list[str]:
     """The diagnosis, a line each. limit: seconds that a phase may take."""
     absent = [one for one in stands if one.communication is None]
     waiting = [one for one in stands if one.communication is not None]
@@ -46,15 +46,15 @@ def _late(one: Silent) -> str:
     return f"rank {one.rank} on {one.node}, whose last heartbeat came {one.seconds:.0f} s ago{where}"
 
 
-def _grouped(stands: Sequence[Stand]) -> list[str]:
+def _grouped(stands: Sequence[RankStatus]) -> list[str]:
     """Ranks that do the same are told together, the fewest first."""
-    groups: dict[tuple[object, ...], list[Stand]] = {}
+    groups: dict[tuple[object, ...], list[RankStatus]] = {}
     for one in stands:
         groups.setdefault((one.phase, one.step, one.line, one.waits_for), []).append(one)
     return [_told(group) for group in sorted(groups.values(), key=lambda group: (len(group), group[0].rank))]
 
 
-def _told(group: Sequence[Stand]) -> str:
+def _told(group: Sequence[RankStatus]) -> str:
     one = group[0]
     nodes: Mapping[str, None] = dict.fromkeys(member.node for member in group)
     shown = ", ".join(list(nodes)[:3]) + (f" and {len(nodes) - 3} more nodes" if len(nodes) > 3 else "")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from hpctrain.mpi.errors import OperationMismatchError
 from hpctrain.ranks.meeting import World
-from hpctrain.ranks.watchdog.asked import Asked
-from hpctrain.ranks.watchdog.chief import Chief
+from hpctrain.ranks.watchdog.monitor import Monitor
 from hpctrain.ranks.watchdog.position import Position
+from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.ranks.watchdog.stacks import failed_line
 from hpctrain.ranks.watchdog.watcher import Watcher
 
@@ -37,7 +37,7 @@ def watched(
     0 says where all ranks stand.
     """
     is_chief = world.identity.rank == 0
-    watcher = Chief(world, position, limit, Asked(directory)) if is_chief else Watcher(world, position, limit)
+    watcher = Monitor(world, position, limit, Queries(directory)) if is_chief else Watcher(world, position, limit)
     watcher.start()
     try:
         yield partial(_alarmed, watcher)

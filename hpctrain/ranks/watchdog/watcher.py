@@ -27,7 +27,7 @@ from hpctrain.ranks.prints import tell
 from hpctrain.ranks.watchdog.channel import open_channel
 from hpctrain.ranks.watchdog.position import END, Position
 from hpctrain.ranks.watchdog.stacks import all_stacks
-from hpctrain.ranks.watchdog.stand import Stand, beat_of, stand_of
+from hpctrain.ranks.watchdog.status import RankStatus, beat_of, status_of
 from hpctrain.ranks.watchdog.workers import worker_stacks
 
 LOG = logging.getLogger("hpctrain")
@@ -102,9 +102,9 @@ class Watcher:
         """This process was suspended, by the system or the scheduler: nothing was overdue meanwhile."""
         self.position.touch()
 
-    def stand(self) -> Stand:
+    def stand(self) -> RankStatus:
         """This rank's status now."""
-        return stand_of(self.identity, self.position)
+        return status_of(self.identity, self.position)
 
     def _run(self) -> None:
         try:

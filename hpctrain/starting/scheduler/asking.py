@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from pydantic import ValidationError
 
 from hpctrain.base.errors import UsageError, reason, shown
-from hpctrain.base.files import read_bytes
+from hpctrain.base.safe_files import read_bytes
 from hpctrain.contracts.launcher import JOB_FILE, RECORD, JobState, Launcher
 from hpctrain.contracts.plugin import broken
 from hpctrain.job.problems import validate

@@ -29,7 +29,7 @@ _LONGEST_NAME = 60
 
 
 @dataclass(frozen=True)
-class Request:
+class SubmitOptions:
     """The command line. given: the options that stand for keys of [launcher.TARGET]."""
 
     job: Path
@@ -87,7 +87,7 @@ class Prepared:
         ]
 
 
-def prepare(request: Request) -> Prepared:
+def prepare(request: SubmitOptions) -> Prepared:
     """Check the job of each run as `hpctrain check` does. Raises JobError, UsageError."""
     target = request.to or _only_target(read_job(request.job, request.overrides))
     runs: Sequence[Variant | None] = [None] if request.array is None else variants(request.array)
@@ -107,7 +107,7 @@ def _only_target(raw: RawJob) -> str:
     raise UsageError(f"{raw.source}: {found}; say where to submit it, for instance --to slurm")
 
 
-def _checked(request: Request, target: str, variant: Variant | None) -> CheckedJob:
+def _checked(request: SubmitOptions, target: str, variant: Variant | None) -> CheckedJob:
     raw = read_job(request.job, request.overrides)
     _give(raw, target, request)
     job = raw.tables.get("job")
@@ -121,7 +121,7 @@ def _checked(request: Request, target: str, variant: Variant | None) -> CheckedJ
     return check_thoroughly(raw, _ranks(raw, target))[0]
 
 
-def _give(raw: RawJob, target: str, request: Request) -> None:
+def _give(raw: RawJob, target: str, request: SubmitOptions) -> None:
     """Put the command line's options into [launcher.TARGET]. A table of a wrong type stays, for the check to report."""
     tables = raw.tables.setdefault("launcher", {})
     table = tables.setdefault(target, {}) if isinstance(tables, dict) else None

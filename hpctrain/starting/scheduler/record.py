@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hpctrain.base.errors import UsageError, reason
-from hpctrain.base.files import open_to_change, read_bytes
+from hpctrain.base.safe_files import open_to_change, read_bytes
 from hpctrain.contracts.launcher import CANCELLED, RECORD
 
 ID = r"^\w[\w.:/@+=\[\]-]*$"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.base.errors import UsageError, WriteError, reason
-from hpctrain.base.files import replacing
+from hpctrain.base.safe_files import replacing
 from hpctrain.contracts.launcher import Stage
 
 _OF_EACH_NODE = ("/usr",)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.base.errors import reason
-from hpctrain.base.files import read_bytes, reading
+from hpctrain.base.safe_files import read_bytes, reading
 from hpctrain.checking.resolved import FILE_NAME
 from hpctrain.checkpoint.directory import CheckpointDirectory
 from hpctrain.job.output_lock import owner_of

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError, WriteError, reason, shown
-from hpctrain.base.files import replacing
+from hpctrain.base.safe_files import replacing
 from hpctrain.contracts.launcher import CANCELLED, Launch
 from hpctrain.contracts.plugin import broken
 from hpctrain.starting.scheduler.asking import Submitted, blamed, submitted

@@ -14,7 +14,7 @@ from hpctrain.base.errors import reason
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import LiveModel
 from hpctrain.contracts.runner import MicroBatch
-from hpctrain.ranks.exchange import gather_values
+from hpctrain.ranks.json_collectives import gather_values
 
 LOG = logging.getLogger("hpctrain")
 SHOWN = 4

@@ -15,7 +15,7 @@ from hpctrain.base.errors import TrainingError
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.model.mesh import Meshes
-from hpctrain.ranks.exchange import gather_values, sum_of
+from hpctrain.ranks.json_collectives import gather_values, sum_of
 from hpctrain.training.guard.first_nonfinite import SHOWN, named_ranks
 
 

@@ -21,7 +21,7 @@ class Hdf5Writer(CheckpointWriter):
     """Reuses the plan of the previous save, and the memory of its copy."""
 
     def __init__(self) -> None:
-        self._writer = write.Writer()
+        self._writer = write.HDF5Writer()
         self._snapshots = Snapshots()
 
     def snapshot(self, state: State) -> State:
@@ -40,7 +40,7 @@ class Hdf5(CheckpointFormat):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._reader = read.Reader()
+        self._reader = read.HDF5Reader()
 
     def writer(self) -> Hdf5Writer:
         """The writer of a run."""

@@ -17,7 +17,7 @@ from h5py import h5d, h5p, h5s
 from hpctrain.toolkit.checkpoint.files import memory_file
 
 from . import dtypes
-from .plan import Offer, SavePlan
+from .plan import OfferedPiece, SavePlan
 from .template import create_dataset, create_links
 
 FILE_NAME = "index.h5"
@@ -29,7 +29,7 @@ def make_index(plan: SavePlan, shard_names: Sequence[str]) -> bytes | None:
     """The bytes of index.h5, with `shard_names[rank]`; None if there are too many chunks."""
     if sum(map(len, plan.offers)) > MAX_CHUNKS:
         return None
-    chunks: dict[str, list[tuple[str, Offer]]] = {name: [] for name in plan.tensors}
+    chunks: dict[str, list[tuple[str, OfferedPiece]]] = {name: [] for name in plan.tensors}
     for file, offers in zip(shard_names, plan.offers, strict=True):
         for offer in offers:
             chunks[offer.name].append((file, offer))
@@ -47,7 +47,7 @@ def make_index(plan: SavePlan, shard_names: Sequence[str]) -> bytes | None:
 
 
 def _create_virtual(
-    file: h5py.h5f.FileID, name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: list[tuple[str, Offer]]
+    file: h5py.h5f.FileID, name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: list[tuple[str, OfferedPiece]]
 ) -> None:
     creation = h5p.create(h5p.DATASET_CREATE)
     creation.set_layout(h5d.VIRTUAL)

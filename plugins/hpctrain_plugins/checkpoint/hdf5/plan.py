@@ -40,7 +40,7 @@ class OfferForm(NamedTuple):
         return self.part.volume * dtypes.by_name(self.dtype).itemsize
 
 
-class Offer(NamedTuple):
+class OfferedPiece(NamedTuple):
     """The description of a piece for the other ranks."""
 
     name: str
@@ -66,11 +66,11 @@ class SavePlan:
     writes, and `indices[rank]` their indices in the rank's list of pieces."""
 
     tensors: dict[str, tuple[str, Dims]]
-    offers: list[list[Offer]]
+    offers: list[list[OfferedPiece]]
     indices: list[list[int]]
 
 
-def describe(pieces: Sequence[Piece]) -> list[Offer]:
+def describe(pieces: Sequence[Piece]) -> list[OfferedPiece]:
     """This rank's offers, one per piece, in the same order."""
     offers = []
     for piece in pieces:
@@ -81,21 +81,21 @@ def describe(pieces: Sequence[Piece]) -> list[Offer]:
         part = Rectangle(tuple(piece.offsets), tuple(piece.tensor.shape))
         if math.prod(piece.shape) == 0:  # any part of an empty tensor is the full tensor: one dataset, not one per part
             part = Rectangle((0,) * len(piece.shape), tuple(piece.shape))
-        offers.append(Offer(piece.name, dtype, tuple(piece.shape), part))
+        offers.append(OfferedPiece(piece.name, dtype, tuple(piece.shape), part))
     return offers
 
 
-def pack(offers: list[Offer]) -> bytes:
+def pack(offers: list[OfferedPiece]) -> bytes:
     """Offers in compact form. Most tensors of a model share their form with others, so each form is sent once."""
     forms: dict[OfferForm, int] = {}
     which = [forms.setdefault(OfferForm(offer.dtype, offer.shape, offer.part), len(forms)) for offer in offers]
     return zlib.compress(json.dumps([list(forms), which, [offer.name for offer in offers]]).encode(), level=1)
 
 
-def unpack(packed: bytes) -> list[Offer]:
+def unpack(packed: bytes) -> list[OfferedPiece]:
     """The inverse of `pack`."""
     forms, which, names = _unpack(packed)
-    return [Offer(name, *forms[number]) for name, number in zip(names, which, strict=True)]
+    return [OfferedPiece(name, *forms[number]) for name, number in zip(names, which, strict=True)]
 
 
 def _unpack(packed: bytes) -> tuple[list[OfferForm], list[int], list[str]]:
@@ -158,7 +158,7 @@ def _assign(
 ) -> SavePlan:
     """Assign the rectangles with the fewest holders first, then by size: replicated ones can fill the gaps at the end."""
     loads = [0] * ranks
-    work: list[list[tuple[int, Offer]]] = [[] for _ in range(ranks)]
+    work: list[list[tuple[int, OfferedPiece]]] = [[] for _ in range(ranks)]
     sizes = [form.nbytes for form in forms]
     shared: list[tuple[int, int, str, int, list[tuple[int, int]]]] = []
     for name, holders in held.items():
@@ -172,11 +172,11 @@ def _assign(
                 continue
             rank, index = places[0]
             loads[rank] += sizes[number]
-            work[rank].append((index, Offer(name, *forms[number])))
+            work[rank].append((index, OfferedPiece(name, *forms[number])))
     for _, _, name, number, places in sorted(shared, key=lambda one: one[:2]):
         rank, index = min(places, key=lambda place: loads[place[0]])
         loads[rank] += sizes[number]
-        work[rank].append((index, Offer(name, *forms[number])))
+        work[rank].append((index, OfferedPiece(name, *forms[number])))
     for mine in work:
         mine.sort(key=lambda one: one[0])
     return SavePlan(

@@ -60,7 +60,7 @@ class _Known:
     tables: dict[int, ShardTable] = field(default_factory=dict)
 
 
-class Reader:
+class HDF5Reader:
     """Reads checkpoints, and caches the reusable parts of the last two.
 
     Cached are the manifest, which a restore needs several times, and from the second load on the tables. Commands load a

@@ -20,7 +20,7 @@ from hpctrain.api import CheckpointError
 from hpctrain.toolkit.checkpoint.files import memory_file
 
 from . import dtypes
-from .plan import Offer
+from .plan import OfferedPiece
 from .table import holes
 
 
@@ -35,7 +35,7 @@ class Template:
     checksum: str
 
 
-def make_template(offers: Sequence[Offer]) -> Template:
+def make_template(offers: Sequence[OfferedPiece]) -> Template:
     """Let HDF5 lay out a file with one dataset per offer."""
     with memory_file() as memory:
         # v110 keeps the file readable for tools of HDF5 1.10. Alignment lets large tensors begin on a page, and
@@ -63,7 +63,7 @@ def make_template(offers: Sequence[Offer]) -> Template:
     return Template(size, positions, sequence, checksum)
 
 
-def _create(file: h5py.h5f.FileID, offer: Offer) -> int:
+def _create(file: h5py.h5f.FileID, offer: OfferedPiece) -> int:
     """Create a contiguous dataset with allocated but unfilled space; return its first byte."""
     creation = h5p.create(h5p.DATASET_CREATE)
     creation.set_layout(h5d.CONTIGUOUS)

@@ -14,7 +14,7 @@ from hpctrain.toolkit.checkpoint.files import opened
 
 from . import dtypes, index, manifest, structure
 from .manifest import Manifest
-from .plan import Offer
+from .plan import OfferedPiece
 from .read import STEP_BYTES, BlockReading, Scratch, check_frame, read_manifest, read_table
 from .table import Chunk, ShardTable, table_name
 
@@ -70,7 +70,9 @@ def _file_faults(path: Path, content: Manifest, table: ShardTable, advance: Call
         found.append(str(error))
     expected: structure.Expected = {}
     for chunk in table.chunks:
-        offer = Offer(chunk.name, dtypes.name_of(chunk.dtype), content.tensors[chunk.name].layout.shape, chunk.part)
+        offer = OfferedPiece(
+            chunk.name, dtypes.name_of(chunk.dtype), content.tensors[chunk.name].layout.shape, chunk.part
+        )
         expected[offer.dataset] = (
             chunk.at,
             offer.nbytes,

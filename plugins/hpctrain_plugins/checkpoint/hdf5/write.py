@@ -22,7 +22,7 @@ from hpctrain.toolkit.checkpoint.snapshot import collector_waits
 
 from . import dtypes, index, manifest, table
 from .manifest import Manifest, SavedTensor, Shard, ShardMap, ShardPart
-from .plan import Offer, SavePlan, describe, make_plan, pack
+from .plan import OfferedPiece, SavePlan, describe, make_plan, pack
 from .template import Template, make_template
 
 LOG = logging.getLogger("hpctrain")
@@ -42,7 +42,7 @@ class Agreement:
     summarized."""
 
     group: dist.ProcessGroup
-    offers: list[Offer]
+    offers: list[OfferedPiece]
     mine: list[int]
     plan: SavePlan | None
     template: Template | None = None
@@ -80,12 +80,12 @@ class Views:
         return view
 
 
-class Writer:
+class HDF5Writer:
     """Writes checkpoints. Keeps the plan and the layout of this rank's file between them."""
 
     def __init__(self) -> None:
         self._agreement: Agreement | None = None
-        self._described: tuple[list[Piece], list[Offer]] = ([], [])
+        self._described: tuple[list[Piece], list[OfferedPiece]] = ([], [])
 
     def write(self, state: State, directory: Path, group: dist.ProcessGroup) -> None:
         """Collective over `group`; an error on any rank is raised on all."""
@@ -116,7 +116,7 @@ class Writer:
         self._agreement = agreed
         return agreed
 
-    def _describe(self, pieces: list[Piece]) -> list[Offer]:
+    def _describe(self, pieces: list[Piece]) -> list[OfferedPiece]:
         """The offers of `pieces`. Those of a snapshot are reused."""
         if pieces is not self._described[0]:
             self._described = (pieces, describe(pieces))
@@ -154,7 +154,7 @@ def _write_shard(agreement: Agreement, pieces: list[Piece], directory: Path) -> 
     return checksum_of(raw)
 
 
-def _write_chunk(output: Output, content: memoryview, offer: Offer) -> tuple[str, ...]:
+def _write_chunk(output: Output, content: memoryview, offer: OfferedPiece) -> tuple[str, ...]:
     """Write a tensor's bytes block by block; return the blocks' checksums."""
     if len(content) <= table.BLOCK_BYTES:
         output.add(content)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from hpctrain.api import Field, JobState, Launch, Launcher, Options, UsageError, hookimpl
 from hpctrain.toolkit.scripts import Line, asked, told_by
 from hpctrain_plugins.launcher.kubernetes.manifests import (
-    Place,
+    JobPlace,
     config_map,
     indexed_job,
     mpi_job,
@@ -102,7 +102,7 @@ class Kubernetes(Launcher):
 
         self._refuse(launch)
         options, name = self.options, _name(launch)
-        place = Place(name, options.namespace, launch, options)
+        place = JobPlace(name, options.namespace, launch, options)
         documents = [volume_claim(place)] if options.claim_size else []
         documents += [config_map(place), *_MAKERS[options.kind](place)]
 

@@ -27,7 +27,7 @@ _PATIENCE = 5
 
 
 @dataclass(frozen=True)
-class Place:
+class JobPlace:
     """A job's name and namespace, with what it is to run. options: KubernetesOptions."""
 
     name: str
@@ -148,7 +148,7 @@ def merged(below: Manifest, above: Mapping[str, Any]) -> Manifest:
     return found
 
 
-def volume_claim(place: Place) -> Manifest:
+def volume_claim(place: JobPlace) -> Manifest:
     """The claim for the run's files."""
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": place.options.claim_size}}}
     return {
@@ -159,13 +159,13 @@ def volume_claim(place: Place) -> Manifest:
     }
 
 
-def config_map(place: Place) -> Manifest:
+def config_map(place: JobPlace) -> Manifest:
     """The job file."""
     data = {"job.toml": place.launch.runs[0].text}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": place.metadata(), "data": data}
 
 
-def train_job(place: Place) -> list[Manifest]:
+def train_job(place: JobPlace) -> list[Manifest]:
     """A TrainJob of Kubeflow Trainer v2, with a runtime of its own: the MPI policy, and the volumes. The launcher is node 0."""
     launch, api = place.launch, "trainer.kubeflow.org/v1alpha1"
     probe = {"readinessProbe": {"tcpSocket": {"port": 2222}, "initialDelaySeconds": _PATIENCE}}
@@ -203,7 +203,7 @@ def _once(pod: Manifest) -> Manifest:
     return {"backoffLimit": 0, "template": {"spec": pod}}
 
 
-def mpi_job(place: Place) -> list[Manifest]:
+def mpi_job(place: JobPlace) -> list[Manifest]:
     """An MPIJob v2beta1 of the MPI operator. The launcher runs no rank."""
     launch = place.launch
     launcher = place.pod(place.container(0, "launcher", place.mpirun), restartPolicy="OnFailure")
@@ -221,7 +221,7 @@ def mpi_job(place: Place) -> list[Manifest]:
     return [{"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": place.of_job, "spec": spec}]
 
 
-def indexed_job(place: Place) -> list[Manifest]:
+def indexed_job(place: JobPlace) -> list[Manifest]:
     """An indexed Job: a pod for each rank, whose variables are torchrun's, and a headless Service that gives rank 0 a name."""
     ranks = place.launch.nodes * place.launch.ranks_per_node
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"

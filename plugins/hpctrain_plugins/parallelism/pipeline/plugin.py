@@ -25,7 +25,7 @@ from hpctrain.api import (
     UsageError,
     hookimpl,
 )
-from hpctrain_plugins.parallelism.pipeline.shared import Shared, SharedParameters, find_shared
+from hpctrain_plugins.parallelism.pipeline.shared import SharedParameter, SharedParameters, find_shared
 from hpctrain_plugins.parallelism.pipeline.stages import drop, split
 
 
@@ -133,7 +133,7 @@ class AppliedPipeline(AppliedAxis):
         module: nn.Module,
         schedule: PipelineSchedule,
         stages: dict[int, list[nn.Module]],
-        shared: list[Shared],
+        shared: list[SharedParameter],
         group: dist.ProcessGroup,
     ) -> None:
         """stages: the block numbers of each pipeline stage of this rank."""

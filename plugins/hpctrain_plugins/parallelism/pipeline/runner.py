@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from hpctrain.api import MicroBatch, PipelineModel, PipelineSchedule, Runner, RunnerParts, See, UsageError
 from hpctrain_plugins.parallelism.pipeline.passing import receive, send
 from hpctrain_plugins.parallelism.pipeline.shared import SharedParameters
-from hpctrain_plugins.parallelism.pipeline.stages import Stage
+from hpctrain_plugins.parallelism.pipeline.stages import PipelineStage
 from hpctrain_plugins.parallelism.pipeline.stopwatch import Stopwatch, TimedStage
 
 
@@ -36,7 +36,7 @@ class PipelineRunner(Runner):
         spec = parts.spec
         assert isinstance(spec, PipelineModel)  # the axis is applied only to such models
         self._stages = {
-            number: Stage(parts.module, spec, parts.precision, blocks, number == 0, number == self._count - 1)
+            number: PipelineStage(parts.module, spec, parts.precision, blocks, number == 0, number == self._count - 1)
             for number, blocks in stages.items()
         }
         shared.place(parts.device)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass
-class Shared:
+class SharedParameter:
     """A parameter of several stages. `name` is its name in the single-process model."""
 
     name: str
@@ -30,7 +30,7 @@ class Shared:
     """The places of the copy on this rank: modules and their attributes."""
 
 
-def find_shared(module: nn.Module, dropped: Sequence[Sequence[nn.Module]]) -> list[Shared]:
+def find_shared(module: nn.Module, dropped: Sequence[Sequence[nn.Module]]) -> list[SharedParameter]:
     """The parameters of the full `module` that several ranks need. dropped[rank]: modules that the rank will not have."""
     kept = [[inner for _, inner in module.named_modules(memo=set(gone))] for gone in dropped]
     held = [{id(p) for inner in modules for p in inner.parameters(recurse=False)} for modules in kept]
@@ -43,14 +43,14 @@ def find_shared(module: nn.Module, dropped: Sequence[Sequence[nn.Module]]) -> li
         # the owner has the place that gives the parameter its name, so names stay those of the full model
         owner = next(rank for rank in ranks if any(home is inner for inner in kept[rank]))
         others = [rank for rank in ranks if rank != owner]
-        shared.append(Shared(name, parameter.requires_grad, owner, others, parameter))
+        shared.append(SharedParameter(name, parameter.requires_grad, owner, others, parameter))
     return shared
 
 
 class SharedParameters:
     """The shared parameters of this rank."""
 
-    def __init__(self, module: nn.Module, shared: list[Shared], group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module, shared: list[SharedParameter], group: dist.ProcessGroup) -> None:
         """module: this rank's, with foreign modules dropped. Copies are removed from it until `place`."""
         self._module, self._shared, self._group, self._fresh = module, shared, group, True
         for one in shared:

@@ -65,7 +65,7 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
         yield from _tensors(list(vars(outputs).values()))
 
 
-class Stage(nn.Module):
+class PipelineStage(nn.Module):
     """The computation of one pipeline stage for a micro batch, which is passed as a number.
 
     The first stage starts from the batch, the others from (batch, seq, hidden). The last returns the model's outputs.

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hpctrain.base.errors import HpctrainError
-from hpctrain.ranks.exchange import Outcome, attempt, gather_values, lowest_error, raised, sum_of
+from hpctrain.ranks.json_collectives import Outcome, attempt, gather_values, lowest_error, raised, sum_of
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25
 """Seconds between two questions whether the work is done."""
@@ -37,7 +37,7 @@ def _shared(node: str, action: Callable[[], Any]) -> Any:
     mine = [rank for rank, (other, _) in enumerate(everyone) if other == node]
     work = None
     if mine[0] == dist.get_rank():
-        work = _Work(action, {core for rank in mine for core in everyone[rank][1]})
+        work = _NodeWork(action, {core for rank in mine for core in everyone[rank][1]})
     pause = _FIRST_PAUSE
     # many short collectives instead of a long one: none may take longer than the communicator's time limit
     while sum_of(int(work is not None and work.goes_on)):
@@ -50,7 +50,7 @@ def _shared(node: str, action: Callable[[], Any]) -> Any:
     return gather_values(raised(outcome))[mine[0]]
 
 
-class _Work:
+class _NodeWork:
     """An action on a thread that may use all `cores`. Launchers often bind a rank to its share, but the others wait."""
 
     def __init__(self, action: Callable[[], Any], cores: set[int]) -> None:

@@ -14,10 +14,10 @@ from hpctrain.base.errors import EXIT_TRAINING
 from hpctrain.mpi.errors import name_ranks
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import tell
-from hpctrain.ranks.watchdog.asked import Asked
 from hpctrain.ranks.watchdog.diagnosis import Silent, sentences
 from hpctrain.ranks.watchdog.position import END, UNLIMITED, Position
-from hpctrain.ranks.watchdog.stand import Beat, Stand
+from hpctrain.ranks.watchdog.queries import Queries
+from hpctrain.ranks.watchdog.status import Beat, RankStatus
 from hpctrain.ranks.watchdog.watcher import IGNORED, Watcher, aside, log_stacks
 
 LOG = logging.getLogger("hpctrain")
@@ -28,10 +28,10 @@ _ANSWERING = 3.0
 """Seconds for the ranks to answer: those that run do so at once."""
 
 
-class Chief(Watcher):
+class Monitor(Watcher):
     """The watcher of rank 0."""
 
-    def __init__(self, world: World, position: Position, limit: float, asked: Asked) -> None:
+    def __init__(self, world: World, position: Position, limit: float, asked: Queries) -> None:
         super().__init__(world, position, limit)
         self._asked = asked
         self._beats: dict[int, Beat] = {}
@@ -120,7 +120,7 @@ class Chief(Watcher):
         before, self._long = self._long, int(idle / self.limit)
         return self._long > before
 
-    def _print(self, why: str, stands: list[Stand], silent: list[Silent], limit: float) -> None:
+    def _print(self, why: str, stands: list[RankStatus], silent: list[Silent], limit: float) -> None:
         """Print who waits for whom."""
         shown = [
             f"hpctrain: watchdog: {why}",
@@ -130,7 +130,7 @@ class Chief(Watcher):
         tell("\n".join(shown))
         aside(partial(LOG.info, "%s", "\n".join(shown)))
 
-    def _end_job(self, why: str, stands: list[Stand], silent: list[Silent], limit: float | None = None) -> None:
+    def _end_job(self, why: str, stands: list[RankStatus], silent: list[Silent], limit: float | None = None) -> None:
         """Print who waits for whom, and end all ranks. limit: 0 if what failed has not waited for as long as phases may take."""
         self._print(why, stands, silent, self.limit if limit is None else limit)
         with contextlib.suppress(RuntimeError):
@@ -139,7 +139,7 @@ class Chief(Watcher):
             self._until(lambda: self.channel.are_set(others))
         self.end(EXIT_TRAINING)
 
-    def _ask(self, *, stacks: bool) -> tuple[list[Stand], list[Silent]]:
+    def _ask(self, *, stacks: bool) -> tuple[list[RankStatus], list[Silent]]:
         """Every rank's stand; of those that do not answer what is known."""
         self._asking += 1
         others = [rank for rank in range(self.identity.size) if rank != self.identity.rank]
@@ -154,7 +154,7 @@ class Chief(Watcher):
         self._read()
         for key in keys.values():
             if self.channel.are_set([key]):
-                stands.append(Stand.from_json(self.channel.get([key])[0]))
+                stands.append(RankStatus.from_json(self.channel.get([key])[0]))
                 self.channel.remove(key)
         told = {stand.rank for stand in stands}
         return stands, [self._silent(rank) for rank in others if rank not in told]

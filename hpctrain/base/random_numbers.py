@@ -1,5 +1,6 @@
 """Random numbers that depend on seeds and names alone, so that every layout of ranks has the same: initial values, which depend on
-(seed, name, row), and the draws of data sets."""
+(seed, name, row), and the draws of data sets.
+"""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ from typing import Protocol
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.ranks.launcher_channel import LauncherChannel, on_terminal
-from hpctrain.starting.streams import attach_to_mpiexec, is_word
+from hpctrain.starting.channel_streams import attach_to_mpiexec, is_word
 
 _PIPE = "alive"
 _CODE = "exit-code"
 _TERMINAL, _ERROR_TERMINAL = "terminal", "error-terminal"
 
 
-class Channel(Protocol):
+class StarterChannel(Protocol):
     """The starter's side of a launcher channel."""
 
     @property
@@ -48,7 +48,7 @@ class Channel(Protocol):
     def kill_ranks(self) -> None: ...
 
 
-class Link:
+class ChannelDirectory:
     """The starter's side, for ranks on this machine."""
 
     why_not_started: str | None = None

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.base.errors import UsageError, escaped, reason
-from hpctrain.base.files import SMALL_BYTES, reading, replacing
+from hpctrain.base.safe_files import SMALL_BYTES, reading, replacing
 
 LOG = logging.getLogger("hpctrain")
 
@@ -25,7 +25,7 @@ _POLL, _LOOK = 0.1, 2.0
 """Seconds between two looks of the one who asks, and of the job."""
 
 
-class Asked:
+class Queries:
     """The side of the running job, on rank 0. It looks on a thread of its own, because the file system may hang."""
 
     def __init__(self, directory: Path) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from hpctrain.ranks.signals import STOPPING
 
 
-class Requests:
+class StopRequests:
     """The requests of one start."""
 
     def __init__(self, signals: list[int], has_more: Callable[[], bool] = lambda: False) -> None:

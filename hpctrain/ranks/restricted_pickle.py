@@ -1,6 +1,6 @@
 """The pickles that torch's own code may send between ranks: DCP's plans and pipelines' shapes. None can run code.
 
-hpctrain itself sends JSON (hpctrain.ranks.exchange).
+hpctrain itself sends JSON (hpctrain.ranks.json_collectives).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Stand:
+class RankStatus:
     """A rank's position, and what it waits for. line: file, line and source. pending: operations over MPI that have not finished.
     workers: clauses with the lines at which samples are loaded, if training waits for them.
     """
@@ -81,7 +81,7 @@ class Stand:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Stand:
+    def from_json(cls, text: str | bytes) -> RankStatus:
         """Raises ValueError or TypeError for anything else."""
         return cls(**json.loads(text))
 
@@ -91,12 +91,12 @@ def beat_of(position: Position, number: int) -> Beat:
     return Beat(position.phase, position.step, position.idle, number)
 
 
-def stand_of(identity: Identity, position: Position) -> Stand:
+def status_of(identity: Identity, position: Position) -> RankStatus:
     """This rank's stand."""
     failure = position.failure
     spot = spot_of(frame_of(position.thread)) if failure is None else Spot(failure, "an operation that has failed")
     workers = _loading() if position.phase in _LOADING else []
-    return Stand(
+    return RankStatus(
         identity.rank, identity.node, position.phase, position.step, position.idle, spot.line, spot.communication,
         _pending(), workers,
     )  # fmt: skip
