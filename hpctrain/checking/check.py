@@ -238,7 +238,7 @@ class _Maker:
         options = {k: v for k, v in table.items() if k not in own}
         chooser = (*key, chosen_by) if chosen_by else key
         try:
-            if slot.foreign and is_reference(name):
+            if slot.takes_user_code and is_reference(name):
                 return as_plugin(slot, name, table, options)
             cls: Any = self.registry.find(slot.name, name).cls
         except HpctrainError as error:

@@ -61,7 +61,7 @@ def _described(slot: Slot, registry: Registry) -> dict[str, str]:
 
 def _names(slot: Slot, registry: Registry) -> Schema:
     names = {"enum": registry.names(slot.name)}
-    return {"if": {"pattern": ":"}, "then": {"pattern": _REFERENCE}, "else": names} if slot.foreign else names
+    return {"if": {"pattern": ":"}, "then": {"pattern": _REFERENCE}, "else": names} if slot.takes_user_code else names
 
 
 def _rules(slot: Slot, key: str, name: str, core: Schema, registry: Registry) -> list[Schema]:

@@ -1,1 +1,1 @@
-"""The way from a model plugin to a module on this rank: seeded values, foreign modules, given weights."""
+"""The way from a model plugin to a module on this rank: seeded values, modules of users, given weights."""

@@ -40,7 +40,7 @@ class Slot:
     """Whether the slot has no table: an option of another slot's plugin chooses (`Plugin.chooses`)."""
     many: bool = False
     """Whether the job may have any number of its tables, `[[name]]`."""
-    foreign: bool = False
+    takes_user_code: bool = False
     """Whether "package.module:callable" may stand for a plugin's name."""
 
     @property
@@ -52,10 +52,10 @@ class Slot:
 SLOTS: dict[str, Slot] = {
     slot.name: slot
     for slot in (
-        Slot("model", "name", ModelSpec, foreign=True),
-        Slot("dataset", "name", Dataset, foreign=True),
-        Slot("optimizer", "name", Optimizer, foreign=True),
-        Slot("schedule", "name", Schedule, foreign=True),
+        Slot("model", "name", ModelSpec, takes_user_code=True),
+        Slot("dataset", "name", Dataset, takes_user_code=True),
+        Slot("optimizer", "name", Optimizer, takes_user_code=True),
+        Slot("schedule", "name", Schedule, takes_user_code=True),
         Slot("parallelism", None, Parallelism),
         Slot("pipeline_schedule", None, PipelineSchedule, inner=True),
         Slot("sharding", "name", Sharding, numbered=("stage", "zero-")),
@@ -66,7 +66,7 @@ SLOTS: dict[str, Slot] = {
         Slot("communicator", "name", Communicator),
         Slot("logger", "name", Logger, many=True),
         Slot("hook", "name", Hook, many=True),
-        Slot("metric", "name", Metric, many=True, foreign=True),
+        Slot("metric", "name", Metric, many=True, takes_user_code=True),
         Slot("launcher", None, Launcher),
     )
 }

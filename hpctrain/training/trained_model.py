@@ -34,7 +34,7 @@ from hpctrain.model.gradients.reducer import GradientReducer
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import build_optimizer, parameter_groups
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.plugins.user_code.model import ForeignModel
+from hpctrain.plugins.user_code.model import UserModel
 from hpctrain.ranks.json_collectives import sum_of
 from hpctrain.training.full_parameters import FullParameters
 from hpctrain.training.metrics import NamedLosses
@@ -126,7 +126,7 @@ class TrainedModel:
 
     def _forwarded(self, step: int, outputs: Any, batch: Batch) -> None:
         """A forward of the training is done."""
-        if not self._has_forwarded and not isinstance(self._parts.model, ForeignModel):
+        if not self._has_forwarded and not isinstance(self._parts.model, UserModel):
             refuse_mean(self._parts.model, outputs, batch, self._device)
         self._has_forwarded = True
         who = self._hooks.who("hpctrain_outputs")

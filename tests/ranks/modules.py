@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.data.order import SampleOrder
-from hpctrain.plugins.user_code.dataset import ForeignDataset
+from hpctrain.plugins.user_code.dataset import UserDataset
 
 
 class Averaging(nn.Module):
@@ -266,7 +266,7 @@ def foreign_steps(
     """The job of `tables` with a user's module, sample by sample."""
     seed, size = tables["job"]["seed"], tables["batch"]["global_size"]
     trained = [p for p in module.parameters() if p.requires_grad]
-    dataset = ForeignDataset.from_table("modules:samples", {})
+    dataset = UserDataset.from_table("modules:samples", {})
     opened = dataset.open("train", None)  # type: ignore[arg-type]
     assert opened is not None
     order = SampleOrder(len(opened), seed, opened.fingerprint())

@@ -14,7 +14,7 @@ from training import train_here
 
 from hpctrain.base.random_numbers import drawing
 from hpctrain.data.order import SampleOrder
-from hpctrain.plugins.user_code.dataset import ForeignDataset
+from hpctrain.plugins.user_code.dataset import UserDataset
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 
@@ -29,7 +29,7 @@ def test_augmentation_is_that_of_one_process(root) -> None:
     rows = train_here({**tables, "job": {**tables["job"], "steps": 6}}).rows + train_here(tables).rows
     module = built(tables, drawn.model)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    opened = ForeignDataset.from_table("drawn:samples", {}).open("train", None)  # type: ignore[arg-type]
+    opened = UserDataset.from_table("drawn:samples", {}).open("train", None)  # type: ignore[arg-type]
     assert opened is not None
     order, losses = SampleOrder(50, 9, opened.fingerprint()), []
     for step in range(10):

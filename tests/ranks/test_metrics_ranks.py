@@ -11,7 +11,7 @@ from modules import both_splits, built, sequence_of_halves, two_losses
 from training import job, thorough, train_here
 
 from hpctrain.data.order import SampleOrder
-from hpctrain.plugins.user_code.dataset import ForeignDataset
+from hpctrain.plugins.user_code.dataset import UserDataset
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 
@@ -35,7 +35,7 @@ def test_losses_by_name(root, layout: dict[str, Any]) -> None:
     try:
         module = built(tables, sequence_of_halves)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
-        opened = ForeignDataset.from_table("modules:both_splits", {}).open("train", None)  # type: ignore[arg-type]
+        opened = UserDataset.from_table("modules:both_splits", {}).open("train", None)  # type: ignore[arg-type]
         assert opened is not None
         order = SampleOrder(len(opened), 3, opened.fingerprint())
         for step, row in enumerate(found.rows):

@@ -24,7 +24,7 @@ from training import job, session_of, train_here
 from hpctrain.base.errors import UsageError
 from hpctrain.contracts.model import TensorParallelModel
 from hpctrain.job.problems import JobError
-from hpctrain.plugins.user_code.model import ForeignModel
+from hpctrain.plugins.user_code.model import UserModel
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 
@@ -223,7 +223,7 @@ def test_a_linear_with_parameters_in_modules_of_its_own_is_not_cut() -> None:
         refuse_unfit(module, SimpleNamespace(name="own"), plan, 2)  # type: ignore[arg-type]
 
 
-class Planned(ForeignModel, TensorParallelModel):
+class Planned(UserModel, TensorParallelModel):
     """A model of the user's own that brings a plan, its options."""
 
     def tensor_plan(self) -> Any:

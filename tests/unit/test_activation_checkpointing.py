@@ -18,7 +18,7 @@ from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import check
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
-from hpctrain.plugins.user_code.model import ForeignModel
+from hpctrain.plugins.user_code.model import UserModel
 
 LAYERS = 12
 TABLES: dict[str, Any] = {
@@ -131,7 +131,7 @@ class Foreign(torch.nn.Module):
 def test_blocks_of_ones_own_change_their_buffers_once_a_step(mode: str) -> None:
     ended = []
     for table in ({"mode": "none"}, {"mode": mode}):
-        spec = ForeignModel("foreign:Foreign", Foreign, torch.nn.functional.mse_loss, {})
+        spec = UserModel("foreign:Foreign", Foreign, torch.nn.functional.mse_loss, {})
         torch.manual_seed(0)
         module = spec.build()
         assert spec.blocks(module) == list(module.layers)
@@ -149,13 +149,13 @@ def test_a_transformers_model_keeps_no_keys_and_values() -> None:
     """Each computation of a block would add its own to the cache."""
     module = Foreign()
     module.config, module.layers.config = SimpleNamespace(use_cache=True), SimpleNamespace(use_cache=True)  # type: ignore[assignment]
-    spec = ForeignModel("foreign:Foreign", lambda: module, torch.nn.functional.mse_loss, {})
+    spec = UserModel("foreign:Foreign", lambda: module, torch.nn.functional.mse_loss, {})
     assert spec.build() is module
     assert module.config.use_cache is False and module.layers.config.use_cache is False  # type: ignore[union-attr]
 
 
 def test_a_module_without_blocks_is_told_what_blocks_are() -> None:
-    spec = ForeignModel("torch.nn:Linear", torch.nn.Linear, torch.nn.functional.mse_loss, {})
+    spec = UserModel("torch.nn:Linear", torch.nn.Linear, torch.nn.functional.mse_loss, {})
     with pytest.raises(
         UsageError, match=r"'torch.nn:Linear' has no blocks; expected .* nn.ModuleList or nn.Sequential"
     ):

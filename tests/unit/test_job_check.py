@@ -1,4 +1,4 @@
-"""The whole check: layouts, batches, optimizer groups, foreign callables, the schema, the resolved job."""
+"""The whole check: layouts, batches, optimizer groups, callables of users, the schema, the resolved job."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ from hpctrain.data.pool import Pool
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
 from hpctrain.plugins.blame import failing_layer
-from hpctrain.plugins.user_code.dataset import ForeignDataset
-from hpctrain.plugins.user_code.samples import ForeignSamples
+from hpctrain.plugins.user_code.dataset import UserDataset
+from hpctrain.plugins.user_code.samples import UserSamples
 from hpctrain.ranks.watchdog.position import Position
 from hpctrain.ranks.watchdog.status import status_of
 
@@ -223,7 +223,7 @@ def plain_losses(name: str, steps: int = 6) -> list[float]:
     torch.manual_seed(derive_seed(3, "model"))
     module, words = own.Mean(), own.Words("train")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    opened = ForeignDataset.from_table(name, {}).open("train", None)  # type: ignore[arg-type]
+    opened = UserDataset.from_table(name, {}).open("train", None)  # type: ignore[arg-type]
     assert opened is not None
     order, losses = SampleOrder(40, 3, opened.fingerprint()), []
     for step in range(steps):
@@ -296,7 +296,7 @@ def test_a_sample_that_hangs_is_told_by_its_line() -> None:
             goes_on.wait()  # hangs here
             return torch.zeros(2)
 
-    source = ForeignSamples("here:Hangs", Hangs([0]), None, None)
+    source = UserSamples("here:Hangs", Hangs([0]), None, None)
     loader = Loader(
         Pool(Batches(source)), iter([Planned([0], 0)]), lambda batch: batch, torch.device("cpu"), torch.float32
     )

@@ -16,7 +16,7 @@ import hpctrain
 from hpctrain.base.errors import HpctrainError, UsageError
 from hpctrain.contracts.optimization import Schedule
 from hpctrain.plugins.registry import build_registry
-from hpctrain.plugins.user_code.optimization import ForeignSchedule
+from hpctrain.plugins.user_code.optimization import UserSchedule
 
 REGISTRY = build_registry()
 STEPS = 40
@@ -78,7 +78,7 @@ def test_warm_up(name: str) -> None:
 
 
 def test_torchs_own_by_name() -> None:
-    exponential = ForeignSchedule.from_table("torch.optim.lr_scheduler:ExponentialLR", {"gamma": 0.9})
+    exponential = UserSchedule.from_table("torch.optim.lr_scheduler:ExponentialLR", {"gamma": 0.9})
     expected = of_torch(lr_scheduler.ExponentialLR, gamma=0.9)
     assert exponential.factor(7, STEPS) == pytest.approx(expected[7]), "a resume asks for a later one first"
     assert factors(exponential) == pytest.approx(expected)

@@ -22,7 +22,7 @@ from hpctrain.base.random_numbers import derive_seed, drawing
 from hpctrain.checking.check import check
 from hpctrain.data.opening import open_data
 from hpctrain.job.reading import RawJob
-from hpctrain.plugins.user_code.stream import ForeignStream
+from hpctrain.plugins.user_code.stream import UserStream
 
 OWN = '''
 import random
@@ -377,5 +377,5 @@ def test_a_plugin_may_open_a_stream() -> None:
     """What hpctrain.api exports is enough; `check` reads only its first items."""
     checked = check(RawJob(tables("out", "counted"), {}, "j"), 1)
     data = open_data(checked.job, checked.parts)
-    assert isinstance(data.training, ForeignStream) and isinstance(data.training, hpctrain.api.Stream)
+    assert isinstance(data.training, UserStream) and isinstance(data.training, hpctrain.api.Stream)
     assert data.samples == 17 and data.steps == 9

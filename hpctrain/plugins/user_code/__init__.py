@@ -6,10 +6,10 @@ from typing import Any
 
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.plugins.slots import Slot
-from hpctrain.plugins.user_code.dataset import ForeignDataset
-from hpctrain.plugins.user_code.metric import ForeignMetric
-from hpctrain.plugins.user_code.model import ForeignModel
-from hpctrain.plugins.user_code.optimization import ForeignOptimizer, ForeignSchedule
+from hpctrain.plugins.user_code.dataset import UserDataset
+from hpctrain.plugins.user_code.metric import UserMetric
+from hpctrain.plugins.user_code.model import UserModel
+from hpctrain.plugins.user_code.optimization import UserOptimizer, UserSchedule
 from hpctrain.plugins.user_code.reference import is_reference
 
 __all__ = ["as_plugin", "is_reference"]
@@ -21,11 +21,11 @@ def as_plugin(slot: Slot, reference: str, table: dict[str, Any], options: dict[s
     Raises UsageError if the callable cannot be imported or does not take these arguments.
     """
     if slot.name == "model":
-        return ForeignModel.from_table(reference, table.get("loss"), options)
+        return UserModel.from_table(reference, table.get("loss"), options)
     if slot.name == "dataset":
-        return ForeignDataset.from_table(reference, options, table.get("collate"), table.get("weights"))
+        return UserDataset.from_table(reference, options, table.get("collate"), table.get("weights"))
     if slot.name == "schedule":
-        return ForeignSchedule.from_table(reference, options)
+        return UserSchedule.from_table(reference, options)
     if slot.name == "metric":
-        return ForeignMetric.from_table(reference, options)
-    return ForeignOptimizer.from_table(reference, options)
+        return UserMetric.from_table(reference, options)
+    return UserOptimizer.from_table(reference, options)

@@ -12,11 +12,11 @@ from hpctrain.contracts.dataset import Dataset, DatasetContext, Samples, Split, 
 from hpctrain.plugins.user_code.calling import users_code
 from hpctrain.plugins.user_code.data_loader import take_over
 from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
-from hpctrain.plugins.user_code.samples import ForeignCollation, ForeignSamples, Weighing
-from hpctrain.plugins.user_code.stream import ForeignStream
+from hpctrain.plugins.user_code.samples import UserCollation, UserSamples, Weighing
+from hpctrain.plugins.user_code.stream import UserStream
 
 
-class ForeignDataset(Dataset):
+class UserDataset(Dataset):
     """Calls callable(split="train" | "validation", **options), which returns None if there is no such split."""
 
     name = "package.module:callable"
@@ -26,7 +26,7 @@ class ForeignDataset(Dataset):
         reference: str,
         factory: Callable[..., Any],
         options: dict[str, Any],
-        collation: ForeignCollation | None,
+        collation: UserCollation | None,
         weigh: Weighing | None,
     ) -> None:
         super().__init__(options)
@@ -36,11 +36,11 @@ class ForeignDataset(Dataset):
     @classmethod
     def from_table(
         cls, reference: str, options: dict[str, Any], collate: object = None, weights: object = None
-    ) -> ForeignDataset:
+    ) -> UserDataset:
         """Raises UsageError for a callable that does not exist or does not take the options."""
         factory = resolve(reference)
         refuse_arguments(reference, factory, {"split": "train", **options})
-        collation = ForeignCollation.from_reference(collate) if isinstance(collate, str) else None
+        collation = UserCollation.from_reference(collate) if isinstance(collate, str) else None
         weigh = Weighing.from_reference(weights) if isinstance(weights, str) else None
         return cls(reference, factory, options, collation, weigh)
 
@@ -53,20 +53,20 @@ class ForeignDataset(Dataset):
         if not isinstance(source, DataLoader):
             return self._opened(what, source, self._collation)
         taken = take_over(what, source)
-        own = None if taken.collate is None else ForeignCollation(f"{what}: the DataLoader's collate_fn", taken.collate)
+        own = None if taken.collate is None else UserCollation(f"{what}: the DataLoader's collate_fn", taken.collate)
         opened = self._opened(what, taken.dataset, self._collation or own)
         opened.workers, opened.remark = taken.workers, taken.remark
         return opened
 
-    def _opened(self, what: str, source: Any, collation: ForeignCollation | None) -> Samples | Stream:
+    def _opened(self, what: str, source: Any, collation: UserCollation | None) -> Samples | Stream:
         if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not hasattr(source, "__getitem__")):
             self._refuse_stream(what, source)
-            return ForeignStream(self.reference, source, collation)
+            return UserStream(self.reference, source, collation)
         if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
             raise UsageError(
                 f"{what} returned {type(source).__name__}, expected __len__ and __getitem__, or an iterable data set with __iter__"
             )
-        return ForeignSamples(self.reference, source, collation, self._weigh)
+        return UserSamples(self.reference, source, collation, self._weigh)
 
     def _refuse_stream(self, what: str, source: Any) -> None:
         if isinstance(source, Iterator) and not isinstance(source, IterableDataset):

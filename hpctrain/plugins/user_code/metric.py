@@ -16,7 +16,7 @@ from hpctrain.plugins.user_code.calling import users_code
 from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
 
 
-class ForeignMetric(Metric):
+class UserMetric(Metric):
     """Calls callable(outputs, target, **options), or makes an object with `update` and `compute` of callable(**options)."""
 
     name = "package.module:callable"
@@ -29,7 +29,7 @@ class ForeignMetric(Metric):
         self.takes_logits = inspect.isclass(function) and function.__module__.partition(".")[0] == "torchmetrics"
 
     @classmethod
-    def from_table(cls, reference: str, options: dict[str, Any]) -> ForeignMetric:
+    def from_table(cls, reference: str, options: dict[str, Any]) -> UserMetric:
         """Raises UsageError for a callable that is not there or does not take the options."""
         function = resolve(reference)
         if inspect.isclass(function):

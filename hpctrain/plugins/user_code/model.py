@@ -17,7 +17,7 @@ from hpctrain.plugins.user_code.reference import refuse_arguments, resolve
 from hpctrain.plugins.user_code.structure import Structure, present, structure_of
 
 
-class ForeignModel(PipelineModel):
+class UserModel(PipelineModel):
     """The target is the last entry of a list batch, or `labels` of a dict batch; the other entries go into the module."""
 
     name = "package.module:callable"
@@ -33,7 +33,7 @@ class ForeignModel(PipelineModel):
         """The structure of each built module, before any axis has cut it."""
 
     @classmethod
-    def from_table(cls, reference: str, loss: object, options: dict[str, Any]) -> ForeignModel:
+    def from_table(cls, reference: str, loss: object, options: dict[str, Any]) -> UserModel:
         """Raises UsageError for a callable that does not exist or does not take the options."""
         factory = resolve(reference)
         refuse_arguments(reference, factory, options)
@@ -147,5 +147,5 @@ def _resolve_loss(reference: str) -> Callable[..., Any]:
     return loss
 
 
-CALLS = {ForeignModel.forward.__code__: "forward", ForeignModel.loss.__code__: "loss"}
+CALLS = {UserModel.forward.__code__: "forward", UserModel.loss.__code__: "loss"}
 """The code that calls the user's module and loss, for `retell_model_error`."""

@@ -24,7 +24,7 @@ class _AnyOptions(OptimizerOptions):
     model_config = ConfigDict(extra="allow")
 
 
-class ForeignOptimizer(Optimizer):
+class UserOptimizer(Optimizer):
     """Calls callable(groups, **options)."""
 
     name = "package.module:callable"
@@ -36,7 +36,7 @@ class ForeignOptimizer(Optimizer):
         self._factory = factory
 
     @classmethod
-    def from_table(cls, reference: str, options: dict[str, Any]) -> ForeignOptimizer:
+    def from_table(cls, reference: str, options: dict[str, Any]) -> UserOptimizer:
         """Raises UsageError for a callable that does not exist or does not take the options."""
         factory = resolve(reference)
         refuse_arguments(reference, factory, options, [])
@@ -57,7 +57,7 @@ class ForeignOptimizer(Optimizer):
         return optimizer
 
 
-class ForeignSchedule(Schedule):
+class UserSchedule(Schedule):
     """callable(step, steps, **options) is the factor; or callable(optimizer, **options) makes a scheduler of torch."""
 
     name = "package.module:callable"
@@ -71,7 +71,7 @@ class ForeignSchedule(Schedule):
         self._schedulers: list[Any] = []
 
     @classmethod
-    def from_table(cls, reference: str, options: dict[str, Any]) -> ForeignSchedule:
+    def from_table(cls, reference: str, options: dict[str, Any]) -> UserSchedule:
         """Raises UsageError for a callable that does not exist or does not take the options."""
         function = resolve(reference)
         of_torch = inspect.isclass(function) or next(iter(_parameters(function)), None) == "optimizer"

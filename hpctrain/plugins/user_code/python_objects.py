@@ -56,7 +56,7 @@ def _copied(value: Any, key: Key) -> Any:
 
 def _is_for_reference(key: Key) -> bool:
     """Whether the core resolves "package.module:callable" there: a slot's own keys, not the options of what it chooses."""
-    slot = next((slot for slot in TABLES if slot.foreign and slot.name == key[0]), None)
+    slot = next((slot for slot in TABLES if slot.takes_user_code and slot.name == key[0]), None)
     if slot is None or len(key) != (3 if slot.many else 2):
         return False
     field = table_class(slot).model_fields.get(str(key[-1]))

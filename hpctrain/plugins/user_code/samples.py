@@ -50,14 +50,14 @@ def as_weights(what: str, found: Any) -> Weights:
 
 
 @dataclass(frozen=True)
-class ForeignCollation:
+class UserCollation:
     """Calls function(samples) and checks the batch. what: the subject of an error's sentence."""
 
     what: str
     function: Callable[[list[Any]], Any]
 
     @classmethod
-    def from_reference(cls, reference: str) -> ForeignCollation:
+    def from_reference(cls, reference: str) -> UserCollation:
         """Raises UsageError for what cannot be called with a list of samples."""
         what = f"[dataset] collate = {reference!r}"
         return cls(what, resolve_for(what, reference, "a list of samples"))
@@ -84,22 +84,22 @@ class ForeignCollation:
         return batch
 
 
-def collation_of(reference: str, source: Any) -> ForeignCollation | None:
+def collation_of(reference: str, source: Any) -> UserCollation | None:
     """The `collate_fn` of a data set, if it has one."""
     own = getattr(source, "collate_fn", None)
-    return None if own is None else ForeignCollation(f"[dataset] name = {reference!r}: its collate_fn", own)
+    return None if own is None else UserCollation(f"[dataset] name = {reference!r}: its collate_fn", own)
 
 
 _PROBES = 16
 """About how many samples go into the fingerprint of a dataset without its own fingerprint()."""
 
 
-class ForeignSamples(Samples):
+class UserSamples(Samples):
     """`lengths()`, `sample_weights`, `collate_fn` and `fingerprint()` are used if they are there."""
 
     draws: ClassVar[bool] = True
 
-    def __init__(self, reference: str, source: Any, collation: ForeignCollation | None, weigh: Weighing | None) -> None:
+    def __init__(self, reference: str, source: Any, collation: UserCollation | None, weigh: Weighing | None) -> None:
         self._reference, self._source, self._collation, self._weigh = reference, source, collation, weigh
 
     def __getstate__(self) -> dict[str, Any]:

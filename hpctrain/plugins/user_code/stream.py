@@ -12,19 +12,19 @@ from hpctrain.base.errors import UsageError
 from hpctrain.base.random_numbers import drawing
 from hpctrain.contracts.dataset import Collate, Stream
 from hpctrain.plugins.user_code.calling import users_code
-from hpctrain.plugins.user_code.samples import ForeignCollation, collation_of, saved
+from hpctrain.plugins.user_code.samples import UserCollation, collation_of, saved
 
 _PROBES = 4
 """Items in the fingerprint of a stream without its own fingerprint()."""
 _END = object()
 
 
-class ForeignStream(Stream):
+class UserStream(Stream):
     """`set_epoch(epoch)`, `shard(num_shards, index)`, `state_dict()` and `load_state_dict(state)` are called if they are there."""
 
     draws: ClassVar[bool] = True
 
-    def __init__(self, reference: str, source: Iterable[Any], collation: ForeignCollation | None) -> None:
+    def __init__(self, reference: str, source: Iterable[Any], collation: UserCollation | None) -> None:
         self._reference, self._source, self._collation = reference, source, collation
         self._epoch = 0
         self._is_left = False
@@ -72,7 +72,7 @@ class ForeignStream(Stream):
         self._renew()
         with self._calling(f"shard(num_shards={count}, index={index})"):
             part = source.shard(num_shards=count, index=index)
-        return ForeignStream(self._reference, part, self._collation)
+        return UserStream(self._reference, part, self._collation)
 
     def state(self) -> Any:
         source: Any = self._source

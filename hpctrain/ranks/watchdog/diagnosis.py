@@ -1,4 +1,4 @@
-"""Puts the stands of all ranks into sentences: who is missing, who waits for it, and where."""
+"""Puts the statuses of all ranks into sentences: who is missing, who waits for it, and where."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Silent:
     last: Beat | None
 
 
-def sentences(stands: Sequence[RankStatus], silent: Sequence[Silent], limit: float) -> list[str]:
+def sentences(statuses: Sequence[RankStatus], silent: Sequence[Silent], limit: float) -> list[str]:
     """The diagnosis, a line each. limit: seconds that a phase may take."""
-    absent = [one for one in stands if one.communication is None]
-    waiting = [one for one in stands if one.communication is not None]
+    absent = [one for one in statuses if one.communication is None]
+    waiting = [one for one in statuses if one.communication is not None]
     lines = [f"missing: {_silent(one)}" for one in silent if one.seconds > limit]
     lines += [f"no answer in time: {_late(one)}" for one in silent if one.seconds <= limit]
     moving = [one for one in absent if one.idle < limit / 2]
@@ -46,10 +46,10 @@ def _late(one: Silent) -> str:
     return f"rank {one.rank} on {one.node}, whose last heartbeat came {one.seconds:.0f} s ago{where}"
 
 
-def _grouped(stands: Sequence[RankStatus]) -> list[str]:
+def _grouped(statuses: Sequence[RankStatus]) -> list[str]:
     """Ranks that do the same are told together, the fewest first."""
     groups: dict[tuple[object, ...], list[RankStatus]] = {}
-    for one in stands:
+    for one in statuses:
         groups.setdefault((one.phase, one.step, one.line, one.waits_for), []).append(one)
     return [_told(group) for group in sorted(groups.values(), key=lambda group: (len(group), group[0].rank))]
 

@@ -65,11 +65,11 @@ class Monitor(Watcher):
 
     def _end_if_still(self, overdue: list[str]) -> None:
         """End the job, unless all have moved after all."""
-        stands, silent = self._ask(stacks=True)
-        still = any(stand.beat.is_overdue(self.limit) for stand in stands)
+        statuses, silent = self._ask(stacks=True)
+        still = any(status.beat.is_overdue(self.limit) for status in statuses)
         still = still or any(one.seconds > self.limit for one in silent)
         if still and not self.closing.is_set() and self.position.phase != END:
-            self._end_job(" and ".join(overdue), stands, silent)
+            self._end_job(" and ".join(overdue), statuses, silent)
 
     def wake(self) -> None:
         super().wake()
@@ -120,33 +120,33 @@ class Monitor(Watcher):
         before, self._long = self._long, int(idle / self.limit)
         return self._long > before
 
-    def _print(self, why: str, stands: list[RankStatus], silent: list[Silent], limit: float) -> None:
+    def _print(self, why: str, statuses: list[RankStatus], silent: list[Silent], limit: float) -> None:
         """Print who waits for whom."""
         shown = [
             f"hpctrain: watchdog: {why}",
-            *(f"  {line}" for line in sentences(stands, silent, limit)),
+            *(f"  {line}" for line in sentences(statuses, silent, limit)),
             "  the stacks of all threads are in the ranks' logs; [watchdog] timeout_seconds is the limit of a phase",
         ]
         tell("\n".join(shown))
         aside(partial(LOG.info, "%s", "\n".join(shown)))
 
-    def _end_job(self, why: str, stands: list[RankStatus], silent: list[Silent], limit: float | None = None) -> None:
+    def _end_job(self, why: str, statuses: list[RankStatus], silent: list[Silent], limit: float | None = None) -> None:
         """Print who waits for whom, and end all ranks. limit: 0 if what failed has not waited for as long as phases may take."""
-        self._print(why, stands, silent, self.limit if limit is None else limit)
+        self._print(why, statuses, silent, self.limit if limit is None else limit)
         with contextlib.suppress(RuntimeError):
             self._order({"kind": "end", "code": EXIT_TRAINING})
-            others = [f"ending/{stand.rank}" for stand in stands if stand.rank != self.identity.rank]
+            others = [f"ending/{status.rank}" for status in statuses if status.rank != self.identity.rank]
             self._until(lambda: self.channel.are_set(others))
         self.end(EXIT_TRAINING)
 
     def _ask(self, *, stacks: bool) -> tuple[list[RankStatus], list[Silent]]:
-        """Every rank's stand; of those that do not answer what is known."""
+        """Every rank's status; of those that do not answer what is known."""
         self._asking += 1
         others = [rank for rank in range(self.identity.size) if rank != self.identity.rank]
-        keys = {rank: f"stand/{self._asking}/{rank}" for rank in others}
+        keys = {rank: f"status/{self._asking}/{rank}" for rank in others}
         if others:
             self._order({"kind": "tell", "number": self._asking, "stacks": stacks})
-        stands = [self.stand()]
+        statuses = [self.status()]
         if stacks:
             aside(log_stacks)
         if others:
@@ -154,10 +154,10 @@ class Monitor(Watcher):
         self._read()
         for key in keys.values():
             if self.channel.are_set([key]):
-                stands.append(RankStatus.from_json(self.channel.get([key])[0]))
+                statuses.append(RankStatus.from_json(self.channel.get([key])[0]))
                 self.channel.remove(key)
-        told = {stand.rank for stand in stands}
-        return stands, [self._silent(rank) for rank in others if rank not in told]
+        told = {status.rank for status in statuses}
+        return statuses, [self._silent(rank) for rank in others if rank not in told]
 
     def _silent(self, rank: int) -> Silent:
         beat = self._beats.get(rank)

@@ -92,7 +92,7 @@ def beat_of(position: Position, number: int) -> Beat:
 
 
 def status_of(identity: Identity, position: Position) -> RankStatus:
-    """This rank's stand."""
+    """This rank's status."""
     failure = position.failure
     spot = spot_of(frame_of(position.thread)) if failure is None else Spot(failure, "an operation that has failed")
     workers = _loading() if position.phase in _LOADING else []

@@ -102,7 +102,7 @@ class Watcher:
         """This process was suspended, by the system or the scheduler: nothing was overdue meanwhile."""
         self.position.touch()
 
-    def stand(self) -> RankStatus:
+    def status(self) -> RankStatus:
         """This rank's status now."""
         return status_of(self.identity, self.position)
 
@@ -148,9 +148,9 @@ class Watcher:
         return found
 
     def obey(self, order: dict[str, object]) -> None:
-        """Tell where this rank stands, or end."""
+        """Tell where this rank is, or end."""
         if order["kind"] == "tell":
-            self.channel.set(f"stand/{order['number']}/{self.identity.rank}", self.stand().as_json())
+            self.channel.set(f"status/{order['number']}/{self.identity.rank}", self.status().as_json())
             if order["stacks"]:
                 aside(log_stacks)
         else:
@@ -168,12 +168,12 @@ class Watcher:
         end_now(self.identity, code, everybody=False)
 
     def _leave_without_store(self, error: Exception) -> NoReturn:
-        stand = self.stand()
+        status = self.status()
         aside(log_stacks)
         if self.identity.local_rank == 0 or self.identity.rank == 1:  # one line of each node
             tell(
-                f"hpctrain: watchdog: rank 0 has ended, or its node is out of reach ({error}); rank {stand.rank} on {stand.node} "
-                f"was in {stand.beat.where}, at {stand.line}"
+                f"hpctrain: watchdog: rank 0 has ended, or its node is out of reach ({error}); rank {status.rank} on {status.node} "
+                f"was in {status.beat.where}, at {status.line}"
             )
         self.end(EXIT_TRAINING)
 

@@ -51,7 +51,7 @@ class SharedParameters:
     """The shared parameters of this rank."""
 
     def __init__(self, module: nn.Module, shared: list[SharedParameter], group: dist.ProcessGroup) -> None:
-        """module: this rank's, with foreign modules dropped. Copies are removed from it until `place`."""
+        """module: this rank's, with the modules of other stages dropped. Copies are removed from it until `place`."""
         self._module, self._shared, self._group, self._fresh = module, shared, group, True
         for one in shared:
             if group.rank() not in one.others:

@@ -1,4 +1,4 @@
-"""Derives a plan for a foreign module whose attention and MLP are plain Linear layers with common names."""
+"""Derives a plan for a module of a user whose attention and MLP are plain Linear layers with common names."""
 
 from __future__ import annotations
 
