@@ -78,7 +78,6 @@ from hpctrain.contracts.dataset import (
     Weights,
 )
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.launcher import JobState, Launch, Launcher, Stage, SubmittedRun
 from hpctrain.contracts.life_cycle import Control, Hook, LiveModel, PluginState
 from hpctrain.contracts.logger import Logger, LogWriter
 from hpctrain.contracts.metric import Metric, RunningMetric, SummedMetric
@@ -101,6 +100,7 @@ from hpctrain.contracts.plan import Machine, Plan, Problem
 from hpctrain.contracts.plugin import ByteSize, Options, Plugin
 from hpctrain.contracts.precision import LossScaler, Precision
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts, See
+from hpctrain.contracts.scheduler import JobState, Launch, Scheduler, Stage, SubmittedRun
 from hpctrain.contracts.sharding import ShardedModel, Sharding
 from hpctrain.job.tables import Job
 from hpctrain.model.gradients.residual import Residual
@@ -154,7 +154,6 @@ __all__ = [
     "Job",
     "JobState",
     "Launch",
-    "Launcher",
     "Lengths",
     "LiveModel",
     "LogWriter",
@@ -188,6 +187,7 @@ __all__ = [
     "RunningMetric",
     "Samples",
     "Schedule",
+    "Scheduler",
     "See",
     "ShardedModel",
     "Sharding",

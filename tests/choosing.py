@@ -28,7 +28,7 @@ _UNKNOWN = 20.0
 _COMMANDS = {
     "cli": {"cli", "starting", "scheduler", "job", "checking", "doctor", "training", "hpctrain_horovod"},
     "faults": {"starting", "watchdog", "ranks", "mpi", "hpctrain_horovod", "checkpoint"},
-    "slurm": {"starting", "scheduler", "ranks", "store", "watchdog", "doctor", "launcher"},
+    "slurm": {"starting", "scheduler", "ranks", "store", "watchdog", "doctor"},
     "outside": {"plugins", "contracts", "toolkit", "user_code"},
     "fuzz": {"job", "checking", "checkpoint", "hdf5"},
     "test_ranks.py": {

@@ -104,7 +104,7 @@ def _keys(slot: Slot, name: str, core: Schema, registry: Registry) -> Schema:
 
 
 def _named_tables(slot: Slot, registry: Registry) -> Schema:
-    """[parallelism]: an integer or a table for each axis. [launcher]: a table for each target."""
+    """[parallelism]: an integer or a table for each axis. [scheduler]: a table for each target."""
     core = plain(table_class(slot).model_json_schema())
     tables = {name: _keys(slot, name, core, registry) for name in registry.names(slot.name)}
     if slot.name != "parallelism":

@@ -41,7 +41,7 @@ weights_of_option = click.option(
 )  # fmt: skip
 load_option = click.option(
     "--load", multiple=True, metavar="MODULE",
-    help="Load this module's launchers, too; those that the run's job names are not loaded.",
+    help="Load this module's schedulers, too; those that the run's job names are not loaded.",
 )  # fmt: skip
 split_option = click.option(
     "--split", type=click.Choice(["train", "validation", "test"]), default="validation", show_default=True,

@@ -12,8 +12,8 @@ from hpctrain.cli.options import example, set_option
 
 @click.command("submit", epilog=example("hpctrain submit job.toml --to slurm --nodes 2 --ranks-per-node 4 --time 2h"))
 @click.argument("job", metavar="JOB.toml", type=click.Path(path_type=Path))
-@click.option("--to", metavar="TARGET", help="slurm, pbs, flux, kubernetes or another launcher plugin (default: the only "
-              "table of [launcher]).")  # fmt: skip
+@click.option("--to", metavar="TARGET", help="slurm, pbs, flux, kubernetes or another scheduler plugin (default: the only "
+              "table of [scheduler]).")  # fmt: skip
 @click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes to ask for.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), metavar="M", help="Ranks on each node.")
 @click.option(
@@ -31,7 +31,7 @@ def command(
 ) -> None:  # fmt: skip
     """Check JOB.toml, write a batch script into the run's directory, and submit it.
 
-    The options of a target are in the job's table [launcher.TARGET]; --nodes, --ranks-per-node, --time and --stage stand for keys
+    The options of a target are in the job's table [scheduler.TARGET]; --nodes, --ranks-per-node, --time and --stage stand for keys
     of it.
     """
     from hpctrain.starting.scheduler.prepare import SubmitOptions, prepare

@@ -10,7 +10,6 @@ from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import Compression
 from hpctrain.contracts.dataset import Dataset
-from hpctrain.contracts.launcher import Launcher
 from hpctrain.contracts.life_cycle import Hook
 from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.metric import Metric
@@ -18,6 +17,7 @@ from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.optimization import Optimizer, Schedule
 from hpctrain.contracts.parallelism import Parallelism
 from hpctrain.contracts.precision import Precision
+from hpctrain.contracts.scheduler import Scheduler
 from hpctrain.contracts.sharding import Sharding
 
 
@@ -42,8 +42,8 @@ class Parts:
     loggers: list[Logger]
     hooks: list[Hook]
     metrics: list[Metric]
-    launcher: dict[str, Launcher]
-    """Launchers by the name of their table in [launcher]."""
+    scheduler: dict[str, Scheduler]
+    """Schedulers by the name of their table in [scheduler]."""
     formats: list[CheckpointFormat]
     """Every installed checkpoint format: a run can continue from a checkpoint of any format."""
     communicators: list[Communicator]

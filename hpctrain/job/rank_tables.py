@@ -1,4 +1,4 @@
-"""The tables of a job file that say how its ranks train: parallelism, sharding, precision, communication, guards, launchers."""
+"""The tables of a job file that say how its ranks train: parallelism, sharding, precision, communication, guards, schedulers."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def _absolute(text: str) -> str:
     return text
 
 
-class LauncherTable(SlotTable):
-    """[launcher.NAME]"""
+class SchedulerTable(SlotTable):
+    """[scheduler.NAME]"""
 
     nodes: int = Field(default=1, ge=1)
     """Nodes to ask for."""
@@ -172,7 +172,7 @@ class LauncherTable(SlotTable):
         return None if self.time is None else seconds_of(self.time)
 
     @model_validator(mode="after")
-    def _leaves_time_to_train(self) -> LauncherTable:
+    def _leaves_time_to_train(self) -> SchedulerTable:
         if self.seconds is not None and self.seconds <= self.save_seconds:
             raise error_of_several_keys(
                 f"expected time > save_seconds, found time = {self.time} and save_seconds = {self.save_seconds}"

@@ -20,6 +20,8 @@ from hpctrain.job.toml import LimitError, first_beyond, parse, written
 
 _LONGEST_CHAIN = 50
 """Files that extend each other."""
+_OLD_NAME, _NEW_NAME = "launcher", "scheduler"
+"""A table that was named after the programs that start ranks; job files that say [launcher.NAME] mean the same."""
 Key = tuple[str | int, ...]
 """A place in the job: ("optimizer", "lr") or ("logger", 0, "name")."""
 
@@ -43,6 +45,15 @@ class RawJob:
     source: str = ""
     texts: dict[Key, str] = field(default_factory=dict)
     """How a value of --set that is TOML but no text was typed: `nan` may be meant as a name."""
+
+    def __post_init__(self) -> None:
+        for known in (self.places, self.texts):
+            for key in [key for key in known if key[:1] == (_OLD_NAME,)]:
+                renamed = (_NEW_NAME, *key[1:])
+                known[renamed] = known.pop(key)
+        if _OLD_NAME in self.tables:
+            self.tables = merge(self.tables, {_NEW_NAME: self.tables[_OLD_NAME]})
+            del self.tables[_OLD_NAME]
 
     def place(self, key: Key) -> str:
         """The place of `key`, or of the nearest table around it."""
@@ -246,7 +257,8 @@ def _apply_override(raw: RawJob, override: str) -> None:
     """Apply one --set. The value is TOML; anything else is taken as text. An empty value removes the key, += adds to an array."""
     name, equals, value = override.partition("=")
     adds = name.endswith("+")
-    key = tuple(name.removesuffix("+").strip().split("."))
+    first, *rest = name.removesuffix("+").strip().split(".")
+    key = (_NEW_NAME if first == _OLD_NAME else first, *rest)
     if not equals or len(key) < 2 - adds or not all(key) or (adds and not value.strip()):
         raise UsageError(
             f"--set {override}: expected table.key=value, such as optimizer.lr=0.001, or array+=value, such as logger+=csv"

@@ -17,8 +17,8 @@ from hpctrain.job.rank_tables import (
     CompressionTable,
     ElasticTable,
     GuardTable,
-    LauncherTable,
     PrecisionTable,
+    SchedulerTable,
     ShardingTable,
     WatchdogTable,
 )
@@ -189,8 +189,8 @@ class Job(Table):
     logger: list[LoggerTable] = []
     hook: list[HookTable] = []
     metric: list[MetricTable] = []
-    launcher: dict[str, LauncherTable] = {}
-    """Targets of `hpctrain submit`: a table for each target, such as [launcher.slurm]."""
+    scheduler: dict[str, SchedulerTable] = {}
+    """Targets of `hpctrain submit`: a table for each target, such as [scheduler.slurm]."""
     environment: dict[Variable, VariableValue] = Field(default={}, json_schema_extra={"additionalProperties": False})
     """Variables that each rank sets before MPI, torch and OpenMP start, such as FI_PROVIDER = "tcp"; one that the shell has set
     stays as it is."""

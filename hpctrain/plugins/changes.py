@@ -106,7 +106,7 @@ CHANGES: tuple[Change, ...] = (
         "snapshot(state) write(snapshot, directory, group)",
         "`writer()` returns a `CheckpointWriter`, which has it",
     ),
-    *_all(2, "Launcher", "cancel", "it takes the run's `directory` as its second argument"),
+    *_all(2, "Scheduler", "cancel", "it takes the run's `directory` as its second argument"),
     *_all(2, "Logger", "open", "it returns a `LogWriter`"),
     *_all(2, "Logger", "log(row) close()", "the `LogWriter` that `open` returns has it"),
     *_all(2, "Runner", "busy()", "`figures()` and `metrics(figures)` report a step's measurements"),

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hpctrain.contracts.compression import Compression
     from hpctrain.contracts.dataset import Dataset
     from hpctrain.contracts.identity import Identity
-    from hpctrain.contracts.launcher import Launcher
     from hpctrain.contracts.life_cycle import Control, Hook, LiveModel, PluginState
     from hpctrain.contracts.logger import Logger
     from hpctrain.contracts.metric import Metric
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from hpctrain.contracts.parallelism import Parallelism
     from hpctrain.contracts.pipeline_schedule import PipelineSchedule
     from hpctrain.contracts.precision import Precision
+    from hpctrain.contracts.scheduler import Scheduler
     from hpctrain.contracts.sharding import Sharding
     from hpctrain.job.tables import Job
 
@@ -106,7 +106,7 @@ class RegistrationHooks:
         """Metrics of evaluations."""
 
     @hookspec
-    def hpctrain_launcher(self) -> list[type[Launcher]]:
+    def hpctrain_scheduler(self) -> list[type[Scheduler]]:
         """Schedulers that `hpctrain submit` sends jobs to."""
 
 

@@ -12,7 +12,6 @@ from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.compression import Compression
 from hpctrain.contracts.dataset import Dataset
-from hpctrain.contracts.launcher import Launcher
 from hpctrain.contracts.life_cycle import Hook
 from hpctrain.contracts.logger import Logger
 from hpctrain.contracts.metric import Metric
@@ -22,8 +21,9 @@ from hpctrain.contracts.parallelism import Parallelism
 from hpctrain.contracts.pipeline_schedule import PipelineSchedule
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.contracts.precision import Precision
+from hpctrain.contracts.scheduler import Scheduler
 from hpctrain.contracts.sharding import Sharding
-from hpctrain.job.rank_tables import AxisTable, LauncherTable
+from hpctrain.job.rank_tables import AxisTable, SchedulerTable
 from hpctrain.job.tables import Job
 
 
@@ -67,7 +67,7 @@ SLOTS: dict[str, Slot] = {
         Slot("logger", "name", Logger, many=True),
         Slot("hook", "name", Hook, many=True),
         Slot("metric", "name", Metric, many=True, takes_user_code=True),
-        Slot("launcher", None, Launcher),
+        Slot("scheduler", None, Scheduler),
     )
 }
 
@@ -78,7 +78,7 @@ TABLES = [slot for slot in SLOTS.values() if not slot.inner]
 def table_class(slot: Slot) -> type[BaseModel]:
     """The core's model of a slot's table. A plugin's options can't have these keys."""
     if slot.key is None:
-        return AxisTable if slot.name == "parallelism" else LauncherTable
+        return AxisTable if slot.name == "parallelism" else SchedulerTable
     annotation = Job.model_fields[slot.name].annotation
     found = get_args(annotation)[0] if slot.many else annotation
     assert isinstance(found, type) and issubclass(found, BaseModel)

@@ -22,7 +22,7 @@ from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_resolved
 from hpctrain.checkpoint.directory import behind_name
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.launcher import CANCELLED, JOB_FILE
+from hpctrain.contracts.scheduler import CANCELLED, JOB_FILE
 from hpctrain.data.pool import refuse_in_worker
 from hpctrain.job.environment import described, exported, in_effect
 from hpctrain.job.output_lock import OutputLock, put_back, set_aside

@@ -56,7 +56,7 @@ def test_slurm_with_all_options(spacious: JobFile) -> None:
         "modules": ["gcc", "my mpi"], "setup": ["export A='b c'"], "extra": ["--exclusive"], "container": "image.sif",
         "save_seconds": 300,
     }  # fmt: skip
-    spacious.set(job={"name": "a job $HOME"}, launcher={"slurm": given})
+    spacious.set(job={"name": "a job $HOME"}, scheduler={"slurm": given})
     found = lines(script(spacious, *TWO, "--after", "17"))
     options = {line.removeprefix("#SBATCH ") for line in found if line.startswith("#SBATCH")}
     here = spacious.directory
@@ -78,7 +78,7 @@ def test_slurm_takes_the_mpi_of_mpi4py(job: JobFile, openmpi_python: str) -> Non
     assert f"srun --mpi=pmix --kill-on-bad-exit=1 {openmpi_python} -m hpctrain run" in done.out, done
     hidden = submit(job, "--to", "slurm", "--dry-run", env={"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"})
     assert "srun --mpi=none" in hidden.out, hidden
-    assert "srun --mpi=cray_shasta" in script(job, "--to", "slurm", "--set", "launcher.slurm.mpi=cray_shasta")
+    assert "srun --mpi=cray_shasta" in script(job, "--to", "slurm", "--set", "scheduler.slurm.mpi=cray_shasta")
 
 
 def test_an_array_has_a_directory_for_each_value(job: JobFile) -> None:
@@ -96,8 +96,8 @@ def test_an_array_has_a_directory_for_each_value(job: JobFile) -> None:
 
 
 def test_pbs(job: JobFile) -> None:
-    job.set(launcher={"pbs": {"queue": "prod", "account": "abc", "gpus_per_rank": 2, "cpus_per_rank": 4}})
-    found = lines(script(job, *TWO, "--set", "launcher.pbs.select=system=polaris"))
+    job.set(scheduler={"pbs": {"queue": "prod", "account": "abc", "gpus_per_rank": 2, "cpus_per_rank": 4}})
+    found = lines(script(job, *TWO, "--set", "scheduler.pbs.select=system=polaris"))
     assert {
         "#PBS -N tiny", "#PBS -l select=2:ncpus=8:mpiprocs=2:ngpus=4:system=polaris", "#PBS -l walltime=01:30:00",
         "#PBS -q prod", "#PBS -A abc", "#PBS -r y", f"#PBS -o {job.directory}/out", f"cd {job.directory} || exit",
@@ -105,12 +105,12 @@ def test_pbs(job: JobFile) -> None:
     ranks = f"mpiexec -n 4 --ppn 2 {sys.executable} -m hpctrain run {job.directory}/out/job.submitted.toml"
     at = found.index(f"    {ranks}")
     assert found[at - 1] == "timeout --foreground --preserve-status --signal=USR1 5280 \\"  # 90 minutes less 120 s
-    own = script(job, "--set", "launcher.pbs.mpiexec=['aprun', '-n', '1']")
+    own = script(job, "--set", "scheduler.pbs.mpiexec=['aprun', '-n', '1']")
     assert f"\naprun -n 1 {sys.executable} -m hpctrain run" in own
 
 
 def test_flux(job: JobFile) -> None:
-    job.set(launcher={"flux": {"queue": "pbatch", "bank": "guests", "gpus_per_rank": 1, "cpus_per_rank": 4}})
+    job.set(scheduler={"flux": {"queue": "pbatch", "bank": "guests", "gpus_per_rank": 1, "cpus_per_rank": 4}})
     found = lines(script(job, *TWO))
     assert {
         "#FLUX: --job-name=tiny", "#FLUX: --nodes=2", "#FLUX: --time-limit=5400s", "#FLUX: --queue=pbatch",
@@ -144,7 +144,7 @@ def test_the_script_for_pbs_saves_before_its_time_limit_and_goes_on(
     )
     job.set(job={"steps": 200}, plugins={"load": ["slow"]})
     path = {"PATH": without_scheduler["PATH"]}
-    words = ["--to", "pbs", "--ranks-per-node", "2", "--time", "40s", "--set", "launcher.pbs.save_seconds=5"]
+    words = ["--to", "pbs", "--ranks-per-node", "2", "--time", "40s", "--set", "scheduler.pbs.save_seconds=5"]
     done = submit(job, *words, env=path)
     assert done.out == f"submitted    pbs job 1.server, in {job.directory}/out\n", done
     started = ["bash", str(job.output / "submit.pbs")]
@@ -164,7 +164,7 @@ def test_the_rank_of_an_indexed_job_is_its_pods(job: JobFile) -> None:
     """Two processes with the variables of the manifest train as two ranks. Only the name of rank 0's pod is this machine's."""
     import yaml
 
-    job.set(job={"output_dir": "runs"}, launcher={"kubernetes": {"image": "i", "claim": "c", "kind": "Job"}})
+    job.set(job={"output_dir": "runs"}, scheduler={"kubernetes": {"image": "i", "claim": "c", "kind": "Job"}})
     documents = list(yaml.safe_load_all(script(job, "--nodes", "2")))
     (pod,) = [one["spec"]["template"]["spec"] for one in documents if one["kind"] == "Job"]
     (config,) = [one["data"] for one in documents if one["kind"] == "ConfigMap"]
@@ -195,7 +195,7 @@ def test_the_rank_of_an_indexed_job_is_its_pods(job: JobFile) -> None:
     ],
 )
 def test_a_staged_environment(job: JobFile, target: str, image: str, per_node: str) -> None:
-    text = script(job, "--to", target, *TWO, "--stage", "--set", f"launcher.{target}.stage_directory=/local disk")
+    text = script(job, "--to", target, *TWO, "--stage", "--set", f"scheduler.{target}.stage_directory=/local disk")
     images = re.findall(r"\S*/environment-[0-9a-f]{16}\.tar", text)
     assert len(set(images)) == 1 and Path(images[0]).parent == job.directory
     found = lines(text)
@@ -214,14 +214,14 @@ def test_a_staged_environment(job: JobFile, target: str, image: str, per_node: s
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        ("slurm", {"container": "a.sif"}, "[launcher] container: found it with stage, expected either"),
-        ("pbs", {"mpiexec": ["aprun"]}, "[launcher] mpiexec: found it with stage, expected either"),
-        ("kubernetes", {"image": "a", "claim": "b"}, "the launcher kubernetes cannot stage an environment"),
+        ("slurm", {"container": "a.sif"}, "[scheduler] container: found it with stage, expected either"),
+        ("pbs", {"mpiexec": ["aprun"]}, "[scheduler] mpiexec: found it with stage, expected either"),
+        ("kubernetes", {"image": "a", "claim": "b"}, "the scheduler kubernetes cannot stage an environment"),
         ("slurm", {"stage_directory": "here"}, "expected an absolute path such as /tmp, found 'here'"),
     ],
 )
 def test_what_cannot_be_staged(job: JobFile, target: str, options: dict[str, object], said: str) -> None:
-    job.set(launcher={target: {**options, "stage": True, "time": "1h"}})
+    job.set(scheduler={target: {**options, "stage": True, "time": "1h"}})
     done = submit(job, "--dry-run")
     assert done.code == 2 and said in done.err and "Traceback" not in done.err, done
 
@@ -279,9 +279,9 @@ def test_asking_about_a_run_loads_no_code_from_it(job: JobFile) -> None:
 
 
 ODD = """
-from hpctrain.api import JobState, Launcher, Options, UsageError, hookimpl
+from hpctrain.api import JobState, Scheduler, Options, UsageError, hookimpl
 
-class Odd(Launcher):
+class Odd(Scheduler):
     name = "odd"
     Options = Options
     script_name = "odd.sh"
@@ -299,22 +299,22 @@ def launch_of(id):
     return int(id.rpartition(".")[2])
 
 @hookimpl
-def hpctrain_launcher():
+def hpctrain_scheduler():
     return [Odd]
 """
 
 
 def odd(job: JobFile, returned: object, word: str = "running") -> None:
-    """A launcher that does nothing."""
+    """A scheduler that does nothing."""
     (job.directory / "odd.py").write_text(ODD.replace("RETURNED", repr(returned)).replace("WORD", repr(word)))
-    job.set(plugins={"load": ["odd"]}, launcher={"odd": {}})
+    job.set(plugins={"load": ["odd"]}, scheduler={"odd": {}})
 
 
 @pytest.mark.parametrize("returned", [["--all"], ["17\n18"], [], [17]])
-def test_a_launcher_that_returns_no_id(job: JobFile, returned: list[object]) -> None:
+def test_a_scheduler_that_returns_no_id(job: JobFile, returned: list[object]) -> None:
     odd(job, returned)
     done = submit(job)
-    assert done.code == 4 and done.err.startswith("hpctrain: the launcher odd submitted"), done
+    assert done.code == 4 and done.err.startswith("hpctrain: the scheduler odd submitted"), done
     assert f"returned {returned!r}; expected 1 ids of letters" in done.err and "Traceback" not in done.err, done
     assert not (job.output / "submissions.jsonl").exists()
 

@@ -82,5 +82,5 @@ def hpctrain_logger():
 
 
 @hookimpl
-def hpctrain_launcher():
+def hpctrain_scheduler():
     return LAUNCHERS

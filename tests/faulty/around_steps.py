@@ -1,4 +1,4 @@
-"""Checkpoint formats, hooks, metrics, loggers and launchers that break a promise."""
+"""Checkpoint formats, hooks, metrics, loggers and schedulers that break a promise."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from faulty.fault import planted
 from hpctrain.api import (
     Hook,
     JobState,
-    Launcher,
     Logger,
     LogWriter,
     Metric,
     RunningMetric,
+    Scheduler,
     State,
     hookimpl,
 )
@@ -159,10 +159,10 @@ class OpensNothing(Logger):
         return None
 
 
-# launcher
+# scheduler
 
 
-class _Launcher(Launcher):
+class _Scheduler(Scheduler):
     def render(self, launch):
         return "#!/bin/sh"
 
@@ -175,14 +175,14 @@ class _Launcher(Launcher):
     def cancel(self, id, directory): ...
 
 
-class RendersBytes(_Launcher):
+class RendersBytes(_Scheduler):
     name, told = "renders-bytes", r"rendered .*, expected the text of a script"
 
     def render(self, launch):
         return b"#!/bin/sh"
 
 
-class StateOfItsOwn(_Launcher):
+class StateOfItsOwn(_Scheduler):
     name, told = "state-of-its-own", r"gave the state .*, expected a JobState whose word is one of pending, running"
 
     def state(self, id):

@@ -278,7 +278,7 @@ def _change(draw: st.DrawFn, tables: dict[str, Any]) -> None:
         slot, name = draw(st.sampled_from(PLUGINS))
         if slot == "parallelism":
             tables[slot] = {name: draw(st.sampled_from([1, 2, 3]))}
-        elif slot == "launcher":
+        elif slot == "scheduler":
             tables[slot] = {name: {}}
         elif slot in ("logger", "hook"):
             tables[slot] = [{"name": name}]

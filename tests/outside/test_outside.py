@@ -73,7 +73,7 @@ def test_it_imports_what_is_public_only_and_is_listed(python: str, tmp_path: Pat
     done = run(hpctrain("plugins", "--json", python=python), tmp_path)
     acme = {(row["slot"], row["name"]) for row in json.loads(done.out) if row["distribution"] == "acme-hpctrain"}
     assert acme >= {
-        ("command", "acme-rows"), ("launcher", "background"),
+        ("command", "acme-rows"), ("scheduler", "background"),
         ("checkpoint", "per-rank"), ("communicator", "acme-gloo"), ("parallelism", "rows"), ("sharding", "late-sums"),
         ("sharding", "local-sgd"),        ("pipeline_schedule", "looped-bfs"), ("precision", "power-of-two"),
     }  # fmt: skip
@@ -186,15 +186,15 @@ def test_a_life_cycle_plugin_keeps_state_and_ends_the_run(job: JobFile, python: 
 
 
 @pytest.mark.thorough
-def test_a_launcher(long_job: JobFile, python: str) -> None:
+def test_a_scheduler(long_job: JobFile, python: str) -> None:
     """It submits a sweep of two, one script for each run; they train and are done. Its own sentence is shown."""
-    job = long_job.set(launcher={"background": {"niceness": 1, "ranks_per_node": 2, "time": "1h"}})
+    job = long_job.set(scheduler={"background": {"niceness": 1, "ranks_per_node": 2, "time": "1h"}})
 
     def ask(*words: str) -> Finished:  # a job outlives the command, so it must not have its mark
         return run(["env", "-u", MARK, *hpctrain(*words, python=python)], job.directory)
 
     wrong = ask("submit", "job.toml", "--after", "17")
-    assert wrong.code == 2 and wrong.err.startswith("hpctrain: [launcher.background]: found several nodes"), wrong
+    assert wrong.code == 2 and wrong.err.startswith("hpctrain: [scheduler.background]: found several nodes"), wrong
     done = ask("submit", "job.toml", "--array", "optimizer.lr=0.01,0.02")
     assert done.code == 0 and "submitted    background job" in done.out, done
     runs = [job.output / f"optimizer.lr={rate}" for rate in ("0.01", "0.02")]
@@ -202,14 +202,14 @@ def test_a_launcher(long_job: JobFile, python: str) -> None:
     told = ask("status", "out").out.splitlines()
     assert [line.endswith(": done, step 6 of 6") for line in told] == [True, True], told
     assert all("nice -n 1" in (one / "background.sh").read_text() for one in runs)
-    alone = {key: value for key, value in job.tables.items() if key != "launcher"}
+    alone = {key: value for key, value in job.tables.items() if key != "scheduler"}
     expected = [loss for loss, _ in train_gpt(alone, torch.float32)[1]]
     assert job.losses("out/optimizer.lr=0.01") == pytest.approx(expected, rel=2e-6)
 
 
 @pytest.mark.thorough
-def test_a_cancelled_job_of_a_launcher_is_not_run_again(long_job: JobFile, python: str) -> None:
-    job = long_job.set(launcher={"background": {"ranks_per_node": 2}}, job={"steps": 1_000_000})
+def test_a_cancelled_job_of_a_scheduler_is_not_run_again(long_job: JobFile, python: str) -> None:
+    job = long_job.set(scheduler={"background": {"ranks_per_node": 2}}, job={"steps": 1_000_000})
     ended = job.output / "ended"
 
     def ask(*words: str) -> str:

@@ -55,7 +55,7 @@ def ranks_of(command: Started) -> list[int]:
 @pytest.fixture
 def submitted(cluster: Cluster, job: JobFile) -> Iterator[str]:
     """The number of a job that trains `job` slowly on two nodes; after the test no job is left."""
-    words = ["--to", "slurm", "--nodes", "2", "--set", "launcher.slurm.cpus_per_rank=1", "--set", SLOW]
+    words = ["--to", "slurm", "--nodes", "2", "--set", "scheduler.slurm.cpus_per_rank=1", "--set", SLOW]
     done = cluster.hpctrain(job.directory, "submit", "job.toml", *words)
     assert done.code == 0, done
     yield done.out.split(",")[0].split()[-1]
@@ -80,7 +80,18 @@ def test_the_batch_script_goes_on_after_its_signal(
 def test_the_time_limit_comes_until_the_job_is_done(cluster: Cluster, job: JobFile, straight: list[str]) -> None:
     """The limit is a minute, Slurm's shortest; it may send the signal up to a minute early."""
     job.sleeps(1.0)
-    words = ["--to", "slurm", "--nodes", "2", "--time", "60s", "--set", "launcher.slurm.save_seconds=30", "--set", SLOW]
+    words = [
+        "--to",
+        "slurm",
+        "--nodes",
+        "2",
+        "--time",
+        "60s",
+        "--set",
+        "scheduler.slurm.save_seconds=30",
+        "--set",
+        SLOW,
+    ]
     done = cluster.hpctrain(job.directory, "submit", "job.toml", *words)
     assert done.code == 0, done
     number = done.out.split(",")[0].split()[-1]

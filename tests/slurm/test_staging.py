@@ -48,9 +48,9 @@ def test_ranks_open_few_shared_files(cluster: Cluster, tmp_path: Path, losses_al
     )
     job.set(
         plugins={"load": ["where"]},
-        launcher={"slurm": {"nodes": 2, "ranks_per_node": 2, "time": "10m", "setup": [TRACED]}},
+        scheduler={"slurm": {"nodes": 2, "ranks_per_node": 2, "time": "10m", "setup": [TRACED]}},
     )
-    staged = ("--stage", "--set", f"launcher.slurm.stage_directory={cluster.local}")
+    staged = ("--stage", "--set", f"scheduler.slurm.stage_directory={cluster.local}")
     done = cluster.hpctrain(tmp_path, "submit", "job.toml", *staged)
     assert done.code == 0, done
     number = done.out.split()[3].rstrip(",")
@@ -78,7 +78,7 @@ def test_ranks_open_few_shared_files(cluster: Cluster, tmp_path: Path, losses_al
 def test_a_cancelled_job_is_cleaned_up_by_the_next(cluster: Cluster, tmp_path: Path) -> None:
     """Without an environment: what the script does on each node before it unpacks anything."""
     job = JobFile(tmp_path)
-    job.set(launcher={"slurm": {"nodes": 2, "time": "10m", "stage_directory": str(cluster.local)}})
+    job.set(scheduler={"slurm": {"nodes": 2, "time": "10m", "stage_directory": str(cluster.local)}})
     script = cluster.hpctrain(tmp_path, "submit", "job.toml", "--stage", "--dry-run").out
     (prepare,) = [line for line in script.splitlines() if "mkdir -m 700" in line]
     prepare = prepare.removesuffix(" || return")

@@ -98,9 +98,9 @@ def test_a_job_that_fails_and_one_that_waits(cluster: Cluster, job: JobFile) -> 
         "from hpctrain.api import hookimpl\n@hookimpl\ndef hpctrain_step_end(step, metrics): raise ValueError('mine')\n"
     )
     waiting, *_ = submit(
-        cluster, job, "--set", "job.output_dir=later", "--set", "launcher.slurm.extra=['--begin=now+1hour']"
+        cluster, job, "--set", "job.output_dir=later", "--set", "scheduler.slurm.extra=['--begin=now+1hour']"
     )
-    number, *_ = submit(cluster, job, "--set", "plugins.load=['faulty']", "--set", "launcher.slurm.mpi=none")
+    number, *_ = submit(cluster, job, "--set", "plugins.load=['faulty']", "--set", "scheduler.slurm.mpi=none")
     assert status(cluster, job, "later") == [f"slurm job {waiting}: pending (BeginTime)"]
     wait_for_state(cluster, number, "FAILED")
     (said,) = status(cluster, job)
@@ -138,7 +138,7 @@ def test_a_chain_of_two_waits_for_a_requeued_job(cluster: Cluster, job: JobFile)
 
 
 def test_slurms_own_sentence_is_shown(cluster: Cluster, job: JobFile) -> None:
-    wrong = ask(cluster, job, "submit", "job.toml", *TO, "--set", "launcher.slurm.partition=nope")
+    wrong = ask(cluster, job, "submit", "job.toml", *TO, "--set", "scheduler.slurm.partition=nope")
     assert wrong.code == 2 and wrong.out == "", wrong
     assert "sbatch refused the job: sbatch: error: invalid partition specified: nope" in wrong.err, wrong
     assert ask(cluster, job, "status", "out").code == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from conftest import TINY, JobFile
-from faulty import FAULTS, LAUNCHERS, Fault
+from faulty import FAULTS, SCHEDULERS, Fault
 
 import hpctrain
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, ContractError, HpctrainError
@@ -35,11 +35,13 @@ def test_a_logger_changes_its_own_copy_of_a_row(tmp_path: Path, caplog: pytest.L
     assert "opens-nothing" in caplog.text and "gets no more rows" in caplog.text
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_that_breaks_a_promise_is_told(launcher: Any, job: JobFile, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_scheduler_that_breaks_a_promise_is_told(
+    scheduler: Any, job: JobFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(job.directory)
-    job.set(plugins={"load": ["faulty"]}, launcher={launcher.name: {"nodes": 1, "ranks_per_node": 1}})
-    done = CliRunner().invoke(cli, ["submit", str(job.path), "--to", launcher.name])
+    job.set(plugins={"load": ["faulty"]}, scheduler={scheduler.name: {"nodes": 1, "ranks_per_node": 1}})
+    done = CliRunner().invoke(cli, ["submit", str(job.path), "--to", scheduler.name])
     if done.exit_code == 0:
         done = CliRunner().invoke(cli, ["status", str(job.output), "--load", "faulty"])
-    assert isinstance(done.exception, ContractError) and re.search(launcher.told, str(done.exception)), done
+    assert isinstance(done.exception, ContractError) and re.search(scheduler.told, str(done.exception)), done

@@ -16,7 +16,7 @@ import pytest
 from hpctrain.api import CompressionOptions
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError, UsageError
 from hpctrain.cli import cli, execute
-from hpctrain.contracts.launcher import JOB_FILE
+from hpctrain.contracts.scheduler import JOB_FILE
 from hpctrain.plugins.changes import API_VERSION, CHANGES
 from hpctrain.plugins.listing import describe_options, list_plugins
 from hpctrain.plugins.registry import Registry, build_registry
@@ -121,11 +121,11 @@ def test_two_of_one_name_are_refused_by_both_names_and_only_when_used(site: Site
         ("prefer = 5", "claimed by"),
     ],
 )
-def test_a_submitted_job_is_asked_about_with_the_launcher_that_it_chose(site: Site, plugins: str, said: str) -> None:
+def test_a_submitted_job_is_asked_about_with_the_scheduler_that_it_chose(site: Site, plugins: str, said: str) -> None:
     for owner in ("acme", "bob"):
         body = "def render(self, launch): ...\ndef submit(self, script, launch): ...\ndef cancel(self, id, directory): ...\n"
         body += f"def state(self, id): return JobState('done', 'says {owner}-hpc')\n"
-        site.install(f"{owner}-hpc", "launcher.old", f"{owner}_queue", plugin("launcher", "Launcher", body))
+        site.install(f"{owner}-hpc", "scheduler.old", f"{owner}_queue", plugin("scheduler", "Scheduler", body))
     (site.path / JOB_FILE).write_text(f"[plugins]\n{plugins}\n")
     try:
         found = Submitted(site.path, Submission(target="old", id="1")).state().detail

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 import hpctrain
 from hpctrain.base.errors import UsageError
 from hpctrain.cli import execute
-from hpctrain.contracts.launcher import JobState, Launch, Launcher, SubmittedRun
+from hpctrain.contracts.scheduler import JobState, Launch, Scheduler, SubmittedRun
 from hpctrain.job.reading import RawJob
 from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.user_code.python_objects import given_objects
@@ -36,33 +36,33 @@ from hpctrain.starting.scheduler.standing import standing
 from hpctrain.training.rank import run_rank
 
 MISTAKES = {
-    "no target": ([], 2, "the job has no table such as [launcher.slurm]; say where to submit it, for instance --to slurm"),
-    "an unknown target": (["--to", "slrm"], 2, "no installed plugin provides the launcher 'slrm'; did you mean 'slurm'?"),
-    "an unknown key": (["--set", "launcher.slurm.qeue=x"], 2, "unknown key 'qeue' in [launcher] slurm"),
-    "a line of two": (["--to", "slurm", "--set", 'launcher.slurm.qos="a\\nb"'], 2, "expected one line of printable text"),
-    "a time of no unit": (["--to", "slurm", "--time", "60x"], 2, "--time 60x: [launcher] slurm.time: expected a time such as"),
+    "no target": ([], 2, "the job has no table such as [scheduler.slurm]; say where to submit it, for instance --to slurm"),
+    "an unknown target": (["--to", "slrm"], 2, "no installed plugin provides the scheduler 'slrm'; did you mean 'slurm'?"),
+    "an unknown key": (["--set", "scheduler.slurm.qeue=x"], 2, "unknown key 'qeue' in [scheduler] slurm"),
+    "a line of two": (["--to", "slurm", "--set", 'scheduler.slurm.qos="a\\nb"'], 2, "expected one line of printable text"),
+    "a time of no unit": (["--to", "slurm", "--time", "60x"], 2, "--time 60x: [scheduler] slurm.time: expected a time such as"),
     "no time to train": (["--to", "slurm", "--time", "2m"], 2, "expected time > save_seconds, found time = 2m"),
     "ranks that do not fit": (["--to", "slurm", "--nodes", "5"], 2, "12 does not divide over 5 data-parallel ranks"),
     "a key of the job": (["--to", "slurm", "--set", "optimizer.lr=fast"], 2, "[optimizer] lr: expected a valid number"),
     "one value": (["--to", "slurm", "--array", "job.seed=1"], 2, "found one value, expected two or more"),
     "a value twice": (["--to", "slurm", "--array", "job.seed=1,1"], 2, "found two runs named job.seed=1"),
     "no values": (["--to", "slurm", "--array", "job.seed"], 2, "expected KEY=V1,V2,..."),
-    "nodes as values": (["--to", "slurm", "--array", "launcher.slurm.nodes=1,2"], 2, "expected a key of the training"),
+    "nodes as values": (["--to", "slurm", "--array", "scheduler.slurm.nodes=1,2"], 2, "expected a key of the training"),
     "a wrong value": (["--to", "slurm", "--array", "optimizer.lr=0.1,fast"], 2, "--set optimizer.lr=fast: [optimizer] lr"),
     "after no run": (["--to", "slurm", "--after", "./nowhere"], 2, "nowhere: found no directory, expected the directory of a run"),
     "no sbatch": (["--to", "slurm"], 3, "found no command sbatch on this machine"),
-    "no kubectl": (["--to", "kubernetes", *("--set", "launcher.kubernetes={image='i', claim='c'}")], 3, "no command kubectl"),
-    "no image": (["--to", "kubernetes", "--set", "launcher.kubernetes.claim=c"], 2, "[launcher] kubernetes lacks the key 'image'"),
+    "no kubectl": (["--to", "kubernetes", *("--set", "scheduler.kubernetes={image='i', claim='c'}")], 3, "no command kubectl"),
+    "no image": (["--to", "kubernetes", "--set", "scheduler.kubernetes.claim=c"], 2, "kubernetes lacks the key 'image'"),
     "an unknown key of a row": (
-        ["--to", "kubernetes", "--set", "launcher.kubernetes={image='i', claim='c', tolerations=[{kee='x'}]}"], 2,
-        "unknown key 'kee' in [launcher] kubernetes.tolerations; did you mean 'key'?",
+        ["--to", "kubernetes", "--set", "scheduler.kubernetes={image='i', claim='c', tolerations=[{kee='x'}]}"], 2,
+        "unknown key 'kee' in [scheduler] kubernetes.tolerations; did you mean 'key'?",
     ),
     "outside of the claim": (
-        ["--to", "kubernetes", "--set", "launcher.kubernetes={image='i', claim='c'}", "--set", "job.output_dir=/tmp/x"], 2,
+        ["--to", "kubernetes", "--set", "scheduler.kubernetes={image='i', claim='c'}", "--set", "job.output_dir=/tmp/x"], 2,
         "found /tmp/x, expected a path in the volume claim, relative or below /work",
     ),
     "kubernetes with --after": (
-        ["--to", "kubernetes", "--set", "launcher.kubernetes={image='i', claim='c'}", "--after", "17"], 2,
+        ["--to", "kubernetes", "--set", "scheduler.kubernetes={image='i', claim='c'}", "--after", "17"], 2,
         "Kubernetes starts no job after another one",
     ),
 }  # fmt: skip
@@ -82,10 +82,10 @@ def test_a_mistake_gets_one_sentence(
     assert "Traceback" not in told.err and told.err.count("\n") == 1, told
 
 
-def launcher(name: str, **options: Any) -> Launcher:
+def scheduler(name: str, **options: Any) -> Scheduler:
     registry = build_registry()
-    cls = registry.find("launcher", name).cls
-    made: Launcher = registry.make(cls, cls.Options(**options))
+    cls = registry.find("scheduler", name).cls
+    made: Scheduler = registry.make(cls, cls.Options(**options))
     return made
 
 
@@ -102,9 +102,9 @@ def launch(tmp_path: Path) -> Launch:
 
 def test_srun_gets_the_cores_of_a_rank_where_a_job_asks_for_them(launch: Launch) -> None:
     """Since Slurm 22.05 a step does not take them over from the batch script by itself."""
-    script = launcher("slurm").render(launch)
+    script = scheduler("slurm").render(launch)
     assert "#SBATCH --cpus-per-task=8\n" in script and ' --cpus-per-task="$SLURM_CPUS_PER_TASK"' in script, script
-    assert "cpus" not in launcher("slurm").render(replace(launch, cpus_per_rank=None)).lower()
+    assert "cpus" not in scheduler("slurm").render(replace(launch, cpus_per_rank=None)).lower()
 
 
 KUBERNETES = {"image": "registry/hpctrain:1", "claim": "runs", "claim_size": "500Gi", "memory": "64Gi", "gpus_per_rank": 1,
@@ -113,7 +113,7 @@ KUBERNETES = {"image": "registry/hpctrain:1", "claim": "runs", "claim_size": "50
 
 def manifests(launch: Launch, **options: Any) -> dict[str, Any]:
     """The documents by their kind."""
-    documents = list(yaml.safe_load_all(launcher("kubernetes", **(KUBERNETES | options)).render(launch)))
+    documents = list(yaml.safe_load_all(scheduler("kubernetes", **(KUBERNETES | options)).render(launch)))
     assert len({one["kind"] for one in documents}) == len(documents)
     for one in documents:
         assert one["metadata"]["namespace"] == "team"
@@ -229,7 +229,7 @@ def test_what_a_site_asks_of_pods(launch: Launch, kind: str) -> None:
 )
 def test_wrong_values_for_pods(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
-        launcher("kubernetes", **KUBERNETES, **options)
+        scheduler("kubernetes", **KUBERNETES, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -362,14 +362,14 @@ def test_the_answers_of_a_scheduler(name: str, tmp_path: Path, monkeypatch: pyte
     (tmp_path / command).chmod(0o755)
     for said, meant in answers:
         (tmp_path / "answer").write_text(said)
-        assert launcher(name, **options).state("jobs.batch/a" if name == "kubernetes" else "12") == meant
+        assert scheduler(name, **options).state("jobs.batch/a" if name == "kubernetes" else "12") == meant
 
 
 @pytest.mark.parametrize(
     "id", ["namespace/prod", "persistentvolumeclaim/work", "jobs.batch/a/b", "jobs.batch/--all", "12"]
 )
 def test_kubernetes_touches_jobs_only(id: str) -> None:
-    target = launcher("kubernetes", image="i", claim="c")
+    target = scheduler("kubernetes", image="i", claim="c")
     for asks in (target.state, lambda id: target.cancel(id, Path("run"))):
         with pytest.raises(UsageError, match="found the id"):
             asks(id)

@@ -1,4 +1,4 @@
-"""Asks what became of the submissions of a run: its launcher, with the options of the job that was submitted.
+"""Asks what became of the submissions of a run: its scheduler, with the options of the job that was submitted.
 
 The directory may be another person's: no code that its job names is loaded.
 """
@@ -15,10 +15,11 @@ from pydantic import ValidationError
 
 from hpctrain.base.errors import UsageError, reason, shown
 from hpctrain.base.safe_files import read_bytes
-from hpctrain.contracts.launcher import JOB_FILE, RECORD, JobState, Launcher
 from hpctrain.contracts.plugin import broken
+from hpctrain.contracts.scheduler import JOB_FILE, RECORD, JobState, Scheduler
 from hpctrain.job.problems import validate
-from hpctrain.job.rank_tables import LauncherTable
+from hpctrain.job.rank_tables import SchedulerTable
+from hpctrain.job.reading import RawJob
 from hpctrain.job.toml import parse
 from hpctrain.starting.scheduler.record import Submission, cancelled, newest
 from hpctrain.starting.scheduler.standing import last_row
@@ -36,25 +37,25 @@ class Submitted:
     directory: Path
     submission: Submission
     load: tuple[str, ...] = ()
-    """Modules with launchers, besides the installed ones."""
+    """Modules with schedulers, besides the installed ones."""
 
     def __str__(self) -> str:
         return f"{self.submission.target} job {self.submission.id}"
 
     def state(self) -> JobState:
         """How the scheduler says it is."""
-        with self._launcher() as launcher:
-            state = launcher.state(self.submission.id)
+        with self._scheduler() as scheduler:
+            state = scheduler.state(self.submission.id)
             if not isinstance(state, JobState) or state.word not in _WORDS:
                 raise broken(
-                    launcher, f"gave the state {shown(state)}", f"a JobState whose word is one of {', '.join(_WORDS)}"
+                    scheduler, f"gave the state {shown(state)}", f"a JobState whose word is one of {', '.join(_WORDS)}"
                 )
             return state
 
     def cancel(self) -> None:
         """End it; its ranks don't ask to be started again."""
-        with self._launcher() as launcher, cancelled(self.directory):
-            launcher.cancel(self.submission.id, self.directory.absolute())
+        with self._scheduler() as scheduler, cancelled(self.directory):
+            scheduler.cancel(self.submission.id, self.directory.absolute())
 
     def progress(self) -> str:
         """ "step 17 of 40"; empty before the first step."""
@@ -67,12 +68,12 @@ class Submitted:
         """The job that was submitted. Raises UsageError."""
         path = self.directory / JOB_FILE
         try:
-            return parse(read_bytes(path).decode())
+            return RawJob(parse(read_bytes(path).decode())).tables
         except (OSError, ValueError) as error:
             raise UsageError(f"{path} cannot be read: {reason(error)}; submit the job again") from None
 
     @contextmanager
-    def _launcher(self) -> Iterator[Launcher]:
+    def _scheduler(self) -> Iterator[Scheduler]:
         from hpctrain.plugins.registry import build_registry  # here: with the plugins it imports torch
 
         plugins = self._tables().get("plugins")
@@ -84,24 +85,26 @@ class Submitted:
         with blamed(registry):
             yield self._made(registry)
 
-    def _made(self, registry: Registry) -> Launcher:
+    def _made(self, registry: Registry) -> Scheduler:
         target = self.submission.target
-        entry, tables = registry.find("launcher", target), self._tables().get("launcher")
+        entry, tables = registry.find("scheduler", target), self._tables().get("scheduler")
         table = tables.get(target) if isinstance(tables, dict) else None
-        own = {k: v for k, v in table.items() if k not in LauncherTable.model_fields} if isinstance(table, dict) else {}
+        own = (
+            {k: v for k, v in table.items() if k not in SchedulerTable.model_fields} if isinstance(table, dict) else {}
+        )
         try:
-            launcher: Launcher = registry.make(entry.cls, validate(entry.cls.Options, own))
+            scheduler: Scheduler = registry.make(entry.cls, validate(entry.cls.Options, own))
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             raise UsageError(
-                f"{self.directory / JOB_FILE}: [launcher.{target}] does not fit the installed plugin: {wrong}"
+                f"{self.directory / JOB_FILE}: [scheduler.{target}] does not fit the installed plugin: {wrong}"
             ) from None
-        return launcher
+        return scheduler
 
 
 @contextmanager
 def blamed(registry: Registry) -> Iterator[None]:
-    """Errors of a launcher of somebody else's become a sentence with its name."""
+    """Errors of a scheduler of somebody else's become a sentence with its name."""
     try:
         yield
     except Exception as error:

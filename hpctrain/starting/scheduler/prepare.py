@@ -1,4 +1,4 @@
-"""Makes checked jobs, and a launcher's orders, from the command line of `hpctrain submit`."""
+"""Makes checked jobs, and a scheduler's orders, from the command line of `hpctrain submit`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.full_check import check_thoroughly
 from hpctrain.checking.resolved import resolved_tables
-from hpctrain.contracts.launcher import JOB_FILE, Launch, Launcher, SubmittedRun
+from hpctrain.contracts.scheduler import JOB_FILE, Launch, Scheduler, SubmittedRun
 from hpctrain.job.environment import OF_MPIEXEC
 from hpctrain.job.problems import validate
-from hpctrain.job.rank_tables import LauncherTable
+from hpctrain.job.rank_tables import SchedulerTable
 from hpctrain.job.reading import RawJob, read_job
 from hpctrain.starting.mpi_library import MPICH, OPEN_MPI, ask_library
 from hpctrain.starting.scheduler.staging import described
@@ -30,7 +30,7 @@ _LONGEST_NAME = 60
 
 @dataclass(frozen=True)
 class SubmitOptions:
-    """The command line. given: the options that stand for keys of [launcher.TARGET]."""
+    """The command line. given: the options that stand for keys of [scheduler.TARGET]."""
 
     job: Path
     overrides: tuple[str, ...]
@@ -48,9 +48,9 @@ class Prepared:
     directory: Path
 
     @property
-    def launcher(self) -> Launcher:
-        """The launcher with its options. An array can't vary them."""
-        return self.checked[0].parts.launcher[self.target]
+    def scheduler(self) -> Scheduler:
+        """The scheduler with its options. An array can't vary them."""
+        return self.checked[0].parts.scheduler[self.target]
 
     @property
     def load(self) -> tuple[str, ...]:
@@ -58,9 +58,9 @@ class Prepared:
         return tuple(self.checked[0].job.plugins.load)
 
     def launches(self, after: tuple[str, ...]) -> list[Launch]:
-        """The launcher's orders: all runs at once if it takes arrays, else each by itself."""
+        """The scheduler's orders: all runs at once if it takes arrays, else each by itself."""
         runs = tuple(_run_of(one) for one in self.checked)
-        first, table = self.checked[0].job, self.checked[0].job.launcher[self.target]
+        first, table = self.checked[0].job, self.checked[0].job.scheduler[self.target]
         name = re.sub(r"[^A-Za-z0-9._-]", "-", first.job.name)[:_LONGEST_NAME]
         library = ask_library()
         stage = described(self.directory.parent, table.stage_directory) if table.stage else None
@@ -72,7 +72,7 @@ class Prepared:
             "mpi": None if library is None else OPEN_MPI if library.flavour == OPEN_MPI else MPICH,
             "after": after, "stage": stage,
         }  # fmt: skip
-        if len(runs) == 1 or self.launcher.takes_arrays:
+        if len(runs) == 1 or self.scheduler.takes_arrays:
             environment = _of_mpiexec(self.checked[0])
             return [Launch(name=name, directory=self.directory, runs=runs, environment=environment, **common)]
         return [
@@ -93,17 +93,17 @@ def prepare(request: SubmitOptions) -> Prepared:
     runs: Sequence[Variant | None] = [None] if request.array is None else variants(request.array)
     checked = [_checked(request, target, variant) for variant in runs]
     directory = checked[0].job.output_dir.absolute()
-    if checked[0].job.launcher[target].stage and not checked[0].parts.launcher[target].takes_stages:
-        raise UsageError(f"--stage: the launcher {target} cannot stage an environment; leave it out")
+    if checked[0].job.scheduler[target].stage and not checked[0].parts.scheduler[target].takes_stages:
+        raise UsageError(f"--stage: the scheduler {target} cannot stage an environment; leave it out")
     return Prepared(target, checked, directory if request.array is None else directory.parent)
 
 
 def _only_target(raw: RawJob) -> str:
-    tables = raw.tables.get("launcher")
+    tables = raw.tables.get("scheduler")
     names = list(tables) if isinstance(tables, dict) else []
     if len(names) == 1:
         return str(names[0])
-    found = f"[launcher] has {', '.join(names)}" if names else "the job has no table such as [launcher.slurm]"
+    found = f"[scheduler] has {', '.join(names)}" if names else "the job has no table such as [scheduler.slurm]"
     raise UsageError(f"{raw.source}: {found}; say where to submit it, for instance --to slurm")
 
 
@@ -122,25 +122,25 @@ def _checked(request: SubmitOptions, target: str, variant: Variant | None) -> Ch
 
 
 def _give(raw: RawJob, target: str, request: SubmitOptions) -> None:
-    """Put the command line's options into [launcher.TARGET]. A table of a wrong type stays, for the check to report."""
-    tables = raw.tables.setdefault("launcher", {})
+    """Put the command line's options into [scheduler.TARGET]. A table of a wrong type stays, for the check to report."""
+    tables = raw.tables.setdefault("scheduler", {})
     table = tables.setdefault(target, {}) if isinstance(tables, dict) else None
     if not isinstance(table, dict):
         return
     if request.to is not None:
-        raw.places.setdefault(("launcher", target), f"--to {target}")
+        raw.places.setdefault(("scheduler", target), f"--to {target}")
     for key, value in request.given.items():
         table[key] = value
-        raw.places["launcher", target, key] = f"--{key.replace('_', '-')} {value}"
+        raw.places["scheduler", target, key] = f"--{key.replace('_', '-')} {value}"
 
 
 def _ranks(raw: RawJob, target: str) -> int | None:
     """The number of ranks; None if the table is wrong, which the check reports."""
     try:
-        table = validate(LauncherTable, raw.tables["launcher"][target])
+        table = validate(SchedulerTable, raw.tables["scheduler"][target])
     except (ValidationError, TypeError):
         return None
-    assert isinstance(table, LauncherTable)
+    assert isinstance(table, SchedulerTable)
     return table.nodes * table.ranks_per_node
 
 

@@ -15,14 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hpctrain.base.errors import UsageError, reason
 from hpctrain.base.safe_files import open_to_change, read_bytes
-from hpctrain.contracts.launcher import CANCELLED, RECORD
+from hpctrain.contracts.scheduler import CANCELLED, RECORD
 
 ID = r"^\w[\w.:/@+=\[\]-]*$"
 """The form of a scheduler's id."""
 
 
 class Submission(BaseModel):
-    """target: the launcher. id: the scheduler's. runs: instead of an id, the directories of an array's runs, below this one."""
+    """target: the plugin. id: the scheduler's. runs: instead of an id, the directories of an array's runs, below this one."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

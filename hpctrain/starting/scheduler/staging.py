@@ -18,7 +18,7 @@ from typing import Any
 
 from hpctrain.base.errors import UsageError, WriteError, reason
 from hpctrain.base.safe_files import replacing
-from hpctrain.contracts.launcher import Stage
+from hpctrain.contracts.scheduler import Stage
 
 _OF_EACH_NODE = ("/usr",)
 """Places in which a Python belongs to the operating system, which every node has."""
@@ -26,7 +26,7 @@ _PARTS = ("site-packages", "dist-packages")
 
 
 def described(directory: Path, parent: str) -> Stage:
-    """Describe the packed environment for a launcher. directory: of the packed file. parent: a directory on each node's own disk.
+    """Describe the packed environment for a scheduler. directory: of the packed file. parent: a directory on each node's own disk.
 
     Raises UsageError for an environment that cannot be packed.
     """

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError, WriteError, reason, shown
 from hpctrain.base.safe_files import replacing
-from hpctrain.contracts.launcher import CANCELLED, Launch
 from hpctrain.contracts.plugin import broken
+from hpctrain.contracts.scheduler import CANCELLED, Launch
 from hpctrain.starting.scheduler.asking import Submitted, blamed, submitted
 from hpctrain.starting.scheduler.prepare import Prepared
 from hpctrain.starting.scheduler.record import ID, Submission, append, newest
@@ -25,9 +25,9 @@ def scripts(prepared: Prepared, after: str | None) -> list[str]:
 
 
 def _rendered(prepared: Prepared, launches: list[Launch]) -> list[str]:
-    found = [prepared.launcher.render(one) for one in launches]
+    found = [prepared.scheduler.render(one) for one in launches]
     if not all(isinstance(one, str) for one in found):
-        raise broken(prepared.launcher, f"rendered {shown(found[0])}", "the text of a script")
+        raise broken(prepared.scheduler, f"rendered {shown(found[0])}", "the text of a script")
     return found
 
 
@@ -47,7 +47,7 @@ def submit(prepared: Prepared, after: str | None) -> list[str]:
         _write(prepared, launches, rendered)
         try:
             for one in launches:
-                found = prepared.launcher.submit(one.directory / prepared.launcher.script_name, one)
+                found = prepared.scheduler.submit(one.directory / prepared.scheduler.script_name, one)
                 _record(prepared.target, one, found)
                 ids += found
         finally:  # of an array of several jobs some may have been taken
@@ -120,7 +120,7 @@ def _write(prepared: Prepared, launches: list[Launch], rendered: list[str]) -> N
                 run.directory.mkdir(mode, parents=True, exist_ok=True)
                 _replace(run.job, run.text)
                 (run.directory / CANCELLED).unlink(missing_ok=True)
-            _replace(launch.directory / prepared.launcher.script_name, script)
+            _replace(launch.directory / prepared.scheduler.script_name, script)
     except OSError as error:
         raise UsageError(f"[job] output_dir: {prepared.directory} cannot be written to: {reason(error)}") from None
 
@@ -133,8 +133,8 @@ def _replace(path: Path, text: str) -> None:
 def _record(target: str, launch: Launch, ids: list[str]) -> None:
     if len(ids) != len(launch.runs) or not all(isinstance(id, str) and re.fullmatch(ID, id) for id in ids):
         raise TrainingError(
-            f"the launcher {target} submitted {launch.directory} and returned {shown(ids)}; expected {len(launch.runs)} ids of "
-            "letters, digits and any of _.:/@+=[]-; cancel the job with the scheduler's own command and mend the launcher"
+            f"the scheduler {target} submitted {launch.directory} and returned {shown(ids)}; expected {len(launch.runs)} ids of "
+            "letters, digits and any of _.:/@+=[]-; cancel the job with the scheduler's own command and mend the plugin"
         )
     for run, id in zip(launch.runs, ids, strict=True):
         _append(run.directory, Submission(target=target, id=id), ids)

@@ -1,4 +1,4 @@
-"""A launcher without a scheduler: the script runs in the background of this machine."""
+"""A scheduler that is none: the script runs in the background of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 from os import kill
 from pathlib import Path
 
-from hpctrain.api import Field, JobState, Launch, Launcher, Options, UsageError, hookimpl
+from hpctrain.api import Field, JobState, Launch, Options, Scheduler, UsageError, hookimpl
 from hpctrain.toolkit.scripts import clock
 
 
@@ -16,7 +16,7 @@ class BackgroundOptions(Options):
     niceness: int = Field(default=0, ge=0, le=19, description="how far other programs come first")
 
 
-class Background(Launcher):
+class Background(Scheduler):
     """Runs the job in the background of this machine."""
 
     name = "background"
@@ -26,7 +26,7 @@ class Background(Launcher):
 
     def render(self, launch: Launch) -> str:
         if launch.nodes > 1 or launch.after:
-            raise UsageError("[launcher.background]: found several nodes or --after, expected one job on this machine")
+            raise UsageError("[scheduler.background]: found several nodes or --after, expected one job on this machine")
         run = launch.runs[0]
         words = ["nice", "-n", self.options.niceness, *launch.program, "run", run.job, "-n", launch.ranks_per_node]
         head = f"# limit {clock(launch.seconds)}\n" if launch.seconds else ""
@@ -55,5 +55,5 @@ class Background(Launcher):
 
 
 @hookimpl
-def hpctrain_launcher():
+def hpctrain_scheduler():
     return [Background]

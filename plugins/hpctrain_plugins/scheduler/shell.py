@@ -19,7 +19,7 @@ class ShellOptions(Options):
 def program(options: ShellOptions, launch: Launch, uses_gpus: bool) -> str:
     """hpctrain on a rank, for the shell: staged, in its container, or as it is installed. Raises UsageError for two of these."""
     if launch.stage is not None and options.container is not None:
-        raise UsageError("[launcher] container: found it with stage, expected either: an image is one file already")
+        raise UsageError("[scheduler] container: found it with stage, expected either: an image is one file already")
     if launch.stage is not None:
         return '"$staged/bin/python" -m hpctrain'
     if options.container is None:

@@ -1,4 +1,4 @@
-"""The slot `launcher`: where `hpctrain submit` sends a job, and how `hpctrain status` and `cancel` ask about it."""
+"""The slot `scheduler`: where `hpctrain submit` sends a job, and how `hpctrain status` and `cancel` ask about it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Launch:
-    """An order to a launcher: one run, or several that differ in one value (an array)."""
+    """An order to a scheduler: one run, or several that differ in one value (an array)."""
 
     name: str
     """The job's name, made of letters, digits, dots, dashes and underscores."""
@@ -58,7 +58,7 @@ class Launch:
     """The directory of the script and the output: the run's, or the one above all runs of an array."""
 
     runs: tuple[SubmittedRun, ...]
-    """The runs in the order of the array; more than one only for a launcher that `takes_arrays`."""
+    """The runs in the order of the array; more than one only for a scheduler that `takes_arrays`."""
 
     working_directory: Path
     """Relative paths of the job start here."""
@@ -86,7 +86,7 @@ class Launch:
     """The ids of jobs that must end without an error first."""
 
     stage: Stage | None = None
-    """Only for a launcher that `takes_stages`: run the Python of this environment instead of `program`."""
+    """Only for a scheduler that `takes_stages`: run the Python of this environment instead of `program`."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ class JobState:
         return self.word in ("pending", "running")
 
 
-class Launcher(Plugin):
+class Scheduler(Plugin):
     """A kind of scheduler. `hpctrain submit` renders a script, writes it into the run's directory and submits it.
 
-    Its options are the table `[launcher.NAME]`. `missing` is not for a scheduler's commands: ranks ask it, too. The methods below
+    Its options are the table `[scheduler.NAME]`. `missing` is not for a scheduler's commands: ranks ask it, too. The methods below
     raise EnvironmentUnfitError if this machine lacks a command, and UsageError with the scheduler's own sentence if it refuses.
     """
 

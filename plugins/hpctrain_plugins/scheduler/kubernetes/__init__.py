@@ -9,9 +9,9 @@ from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from hpctrain.api import Field, JobState, Launch, Launcher, Options, UsageError, hookimpl
+from hpctrain.api import Field, JobState, Launch, Options, Scheduler, UsageError, hookimpl
 from hpctrain.toolkit.scripts import Line, asked, told_by
-from hpctrain_plugins.launcher.kubernetes.manifests import (
+from hpctrain_plugins.scheduler.kubernetes.manifests import (
     JobPlace,
     config_map,
     indexed_job,
@@ -89,7 +89,7 @@ class KubernetesOptions(Options):
     )
 
 
-class Kubernetes(Launcher):
+class Kubernetes(Scheduler):
     """kubectl: a TrainJob with the MPI policy, on request an MPIJob or an indexed Job; the run's files are on a volume claim."""
 
     name = "kubernetes"
@@ -166,13 +166,13 @@ class Kubernetes(Launcher):
             raise UsageError("--after: Kubernetes starts no job after another one; submit it when the first is done")
         if self.options.secrets and self.options.kind == "MPIJob":
             raise UsageError(
-                "[launcher.kubernetes] secrets: the ranks of an MPIJob start over ssh, which passes no variables on; expected "
+                "[scheduler.kubernetes] secrets: the ranks of an MPIJob start over ssh, which passes no variables on; expected "
                 'kind = "TrainJob" or "Job"'
             )
         own = {"env", "envFrom"} & self.options.extra.container.keys()
         if own and self.options.kind != "Job":
             raise UsageError(
-                f"[launcher.kubernetes] extra.container: found {', '.join(sorted(own))}, but the ranks of a {self.options.kind} "
+                f"[scheduler.kubernetes] extra.container: found {', '.join(sorted(own))}, but the ranks of a {self.options.kind} "
                 "start over ssh, which passes no variables on; expected variables of libraries in [environment] and all others in "
                 'the image, or kind = "Job"'
             )
@@ -221,5 +221,5 @@ def _state(status: dict[str, Any]) -> JobState:
 
 
 @hookimpl
-def hpctrain_launcher() -> list[type[Launcher]]:
+def hpctrain_scheduler() -> list[type[Scheduler]]:
     return [Kubernetes]

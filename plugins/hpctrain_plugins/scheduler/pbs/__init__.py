@@ -6,9 +6,9 @@ import json
 import shlex
 from pathlib import Path
 
-from hpctrain.api import Field, JobState, Launch, Launcher, UsageError, hookimpl
+from hpctrain.api import Field, JobState, Launch, Scheduler, UsageError, hookimpl
 from hpctrain.toolkit.scripts import Line, asked, clock, filled, told_by
-from hpctrain_plugins.launcher.shell import ShellOptions, program
+from hpctrain_plugins.scheduler.shell import ShellOptions, program
 
 _LONGEST_NAME = 15
 """Characters of a job's name, where PBS is old."""
@@ -32,7 +32,7 @@ class PBSOptions(ShellOptions):
     extra: list[Line] = Field(default=[], description='more options of qsub, such as "-l filesystems=home:eagle"')
 
 
-class PBS(Launcher):
+class PBS(Scheduler):
     """qsub with mpiexec; the job submits itself again until it is done."""
 
     name = "pbs"
@@ -94,7 +94,7 @@ class PBS(Launcher):
     def _per_node(self, launch: Launch) -> list[str]:
         if launch.stage is not None and self.options.mpiexec:
             raise UsageError(
-                "[launcher] mpiexec: found it with stage, expected either: only the default can start one process on each node"
+                "[scheduler] mpiexec: found it with stage, expected either: only the default can start one process on each node"
             )
         return _mpiexec(launch.nodes, 1, launch.mpi)
 
@@ -105,5 +105,5 @@ def _mpiexec(nodes: int, per_node: int, mpi: str | None) -> list[str]:
 
 
 @hookimpl
-def hpctrain_launcher() -> list[type[Launcher]]:
+def hpctrain_scheduler() -> list[type[Scheduler]]:
     return [PBS]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.api import Field, JobState, Launch, Launcher, hookimpl
+from hpctrain.api import Field, JobState, Launch, Scheduler, hookimpl
 from hpctrain.toolkit.scripts import Line, asked, filled, told_by
-from hpctrain_plugins.launcher.shell import ShellOptions, program
+from hpctrain_plugins.scheduler.shell import ShellOptions, program
 
 _WAITS = ("DEPEND", "PRIORITY", "SCHED")
 _RUNS = ("RUN", "CLEANUP")
@@ -19,7 +19,7 @@ class FluxOptions(ShellOptions):
     extra: list[Line] = Field(default=[], description='more options of flux batch, such as "--requires=rack1"')
 
 
-class Flux(Launcher):
+class Flux(Scheduler):
     """flux batch; the job submits itself again until it is done."""
 
     name = "flux"
@@ -68,5 +68,5 @@ class Flux(Launcher):
 
 
 @hookimpl
-def hpctrain_launcher() -> list[type[Launcher]]:
+def hpctrain_scheduler() -> list[type[Scheduler]]:
     return [Flux]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpctrain.api import Field, JobState, Launch, Launcher, hookimpl
+from hpctrain.api import Field, JobState, Launch, Scheduler, hookimpl
 from hpctrain.toolkit.scripts import Line, asked, clock, filled, told_by
-from hpctrain_plugins.launcher.shell import ShellOptions, program
+from hpctrain_plugins.scheduler.shell import ShellOptions, program
 
 _MPI = {"MPICH": "pmi2", "Open MPI": "pmix", None: "none"}
 _REQUESTS = ("partition", "account", "qos", "gres", "constraint", "reservation")
@@ -37,7 +37,7 @@ class SlurmOptions(ShellOptions):
     extra: list[Line] = Field(default=[], description='more options of sbatch, such as "--exclusive"')
 
 
-class Slurm(Launcher):
+class Slurm(Scheduler):
     """sbatch with srun; the job requeues itself until it is done. Several runs are one job array."""
 
     name = "slurm"
@@ -104,5 +104,5 @@ def _state(word: str, fields: dict[str, str], again: str) -> JobState:
 
 
 @hookimpl
-def hpctrain_launcher() -> list[type[Launcher]]:
+def hpctrain_scheduler() -> list[type[Scheduler]]:
     return [Slurm]
