@@ -21,7 +21,7 @@ from live_bytes import LiveBytes
 from hpctrain.checking.check import check
 from hpctrain.contracts.model import MetaModel
 from hpctrain.job.reading import RawJob
-from hpctrain.model.build import named_tensors
+from hpctrain.model.parameters import named_tensors
 
 LAYERS, SEQUENCE, BATCH = 12, 256, 2
 KINDS = ["full", "full every=2", "full every=3", "selective", "selective keep=[]"]

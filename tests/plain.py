@@ -14,7 +14,7 @@ from hpctrain.checking.check import check
 from hpctrain.contracts.dataset import DatasetContext, Samples, Split
 from hpctrain.data.order import SampleOrder
 from hpctrain.job.reading import RawJob
-from hpctrain.model.build import named_tensors
+from hpctrain.model.parameters import named_tensors
 
 Step = tuple[float, float]
 """Loss, and gradient norm before clipping."""

@@ -15,8 +15,8 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.reading import Key, dotted
 from hpctrain.job.tables import Job
-from hpctrain.model.build import refuse_embeddings, refuse_unsaved_buffers
-from hpctrain.model.parameters import refuse_unmatched, trained_names
+from hpctrain.model.parameters import trained_names
+from hpctrain.model.refusals import refuse_embeddings, refuse_unmatched, refuse_unsaved_buffers, refuse_untrained
 from hpctrain.plugins.user_code import is_reference
 
 
@@ -119,8 +119,8 @@ def _model_problems(job: Job, parts: Parts, module: nn.Module | None) -> list[Pl
         trained = trained_names(module, job.model.freeze, job.model.trainable)
     with _problem_at(("optimizer", "groups"), problems):
         refuse_unmatched(trained, parts.optimizer_groups)
-    if not trained:
-        problems.append(PlacedProblem(name, f"[model] {parts.model.name}: it has no parameter to train"))
+    with _problem_at(name, problems):
+        refuse_untrained(parts.model, trained)
     return problems
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hpctrain.base.errors import CheckpointError, UsageError, shown
 from hpctrain.checkpoint.weights import MODEL
 from hpctrain.contracts.pieces import Piece, pieces_of
-from hpctrain.model.build import named_tensors
+from hpctrain.model.parameters import named_tensors
 
 OPTIMIZER = "optimizer/"
 COMPRESSION = "compression/"

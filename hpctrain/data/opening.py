@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from math import lcm, prod
-from typing import Any
 
-import numpy as np
-from torch.utils.data import default_collate
-
-from hpctrain.base.errors import ContractError, HpctrainError, UsageError
+from hpctrain.base.errors import ContractError, UsageError
 from hpctrain.base.safe_files import cache_directory
-from hpctrain.contracts.dataset import Collate, DatasetContext, Lengths, Samples, Source, Split, Stream
-from hpctrain.contracts.model import PaddedModel, TokenModel
+from hpctrain.contracts.dataset import DatasetContext, Lengths, Samples, Split, Stream
+from hpctrain.contracts.model import TokenModel
 from hpctrain.data.node_work import NodeWork
 from hpctrain.data.order import Order, SampleOrder, StreamOrder, WeightedOrder
 from hpctrain.data.plan import BatchPlan
-from hpctrain.data.shapes import Padding
-from hpctrain.data.tokens import TokenPlan, padded, whole_batches
+from hpctrain.data.refusals import lengths_of, refuse_epochs, refuse_other_kind, refuse_unknown_ids, refuse_weights
+from hpctrain.data.shapes import capacity, sequence_multiple
+from hpctrain.data.tokens import TokenPlan, whole_batches
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.plugins.user_code.reference import is_reference
 
 _COUNTED_STEPS = 500_000
 """The most steps of a job with epochs and token batches, whose steps can only be counted from the samples' lengths."""
-_EPOCHS = 100
-"""The most epochs that one token batch may span; its samples are looked up all at once."""
 
 
 @dataclass(frozen=True)
@@ -63,32 +57,18 @@ def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
         )
     for source in (training, validation):
         if source is not None:
-            _refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
+            refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
     lengths, validation_lengths = (
-        _lengths(job, parts, source) if source else None for source in (training, validation)
+        lengths_of(job, parts, source) if source else None for source in (training, validation)
     )
     if is_reference(job.dataset.name) or is_reference(job.model.name):
-        _refuse_other_kind(job, parts, training)
+        refuse_other_kind(job, parts, training)
     samples = len(training) if isinstance(training, Samples) else training.length()
     if samples is None:
-        _refuse_epochs(job)
+        refuse_epochs(job)
     fingerprint, order = _order(job, training)
     steps = _steps(job, samples or 0, order, lengths, training.is_estimate)
     return Data(training, validation, samples, lengths, validation_lengths, fingerprint, order, steps)
-
-
-def _refuse_epochs(job: Job) -> None:
-    """UsageError for a key that counts the epochs of a stream without a length."""
-    for key, value, instead in (
-        ("[job] epochs", job.job.epochs, "[job] steps"),
-        ("[evaluation] every_epochs", job.evaluation.every_epochs, "every_steps"),
-        ("[checkpoint] every_epochs", job.checkpoint.every_epochs, "every_steps"),
-    ):
-        if value:
-            raise UsageError(
-                f"{key}: {job.dataset.name!r} is a stream without a length, so that epochs can't be counted before it ends; give "
-                f"{instead}, or the data set a __len__"
-            )
 
 
 def open_split(job: Job, parts: Parts, split: Split, node: str) -> tuple[Samples | Stream, Lengths | None]:
@@ -97,10 +77,10 @@ def open_split(job: Job, parts: Parts, split: Split, node: str) -> tuple[Samples
     source = parts.dataset.open(split, context)
     if not source:
         raise UsageError(f"[dataset] {job.dataset.name}: it has no {split} split")
-    _refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
-    lengths = _lengths(job, parts, source)
+    refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
+    lengths = lengths_of(job, parts, source)
     if is_reference(job.dataset.name) or is_reference(job.model.name):
-        _refuse_other_kind(job, parts, source)
+        refuse_other_kind(job, parts, source)
     return source, lengths
 
 
@@ -114,16 +94,7 @@ def _order(job: Job, samples: Samples | Stream) -> tuple[str, Order]:
         raise ContractError(f"[dataset] name = {job.dataset.name!r} {told}, expected one text for the same samples")
     if weights is None:
         return fingerprint, SampleOrder(len(samples), seed, fingerprint)
-    if weights.shape != (len(samples),) or not (
-        np.isfinite(weights).all() and weights.min() >= 0 and weights.max() > 0
-    ):
-        found = (
-            f"the shape {weights.shape}" if weights.shape != (len(samples),) else f"{weights.min()} to {weights.max()}"
-        )
-        raise UsageError(
-            f"[dataset] name = {job.dataset.name!r}: found weights of {found}, expected {len(samples)} finite numbers, none "
-            "below 0 and one above"
-        )
+    refuse_weights(job, weights, len(samples))
     digest = hashlib.blake2b(weights.tobytes(), digest_size=8).hexdigest()
     fingerprint = f"{fingerprint} weights {digest}"
     return fingerprint, WeightedOrder(weights, seed, fingerprint)
@@ -151,149 +122,6 @@ def make_plan(job: Job, parts: Parts, lengths: Lengths | None, rank: int, ranks:
         return BatchPlan(batch.global_size, batch.micro_size, rank, ranks)
     assert batch.tokens is not None
     return TokenPlan(lengths, batch.tokens, capacity(job, parts), sequence_multiple(job, parts), rank, ranks)
-
-
-def make_collation(job: Job, parts: Parts, samples: Source) -> Collate:
-    """How samples become a batch."""
-    if job.batch.tokens is None:
-        return samples.collation() or default_collate
-    assert isinstance(parts.model, PaddedModel)  # checked with the job
-    return Padding(parts.model.padding(), sequence_multiple(job, parts))
-
-
-def capacity(job: Job, parts: Parts) -> int:
-    """Tokens of a micro batch, over all ranks that share its samples."""
-    return (job.batch.micro_tokens or 0) * ranks_of_a_sample(job, parts)
-
-
-def ranks_of_a_sample(job: Job, parts: Parts) -> int:
-    """The number of ranks over which a sample is cut."""
-    return prod(job.parallelism[name].size for name, plugin in parts.parallelism.items() if plugin.traits.cuts_samples)
-
-
-def sequence_multiple(job: Job, parts: Parts) -> int:
-    """The number that must divide a batch's length, so that each axis can cut its part from the outer axes' parts."""
-    multiple, ranks = 1, 1  # ranks: those that share a sample
-    for name, plugin in sorted(parts.parallelism.items(), key=lambda item: item[1].traits.order):
-        size = job.parallelism[name].size
-        multiple = lcm(multiple, ranks * plugin.sequence_multiple(size))
-        ranks *= size if plugin.traits.cuts_samples else 1
-    return multiple
-
-
-def _lengths(job: Job, parts: Parts, samples: Samples | Stream) -> Lengths | None:
-    """The length of each sample if the job needs it; UsageError if lengths are unknown or do not fit."""
-    if isinstance(samples, Stream):
-        if job.batch.tokens is None:
-            return None
-        raise UsageError(
-            f"[batch] tokens: {job.dataset.name!r} is a stream, whose samples have unknown lengths; use global_size and "
-            "micro_size, or samples by index with lengths()"
-        )
-    lengths = samples.lengths()
-    if lengths is not None and (lengths.shape != (len(samples),) or lengths.min() < 1):
-        raise UsageError(
-            f"[dataset] name = {job.dataset.name!r}: its lengths have shape {lengths.shape}, the smallest is "
-            f"{lengths.min(initial=1)}; expected {len(samples)} numbers of at least 1"
-        )
-    collates = samples.collation() is not None
-    if job.batch.tokens is None:
-        if lengths is None or collates:
-            return None
-        if lengths.min() != lengths.max():
-            raise UsageError(
-                f"[batch] global_size: the samples of {job.dataset.name!r} have {lengths.min()} to {lengths.max()} tokens, but "
-                "batches of a fixed number of samples need one length; use [batch] tokens and micro_tokens, or a function "
-                "that pads ([dataset] collate)"
-            )
-        _refuse_uneven(job, parts, int(lengths[0]))
-        return None
-    if collates:
-        raise UsageError(
-            f"[batch] tokens: the samples of {job.dataset.name!r} are made into batches by a function of your own, but batches "
-            "by tokens are padded by hpctrain; use global_size and micro_size, or leave the function (collate_fn) out"
-        )
-    if lengths is None:
-        raise UsageError(
-            f"[batch] tokens: the dataset {job.dataset.name!r} does not say how many tokens its samples have (lengths); use "
-            "global_size and micro_size, or another dataset"
-        )
-    _refuse_too_long(job, parts, lengths)
-    tokens = int(lengths.sum())
-    if (job.batch.tokens or 0) > _EPOCHS * tokens:
-        raise UsageError(
-            f"[batch] tokens: found {job.batch.tokens}, but all samples of {job.dataset.name!r} have {tokens}; expected at most "
-            f"{_EPOCHS} times that"
-        )
-    return lengths
-
-
-def _refuse_uneven(job: Job, parts: Parts, length: int) -> None:
-    """UsageError for a length that the axes cannot cut. Token batches are padded instead; a dataset without known lengths may
-    fail in the first step."""
-    multiple = sequence_multiple(job, parts)
-    if length % multiple:
-        sizes = {name: job.parallelism[name].size for name in parts.parallelism}
-        cutting = [f"{name} = {n}" for name, n in sizes.items() if parts.parallelism[name].sequence_multiple(n) > 1]
-        raise UsageError(
-            f"[dataset] seq_length: the samples of {job.dataset.name!r} have {length} tokens, and [parallelism] "
-            f"{' with '.join(cutting)} cuts sequences into equal parts; expected a multiple of {multiple}, such as "
-            f"{max(multiple, length - length % multiple)}"
-        )
-
-
-def _refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
-    index = int(np.argmax(lengths))
-    length, multiple = int(lengths[index]), sequence_multiple(job, parts)
-    size = padded(length, multiple)
-    with_filling = f" ({size} when padded to a multiple of {multiple})" if size > length else ""
-    found = f"sample {index} of {job.dataset.name!r} has {length} tokens{with_filling}"
-    room, spec = capacity(job, parts), parts.model
-    if isinstance(spec, TokenModel) and size > spec.max_seq_length:
-        raise UsageError(
-            f"[batch] tokens: {found}, but the model's max_seq_length is {spec.max_seq_length}; raise that, or cut samples with "
-            "a smaller [dataset] seq_length"
-        )
-    if size > room or length > (job.batch.tokens or 0):
-        what = (
-            f"micro_tokens: {found}, but a forward takes {room}"
-            if size > room
-            else f"tokens: {found}, but a step takes fewer"
-        )
-        raise UsageError(f"[batch] {what}; raise it, or cut samples with a smaller [dataset] seq_length")
-
-
-def _refuse_unknown_ids(name: str, samples: Source, vocab_size: int | None) -> None:
-    if samples.vocab_size is not None and vocab_size is not None and samples.vocab_size > vocab_size:
-        raise UsageError(
-            f"[dataset] {name}: it holds ids up to {samples.vocab_size - 1}, but the model's vocab_size is {vocab_size}; "
-            f"set [model] vocab_size = {samples.vocab_size} or larger"
-        )
-
-
-def _refuse_other_kind(job: Job, parts: Parts, samples: Samples | Stream) -> None:
-    """UsageError unless the model accepts the first sample as a batch of one."""
-    sample, collation = _first(job, samples), samples.collation()
-    batch = None if collation is None else collation([sample])  # its errors say what they are about
-    try:
-        parts.model.count(make_collation(job, parts, samples)([sample]) if batch is None else batch)
-    except Exception as error:  # the model's code on unexpected data may raise anything
-        said = str(error) if isinstance(error, HpctrainError) else f"{type(error).__name__}: {error}"
-        raise UsageError(
-            f"[dataset] name = {job.dataset.name!r}: the model {parts.model.name!r} does not take its samples, such as this "
-            f"{type(sample).__name__}: {said}"
-        ) from error
-
-
-def _first(job: Job, samples: Samples | Stream) -> Any:
-    if isinstance(samples, Samples):
-        return samples[0]
-    samples.set_epoch(0)
-    for item in samples:
-        return item
-    raise UsageError(
-        f"[dataset] name = {job.dataset.name!r} returned a stream that has no items; expected one at least"
-    )
 
 
 def _steps(job: Job, samples: int, order: Order, lengths: Lengths | None, is_estimate: bool) -> int:

@@ -1,16 +1,19 @@
-"""Shapes of micro batches: pads samples of several lengths, and refuses several shapes where an axis takes one only."""
+"""Shapes of micro batches: how many tokens they take, the padding of their samples, and axes that take one shape only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm, prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from hpctrain.base.errors import TrainingError
-from hpctrain.contracts.model import Batch
+from hpctrain.contracts.dataset import Collate, Source
+from hpctrain.contracts.model import Batch, PaddedModel
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 
@@ -50,6 +53,34 @@ class Padding:
         for row, tensor in zip(batch, tensors, strict=True):
             row[: len(tensor)] = tensor
         return batch
+
+
+def make_collation(job: Job, parts: Parts, samples: Source) -> Collate:
+    """How samples become a batch."""
+    if job.batch.tokens is None:
+        return samples.collation() or default_collate
+    assert isinstance(parts.model, PaddedModel)  # checked with the job
+    return Padding(parts.model.padding(), sequence_multiple(job, parts))
+
+
+def capacity(job: Job, parts: Parts) -> int:
+    """Tokens of a micro batch, over all ranks that share its samples."""
+    return (job.batch.micro_tokens or 0) * ranks_of_a_sample(job, parts)
+
+
+def ranks_of_a_sample(job: Job, parts: Parts) -> int:
+    """The number of ranks over which a sample is cut."""
+    return prod(job.parallelism[name].size for name, plugin in parts.parallelism.items() if plugin.traits.cuts_samples)
+
+
+def sequence_multiple(job: Job, parts: Parts) -> int:
+    """The number that must divide a batch's length, so that each axis can cut its part from the outer axes' parts."""
+    multiple, ranks = 1, 1  # ranks: those that share a sample
+    for name, plugin in sorted(parts.parallelism.items(), key=lambda item: item[1].traits.order):
+        size = job.parallelism[name].size
+        multiple = lcm(multiple, ranks * plugin.sequence_multiple(size))
+        ranks *= size if plugin.traits.cuts_samples else 1
+    return multiple
 
 
 def axis_of_one_shape(job: Job, parts: Parts) -> str | None:

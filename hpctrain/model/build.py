@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +23,8 @@ from hpctrain.model.conformance.model import (
     refuse_values_by_call,
 )
 from hpctrain.model.mesh import Meshes
-from hpctrain.model.parameters import freeze, tie, tied_parameters
+from hpctrain.model.parameters import freeze, named_tensors, tie, tied_parameters
+from hpctrain.model.refusals import refuse_embeddings, refuse_unsaved_buffers, refuse_untrained
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,8 +71,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     parts.precision.convert(module)
     outline.refuse_change(parts.precision, "convert", module)
     trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
-    if not trained:
-        raise UsageError(f"[model] {spec.name}: it has no parameter to train")
+    refuse_untrained(spec, list(trained))
     elements = sum(parameter.numel() for parameter in module.parameters())
     tied = tied_parameters(module)
     axes: list[AppliedAxis] = []
@@ -166,13 +165,6 @@ def _fill(piece: Piece, spec: MetaModel, seed: int) -> None:
     mine.copy_(whole)
 
 
-def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Every parameter and every buffer that belongs to the model's state, each once."""
-    persistent = module.state_dict(keep_vars=True).keys()
-    yield from module.named_parameters()
-    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
-
-
 def _under_seed(spec: ModelSpec, seed: int) -> nn.Module:
     """Build the module with values, drawn from `seed`: equal on every rank."""
     with torch.random.fork_rng(devices=[]):
@@ -196,39 +188,6 @@ def _share_values(module: nn.Module) -> None:
         # as bytes: not every backend knows every dtype, and a mask is bool
         dist.broadcast(mine.view(-1).view(torch.uint8), src=0)
         tensor.data = mine
-
-
-def refuse_unsaved_buffers(module: nn.Module, spec: ModelSpec) -> None:
-    """Raises UsageError for buffers that nobody would initialize: on the meta device no tensor has values."""
-    saved = {name for name, _ in named_tensors(module)}
-    unsaved = [name for name, _ in module.named_buffers() if name not in saved]
-    if isinstance(spec, MetaModel) and unsaved:
-        raise UsageError(
-            f"[model] {spec.name}: its buffer{'s' * (len(unsaved) > 1)} {', '.join(unsaved[:3])} would have no values: a "
-            "MetaModel initializes only parameters and persistent buffers; register with persistent=True and "
-            "initialize, or compute in forward, or derive from ModelSpec",
-            everywhere=True,
-        )
-
-
-def refuse_embeddings(module: nn.Module, spec: ModelSpec, data_ranks: int) -> None:
-    """Raises UsageError for embeddings that would train differently on several ranks."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    found = [(name or type(one).__name__, one) for name, one in module.named_modules() if isinstance(one, kinds)]
-    sparse = [name for name, one in found if one.sparse]
-    if sparse:
-        raise UsageError(
-            f"[model] {spec.name}: {', '.join(sparse)} makes sparse gradients, but gradients are summed over ranks in dense "
-            "buffers; build it with sparse = False",
-            everywhere=True,
-        )
-    scaled = [name for name, one in found if one.max_norm is not None]
-    if scaled and data_ranks > 1:
-        raise UsageError(
-            f"[model] {spec.name}: {', '.join(scaled)} with max_norm changes its weight in forward, each rank for its own samples: "
-            f"{data_ranks} data-parallel ranks would diverge; build it without max_norm, and scale its output",
-            everywhere=True,
-        )
 
 
 def _lay_out_in_rows(module: nn.Module) -> None:

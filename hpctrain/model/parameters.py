@@ -9,12 +9,20 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hpctrain.base.errors import UsageError
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import broken
+from hpctrain.model.refusals import refuse_unmatched
+
+
+def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Every parameter and every buffer that belongs to the model's state, each once."""
+    persistent = module.state_dict(keep_vars=True).keys()
+    yield from module.named_parameters()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
 
 
 def tied_parameters(module: nn.Module) -> list[list[str]]:
@@ -113,17 +121,6 @@ def build_optimizer(plugin: Optimizer, groups: Sequence[dict[str, Any]]) -> torc
             found = f"built an optimizer whose lr is {rate:g} where its group says {of_group:g}"
             raise broken(plugin, found, "the groups as they are, or each group's options")
     return optimizer
-
-
-def refuse_unmatched(trained: Sequence[str], patterns: Sequence[dict[str, Any]]) -> None:
-    """Raises UsageError for a pattern that matches none of the names of trained parameters."""
-    for entry in patterns:
-        for pattern in entry["pattern"]:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in trained):
-                names = ", ".join(trained[:5])
-                raise UsageError(
-                    f"[[optimizer.groups]] pattern: no trained parameter matches {pattern!r}; the names are like {names}, ..."
-                )
 
 
 def _group_of(

@@ -13,10 +13,10 @@ from hpctrain.contracts.dataset import Lengths, Samples, Split, Stream
 from hpctrain.contracts.model import Batch
 from hpctrain.data.batches import Batches
 from hpctrain.data.loader import Loader
-from hpctrain.data.opening import make_collation, make_plan, open_data, steps_of_epochs
+from hpctrain.data.opening import make_plan, open_data, steps_of_epochs
 from hpctrain.data.plan import BatchPlan, Planned
 from hpctrain.data.pool import Pool
-from hpctrain.data.shapes import OneShape, axis_of_one_shape
+from hpctrain.data.shapes import OneShape, axis_of_one_shape, make_collation
 from hpctrain.data.streams import EvaluatedStream, TrainedStream
 from hpctrain.data.tokens import TokenPlan
 from hpctrain.job.parts import Parts

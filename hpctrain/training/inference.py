@@ -25,13 +25,14 @@ from hpctrain.contracts.model import TokenModel
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plan import Machine
 from hpctrain.data.loader import Loader
-from hpctrain.data.opening import make_plan, open_split, ranks_of_a_sample
+from hpctrain.data.opening import make_plan, open_split
+from hpctrain.data.shapes import ranks_of_a_sample
 from hpctrain.job.parts import Parts
 from hpctrain.job.reading import RawJob, read_job
 from hpctrain.job.tables import Job
-from hpctrain.model.build import build_whole, named_tensors
+from hpctrain.model.build import build_whole
 from hpctrain.model.mesh import build_meshes, layout_of
-from hpctrain.model.parameters import tied_parameters
+from hpctrain.model.parameters import named_tensors, tied_parameters
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.plugins.user_code.reference import OBJECTS

@@ -27,7 +27,8 @@ from hpctrain.checking.resolved import refuse_other_job, resolved_tables
 from hpctrain.checking.schema import job_schema
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plan import Machine
-from hpctrain.data.opening import open_data, sequence_multiple
+from hpctrain.data.opening import open_data
+from hpctrain.data.shapes import sequence_multiple
 from hpctrain.job.problems import JobError
 from hpctrain.job.reading import RawJob
 from hpctrain.plugins.registry import build_registry

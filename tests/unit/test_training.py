@@ -23,9 +23,9 @@ from hpctrain.checking.check import check
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.pieces import Piece
 from hpctrain.job.reading import RawJob
-from hpctrain.model.build import refuse_embeddings
 from hpctrain.model.conformance.trials import updates_parts_alike
 from hpctrain.model.parameters import build_optimizer
+from hpctrain.model.refusals import refuse_embeddings
 from hpctrain.plugins.registry import build_registry
 from hpctrain.training import starts
 
