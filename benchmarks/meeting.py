@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hpctrain.base.store.gloo import BACKEND
-from hpctrain.mpi import values
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.rendezvous import open_over_mpi
+from hpctrain.mpi.world import broadcast_json, gather_json
 
 TIMEOUT = timedelta(minutes=2)
 JOB = "x" * 4000
@@ -34,7 +34,7 @@ def open_tcp_store() -> Store:
     store = None
     if comm.rank == 0:
         store = TCPStore("127.0.0.1", 0, comm.size, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-    port = values.broadcast(comm, None if store is None else store.port)
+    port = broadcast_json(comm, None if store is None else store.port)
     return store or TCPStore("127.0.0.1", port, comm.size, is_master=False, timeout=TIMEOUT)
 
 
@@ -78,7 +78,7 @@ def main() -> None:
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for number in range(arguments.rounds + 1):
         for name, way in ways.items():
-            ranks = values.gather(MPI.COMM_WORLD, way())
+            ranks = gather_json(MPI.COMM_WORLD, way())
             if number:  # the first round also loads common modules
                 taken[name].append({part: max(one[part] for one in ranks) for part in ranks[0]})
     if MPI.COMM_WORLD.rank:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.base.errors import CheckpointError, UsageError, reason
-from hpctrain.checkpoint.agreement import describe_differences, not_wanted
+from hpctrain.checkpoint.comparison import describe_differences, not_wanted
 from hpctrain.checkpoint.directory import CheckpointDirectory
 from hpctrain.checkpoint.finding import hint_of, recognize
 from hpctrain.checkpoint.retention import Best, Retention

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.base.errors import CheckpointError, UsageError, reason
-from hpctrain.checkpoint.agreement import describe_differences, not_wanted
+from hpctrain.checkpoint.comparison import describe_differences, not_wanted
 from hpctrain.checkpoint.finding import find_checkpoint, memory_for
 from hpctrain.checkpoint.sources import WeightsSource, open_index, open_safetensors, open_torch
 from hpctrain.contracts.checkpoint import CheckpointFormat, StoredTensor

@@ -15,7 +15,7 @@ import click
 from hpctrain.base.errors import EXIT_TRAINING, EXIT_USAGE, HpctrainError
 from hpctrain.base.launcher_variables import launched
 from hpctrain.cli.groups import OpenGroup
-from hpctrain.ranks.ending import end_process
+from hpctrain.ranks.process import end_process
 from hpctrain.version import __version__
 
 GROUPS = {

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.settings import BACKEND
-from hpctrain.mpi.values import gather
+from hpctrain.mpi.world import gather_json
 
 BACKENDS = ("mpi", "gloo", "mpi4py")
 OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -106,5 +106,5 @@ def _medians(calls: dict[str, Callable[[], object]], repetitions: int) -> dict[s
                 call()
                 if repetition >= _WARMUP:
                     times[name].append(time.perf_counter() - start)
-    medians = gather(MPI.COMM_WORLD, {name: statistics.median(taken) for name, taken in times.items()})
+    medians = gather_json(MPI.COMM_WORLD, {name: statistics.median(taken) for name, taken in times.items()})
     return {name: max(of_rank[name] for of_rank in medians) for name in times}

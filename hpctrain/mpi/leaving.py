@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hpctrain.base.errors import HpctrainError
 from hpctrain.mpi.library import MPI, abort
-from hpctrain.mpi.numbering import world
+from hpctrain.mpi.world import world
 
 
 class Group(Protocol):

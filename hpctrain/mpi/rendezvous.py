@@ -17,10 +17,10 @@ from hpctrain.base.store.client import GuardedStore, narrow, open_store
 from hpctrain.base.store.messages import SECRET_BYTES, ProtocolError
 from hpctrain.base.store.network import LOOPBACK, bind_communication, listeners, reachable_addresses
 from hpctrain.base.store.server import StoreServer, warn_of_stranger
-from hpctrain.mpi import leaving, values
+from hpctrain.mpi import leaving
 from hpctrain.mpi.errors import name_ranks
 from hpctrain.mpi.library import MPI
-from hpctrain.mpi.numbering import world
+from hpctrain.mpi.world import broadcast_json, gather_json, world
 
 _ATTEMPT = 2.0  # seconds for one address: a firewall may swallow packets instead of refusing them
 _CONNECT = timedelta(seconds=60)  # for all addresses together
@@ -53,9 +53,9 @@ def open_over_mpi(timeout: timedelta, on_stranger: Callable[[str], None] = warn_
             secret, listeners([LOOPBACK] if one_node else reachable_addresses()), comm.size, on_stranger=on_stranger
         )
         where = {"host": socket.gethostname(), "addresses": server.addresses, "secret": secret.hex()}
-    where = values.broadcast(comm, where)
+    where = broadcast_json(comm, where)
     store = _connect(where, timeout)
-    used = values.gather(comm, [socket.gethostname(), None if store is None else store.address])
+    used = gather_json(comm, [socket.gethostname(), None if store is None else store.address])
     failures = {rank: host for rank, (host, address) in enumerate(used) if address is None}
     if store is None or failures:  # all ranks fail together: a rank that went on alone would wait for the others
         raise _out_of_reach(failures, where)

@@ -117,7 +117,7 @@ def _from_mpi() -> Identity | None:
     """MPI's answer; None when there is no MPI library."""
     try:
         from hpctrain.mpi.library import MPI
-        from hpctrain.mpi.numbering import number_by_node, world
+        from hpctrain.mpi.world import number_by_node, world
     except EnvironmentUnfitError:
         return None
     renumbered = number_by_node()

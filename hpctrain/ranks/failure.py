@@ -20,10 +20,10 @@ from hpctrain.base.launcher_variables import by_srun
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.problems import sentence
 from hpctrain.mpi.errors import CommunicationError
-from hpctrain.ranks.ending import flush_output
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import tell
+from hpctrain.ranks.process import flush_output
 
 _AFTER_THE_CAUSE = 1.0
 """Seconds that a rank waits after a failed communication, so that the rank at fault can print first."""

@@ -1,13 +1,22 @@
-"""This process as the system shows it: its threads, its command line and its environment. Linux only."""
+"""This process: its threads, command line and environment as the system shows them (Linux only), and its end."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import os
+import socket
+import stat
+import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
+
+from hpctrain.base.launcher_variables import pmi_descriptor
 
 _ENDING = 0.2
 """Seconds after its end in which the system may still list a thread."""
@@ -54,3 +63,48 @@ def show_command(command: Sequence[str], environment: Mapping[str, str] | None =
 def _overwrite(place: int, size: int, words: Sequence[bytes]) -> None:
     text = b"".join(word + b"\0" for word in words)[: size - 1]
     ctypes.memmove(place, text.ljust(size, b"\0"), size)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this rank with `code` as Python would, but without finalizing the interpreter.
+
+    Gloo's threads free the tensors of their last operations slightly later, and need the interpreter to do so. Python ends
+    a thread that asks for the interpreter during finalization. In the middle of C++ code this aborts the process: a rank
+    that had finished would exit with 134.
+    """
+    # Python's own exit begins with these two steps; the first joins the threads and closes thread pools
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        connection = _pmi()
+        mpi.Finalize()
+        if connection is not None and _pmi() == connection:
+            _finalize_pmi(connection[0])
+    flush_output()
+    os._exit(code)
+
+
+def _pmi() -> tuple[int, int] | None:
+    """The descriptor on which MPICH's mpiexec, or the starter, serves PMI-1, and its inode."""
+    number = pmi_descriptor()
+    with contextlib.suppress(OSError):
+        if number is not None and stat.S_ISSOCK((found := os.fstat(number)).st_mode):
+            return number, found.st_ino
+    return None
+
+
+def _finalize_pmi(descriptor: int) -> None:
+    """Say that this process ends well, as MPICH 5 does in a handler of exit(), which os._exit leaves out. Otherwise mpiexec would
+    kill the other ranks of the node."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        connection.settimeout(1.0)
+        connection.sendall(b"cmd=finalize\n")
+        connection.recv(1024)  # the acknowledgement
+
+
+def flush_output() -> None:
+    """Flush the output as far as possible."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):  # no space left, no reader, or closed
+            stream.flush()

@@ -4,7 +4,7 @@ Imports no torch, since the help imports every command.
 """
 
 from hpctrain.base.errors import EXIT_TRAINING, EnvironmentUnfitError, UsageError
-from hpctrain.cli.measuring import start_measuring, tell_measured
+from hpctrain.cli.bench import start_measuring, tell_measured
 from hpctrain.cli.options import example
 from hpctrain.plugins.hookspecs import hookimpl
 

@@ -36,10 +36,9 @@ from hpctrain.model.parameters import build_optimizer, parameter_groups
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.model import UserModel
 from hpctrain.ranks.json_collectives import sum_of
-from hpctrain.training.full_parameters import FullParameters
 from hpctrain.training.metrics import NamedLosses
+from hpctrain.training.pieces import FullParameters, PieceTotals
 from hpctrain.training.runner import PlainRunner
-from hpctrain.training.totals import PieceTotals
 
 
 class TrainedModel:

@@ -16,8 +16,8 @@ from hpctrain.checking.check import check
 from hpctrain.job.reading import RawJob
 from hpctrain.model.mesh import build_meshes, layout_of
 from hpctrain.ranks.signals import StopRequest
-from hpctrain.training.full_parameters import FullParameters
 from hpctrain.training.loop import train
+from hpctrain.training.pieces import FullParameters
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 

@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import atexit, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from hpctrain.ranks.ending import end_process
+from hpctrain.ranks.process import end_process
 
 class Witness:
     def __del__(self):

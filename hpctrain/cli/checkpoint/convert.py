@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from hpctrain.base.errors import UsageError
-from hpctrain.cli.checkpoint.common import CHECKPOINT, PATH, Formats, files_of, size_text
+from hpctrain.cli.checkpoint.common import CHECKPOINT, PATH, Formats, bytes_progress, files_of, size_text
 from hpctrain.cli.options import example, weights_of_option
-from hpctrain.cli.progress import bytes_progress
 
 
 @click.command(

@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from hpctrain.base.errors import CheckpointError, escaped
-from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, files_of, size_text, table
+from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, bytes_progress, files_of, size_text, table
 from hpctrain.cli.options import example
-from hpctrain.cli.progress import bytes_progress
 
 
 @click.command("verify", epilog=example("hpctrain checkpoint verify runs/gpt/checkpoints/latest"))

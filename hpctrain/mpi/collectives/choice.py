@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import warnings
 
-from hpctrain.mpi import values
 from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.collectives.node import OverNode
 from hpctrain.mpi.collectives.nodes import OverNodes
 from hpctrain.mpi.collectives.protocol import Collectives
 from hpctrain.mpi.library import MPI
-from hpctrain.mpi.numbering import world
 from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
 from hpctrain.mpi.transfer.node import NodeMemory
 from hpctrain.mpi.transfer.watch import OperationWatch
+from hpctrain.mpi.world import gather_json, on_all, world
 
 
 def choose(channel: Channel, watch: OperationWatch, settings: Settings) -> Collectives:
@@ -26,7 +25,7 @@ def choose(channel: Channel, watch: OperationWatch, settings: Settings) -> Colle
         local = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
     else:
         local = comm.Split(world().rank // settings.ranks_per_node, comm.rank)
-    members = sorted({tuple(ranks) for ranks in values.gather(comm, values.gather(local, comm.rank))})
+    members = sorted({tuple(ranks) for ranks in gather_json(comm, gather_json(local, comm.rank))})
     wanted = all(len(ranks) == len(members[0]) > 1 for ranks in members) and (
         len(members) == 1 or settings.hierarchical
     )
@@ -43,7 +42,7 @@ def choose(channel: Channel, watch: OperationWatch, settings: Settings) -> Colle
 
 def _create_node(comm: MPI.Comm, local: MPI.Comm, watch: OperationWatch) -> NodeMemory | None:
     node = NodeMemory.create(local, watch)
-    if values.on_all(comm, node is not None):
+    if on_all(comm, node is not None):
         return node
     if comm.rank == 0:
         warnings.warn(

@@ -14,12 +14,12 @@ from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.mpi import leaving
 from hpctrain.mpi.collectives.choice import choose
 from hpctrain.mpi.errors import CommunicationTimeoutError, name_ranks
-from hpctrain.mpi.numbering import world
 from hpctrain.mpi.process_group.group import MPIProcessGroup
 from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
 from hpctrain.mpi.transfer.presence import Presence
 from hpctrain.mpi.transfer.watch import OperationWatch
+from hpctrain.mpi.world import world
 
 
 def create_group(options: Any, settings: Settings) -> MPIProcessGroup:

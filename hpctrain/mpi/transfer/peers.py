@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.mpi import values
 from hpctrain.mpi.errors import CommunicationError
 from hpctrain.mpi.library import MPI
+from hpctrain.mpi.world import gather_json, on_all
 
 
 class _Memory(ctypes.Structure):
@@ -43,13 +43,13 @@ class Peers:
     def create(comm: MPI.Comm) -> Peers | None:
         """The processes of `comm`, if each can read the memory of all. Collective."""
         token = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8)
-        there = values.gather(comm, (os.getpid(), token.data_ptr(), token.tolist()))
+        there = gather_json(comm, (os.getpid(), token.data_ptr(), token.tolist()))
         peers = Peers([process for process, _, _ in there])
         readable = _readv is not None and all(
             peers._finds(rank, address, wanted) for rank, (_, address, wanted) in enumerate(there)
         )
         # All tokens stay alive until all ranks have read them.
-        return peers if values.on_all(comm, readable) else None
+        return peers if on_all(comm, readable) else None
 
     def read(self, rank: int, address: int, into: Tensor) -> None:
         """Fill a plain tensor of any size with the bytes at an address of that rank's process.

@@ -14,8 +14,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from hpctrain.mpi import values
 from hpctrain.mpi.library import MPI
+from hpctrain.mpi.world import broadcast_json, on_all
 
 
 def create(comm: MPI.Comm, nbytes: int) -> list[Tensor] | None:
@@ -29,9 +29,9 @@ def create(comm: MPI.Comm, nbytes: int) -> list[Tensor] | None:
         token = secrets.token_bytes(16)
         descriptor = _anonymous_file(whole + len(token), token)
         found = (os.getpid(), descriptor, token.hex())
-    process, descriptor_there, token_there = values.broadcast(comm, found)
+    process, descriptor_there, token_there = broadcast_json(comm, found)
     memory = _open(process, descriptor_there, bytes.fromhex(token_there), whole)
-    everybody = values.on_all(comm, memory is not None)
+    everybody = on_all(comm, memory is not None)
     if descriptor is not None:
         os.close(descriptor)
     if memory is None or not everybody:

@@ -1,4 +1,7 @@
-"""Small JSON values over an MPI communicator. mpi4py's lower-case methods send pickles, which run code on arrival."""
+"""All ranks over MPI, as hpctrain numbers them, and small JSON values between them.
+
+mpi4py's lower-case methods send pickles, which run code on arrival.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import numpy as np
 from hpctrain.mpi.library import MPI
 
 
-def broadcast(comm: MPI.Comm, value: Any = None) -> Any:
+def broadcast_json(comm: MPI.Comm, value: Any = None) -> Any:
     """Rank 0's `value`, on all ranks."""
     content = bytearray(json.dumps(value).encode() if comm.rank == 0 else b"")
     length = np.array([len(content)], dtype=np.int64)
@@ -22,7 +25,7 @@ def broadcast(comm: MPI.Comm, value: Any = None) -> Any:
     return json.loads(content)
 
 
-def gather(comm: MPI.Comm, value: Any) -> list[Any]:
+def gather_json(comm: MPI.Comm, value: Any) -> list[Any]:
     """Every rank's `value` in rank order, on all ranks."""
     content = json.dumps(value).encode()
     lengths = np.empty(comm.size, dtype=np.int64)
@@ -38,3 +41,32 @@ def on_all(comm: MPI.Comm, flag: bool) -> bool:
     everybody = np.empty(1, dtype=np.int32)
     comm.Allreduce(np.array([flag], dtype=np.int32), everybody, MPI.MIN)
     return bool(everybody[0])
+
+
+_world = MPI.COMM_WORLD
+
+
+def world() -> MPI.Intracomm:
+    """The communicator of all ranks."""
+    return _world
+
+
+def number_by_node() -> bool:
+    """Number the ranks node by node from now on, so that neighbours share a node; rank 0 stays rank 0. Collective.
+
+    Returns whether that differs from MPI's numbers: the launcher has dealt the ranks out to the nodes in turn.
+    """
+    global _world
+    launched = MPI.COMM_WORLD
+    if _world is not launched:
+        return True
+    node = launched.Split_type(MPI.COMM_TYPE_SHARED, launched.rank)
+    first_here = broadcast_json(node, launched.rank)
+    node.Free()
+    ordered = launched.Split(0, first_here)  # ranks of one node, with equal keys, keep their order
+    if on_all(launched, ordered.rank == launched.rank):
+        ordered.Free()
+        return False
+    assert isinstance(ordered, MPI.Intracomm)  # what a part of an intracommunicator is
+    _world = ordered
+    return True
