@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from faulty import model_and_data, steps
-from faulty.around_steps import LAUNCHERS, ChangesRows, OpensNothing
+from faulty.around_steps import SCHEDULERS, ChangesRows, OpensNothing
 from faulty.between_ranks import COMMUNICATORS, CutsAnew, CutsFirst, register
 from faulty.fault import FAULTS, Fault, of_slot
 from hpctrain.api import hookimpl
 
-__all__ = ["COMMUNICATORS", "FAULTS", "LAUNCHERS", "Fault", "model_and_data", "register", "steps"]
+__all__ = ["COMMUNICATORS", "FAULTS", "SCHEDULERS", "Fault", "model_and_data", "register", "steps"]
 
 
 @hookimpl
@@ -83,4 +83,4 @@ def hpctrain_logger():
 
 @hookimpl
 def hpctrain_scheduler():
-    return LAUNCHERS
+    return SCHEDULERS

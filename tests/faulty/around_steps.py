@@ -189,4 +189,4 @@ class StateOfItsOwn(_Scheduler):
         return JobState("COMPLETED")
 
 
-LAUNCHERS = [RendersBytes, StateOfItsOwn]
+SCHEDULERS = [RendersBytes, StateOfItsOwn]

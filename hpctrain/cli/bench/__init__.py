@@ -72,7 +72,7 @@ def collectives(ranks: int, backends: str, as_json: bool) -> None:
         sys.exit(start_measuring(ranks, ["collectives", "--backends", backends], as_json))
     import torch.distributed as dist
 
-    from hpctrain.mpi.benchmark import measure
+    from hpctrain.cli.bench.communication import measure
 
     _meet()
     rows = measure(names)
@@ -117,7 +117,7 @@ def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, a
         sys.exit(start_measuring(ranks, words, as_json))
     import torch.distributed as dist
 
-    from hpctrain.checkpoint.benchmark import measure
+    from hpctrain.cli.bench.checkpoint import measure
     from hpctrain.ranks.json_collectives import broadcast_value
 
     _meet()

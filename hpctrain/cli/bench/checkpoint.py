@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.benchmark_methods import FileSystemWriter, Format, Method, PlainFile, Safetensors, TorchSave
 from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.cli.bench.checkpoint_methods import FileSystemWriter, Format, Method, PlainFile, Safetensors, TorchSave
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
 
