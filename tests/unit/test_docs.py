@@ -109,4 +109,4 @@ def test_decisions_have_numbers_of_their_own_and_are_listed() -> None:
     assert len({name[:4] for name in files}) == len(files)
     for name in files:
         assert re.match(rf"# {name[:4]}: .", (ROOT / "docs" / "decisions" / name).read_text()), name
-    assert sorted(links(ROOT / "docs" / "decisions" / "README.md")) == files
+    assert sorted(link for link in links(ROOT / "docs" / "decisions" / "README.md") if "/" not in link) == files
