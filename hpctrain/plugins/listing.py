@@ -90,7 +90,11 @@ def options_schema(plugin: type[Plugin], registry: Registry) -> dict[str, Any]:
 
 def describe_options(plugin: type[Plugin], registry: Registry) -> list[Option]:
     """The options, from their JSON schema, so that help and checks agree."""
-    schema = options_schema(plugin, registry)
+    return describe_keys(options_schema(plugin, registry))
+
+
+def describe_keys(schema: dict[str, Any]) -> list[Option]:
+    """The keys of a table or of a plugin's options, from its JSON schema."""
     required = schema.get("required", [])
     return [
         Option(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import reference_pages
 
 from hpctrain.base import errors
 from hpctrain.job.tables import Job
@@ -95,6 +96,12 @@ def test_every_key_of_a_job_file_is_documented() -> None:
     for table, content in schema["$defs"].items():
         for key in content.get("properties", {}):
             assert f"`{key}`" in text, (table, key)
+
+
+@pytest.mark.parametrize("name", reference_pages.WRITTEN)
+def test_the_reference_says_what_the_sources_say(name: str) -> None:
+    """`python tests/reference_pages.py` writes it anew."""
+    assert (reference_pages.PAGES / name).read_text() == reference_pages.page(name)
 
 
 def test_every_exit_code_is_documented() -> None:
