@@ -78,6 +78,39 @@ def draw_startup() -> None:
     save(drawn, "startup")
 
 
+def draw_holders() -> None:
+    """The part of parameters, gradients and optimizer state that each of four ranks holds: quarters of a bar."""
+    everything, quarters = [(0, 1, 2, 3)] * 4, [(rank,) for rank in range(4)]
+    halves = [(0, 1), (0, 1), (2, 3), (2, 3)]
+    stripes = [(0, 2), (1, 3), (0, 2), (1, 3)]
+    layouts = {
+        "stage 0": (everything, everything, everything),
+        "stage 1": (everything, everything, quarters),
+        "stage 2": (everything, quarters, quarters),
+        "stage 3": (quarters, quarters, quarters),
+        "pipeline = 2": (halves, halves, halves),
+        "tensor = 2": (stripes, stripes, stripes),
+    }
+    drawn, panels = figure(len(layouts))
+    for axes, (title, parts) in zip(panels, layouts.items(), strict=True):
+        for kind, (color, held) in enumerate(zip(COLORS, parts, strict=False)):
+            for rank in range(4):
+                for quarter in range(4):
+                    fill = color if quarter in held[rank] else "none"
+                    place = (rank * 1.25 + kind * 0.35, 3 - quarter)
+                    axes.add_patch(pyplot.Rectangle(place, 0.3, 0.95, facecolor=fill, edgecolor=GREY, linewidth=0.5))
+        axes.set(title=title, xlim=(-0.1, 4.8), ylim=(-0.1, 4.05), yticks=[])
+        axes.set_xticks([rank * 1.25 + 0.5 for rank in range(4)], [f"{rank}" for rank in range(4)])
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+    panels[0].set_xlabel("rank")
+    names = ("parameters", "gradients", "optimizer state")
+    for kind, (color, name) in enumerate(zip(COLORS, names, strict=False)):
+        drawn.text(0.42 + kind * 0.2, 0.02, name, color=color, weight="bold", ha="center")
+    save(drawn, "who-holds-what")
+
+
 if __name__ == "__main__":
     draw_losses()
+    draw_holders()
     draw_startup()
