@@ -20,7 +20,7 @@ from live_bytes import LiveBytes
 
 from hpctrain.checking.check import check
 from hpctrain.contracts.model import MetaModel
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.model.parameters import named_tensors
 
 LAYERS, SEQUENCE, BATCH = 12, 256, 2

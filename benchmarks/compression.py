@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import HashStore
 
 import hpctrain.mpi
 from hpctrain.checking.check import check
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.detection import detect

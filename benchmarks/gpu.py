@@ -33,7 +33,7 @@ from hpctrain.base.errors import HpctrainError
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import Batch, MetaModel
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.model.build import build_on_meta
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.launcher_channel import LauncherChannel

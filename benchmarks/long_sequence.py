@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hpctrain.mpi
 from hpctrain.checking.check import check
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.model.mesh import Meshes, build_meshes, layout_of
 
 CONTEXT, ROOM = 4, 1.25

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hpctrain.mpi
 from hpctrain.checking.check import check
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.model.mesh import Meshes
 
 VOCABULARY, SEQUENCE = 4096, 128

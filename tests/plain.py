@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from hpctrain.checking.check import check
 from hpctrain.contracts.dataset import DatasetContext, Samples, Split
 from hpctrain.data.order import SampleOrder
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.model.parameters import named_tensors
 
 Step = tuple[float, float]

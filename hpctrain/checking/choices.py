@@ -10,7 +10,7 @@ from hpctrain.contracts.plan import Machine, Plan
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
-from hpctrain.job.reading import Key, dotted
+from hpctrain.job.raw import Key, dotted
 from hpctrain.job.tables import Job
 from hpctrain.plugins.blame import raised_in, retell_plugin_error
 from hpctrain.plugins.registry import Registry

@@ -13,7 +13,7 @@ from hpctrain.contracts.model import AttentionModel, PaddedModel
 from hpctrain.contracts.plan import Plan
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
-from hpctrain.job.reading import Key, dotted
+from hpctrain.job.raw import Key, dotted
 from hpctrain.job.tables import Job
 from hpctrain.model.parameters import trained_names
 from hpctrain.model.refusals import refuse_embeddings, refuse_unmatched, refuse_unsaved_buffers, refuse_untrained

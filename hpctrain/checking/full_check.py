@@ -14,7 +14,7 @@ from hpctrain.checkpoint.state import create_state
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.data.opening import Data
 from hpctrain.job.problems import JobError
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.model.parameters import trained_names
 
 

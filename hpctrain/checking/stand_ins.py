@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hpctrain.base.errors import HpctrainError
 from hpctrain.contracts.model import Batch, PaddedModel, TokenModel
 from hpctrain.job.problems import JobError, PlacedProblem
-from hpctrain.job.reading import Key, RawJob
+from hpctrain.job.raw import Key, RawJob
 from hpctrain.plugins.entry_points import ModuleSource
 from hpctrain.plugins.registry import Registered, Registry
 from hpctrain.plugins.slots import SLOTS

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from hpctrain.base.errors import CheckpointError, UsageError, reason
 from hpctrain.checkpoint.comparison import describe_differences, not_wanted
 from hpctrain.checkpoint.finding import find_checkpoint, memory_for
-from hpctrain.checkpoint.sources import WeightsSource, open_index, open_safetensors, open_torch
+from hpctrain.checkpoint.sources import WeightsSource, open_index, open_safetensors
+from hpctrain.checkpoint.torch_files import open_torch
 from hpctrain.contracts.checkpoint import CheckpointFormat, StoredTensor
 from hpctrain.contracts.pieces import Piece
 from hpctrain.ranks.json_collectives import gather_values, share, sum_of, together

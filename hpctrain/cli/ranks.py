@@ -12,7 +12,7 @@ from hpctrain.base.errors import HpctrainError, UsageError
 
 if TYPE_CHECKING:
     from hpctrain.contracts.identity import Identity
-    from hpctrain.job.reading import RawJob
+    from hpctrain.job.raw import RawJob
     from hpctrain.ranks.launcher_channel import LauncherChannel
 
     Work = Callable[[Identity, Callable[[], RawJob], LauncherChannel], int]

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.base.errors import EXIT_USAGE, HpctrainError, JobFileError
-from hpctrain.job.reading import Key, RawJob, dotted
+from hpctrain.job.raw import Key, RawJob, dotted
 from hpctrain.job.table import OF_SEVERAL_KEYS
 from hpctrain.job.toml import written
 

@@ -28,7 +28,8 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_plan, open_split
 from hpctrain.data.shapes import ranks_of_a_sample
 from hpctrain.job.parts import Parts
-from hpctrain.job.reading import RawJob, read_job
+from hpctrain.job.raw import RawJob
+from hpctrain.job.reading import read_job
 from hpctrain.job.tables import Job
 from hpctrain.model.build import build_whole
 from hpctrain.model.mesh import build_meshes, layout_of

@@ -26,7 +26,7 @@ from hpctrain.contracts.scheduler import CANCELLED, JOB_FILE
 from hpctrain.data.pool import refuse_in_worker
 from hpctrain.job.environment import described, exported, in_effect
 from hpctrain.job.output_lock import OutputLock, put_back, set_aside
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.model.conformance.trials import try_communicator
 from hpctrain.plugins.blame import retell_plugin_error

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hpctrain.checking.check import check
 from hpctrain.checking.resolved import resolved_tables
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.slots import SLOTS
 

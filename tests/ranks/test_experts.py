@@ -14,7 +14,7 @@ from training import train_here
 
 from hpctrain.checking.check import check
 from hpctrain.job.problems import JobError
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 

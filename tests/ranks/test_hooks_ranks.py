@@ -13,7 +13,7 @@ from training import SGD, job, session_of, thorough, train_here
 
 from hpctrain.api import LiveModel, Piece, UsageError, hookimpl
 from hpctrain.checking.check import check
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.model.mesh import build_meshes, layout_of
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train

@@ -13,7 +13,7 @@ from training import job
 
 import hpctrain.mpi
 from hpctrain.checking.check import check
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.mpi import BACKEND, Settings
 from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.collectives.node import OverNode

@@ -21,7 +21,7 @@ from hpctrain.base.errors import TrainingError
 from hpctrain.checking.check import check
 from hpctrain.data.opening import open_data
 from hpctrain.data.order import WeightedOrder
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 

@@ -17,7 +17,7 @@ from hpctrain.api import ActivationCheckpointing, Identity, Machine
 from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import check
 from hpctrain.job.problems import JobError
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.plugins.user_code.model import UserModel
 
 LAYERS = 12

@@ -15,7 +15,7 @@ from torchao.optim import AdamW8bit
 import hpctrain
 from hpctrain.checking.check import check
 from hpctrain.job.problems import JobError
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 
 RESUME_BOUND = 5e-4
 """Relative, on the losses: 5e-5 was seen, and 1e-2 without the moments."""

@@ -17,7 +17,8 @@ from hpctrain.base.errors import HpctrainError
 from hpctrain.checking.check import check
 from hpctrain.checking.schema import job_schema
 from hpctrain.job.environment import name_problem, settings, variables
-from hpctrain.job.reading import RawJob, read_job
+from hpctrain.job.raw import RawJob
+from hpctrain.job.reading import read_job
 from hpctrain.plugins.registry import build_registry
 
 REFUSED = [

@@ -14,7 +14,7 @@ from conftest import TINY
 from hpctrain.checking.check import check
 from hpctrain.checking.trial import open_outside
 from hpctrain.job.problems import JobError
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 
 Tables = dict[str, Any]
 

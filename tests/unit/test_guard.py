@@ -20,7 +20,7 @@ from hpctrain.api import LiveModel, Options, Sharding, hookimpl
 from hpctrain.base.errors import EXIT_TRAINING, HpctrainError, TrainingError
 from hpctrain.checking.check import check
 from hpctrain.contracts.runner import MicroBatch
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.training.guard.first_nonfinite import nonfinite_samples
 from hpctrain.training.guard.memory import advice
 from hpctrain.training.guard.replicas import checksum

@@ -30,7 +30,7 @@ from hpctrain.contracts.plan import Machine
 from hpctrain.data.opening import open_data
 from hpctrain.data.shapes import sequence_multiple
 from hpctrain.job.problems import JobError
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.plugins.registry import build_registry
 
 ROOT = Path(__file__).parent.parent.parent

@@ -18,8 +18,10 @@ from hpctrain.base.errors import UsageError
 from hpctrain.base.safe_files import read_pipe
 from hpctrain.checking.check import check
 from hpctrain.job import reading
+from hpctrain.job.positions import key_lines
 from hpctrain.job.problems import JobError
-from hpctrain.job.reading import RawJob, key_lines, merge, read_job
+from hpctrain.job.raw import RawJob, merge
+from hpctrain.job.reading import read_job
 
 KEYS = st.text('abcdefgh-_ .é"', min_size=1, max_size=4)
 VALUES = st.recursive(

@@ -17,7 +17,7 @@ import hpctrain
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.checking.check import check
 from hpctrain.job.problems import JobError
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 
 OWN = """
 import torch

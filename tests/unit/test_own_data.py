@@ -25,7 +25,7 @@ from hpctrain.data.order import SampleOrder
 from hpctrain.data.plan import Planned
 from hpctrain.data.pool import Pool
 from hpctrain.job.problems import JobError
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.plugins.blame import failing_layer
 from hpctrain.plugins.user_code.dataset import UserDataset
 from hpctrain.plugins.user_code.samples import UserSamples

@@ -27,7 +27,7 @@ from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import check
 from hpctrain.contracts.pieces import offsets_of
 from hpctrain.job.problems import JobError
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())

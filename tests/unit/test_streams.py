@@ -21,7 +21,7 @@ from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
 from hpctrain.base.random_numbers import derive_seed, drawing
 from hpctrain.checking.check import check
 from hpctrain.data.opening import open_data
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.plugins.user_code.stream import UserStream
 
 OWN = '''

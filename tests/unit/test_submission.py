@@ -26,7 +26,7 @@ import hpctrain
 from hpctrain.base.errors import UsageError
 from hpctrain.cli import execute
 from hpctrain.contracts.scheduler import JobState, Launch, Scheduler, SubmittedRun
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.detection import detect

@@ -23,7 +23,7 @@ from hpctrain.data.plan import Planned
 from hpctrain.data.shapes import Padding
 from hpctrain.data.tokens import TokenPlan, padded, share_out, whole_batches
 from hpctrain.job.problems import JobError
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60).map(np.array)
 

@@ -22,7 +22,7 @@ from hpctrain.base.random_numbers import derive_seed
 from hpctrain.checking.check import check
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.pieces import Piece
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.model.conformance.trials import updates_parts_alike
 from hpctrain.model.parameters import build_optimizer
 from hpctrain.model.refusals import refuse_embeddings

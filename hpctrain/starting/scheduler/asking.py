@@ -19,7 +19,7 @@ from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.scheduler import JOB_FILE, RECORD, JobState, Scheduler
 from hpctrain.job.problems import validate
 from hpctrain.job.rank_tables import SchedulerTable
-from hpctrain.job.reading import RawJob
+from hpctrain.job.raw import RawJob
 from hpctrain.job.toml import parse
 from hpctrain.starting.scheduler.record import Submission, cancelled, newest
 from hpctrain.starting.scheduler.standing import last_row

@@ -20,7 +20,8 @@ from hpctrain.contracts.scheduler import JOB_FILE, Launch, Scheduler, SubmittedR
 from hpctrain.job.environment import OF_MPIEXEC
 from hpctrain.job.problems import validate
 from hpctrain.job.rank_tables import SchedulerTable
-from hpctrain.job.reading import RawJob, read_job
+from hpctrain.job.raw import RawJob
+from hpctrain.job.reading import read_job
 from hpctrain.starting.mpi_library import MPICH, OPEN_MPI, ask_library
 from hpctrain.starting.scheduler.staging import described
 from hpctrain.starting.scheduler.sweep import Variant, variants

@@ -1,0 +1,162 @@
+"""Makes the plugins of a job from its tables, and collects what is wrong with names and options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from hpctrain.base.errors import EXIT_TRAINING, HpctrainError
+from hpctrain.contracts.plugin import Options
+from hpctrain.job.problems import PlacedProblem, problems_of, validate
+from hpctrain.job.raw import Key, RawJob, dotted
+from hpctrain.job.training_tables import ParameterGroup
+from hpctrain.plugins.blame import raised_in
+from hpctrain.plugins.registry import Registry
+from hpctrain.plugins.slots import SLOTS, TABLES, Slot, table_class
+from hpctrain.plugins.user_code import as_plugin, is_reference
+
+
+class PartsMaker:
+    """Makes the plugin of every slot from the raw tables, collecting problems instead of stopping at the first."""
+
+    def __init__(self, raw: RawJob, registry: Registry, problems: list[PlacedProblem]) -> None:
+        self.raw, self.registry, self.problems = raw, registry, problems
+
+    def make_all(self) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for slot in TABLES:
+            table = self.raw.tables.get(slot.name)
+            if slot.many:
+                rows = table if isinstance(table, list) else []
+                made[f"{slot.name}s"] = [self._table(slot, row, (slot.name, i)) for i, row in enumerate(rows)]
+            elif slot.name == "parallelism":
+                made["parallelism"] = self._parallelism(slot, table if isinstance(table, dict) else {})
+            elif slot.key is None:
+                tables = table.items() if isinstance(table, dict) else ()
+                inner = [(name, own) for name, own in tables if isinstance(own, dict)]
+                made[slot.name] = {name: self._plugin(slot, name, own, (slot.name, name)) for name, own in inner}
+            elif table is None or isinstance(table, dict):
+                made[slot.name] = self._table(slot, table or {}, (slot.name,))
+        made["optimizer_groups"] = self._groups(made.get("optimizer"))
+        return made
+
+    def _parallelism(self, slot: Slot, table: dict[str, Any]) -> dict[str, Any]:
+        axes = {name: value if isinstance(value, dict) else {"size": value} for name, value in table.items()}
+        self._options(
+            Options,
+            {k: v for k, v in axes.pop("replicate", {}).items() if k != "size"},
+            (slot.name, "replicate"),
+            ["size"],
+        )
+        made = {name: self._plugin(slot, name, value, (slot.name, name)) for name, value in axes.items()}
+        return {name: plugin for name, plugin in made.items() if axes[name].get("size") != 1}
+
+    def _table(self, slot: Slot, table: Any, key: Key) -> Any:
+        if not isinstance(table, dict):
+            return None
+        assert slot.key is not None
+        if slot.numbered is not None and slot.key not in table:
+            short, prefix = slot.numbered
+            number = table.get(short, 0)
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                return None  # the core's table has reported it
+            return self._plugin(slot, f"{prefix}{number}", table, key, short)
+        field = table_class(slot).model_fields[slot.key]
+        name = table.get(slot.key, None if field.is_required() else field.default)
+        if not isinstance(name, str):
+            return None  # missing or of a wrong type: the core's table has reported it
+        return self._plugin(slot, name, table, key, slot.key)
+
+    def _plugin(self, slot: Slot, name: str, table: dict[str, Any], key: Key, chosen_by: str | None = None) -> Any:
+        own = table_class(slot).model_fields
+        options = {k: v for k, v in table.items() if k not in own}
+        chooser = (*key, chosen_by) if chosen_by else key
+        try:
+            if slot.takes_user_code and is_reference(name):
+                return as_plugin(slot, name, table, options)
+            cls: Any = self.registry.find(slot.name, name).cls
+        except HpctrainError as error:
+            self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)}: {error}", error.exit_code))
+            return None
+        validated = self._options(cls.Options, options, key, list(own), lambda k: self._owners(slot, k))
+        if validated is None:
+            return None
+        try:
+            return self.registry.make(cls, validated) if self._are_known(cls, validated, key) else None
+        except HpctrainError as error:
+            self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)} = {name!r}: {error}", error.exit_code))
+        except Exception as error:  # a third party's code: the report names it
+            why = raised_in(error, self.registry)
+            self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)} = {name!r}: {why}", EXIT_TRAINING))
+        return None
+
+    def _are_known(self, cls: Any, options: BaseModel, key: Key) -> bool:
+        """Whether the plugins that options name exist."""
+        for option, slot in cls.chooses.items():
+            try:
+                self.registry.find(slot, getattr(options, option))
+            except HpctrainError as error:
+                place = (*key, option)
+                self.problems.append(PlacedProblem(place, f"{dotted(place)}: {error}", error.exit_code))
+                return False
+        return True
+
+    def _owners(self, slot: Slot, option: str) -> str | None:
+        """A hint: the other plugins of the slot that have the option."""
+        entries = sorted(self.registry.entries.items())
+        names = [name for (kind, name), one in entries if kind == slot.name and option in one.cls.Options.model_fields]
+        if not names or not slot.key:
+            return None
+        short, prefix = slot.numbered or ("", "")
+        if short and all(name.startswith(prefix) for name in names):
+            return f"an option of {short} = {', '.join(name.removeprefix(prefix) for name in names)}"
+        return f"an option of {slot.key} = {', '.join(names)}"
+
+    def _options(
+        self,
+        model: type[Options],
+        options: dict[str, Any],
+        key: Key,
+        own: list[str],
+        owners: Callable[[str], str | None] = lambda _: None,
+    ) -> BaseModel | None:
+        try:
+            return validate(model, options)
+        except ValidationError as error:
+            known = partial(_option_keys, model, own)
+            self.problems += problems_of(error, key, self.raw.tables, known, owners)
+            return None
+
+    def _groups(self, optimizer: Any) -> list[dict[str, Any]]:
+        """[[optimizer.groups]], completed with the optimizer's options that a group does not set."""
+        table = self.raw.tables.get("optimizer")
+        if optimizer is None or not isinstance(table, dict) or not isinstance(table.get("groups", []), list):
+            return []
+        own = [*table_class(SLOTS["optimizer"]).model_fields]
+        common = {k: v for k, v in table.items() if k not in own}
+        groups = []
+        for i, group in enumerate(table.get("groups", [])):
+            if not isinstance(group, dict) or "pattern" not in group:
+                continue
+            different = {k: v for k, v in group.items() if k not in ParameterGroup.model_fields}
+            key: Key = ("optimizer", "groups", i)
+            options = self._options(optimizer.Options, {**common, **different}, key, ["pattern"])
+            pattern = group["pattern"]
+            values = {} if options is None else options.model_dump()
+            groups.append({"pattern": [pattern] if isinstance(pattern, str) else pattern, **values})
+        return groups
+
+
+def _option_keys(model: type[BaseModel], own: Sequence[str], below: Key) -> list[str]:
+    """The keys of a plugin's table, or of a table `below` it. own: the core's keys of the same table."""
+    if not below:
+        return [*model.model_fields, *own]
+    if isinstance(below[0], int):  # a row of a list of tables
+        return _option_keys(model, own, below[1:])
+    field = model.model_fields.get(str(below[0]))
+    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+    inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return _option_keys(inner, (), below[1:]) if inner else []

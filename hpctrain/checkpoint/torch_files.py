@@ -1,0 +1,151 @@
+"""Reads the state dict in a file of torch.save, without running code in it."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.base.errors import CheckpointError, shown
+from hpctrain.checkpoint.pickles import check_pickle, check_records
+from hpctrain.checkpoint.sources import MOST_HEADER, WeightsSource, check_name, fill_pieces, slices_of
+from hpctrain.contracts.checkpoint import StoredTensor
+
+_MOST_SHARED = 4
+"""How many times a file's size its tensors may add up to: the names of a tied parameter share its values."""
+_STATE_DICTS = frozenset(("state_dict", "model_state_dict", "model", "module", "net", "network", "weights"))
+"""Names under which training programs save a model's parameters."""
+_DEEPEST = 3
+"""How many dicts deep a state dict is looked for."""
+
+
+def open_torch(path: Path) -> WeightsSource:
+    """Raises CheckpointError for anything but a state dict: parameter names with their tensors."""
+    _check_file(path)
+    try:
+        # Memory-mapped, so that a rank reads only its part. Files of the oldest layout are no zip and can't be mapped.
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError:
+        raise
+    except Exception as error:  # torch raises nearly anything here
+        # Its first lines advise to turn the safety off; the reason follows a marker.
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{path} isn't a file of tensors that torch.load accepts: {reason}") from error
+    content, place = _state_dict(path, content)
+    for name, tensor in content.items():
+        check_name(path, name)
+        kind = _odd_kind(tensor)
+        if kind is not None:
+            raise CheckpointError(
+                f"{path}: {name} is a tensor of the kind {kind}, expected a dense one with its values"
+            )
+    tensors = {name: StoredTensor(tensor.dtype, tuple(tensor.shape), ()) for name, tensor in content.items()}
+    told, there = sum(one.nbytes for one in tensors.values()), path.stat().st_size
+    if told > _MOST_SHARED * there + 2**20:
+        raise CheckpointError(
+            f"{path}: its tensors claim {told} bytes, but the file has {there}: they repeat values (Tensor.expand); "
+            "save them with Tensor.contiguous()"
+        )
+    return WeightsSource(
+        tensors,
+        lambda pieces: fill_pieces(path, pieces, lambda piece: content[piece.name][slices_of(piece)]),
+        lambda: _check_records(path),
+        (f"the state dict is at {place}",) if place else (),
+    )
+
+
+def _state_dict(path: Path, content: Any) -> tuple[dict[str, Tensor], str]:
+    """The state dict in what torch.load gave, and its place: training programs save it beside other things."""
+    found = list(_state_dicts(content, ()))
+    named = [one for one in found if set(one[1]) <= _STATE_DICTS]
+    if len(found) == 1 or len(named) == 1:
+        state, place = (named or found)[0]
+        return state, shown(".".join(place)) if place else ""
+    if found:
+        places = ", ".join(shown(".".join(place)) for _, place in found[:5])
+        raise CheckpointError(f"{path} holds several state dicts, {places}; torch.save the one that you mean alone")
+    what = shown(list(content)[:3]) if isinstance(content, dict) else type(content).__name__
+    raise CheckpointError(f"{path} holds {what}, expected a state dict: parameter names with their tensors")
+
+
+def _state_dicts(content: Any, place: tuple[str, ...]) -> Iterator[tuple[dict[str, Tensor], tuple[str, ...]]]:
+    """The state dicts in dicts of dicts; what belongs to an optimizer is none."""
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content) or len(place) > _DEEPEST:
+        return
+    if (content and all(isinstance(value, Tensor) for value in content.values())) or (not place and not content):
+        yield content, place
+        return
+    for name, value in content.items():
+        yield from _state_dicts(value, (*place, name))
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a crafted file on which torch.load would never end."""
+    if not zipfile.is_zipfile(path):
+        _check_oldest_layout(path)
+        return
+    try:
+        with _Bounded(path) as file, zipfile.ZipFile(file) as records:
+            check_records(records, path.stat().st_size)
+    except OSError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}; torch.load it and torch.save it again") from error
+    except Exception as error:  # zipfile raises several things for a damaged structure
+        raise CheckpointError(f"{path} isn't a file of tensors that torch.load accepts: {error}") from error
+
+
+class _Bounded(io.FileIO):
+    """A file that refuses reads larger than a table may be."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            size = os.fstat(self.fileno()).st_size - self.tell()
+        if size > MOST_HEADER:
+            raise CheckpointError(f"it claims a table of {size} bytes")
+        return super().read(size)
+
+
+def _check_oldest_layout(path: Path) -> None:
+    """Check the five pickles in front of the values."""
+    with path.open("rb") as file:
+        raw = file.read(MOST_HEADER)
+    at = 0
+    try:
+        for _ in range(5):
+            at = check_pickle(raw, at)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} isn't a file of tensors that torch.load accepts: {error}") from error
+
+
+def _check_records(path: Path) -> None:
+    """Check the CRC-32 of each record; a file of the oldest layout is no zip and has none."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as records:
+            damaged = records.testzip()
+    except OSError:
+        raise
+    except Exception as error:  # zipfile raises several things for a damaged structure
+        raise CheckpointError(f"{path} is corrupt: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(
+            f"{path} is corrupt: the CRC of {damaged} is wrong; it was damaged, or saved without CRCs "
+            "(torch.serialization.set_crc32_options(False)): copy it anew, or save it with them"
+        )
+
+
+def _odd_kind(tensor: Tensor) -> str | None:
+    """Why a tensor is no plain rectangle of numbers; None if it is."""
+    if tensor.is_nested or tensor.is_meta:
+        return "nested" if tensor.is_nested else "meta"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout)
+    return str(tensor.dtype) if tensor.is_quantized else None

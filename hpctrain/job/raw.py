@@ -1,0 +1,106 @@
+"""A job's TOML tables as they were written, and the place of each key."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hpctrain.base.errors import JobFileError
+from hpctrain.job.toml import first_beyond
+
+RENAMED = {"launcher": "scheduler"}
+"""Tables by their first names: job files that say [launcher.NAME] mean [scheduler.NAME]."""
+Key = tuple[str | int, ...]
+"""A place in the job: ("optimizer", "lr") or ("logger", 0, "name")."""
+
+
+def dotted(key: Key) -> str:
+    """ "[optimizer] lr", for messages."""
+    if not key:
+        return "the job"
+    if len(key) == 1:
+        return f"[{key[0]}]"
+    inner = ".".join(str(part) for part in key[1:] if not isinstance(part, int))
+    return f"[{key[0]}] {inner}" if inner else f"[[{key[0]}]]"
+
+
+@dataclass
+class RawJob:
+    """The merged TOML tables, and the place of each key ("job.toml:7" or "--set")."""
+
+    tables: dict[str, Any] = field(default_factory=dict)
+    places: dict[Key, str] = field(default_factory=dict)
+    source: str = ""
+    texts: dict[Key, str] = field(default_factory=dict)
+    """How a value of --set that is TOML but no text was typed: `nan` may be meant as a name."""
+
+    def __post_init__(self) -> None:
+        for first, name in RENAMED.items():
+            for known in (self.places, self.texts):
+                for key in [key for key in known if key[:1] == (first,)]:
+                    renamed = (name, *key[1:])
+                    known[renamed] = known.pop(key)
+            if first in self.tables:
+                self.tables = merge(self.tables, {name: self.tables[first]})
+                del self.tables[first]
+
+    def place(self, key: Key) -> str:
+        """The place of `key`, or of the nearest table around it."""
+        while key:
+            if key in self.places:
+                return self.places[key]
+            key = key[:-1]
+        return self.source
+
+    def refuse_values(self) -> RawJob:
+        """Return this job; JobFileError for an integer, a text or a depth that no job file may have."""
+        beyond = first_beyond(self.tables)
+        if beyond is not None:
+            key, why = beyond
+            raise JobFileError(f"{self.place(key)}: {dotted(key)}: {why}")
+        return self
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON value for `from_json` on another rank."""
+        return {
+            "tables": self.tables,
+            "places": [[list(key), place] for key, place in self.places.items()],
+            "source": self.source,
+            "texts": [[list(key), text] for key, text in self.texts.items()],
+        }
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> RawJob:
+        """The raw job in a value from `as_json`."""
+        places, texts = ({tuple(key): text for key, text in value[name]} for name in ("places", "texts"))
+        return RawJob(value["tables"], places, value["source"], texts)
+
+    def with_texts(self, wanted: Iterable[Key]) -> RawJob | None:
+        """The job with the values of --set at the `wanted` places as text; None if it is the same job."""
+        keys = [key for key in dict.fromkeys(wanted) if key in self.texts]
+        if not keys:
+            return None
+        tables = copy.deepcopy(self.tables)
+        for key in keys:
+            value_at(tables, key[:-1])[key[-1]] = self.texts[key]
+        return replace(self, tables=tables, texts={key: text for key, text in self.texts.items() if key not in keys})
+
+
+def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Merge tables key by key; everything else, arrays included, comes from `above`."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def value_at(tables: Any, key: Key) -> Any:
+    for part in key:
+        try:
+            tables = tables[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return tables
