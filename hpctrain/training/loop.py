@@ -99,6 +99,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     with times.waiting_for_data(), phase("data", step):
         micro_batches, samples_seen = loader.step()
     with times.communicating(), position.inside("counting", step):
+        # the divisor is known before the first backward, and is the same on every layout (0004)
         count = model.sum_over_batch(sum(counted(parts.model, micro) for micro in micro_batches))
     if count == 0:
         raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label", everywhere=True)
@@ -125,6 +126,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
         stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
         norm=norm,
     )
+    # one exchange for all that ranks must agree on: loss, norm, memory, requests to stop (0033)
     ranks, of_runner = gather_figures(mine, model.runner.figures())
     found = step_figures(session, ranks, norm, count, trial)
     verdict = session.guard.judge(found)
@@ -133,12 +135,13 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     updates = math.isfinite(found.norm) and (verdict is None or verdict.updates)
 
     lr = model.set_learning_rate(step, progress.steps)
+    # all ranks update or none: the verdict comes from figures that all have (0061)
     with phase("optimizer", step):
         if updates:
             update(session, gradients, found.norm, trial)
         else:
             model.sums.leave_out()
-    model.scaler.update(math.isfinite(found.norm))
+    model.scaler.update(math.isfinite(found.norm))  # a step that is left out counts, too: the scale has to sink
     progress.advance(samples_seen)
     progress.loss = found.loss
 
