@@ -1,4 +1,4 @@
-"""Writes the contracts and the shared examples of docs/plugins/*.md: signatures and docstrings from hpctrain, code from tests/outside.
+"""Writes the contracts in docs/plugins/*.md from hpctrain's signatures and docstrings, and examples from tests/outside.
 
 python tests/plugin_pages.py
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / "docs" / "plugins"
 CONTRACTS = ROOT / "hpctrain" / "contracts"
 HOOKS = ROOT / "hpctrain" / "plugins" / "hookspecs.py"
+_LONG = 100
+"""The length from which inline code may be broken into lines."""
 BEGIN, END = "<!-- contract: begin -->", "<!-- contract: end -->"
 PAGES = {
     "base": ("Plugin", "Options", "ByteSize", "Problem", "Plan", "Machine", "Identity"),
@@ -75,84 +78,118 @@ PAGES = {
 }
 """The classes, functions and aliases of each page, in its order."""
 
-Definition = ast.ClassDef | ast.FunctionDef | ast.Assign
+Node = ast.ClassDef | ast.FunctionDef | ast.Assign | ast.AnnAssign
 
 
-def definitions() -> dict[str, Definition]:
-    """Everything public that the contracts define, and the hooks, by name."""
-    found: dict[str, Definition] = {}
-    for file in (*sorted(CONTRACTS.glob("*.py")), HOOKS):
-        for node in _documented(ast.parse(file.read_text()).body):
-            for name in _names(node):
-                found[name] = node
-    return found
+@dataclass(frozen=True)
+class Definition:
+    """A class, a function or an attribute, with its docstring: of an attribute, the text behind it or its Field's description."""
+
+    node: Node
+    text: str | None
+
+    @property
+    def name(self) -> str:
+        """The name that it defines; of several, the first."""
+        if isinstance(self.node, (ast.ClassDef, ast.FunctionDef)):
+            return self.node.name
+        target = self.node.targets[0] if isinstance(self.node, ast.Assign) else self.node.target
+        return ast.unparse(target)
+
+
+def definitions(body: Sequence[ast.stmt]) -> Iterator[Definition]:
+    """The definitions of a module or a class, in its order."""
+    for node, after in zip(body, [*body[1:], ast.Pass()], strict=True):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            yield Definition(node, ast.get_docstring(node))
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            value = after.value if isinstance(after, ast.Expr) else None
+            behind = str(value.value) if isinstance(value, ast.Constant) else None
+            yield Definition(node, _keywords(node.value).get("description") or behind)
 
 
 def contract(page: str) -> str:
     """The generated part of a page."""
-    known = definitions()
-    blocks = [*_registration(page, known["RegistrationHooks"]), *(_defined(known[name]) for name in PAGES[page])]
+    files = (*sorted(CONTRACTS.glob("*.py")), HOOKS)
+    known = {one.name: one for file in files for one in definitions(ast.parse(file.read_text()).body)}
+    blocks = [*_registration(page, known["RegistrationHooks"].node), *(_shown(known[name]) for name in PAGES[page])]
     return "\n\n".join((BEGIN, *blocks, END))
 
 
-def _registration(page: str, hooks: Definition) -> Iterator[str]:
+def _registration(page: str, hooks: Node) -> Iterator[str]:
     assert isinstance(hooks, ast.ClassDef)
-    for node in hooks.body:
-        if isinstance(node, ast.FunctionDef) and node.name == f"hpctrain_{page}":
-            assert node.returns is not None
-            yield _wrapped(f"The registration hook `{node.name}` returns `{ast.unparse(node.returns)}`.")
+    for one in hooks.body:
+        if isinstance(one, ast.FunctionDef) and one.name == f"hpctrain_{page}":
+            assert one.returns is not None
+            returns = ast.unparse(one.returns)
+            yield _wrapped(f"The registration hook `{one.name}` returns `{returns}`.")
+            if not returns.startswith("list["):
+                yield from _text(ast.get_docstring(one))
 
 
-def _defined(node: Definition) -> str:
+def _shown(one: Definition) -> str:
+    """A heading, the docstring, and the members of a class."""
+    node, title, code, members = one.node, f"### `{one.name}`", "", ""
     if isinstance(node, ast.ClassDef):
-        bases = [ast.unparse(base) for base in node.bases if ast.unparse(base) not in ("ABC", "Protocol", "BaseModel")]
-        title = f"### `{node.name}`" + (f", a `{'`, `'.join(bases)}`" if bases else "")
-        members = [*_members(node)]
-        return "\n\n".join([title, *_text(ast.get_docstring(node)), *(["\n".join(members)] if members else [])])
+        bases = [base for base in map(ast.unparse, node.bases) if base not in ("ABC", "Protocol", "BaseModel")]
+        title += "".join(f", a `{base}`" for base in bases)
+        members = "\n".join(_member(member) for member in definitions(node.body) if _is_told(member))
+    elif isinstance(node, ast.FunctionDef):
+        code = f"`{_signature(node)}`"
+    elif "Validator" not in ast.unparse(node):  # a type that pydantic checks says in words what it takes
+        code = f"`{ast.unparse(node)}`"
+    return "\n\n".join(part for part in (title, code, *_text(one.text), members) if part)
+
+
+def _is_told(member: Definition) -> bool:
+    """Whether a page has the member: public ones, of methods those that have a docstring or are required."""
+    if isinstance(member.node, ast.ClassDef) or member.name == "model_config":
+        return False
+    if isinstance(member.node, ast.FunctionDef):
+        is_operator = member.name.endswith("__") and member.name != "__setattr__"
+        required = "abstractmethod" in _decorators(member.node)
+        return (is_operator or not member.name.startswith("_")) and (member.text is not None or required)
+    return not member.name.startswith("_")
+
+
+def _member(member: Definition) -> str:
+    """A list item."""
+    node, kinds = member.node, []
     if isinstance(node, ast.FunctionDef):
-        return "\n\n".join([f"### `{node.name}`", f"`{_signature(node)}`", *_text(ast.get_docstring(node))])
-    code = ast.unparse(node)
-    shown = [f"`{code}`"] if len(code) < 80 else []
-    return "\n\n".join([f"### `{_names(node)[0]}`", *shown, *_text(node.docstring)])  # type: ignore[union-attr]
+        words = {"abstractmethod": "required", "property": "property", "staticmethod": "static"}
+        kinds = [word for decorator, word in words.items() if decorator in _decorators(node)]
+        returns = "" if node.returns is None else f": {ast.unparse(node.returns)}"
+        code = f"{node.name}{returns}" if "property" in kinds else _signature(node)
+    else:
+        code = _attribute(node)
+    begin = f"- **`{code}`**" + (f" ({', '.join(kinds)})" if kinds else "")
+    return "\n\n".join(_text(member.text, "  ", f"{begin}: ")) if member.text else begin
 
 
-def _members(node: ast.ClassDef) -> Iterator[str]:
-    """A list item for each public attribute and method."""
-    for member in _documented(node.body):
-        if isinstance(member, (ast.AnnAssign, ast.Assign)):
-            if _names(member)[0].startswith(("_", "model_config")):
-                continue
-            shown, required, text = _attribute(member), "", member.docstring  # type: ignore[union-attr]
-        elif isinstance(member, ast.FunctionDef):
-            decorators = {ast.unparse(one) for one in member.decorator_list}
-            text = ast.get_docstring(member)
-            if text is None and "abstractmethod" not in decorators:
-                continue
-            if member.name.startswith("_") and (not member.name.endswith("__") or member.name == "__setattr__"):
-                continue
-            returns = f": {ast.unparse(member.returns)}" if member.returns is not None else ""
-            shown = f"{member.name}{returns}" if "property" in decorators else _signature(member)
-            kinds = ["required"] if "abstractmethod" in decorators else []
-            kinds += [word for word in ("property", "staticmethod") if word in decorators]
-            required = f" ({', '.join(kinds)})" if kinds else ""
-        else:
-            continue
-        paragraphs = [*_text(text, indent="  ", first=f"- **`{shown}`**{required}: ")] if text else [f"- **`{shown}`**{required}"]
-        yield "\n\n".join(paragraphs)
+def _decorators(node: ast.FunctionDef) -> set[str]:
+    return {ast.unparse(one) for one in node.decorator_list}
 
 
-def _attribute(node: ast.AnnAssign | ast.Assign) -> str:
-    """Without ClassVar, which says where Python keeps a value, and without the description in a Field."""
-    if isinstance(node, ast.Assign):
+def _attribute(node: Node) -> str:
+    """Without ClassVar, which says where Python keeps a value, and without what no plugin names: Field, private defaults."""
+    if not isinstance(node, ast.AnnAssign):
         return ast.unparse(node)
     kind = re.sub(r"^ClassVar\[(.*)\]$", r"\1", ast.unparse(node.annotation))
     value = "" if node.value is None else ast.unparse(node.value)
     if isinstance(node.value, ast.Call):
-        given = {word.arg: ast.unparse(word.value) for word in node.value.keywords}
-        value = given.get("default", "")
-    if value.startswith("_"):
-        value = ""
-    return f"{ast.unparse(node.target)}: {kind}" + (f" = {value}" if value else "")
+        value = _keywords(node.value).get("default", "")
+    shows = value and not value.startswith("_")
+    return f"{ast.unparse(node.target)}: {kind}" + (f" = {value}" if shows else "")
+
+
+def _keywords(call: ast.expr | None) -> dict[str, str]:
+    """The keyword arguments of a call: texts as they are, others as code."""
+    found = call.keywords if isinstance(call, ast.Call) else []
+    values = {str(word.arg): word.value for word in found}
+    return {
+        name: value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else ast.unparse(value)
+        for name, value in values.items()
+    }
 
 
 def _signature(node: ast.FunctionDef) -> str:
@@ -161,51 +198,27 @@ def _signature(node: ast.FunctionDef) -> str:
     return f"{node.name}({arguments}){returns}"
 
 
-def _documented(body: list[ast.stmt]) -> Iterator[Definition]:
-    """The definitions of a body, attributes with the docstring behind them in `docstring`."""
-    for node, after in zip(body, [*body[1:], ast.Pass()], strict=True):
-        if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            follows = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            node.docstring = _of_field(node) or (str(after.value.value) if follows else None)  # type: ignore
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.Assign, ast.AnnAssign)):
-            yield node  # type: ignore[misc]
-
-
-def _of_field(node: ast.Assign | ast.AnnAssign) -> str | None:
-    """The description in a pydantic Field."""
-    if isinstance(node.value, ast.Call):
-        for word in node.value.keywords:
-            if word.arg == "description":
-                return str(ast.literal_eval(word.value))
-    return None
-
-
-def _names(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Assign):
-        return [target.id for target in node.targets if isinstance(target, ast.Name)]
-    if isinstance(node, ast.AnnAssign):
-        return [node.target.id] if isinstance(node.target, ast.Name) else []
-    return [node.name] if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else []
-
-
 def _text(docstring: str | None, indent: str = "", first: str = "") -> Iterator[str]:
-    """The paragraphs of a docstring."""
-    paragraphs = re.split(r"\n\s*\n", ast.literal_eval(repr(docstring))) if docstring else []
-    for number, paragraph in enumerate(paragraphs):
-        yield _wrapped(paragraph, indent, first if number == 0 else indent)
+    """The paragraphs of a docstring, behind `first`."""
+    for paragraph in re.split(r"\n\s*\n", docstring or ""):
+        if paragraph.strip():
+            yield _wrapped(paragraph, indent, first)
+            first = indent
 
 
 def _wrapped(text: str, indent: str = "", first: str = "") -> str:
-    """Lines of at most 120 characters; a space in inline code ends none, unless the code is longer."""
-    text = first + " ".join(text.split())
-    text = re.sub(r"`[^`]+`", lambda found: found[0].replace(" ", "\0" if len(found[0]) < 100 else " "), text)
+    """Lines of at most 120 characters; a space in inline code ends none, unless the code is long."""
+    text = re.sub(
+        r"`[^`]+`",
+        lambda code: code[0].replace(" ", "\0") if len(code[0]) < _LONG else code[0],
+        first.lstrip() + " ".join(text.split()),
+    )
+    begin = first if not first.strip() else ""
     lines = textwrap.wrap(
-        text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+        text, 120, initial_indent=begin, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
     for line in lines[1:]:
         assert not re.match(r"\s*([*+#>|-]|\d+[.)]) ", line), f"this would begin a list: {line}"
-    if not first.startswith("- ") and indent:
-        lines[0] = indent + lines[0].lstrip()
     return "\n".join(lines).replace("\0", " ")
 
 

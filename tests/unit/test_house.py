@@ -55,7 +55,9 @@ def test_every_hook_is_documented_and_every_slot_has_one() -> None:
     assert all(f"def {slot.hook}()" in pages[name] for name, slot in SLOTS.items()), "each page has an example"
     table = [*re.findall(r"^\| (?:`hpctrain_[a-z_]+`(?:, )?)+", pages["hook"], flags=re.MULTILINE)]
     told = {name for row in table for name in re.findall(r"`(hpctrain_[a-z_]+)`", row)}
-    assert told == {name for name in vars(LifeCycleHooks) if name.startswith("hpctrain_")}, "the table of life-cycle hooks"
+    assert told == {name for name in vars(LifeCycleHooks) if name.startswith("hpctrain_")}, (
+        "the table of life-cycle hooks"
+    )
     named = set(re.findall(r"`(hpctrain_[a-z_]+)`", text)) - {"hpctrain_plugins"}
     assert named == set(hooks()), "the page names no hook that does not exist"
 
