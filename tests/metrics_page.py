@@ -32,7 +32,7 @@ evaluations = {row["step"]: row["evaluation_loss"] for row in rows if "evaluatio
 ```
 
 Models that read ids count tokens, others samples. A plugin's hook may add keys of its own (`hpctrain_step_end`,
-`hpctrain_evaluation`, see [plugins.md](plugins.md)). `tests/metrics_page.py` writes this page from the docstrings in
+`hpctrain_evaluation`, see [hooks](plugins/hook.md)). `tests/metrics_page.py` writes this page from the docstrings in
 `hpctrain/training/metrics.py`.
 """
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="empty-body"
-"""The pluggy hooks: one registration hook per slot, one for commands, and the life-cycle hooks. docs/plugins.md explains each."""
+"""The pluggy hooks: one registration hook per slot, one for commands, and the life-cycle hooks. docs/plugins/ explains each."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class LifeCycleHooks:
 
     @hookspec
     def hpctrain_phase_begin(self, phase: str, step: int) -> None:
-        """A phase of the step after `step` begins on this rank; docs/plugins.md lists the phases."""
+        """A phase of the step after `step` begins on this rank; docs/plugins/hook.md lists the phases."""
 
     @hookspec
     def hpctrain_phase_end(self, phase: str, step: int) -> None:

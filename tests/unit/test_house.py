@@ -11,11 +11,13 @@ from pathlib import Path
 
 import click
 import metrics_page
+import plugin_pages
 import pytest
 import tomli
 from click.testing import CliRunner
 from sources import sources
 
+import hpctrain.api
 from hpctrain.cli import COMMANDS, cli
 from hpctrain.job.tables import Job
 from hpctrain.plugins.hookspecs import LifeCycleHooks, RegistrationHooks
@@ -41,13 +43,21 @@ def inside(command: click.Command) -> dict[str, click.Command]:
 
 
 def test_every_hook_is_documented_and_every_slot_has_one() -> None:
-    text = (ROOT / "docs" / "plugins.md").read_text()
+    pages = {page.stem: page.read_text() for page in plugin_pages.HOME.glob("*.md")}
+    assert {*SLOTS, "command", "index", "first", "base"} == set(pages), "a page for each slot"
+    text = "".join(pages.values())
     assert len(hooks()) == len(SLOTS) + 1 + 12, "one for commands, and the life-cycle hooks"
     for name in hooks():
         assert f"`{name}`" in text, name
         spec = getattr(RegistrationHooks, name, None) or getattr(LifeCycleHooks, name)
         assert spec.__doc__, name
     assert {f"hpctrain_{slot}" for slot in SLOTS} <= set(hooks())
+    assert all(f"def {slot.hook}()" in pages[name] for name, slot in SLOTS.items()), "each page has an example"
+    table = [*re.findall(r"^\| (?:`hpctrain_[a-z_]+`(?:, )?)+", pages["hook"], flags=re.MULTILINE)]
+    told = {name for row in table for name in re.findall(r"`(hpctrain_[a-z_]+)`", row)}
+    assert told == {name for name in vars(LifeCycleHooks) if name.startswith("hpctrain_")}, (
+        "the table of life-cycle hooks"
+    )
     named = set(re.findall(r"`(hpctrain_[a-z_]+)`", text)) - {"hpctrain_plugins"}
     assert named == set(hooks()), "the page names no hook that does not exist"
 
@@ -111,6 +121,24 @@ def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
 
 def test_the_page_of_metrics_is_that_of_the_rows() -> None:
     assert metrics_page.PAGE.read_text() == metrics_page.page(), "run python tests/metrics_page.py > docs/metrics.md"
+
+
+@pytest.mark.parametrize("name", plugin_pages.PAGES)
+def test_the_contract_on_a_page_of_plugins_is_that_of_the_code(name: str) -> None:
+    text = (plugin_pages.HOME / f"{name}.md").read_text()
+    assert text.count(plugin_pages.BEGIN) == text.count(plugin_pages.END) == 1
+    assert text == plugin_pages.page(name), "run python tests/plugin_pages.py"
+
+
+def test_every_class_of_a_contract_is_on_one_page_of_plugins() -> None:
+    shown = [one for names in plugin_pages.PAGES.values() for one in names]
+    contracts = {
+        name
+        for name in hpctrain.api.__all__
+        if getattr(getattr(hpctrain.api, name), "__module__", "").startswith("hpctrain.contracts.")
+    }
+    assert len(contracts) > 50 and not contracts - {*shown}
+    assert len(shown) == len({*shown})
 
 
 def test_the_help_cuts_no_description(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,7 +251,7 @@ def test_an_hpctrain_error_of_a_plugin_is_told_as_it_is() -> None:
 
 def test_early_stopping_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     """Its page is to be true: also where a checkpoint is saved before the first evaluation, and after a resume."""
-    page = (Path(__file__).parent.parent.parent / "docs" / "plugins.md").read_text()
+    page = (Path(__file__).parent.parent.parent / "docs" / "plugins" / "hook.md").read_text()
     code = next(block for block in page.split("```python\n") if 'name = "stops"' in block).split("```")[0]
     tables = {
         "evaluation": {"every_steps": 2, "batches": 1},
