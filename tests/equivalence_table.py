@@ -21,22 +21,24 @@ BOUNDS = {"fp32": (2e-6, 1e-5), "fp64": (1e-10, 1e-10), "bf16": (2e-3, 1e-1), "f
 
 HEAD = """# Every layout gives the curve of one process
 
-![The losses of one process and of six layouts lie on each other; none differs by more than rounding](pictures/losses.svg)
+![The losses of one process and of six layouts lie on each other](pictures/losses.svg)
 
-`tests/equivalence_table.py` writes this page from a run of `tests/ranks`. A tiny GPT (hidden size 20, 2 layers, 61 ids, 8
-tokens: numbers that the ranks do not divide) trains 6 steps of 24 samples on each layout. The tests compare its losses and
-gradient norms with a plain torch loop in one process (`tests/plain.py`), which does not use hpctrain's ranks, buckets or
-sharding. The picture is of another run: `python docs/pictures/losses.py` trains a GPT of 0.1 million parameters for 60 steps.
+`tests/equivalence_table.py` writes this page from a run of `tests/ranks`. A tiny GPT (hidden size 20, 2 layers, 61
+ids, 8 tokens: numbers that the ranks do not divide) trains 6 steps of 24 samples on each layout. The tests compare
+its losses and gradient norms with a plain torch loop in one process (`tests/plain.py`), which does not use hpctrain's
+ranks, buckets or sharding. The picture is of another run: `python docs/pictures/losses.py` trains a GPT of 0.1
+million parameters for 60 steps.
 """
 NOTES = """
 - **Deviations** are relative: the largest over all steps and cases. The tests' bound is in parentheses.
-- **Layouts**: data parallelism with the stages 0 to 3, tensor, context and pipeline parallelism and their combinations on up
-  to 16 ranks. [Every layout has a row](lab/equivalence.md).
-- **Optimizers**: AdamW, and SGD with momentum and a clip that binds in about half of the steps. AdamW would hide gradients of
-  the wrong scale.
+- **Layouts**: data parallelism with the stages 0 to 3, tensor, context and pipeline parallelism and their
+  combinations on up to 16 ranks. [Every layout has a row](lab/equivalence.md).
+- **Optimizers**: AdamW, and SGD with momentum and a clip that binds in about half of the steps. AdamW would hide
+  gradients of the wrong scale.
 - **Cases**: a step at once or accumulated over micro batches, with and without activation checkpointing.
 - **bf16 and fp16** are compared with the float32 curve.
-- **"Tokens"** are batches by token budget, of samples of 1 to 8 tokens, compared with a loop that forwards each sample alone.
+- **"Tokens"** are batches by token budget, of samples of 1 to 8 tokens, compared with a loop that forwards each
+  sample alone.
 """
 ALL = """# Every layout, its losses and gradient norms beside one process
 
