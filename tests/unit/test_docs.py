@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.slots import SLOTS
 
 ROOT = Path(__file__).parent.parent.parent
+SOURCE = "https://github.com/hpctrain/hpctrain/blob/main/"
+"""The address of files outside of docs/, which the site does not have."""
 PLUGINS = ROOT / "plugins" / "hpctrain_plugins"
 DISTRIBUTIONS = [path.parent / "README.md" for path in (ROOT / "plugins").glob("*/pyproject.toml")]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"), *PLUGINS.glob("*/README.md"), *DISTRIBUTIONS]
@@ -27,9 +30,11 @@ def without_code(page: Path) -> str:
 
 
 def links(page: Path) -> Iterator[str]:
-    """The relative links of a page."""
+    """The links of a page to files of the repository, relative to it."""
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
-        if not re.match(r"[a-z]+:", target):
+        if target.startswith(SOURCE):
+            yield os.path.relpath(ROOT / target.removeprefix(SOURCE), page.parent)
+        elif not re.match(r"[a-z]+:", target):
             yield target
 
 
