@@ -1,0 +1,59 @@
+"""Writes docs/llms.txt, the pages of the site with their first sentence, in the order of mkdocs.yml (https://llmstxt.org).
+
+python tests/llms_page.py > docs/llms.txt
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "llms.txt"
+
+
+def lines() -> Iterator[str]:
+    """The site's name and description, then its sections."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    yield f"# {site['site_name']}\n"
+    yield f"> {site['site_description']}. The pages are Markdown: end an address with index.md or NAME.md.\n"
+    for section in site["nav"]:
+        ((title, pages),) = section.items()
+        yield f"## {title}\n"
+        for name in [pages] if isinstance(pages, str) else flat(pages):
+            heading, sentence = first_words(ROOT / "docs" / name)
+            yield f"- [{heading}]({site['repo_url']}/blob/main/docs/{name}): {sentence}"
+        yield ""
+
+
+def flat(pages: list[Any]) -> Iterator[str]:
+    """The pages of a section and of those in it."""
+    for one in pages:
+        if isinstance(one, str):
+            yield one
+        else:
+            yield from flat(next(iter(one.values())))
+
+
+def first_words(page: Path) -> tuple[str, str]:
+    """The heading and the first sentence."""
+    text = page.read_text()
+    heading = re.search(r"^# (.+)$", text, re.MULTILINE)
+    assert heading is not None, page
+    prose = re.sub(r"^```.*?^```$|^!\[.*?$|^\|.*?$|^    .*?$|^<!--.*?$", "", text[heading.end() :], flags=re.DOTALL | re.MULTILINE)
+    paragraph = " ".join(prose.strip().partition("\n\n")[0].split())
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)
+    return heading[1], re.split(r"(?<=[.:?]) ", plain)[0].rstrip(":") + ("" if plain.endswith(".") else "")
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join(lines()).rstrip("\n") + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
