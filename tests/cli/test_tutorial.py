@@ -69,4 +69,4 @@ def test_the_tutorial_works_as_it_stands(tmp_path: Path) -> None:
             told = [line for line in content.splitlines() if not re.search(OWN, line)]
             missing = [line for line in told if without_numbers(line) not in known]
             assert not missing, (missing, printed)
-    assert files == ["my.py", "arms.toml", "compare.py", "use.py"] and commands == 14
+    assert files == ["my.py", "arms.toml", "compare.py", "use.py"] and commands == 15
