@@ -20,19 +20,19 @@ def lines() -> Iterator[str]:
     """The site's name and description, then its sections."""
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     yield f"# {site['site_name']}\n"
-    yield f"> {site['site_description']}. The pages are Markdown: end an address with index.md or NAME.md.\n"
+    yield f"> {site['site_description']}.\n"
     for section in site["nav"]:
         ((title, pages),) = section.items()
         yield f"## {title}\n"
-        for name in [pages] if isinstance(pages, str) else flat(pages):
+        for name in flat(pages):
             heading, sentence = first_words(ROOT / "docs" / name)
             yield f"- [{heading}]({site['repo_url']}/blob/main/docs/{name}): {sentence}"
         yield ""
 
 
-def flat(pages: list[Any]) -> Iterator[str]:
+def flat(pages: str | list[Any]) -> Iterator[str]:
     """The pages of a section and of those in it."""
-    for one in pages:
+    for one in [pages] if isinstance(pages, str) else pages:
         if isinstance(one, str):
             yield one
         else:
@@ -44,10 +44,11 @@ def first_words(page: Path) -> tuple[str, str]:
     text = page.read_text()
     heading = re.search(r"^# (.+)$", text, re.MULTILINE)
     assert heading is not None, page
-    prose = re.sub(r"^```.*?^```$|^!\[.*?$|^\|.*?$|^    .*?$|^<!--.*?$", "", text[heading.end() :], flags=re.DOTALL | re.MULTILINE)
+    skipped = r"^```.*?^```$|^(?:!\[|\||#|    |<!--).*?$"  # code, pictures, tables, headings, comments
+    prose = re.sub(skipped, "", text[heading.end() :], flags=re.DOTALL | re.MULTILINE)
     paragraph = " ".join(prose.strip().partition("\n\n")[0].split())
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)
-    return heading[1], re.split(r"(?<=[.:?]) ", plain)[0].rstrip(":") + ("" if plain.endswith(".") else "")
+    return heading[1], re.split(r"(?<=[.:?]) ", plain)[0].rstrip(".:") + "."
 
 
 def page() -> str:

@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import llms_page
 import pytest
 import reference_pages
+import yaml
 
 from hpctrain.base import errors
 from hpctrain.job.tables import Job
@@ -69,13 +71,13 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 
 def test_no_line_of_a_page_is_long() -> None:
-    """Apart from tables and code."""
+    """Apart from tables, code and addresses."""
     long = []
     for page in PAGES:
         is_code = False
         for number, line in enumerate(page.read_text().splitlines(), 1):
             is_code ^= line.lstrip().startswith("```")
-            if len(line) > 120 and not is_code and not line.startswith(("|", "    ")):
+            if len(re.sub(r"\(https:[^)]*\)", "", line)) > 120 and not is_code and not line.startswith(("|", "    ")):
                 long.append(f"{page.relative_to(ROOT)}:{number}")
     assert not long
 
@@ -108,6 +110,15 @@ def test_every_key_of_a_job_file_is_documented() -> None:
 def test_the_reference_says_what_the_sources_say(name: str) -> None:
     """`python tests/reference_pages.py` writes it anew."""
     assert (reference_pages.PAGES / name).read_text() == reference_pages.page(name)
+
+
+def test_the_site_has_every_page_and_only_these() -> None:
+    """The navigation of mkdocs.yml, and the list for programs that is made of it (`python tests/llms_page.py`)."""
+    sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = set(llms_page.flat(sections))
+    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md")}
+    assert listed == {page for page in there if not re.match(r"decisions/\d", page)}
+    assert llms_page.PAGE.read_text() == llms_page.page()
 
 
 def test_every_exit_code_is_documented() -> None:
