@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hpctrain.base.errors import CheckpointError, UsageError, reason
 from hpctrain.checkpoint.comparison import describe_differences, not_wanted
+from hpctrain.checkpoint.directory import behind_name
 from hpctrain.checkpoint.finding import find_checkpoint, memory_for
 from hpctrain.checkpoint.sources import WeightsSource, open_index, open_safetensors
 from hpctrain.checkpoint.torch_files import open_torch
@@ -157,8 +158,9 @@ def open_weights(path: Path, formats: Sequence[CheckpointFormat], kept_by: str |
 
     From a checkpoint with names that begin with "model/", as hpctrain's do, only those are taken; from any other, all.
     kept_by: the name of a plugin, such as "ema", that keeps values of its own for parameters in its checkpoints. They are taken in
-    place of the model's; UsageError if there are none.
+    place of the model's; UsageError if there are none. A file `latest` or `best` stands for the checkpoint that it names.
     """
+    path = behind_name(path)
     if not path.is_dir():
         if kept_by is not None:
             raise UsageError(f"{path} is a file with one set of weights; only checkpoints have those of {kept_by!r}")

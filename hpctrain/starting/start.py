@@ -104,9 +104,10 @@ def _where(hosts: Hosts | None) -> str:
 
 
 def _checkpoints_of(tables: Mapping[str, Any]) -> Path:
-    """The directory of the run's checkpoints."""
-    table = tables["job"]
-    return Path(table.get("output_dir") or Path("runs") / table["name"]) / "checkpoints"
+    """The directory of the run's checkpoints. The ranks report a [job] of wrong types."""
+    table = tables.get("job")
+    given = table if isinstance(table, dict) else {}
+    return Path(str(given.get("output_dir") or Path("runs") / str(given.get("name")))) / "checkpoints"
 
 
 def _has_saved(checkpoints: Path, begin: float = 0.0) -> bool:

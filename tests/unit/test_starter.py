@@ -12,6 +12,7 @@ import pytest
 
 from hpctrain.ranks import signals
 from hpctrain.ranks.signals import StopRequest
+from hpctrain.starting import start
 from hpctrain.starting.mpiexec import Mpiexec, UnderMpiexec
 from hpctrain.starting.output_relay import Unbannered, Unruled
 from hpctrain.starting.pmi import PmiServer
@@ -168,3 +169,9 @@ def test_the_starter_imports_no_torch() -> None:
     code = "import sys, hpctrain.cli.run, hpctrain.cli.ranks, hpctrain.starting.start; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n", done
+
+
+@pytest.mark.parametrize("job", [{"name": float("nan")}, {"name": "nan", "output_dir": ""}])
+def test_the_starter_leaves_a_job_of_wrong_types_to_the_ranks(job: dict[str, object]) -> None:
+    assert start._checkpoints_of({"job": job}) == Path("runs/nan/checkpoints")
+    assert start._checkpoints_of({"job": 3}) == start._checkpoints_of({})

@@ -458,7 +458,7 @@ def test_transposed_and_complex_parameters(stage: int, tmp_path: Path, monkeypat
 def test_epochs_freeze_and_given_weights() -> None:
     result = hpctrain.run(digits(job={"steps": 30}))
     assert result["exit_code"] == 0
-    tables = digits(job={"output_dir": "tuned", "name": "tuned"}, model={"weights": "out/checkpoints/step-00000030"})
+    tables = digits(job={"output_dir": "tuned", "name": "tuned"}, model={"weights": "out/checkpoints/latest"})
     del tables["job"]["steps"]
     tables["job"]["epochs"] = 2.5
     tables["model"]["freeze"] = ["1.*"]
