@@ -21,7 +21,7 @@ _PROGRAMS = {"finetune": "finetune.py"}
 @click.option("--template", default="gpt", type=click.Choice(TEMPLATES), show_default=True, help="Train a GPT from scratch or "
               "a torch.nn.Module of your own, or fine-tune a model of transformers.")  # fmt: skip
 def command(path: Path, template: str) -> None:
-    """Write a commented job file to PATH (job.toml), for fine-tuning with the Python that it needs. Existing files stay as they are."""
+    """Write a commented job file to PATH (job.toml), and for `finetune` the Python that it needs. Existing files stay."""
     written = {path: f"{template}.toml"}
     if template in _PROGRAMS:
         written[path.parent / _PROGRAMS[template]] = _PROGRAMS[template]
