@@ -96,8 +96,8 @@ from hpctrain.contracts.optimization import Optimizer, OptimizerOptions, Schedul
 from hpctrain.contracts.parallelism import AppliedAxis, AxisTraits, Parallelism
 from hpctrain.contracts.pieces import Piece, State, pieces_of, set_row_order
 from hpctrain.contracts.pipeline_schedule import PipelineSchedule
-from hpctrain.contracts.plan import Machine, Plan, Problem
-from hpctrain.contracts.plugin import ByteSize, Options, Plugin
+from hpctrain.contracts.plan import Plan
+from hpctrain.contracts.plugin import ByteSize, Machine, Options, Plugin, Problem
 from hpctrain.contracts.precision import LossScaler, Precision
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts, See
 from hpctrain.contracts.scheduler import JobState, Launch, Scheduler, Stage, SubmittedRun

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.base.errors import EXIT_TRAINING, EnvironmentUnfitError, HpctrainError
-from hpctrain.contracts.plan import Machine, Plan
-from hpctrain.contracts.plugin import Plugin
+from hpctrain.contracts.plan import Plan
+from hpctrain.contracts.plugin import Machine, Plugin
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.raw import Key, dotted

@@ -21,7 +21,8 @@ from hpctrain.checkpoint.weights import open_weights
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.optimization import Optimizer
-from hpctrain.contracts.plan import Machine, Plan
+from hpctrain.contracts.plan import Plan
+from hpctrain.contracts.plugin import Machine
 from hpctrain.data.opening import Data, open_data
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem

@@ -1,4 +1,4 @@
-"""The view of plugins before anything is built: the job as data, and the machine that it is to run on."""
+"""The job as plugins see it before anything is built."""
 
 from __future__ import annotations
 
@@ -6,35 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from hpctrain.base.errors import EXIT_USAGE, HpctrainError
 from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
-from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.parallelism import AxisTraits, Parallelism
 from hpctrain.contracts.sharding import Sharding
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something in a job that a plugin can't do.
-
-    why: the end of a sentence that says what was found, what was expected and what to do. key: what has to change, such as
-    "batch.micro_size"; "" is the plugin's own place in the job. exit_code: 2, or 3 for what is not installed.
-    """
-
-    why: str
-    key: str = ""
-    exit_code: int = EXIT_USAGE
-    is_sentence: bool = False
-    """Whether `why` is a whole sentence with the key in it."""
-
-    @staticmethod
-    def of(error: HpctrainError) -> Problem:
-        """The problem that an error tells."""
-        return Problem(str(error), exit_code=error.exit_code, is_sentence=True)
 
 
 @dataclass(frozen=True)
@@ -81,11 +58,3 @@ class Plan:
     def compiles(self) -> bool:
         """Whether blocks are compiled."""
         return bool(self.tables["compile"]["enabled"])
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine of a rank. device: None until a communicator has given the rank one."""
-
-    identity: Identity
-    device: torch.device | None = None

@@ -1,6 +1,6 @@
 """The base of every plugin: a name, and options with types and help. It is a choice, not what runs.
 
-And the error about one that breaks its contract.
+With what it is asked, what it answers, and the error about one that breaks its contract.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import importlib.metadata
 import re
 from abc import ABCMeta
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from hpctrain.base.errors import ContractError
+from hpctrain.base.errors import EXIT_USAGE, ContractError, HpctrainError
+from hpctrain.contracts.identity import Identity
 
 if TYPE_CHECKING:
     import torch
-
-    from hpctrain.contracts.plan import Machine, Plan, Problem
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -32,6 +32,34 @@ class Options(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something in a job that a plugin can't do.
+
+    why: the end of a sentence that says what was found, what was expected and what to do. key: what has to change, such as
+    "batch.micro_size"; "" is the plugin's own place in the job. exit_code: 2, or 3 for what is not installed.
+    """
+
+    why: str
+    key: str = ""
+    exit_code: int = EXIT_USAGE
+    is_sentence: bool = False
+    """Whether `why` is a whole sentence with the key in it."""
+
+    @staticmethod
+    def of(error: HpctrainError) -> Problem:
+        """The problem that an error tells."""
+        return Problem(str(error), exit_code=error.exit_code, is_sentence=True)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine of a rank. device: None until a communicator has given the rank one."""
+
+    identity: Identity
+    device: torch.device | None = None
 
 
 class _Frozen(ABCMeta):
@@ -71,10 +99,11 @@ class Plugin(metaclass=_Frozen):
         if chosen is not None:
             self.chosen = chosen
 
-    def problems(self, plan: Plan) -> list[Problem]:
+    def problems(self, plan: Any) -> list[Problem]:
         """Problems of the job with this plugin. Asked once for each job, before anything is built.
 
-        A UsageError that it raises is told as it is. Must not communicate.
+        plan: a `Plan`, whose type a subclass names; it holds plugins, so this file can't. A UsageError that this raises is told as
+        it is. Must not communicate.
         """
         return []
 

@@ -20,7 +20,7 @@ from hpctrain.base.store.server import warn_of_stranger
 from hpctrain.base.torch_private import HashStore
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.plan import Machine
+from hpctrain.contracts.plugin import Machine
 from hpctrain.job.environment import compare
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting_place import meeting_place, not_met, open_or_join, open_over_pmi

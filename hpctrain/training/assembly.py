@@ -10,7 +10,7 @@ from hpctrain.base.launcher_variables import launcher_name
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.choices import refuse_machine
 from hpctrain.contracts.optimization import Schedule
-from hpctrain.contracts.plan import Machine
+from hpctrain.contracts.plugin import Machine
 from hpctrain.model.conformance.trials import refuse_impure_schedule
 from hpctrain.model.mesh import build_meshes, layout_of
 from hpctrain.plugins.life_cycle import LifeCycle

@@ -23,7 +23,7 @@ from hpctrain.checkpoint.weights import load_weights
 from hpctrain.contracts.dataset import Samples, Split, Stream
 from hpctrain.contracts.model import TokenModel
 from hpctrain.contracts.pieces import Piece
-from hpctrain.contracts.plan import Machine
+from hpctrain.contracts.plugin import Machine
 from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_plan, open_split
 from hpctrain.data.shapes import ranks_of_a_sample

@@ -26,7 +26,7 @@ from hpctrain.checking.full_check import sizes
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
 from hpctrain.checking.schema import job_schema
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.plan import Machine
+from hpctrain.contracts.plugin import Machine
 from hpctrain.data.opening import open_data
 from hpctrain.data.shapes import sequence_multiple
 from hpctrain.job.problems import JobError
