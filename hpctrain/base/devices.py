@@ -9,6 +9,7 @@ Imports only torch. Plugins find these functions in hpctrain.api.
 
 from __future__ import annotations
 
+import inspect
 import time
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -61,9 +62,13 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def takes_bf16(device: torch.device) -> bool:
-    """Whether `device` computes in bfloat16; true for kinds of devices without a check in torch."""
+    """Whether `device` has bfloat16 in hardware; true for kinds of devices without a check in torch."""
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
-    return supported is None or bool(supported())
+    if supported is None:
+        return True
+    # by default torch says yes of a GPU that emulates it, several times slower than float32
+    emulated = "including_emulation" in inspect.signature(supported).parameters
+    return bool(supported(including_emulation=False) if emulated else supported())
 
 
 def peak_memory(device: torch.device) -> int:
@@ -120,8 +125,11 @@ def is_started() -> bool:
 
 
 def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of an NVIDIA GPU, such as (9, 0); None for every other device."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    """The compute capability of an NVIDIA GPU, such as (9, 0); None for every other device.
+
+    torch calls AMD's GPUs "cuda", too, and gives the numbers of their own architectures: an MI250 has (9, 0).
+    """
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.hip is None else None
 
 
 def allow_tf32(device: torch.device, allowed: bool) -> None:

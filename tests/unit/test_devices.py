@@ -15,11 +15,12 @@ import pytest
 import torch
 from hpctrain_plugins.communicator.backends import NCCL
 from hpctrain_plugins.precision.floating import BF16, AutoPrecision
+from hpctrain_plugins.precision.gpu import TF32
 from sources import sources
 
 import hpctrain.api
 from hpctrain.base import devices
-from hpctrain.contracts import plan
+from hpctrain.contracts import plugin
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plugin import Options
 from hpctrain.training.metrics import memory_bytes
@@ -27,7 +28,7 @@ from hpctrain.training.metrics import memory_bytes
 ROOT = Path(__file__).parent.parent.parent
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
 KINDS = re.compile(r"\b(cuda|xpu|mps|hpu|npu|mtia)\b|is_cuda")
-NVIDIA_OWN = {"hpctrain/base/devices.py": 6, "plugins/hpctrain_plugins/communicator/backends.py": 1}
+NVIDIA_OWN = {"hpctrain/base/devices.py": 7, "plugins/hpctrain_plugins/communicator/backends.py": 1}
 """Lines that name a kind of device: the capability, tf32, NCCL's groups and version, and the one that NCCL serves."""
 
 
@@ -77,7 +78,7 @@ def test_a_cpu() -> None:
 def test_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     assert devices.accelerator() is None and devices.device_of_rank(3) == CPU
-    assert NCCL(Options()).missing(plan.Machine(Identity())) == "there is no GPU that torch can use"
+    assert NCCL(Options()).missing(plugin.Machine(Identity())) == "there is no GPU that torch can use"
 
 
 class Event:
@@ -107,14 +108,17 @@ class Machine:
     def __init__(self) -> None:
         self.current: dict[int, torch.device] = {}
         self.random = {0: torch.tensor(0), 1: torch.tensor(1)}
-        self.bf16 = True
+        self.bf16, self.emulates = True, True
         self.module = SimpleNamespace(
             get_device_name=lambda device: f"Accelerator {device.index}",
-            is_bf16_supported=lambda: self.bf16,
+            is_bf16_supported=self.supports_bf16,
             Event=Event,
             get_rng_state=lambda device: self.random[device.index].clone(),
             set_rng_state=lambda state, device: self.random[device.index].copy_(state),
         )
+
+    def supports_bf16(self, including_emulation: bool = True) -> bool:
+        return self.bf16 or (including_emulation and self.emulates)
 
     def set_device_index(self, device: torch.device) -> None:
         self.current[threading.get_ident()] = device
@@ -152,10 +156,23 @@ def test_an_accelerator_of_another_maker(machine: Machine) -> None:
 
 def test_precision_and_nccl_ask_it(machine: Machine) -> None:
     assert (
-        BF16(Options()).missing(plan.Machine(Identity(), XPU)) is None
+        BF16(Options()).missing(plugin.Machine(Identity(), XPU)) is None
         and AutoPrecision(Options()).describe(XPU) == "bf16 (auto)"
     )
     machine.bf16 = False
-    assert BF16(Options()).missing(plan.Machine(Identity(), XPU)) == "Accelerator 1 has no bfloat16; use fp16 or fp32"
+    assert BF16(Options()).missing(plugin.Machine(Identity(), XPU)) == "Accelerator 1 has no bfloat16; use fp16 or fp32"
     assert AutoPrecision(Options()).describe(XPU) == "fp32 (auto)"
-    assert NCCL(Options()).missing(plan.Machine(Identity())) == "there is no GPU that torch can use"
+    assert NCCL(Options()).missing(plugin.Machine(Identity())) == "there is no GPU that torch can use"
+
+
+@pytest.mark.parametrize(("hip", "lacks"), [(None, False), ("6.4", True)], ids=["NVIDIA", "AMD"])
+def test_an_amd_gpu_is_not_judged_by_nvidias_numbers(
+    hip: str | None, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch calls both "cuda"; an MI250's architecture has the number 9.0."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    gpu = plugin.Machine(Identity(), torch.device("cuda", 0))
+    why = "TensorFloat-32 needs an NVIDIA GPU, and this rank computes on a GPU; use fp32 or bf16" if lacks else None
+    assert TF32(Options()).missing(gpu) == why

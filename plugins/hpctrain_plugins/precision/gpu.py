@@ -19,7 +19,7 @@ def _lacks(device: torch.device | None, capability: tuple[int, int], what: str) 
         return None
     found = nvidia_capability(device)
     if found is None:
-        return f"{what} needs an NVIDIA GPU, and this rank computes on {device.type}; use fp32 or bf16"
+        return f"{what} needs an NVIDIA GPU, and this rank computes on {device_name(device)}; use fp32 or bf16"
     if found < capability:
         return f"{device_name(device)} has no {what}; use bf16 or fp32"
     return None
