@@ -13,14 +13,33 @@ import inspect
 import time
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+
+_SYSTEM_FILES = (("/dev/nvidia0", "an NVIDIA GPU", "CUDA"), ("/dev/kfd", "an AMD GPU", "ROCm"))
+"""Files of drivers, the vendor, and what torch must be built with."""
 
 
 def accelerator() -> torch.device | None:
     """The kind of accelerator that torch can use on this machine; None if it can use only the CPU."""
     return torch.accelerator.current_accelerator(check_available=True)
+
+
+def unusable_accelerator() -> str | None:
+    """Why torch can't use an accelerator that the system has; None if it has none, or torch can use it."""
+    if accelerator() is not None:
+        return None
+    for file, vendor, build in _SYSTEM_FILES:
+        if Path(file).exists():
+            has = (
+                "its driver does not answer"
+                if torch.accelerator.current_accelerator() is not None
+                else f"it has no {build}"
+            )
+            return f"{vendor} that this torch can't use ({has})"
+    return None
 
 
 def accelerator_count() -> int:

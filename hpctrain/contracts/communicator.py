@@ -17,9 +17,13 @@ class Communicator(Plugin):
     preference: ClassVar[int | None] = None
     """`auto` takes the available one with the highest; None is never taken by itself."""
 
-    def choose(self, identity: Identity, installed: list[Communicator]) -> Communicator:
-        """The communicator to use instead of this one; `installed` holds all. Must not communicate."""
-        return self
+    on_accelerators: ClassVar[bool] = False
+    """Whether the ranks compute on accelerators. Rank 0 then deals one to each of them: `identity.accelerator` of `device`."""
+
+    def candidates(self, installed: list[Communicator]) -> list[Communicator]:
+        """The communicators to use in place of this one, the best first; `installed` holds all. The first that lacks nothing on
+        any rank is taken."""
+        return [self]
 
     @abstractmethod
     def backend(self) -> str:

@@ -21,3 +21,5 @@ class Identity:
     source: LaunchSource = "alone"
     renumbered: bool = False
     """Whether the launcher numbered the ranks otherwise: it dealt them out to the nodes in turn."""
+    accelerator: int | None = None
+    """torch's index of the accelerator that rank 0 has dealt to this rank; None before that, and on CPUs."""

@@ -76,7 +76,10 @@ class CommunicatorTable(SlotTable):
     """[communicator]"""
 
     name: str = "auto"
-    """A communicator plugin; auto takes the best one that is available."""
+    """A communicator plugin; auto takes the best one that every rank can use."""
+    device: Literal["auto", "accelerator", "cpu"] = "auto"
+    """The device of the ranks: auto takes accelerators where each rank can have one of its own, and warns where it leaves some
+    unused; "accelerator" refuses instead; "cpu" leaves them alone."""
     timeout_seconds: float = Field(default=600, gt=0, le=1e8)
     """Time limit of every communication; then the job ends with the names of the missing ranks."""
     check: bool = False

@@ -44,6 +44,12 @@ CHANGES: tuple[Change, ...] = (
     *_all(2, "Sharding", "refuse(spec, axes)", _PROBLEMS),
     *_all(2, "Parallelism", "refuse(spec, size) refuse_micro_batches(count, size) refuse_compile(whole)", _PROBLEMS),
     *_all(2, "Communicator", "unavailable(identity)", _MISSING),
+    *_all(
+        2,
+        "Communicator",
+        "choose(identity, installed)",
+        "`candidates(installed)` returns communicators, the best first",
+    ),
     *_all(2, "Precision", "unfit(device)", _MISSING),
     *_all(
         2,

@@ -105,10 +105,9 @@ def _agree(world: World, device: torch.device, bind: CpuBind) -> Binding:
         return _kept(mask, cores, world.identity.local_size, "")
     name = binds_threads(os.environ)
     mine = {
-        # not the node's name: containers with names of their own may share its cores
-        "machine": _BOOT.read_text().strip() if _BOOT.exists() else world.identity.node,
+        "machine": machine_id(world.identity.node),
         "mask": sorted(mask),
-        "home": _numa_of(device),
+        "home": numa_of(device),
         "cores": [[core.numa, core.cpus] for core in cores],
         "why_not": (f"{name} is set" if name else "") if bind == "auto" else '[job] cpu_bind is "none"',
     }
@@ -185,13 +184,24 @@ def topology(cpus: Iterable[int], system: Path = _SYSTEM) -> list[Core]:
     return [Core(numa, tuple(found)) for (numa, _), found in of_core.items()]
 
 
-def _numa_of(device: torch.device) -> int | None:
+def numa_of(device: torch.device) -> int | None:
     """The NUMA node that an accelerator is connected to; None if it has none or the system does not tell."""
     address = pci_address(device)
     with suppress(OSError, ValueError):
         numa = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text()) if address else -1
         return numa if numa >= 0 else None
     return None
+
+
+def own_numa_node() -> int | None:
+    """The NUMA node of this process's CPUs; None if they are in several."""
+    nodes = {core.numa for core in topology(_mask())}
+    return nodes.pop() if len(nodes) == 1 else None
+
+
+def machine_id(node: str) -> str:
+    """A name for this machine: its start, or `node`, the host's name. Containers with names of their own may share a machine."""
+    return _BOOT.read_text().strip() if _BOOT.exists() else node
 
 
 def _mask() -> frozenset[int]:

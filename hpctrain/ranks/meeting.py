@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,6 @@ from hpctrain.base.store.server import warn_of_stranger
 from hpctrain.base.torch_private import HashStore
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.plugin import Machine
 from hpctrain.job.environment import compare
 from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting_place import meeting_place, not_met, open_or_join, open_over_pmi
@@ -190,12 +189,9 @@ def _variables(reports: list[dict[str, Any]]) -> Iterator[tuple[list[str], list[
         yield [f"{where}: {line} ({why})" for line in odd], [f"{where}: {line}" for line in other]
 
 
-def take_device(world: World, communicator: Communicator) -> torch.device:
-    """The device that this rank computes on from now on. EnvironmentUnfitError if the communicator can't be used here."""
-    why = communicator.missing(Machine(world.identity))
-    if why is not None:
-        raise EnvironmentUnfitError(f"[communicator] name = {communicator.name!r}: {why}")
-    device = communicator.device(world.identity)
+def take_device(world: World, communicator: Communicator, accelerator: int | None = None) -> torch.device:
+    """The device that this rank computes on from now on. accelerator: the index of the one that rank 0 has dealt to it."""
+    device = communicator.device(replace(world.identity, accelerator=accelerator))
     use_device(device)
     return device
 

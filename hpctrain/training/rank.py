@@ -34,6 +34,7 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.calling import retell_model_error
 from hpctrain.plugins.user_code.model import CALLS
 from hpctrain.plugins.user_code.python_objects import given_objects
+from hpctrain.ranks.accelerators import agree_on_communicator
 from hpctrain.ranks.binding import Binding, bound
 from hpctrain.ranks.detection import detect, fallback_notice, torchrun_variables
 from hpctrain.ranks.failure import end_on_signals, leave
@@ -238,8 +239,8 @@ def _communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJ
     of plugins and of the user's own model become sentences."""
     identity, hooks = world.identity, None
     try:
-        checked = _with_communicator(checked, identity)
-        device = take_device(world, checked.parts.communicator)
+        checked, card = _with_communicator(world, checked)
+        device = take_device(world, checked.parts.communicator, card)
         with bound(world, device, checked.job.job.cpu_bind) as binding:  # before there are threads that compute
             start_communication(
                 world, checked.parts.communicator, checked.job.communicator.timeout_seconds, _wrap(checked.job)
@@ -335,10 +336,14 @@ def _wrap(job: Job) -> Callable[[str, Any], tuple[str, Any]] | None:
     return compared
 
 
-def _with_communicator(checked: CheckedJob, identity: Identity) -> CheckedJob:
-    """The job with the communicator chosen for these ranks: `auto` chooses another one."""
-    chosen = checked.parts.communicator.choose(identity, checked.parts.communicators)
-    return replace(checked, parts=replace(checked.parts, communicator=chosen))
+def _with_communicator(world: World, checked: CheckedJob) -> tuple[CheckedJob, int | None]:
+    """The job with the communicator that all ranks take, and the index of this rank's accelerator. Collective."""
+    parts, device = checked.parts, checked.job.communicator.device
+    agreed = agree_on_communicator(world, parts.communicator, parts.communicators, device)
+    if world.identity.rank == 0:
+        for remark in agreed.remarks:
+            tell(f"hpctrain: warning: {remark}")
+    return replace(checked, parts=replace(parts, communicator=agreed.communicator)), agreed.accelerator
 
 
 def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> None:

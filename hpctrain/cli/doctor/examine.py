@@ -16,10 +16,10 @@ from hpctrain.base.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentUnfitEr
 from hpctrain.base.launcher_variables import by_srun
 from hpctrain.cli.doctor import communication, directory, launch, node
 from hpctrain.cli.doctor.findings import Finding, FindingOfRanks, merged, row_of, tried
-from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.environment import settings
 from hpctrain.plugins.registry import Registry, build_registry
+from hpctrain.ranks.accelerators import Agreed, agree_on_communicator
 from hpctrain.ranks.binding import Binding, bound
 from hpctrain.ranks.failure import ignore_terminate, leave, limited
 from hpctrain.ranks.launcher_channel import LauncherChannel
@@ -108,7 +108,7 @@ class _Examination:
         identity = self.identity
         with self._limited("the checks of the node"):
             findings = [
-                tried("devices", lambda: node.accelerators(identity)),
+                tried("devices", node.accelerators),
                 tried("open files", lambda: node.open_files(identity)),
                 tried("process_vm_readv", lambda: node.neighbours(identity)),
             ]
@@ -134,25 +134,32 @@ class _Examination:
             self._tell(self._merged(reports))
 
     def _communication(self, registry: Registry) -> None:
-        chosen = _communicator(registry, self.identity)
-        found = chosen if isinstance(chosen, Finding) else Finding("communicator", "ok", chosen.name)
-        reports = self._collect("communicator", [found], None)
-        rows = [] if reports is None else self._merged(reports)
-        if len({row.found for row in rows if row.state == "ok"}) > 1:
-            text = ", ".join(sorted({row.found for row in rows}))
-            alike = Finding(
-                "communicator", "fail", f"the ranks would use different ones: {text}", "make all nodes alike"
-            )
-            rows = [row_of(alike, range(self.identity.size), self._nodes)]
-        self._tell(rows)
-        usable = self.world.share("doctor/communicator", lambda: all(row.state != "fail" for row in rows))
-        if usable and isinstance(chosen, Communicator):
-            self._talk(chosen)
+        """The communicator that `auto`, a job's default, takes for all ranks."""
+        installed = registry.made("communicator")
+        auto = next((one for one in installed if one.name == "auto"), None)
+        agreed, found = (
+            None,
+            Finding("communicator", "fail", "no communicator `auto` is installed", "reinstall hpctrain"),
+        )
+        if auto is not None:
+            try:
+                agreed = agree_on_communicator(self.world, auto, installed, "auto")
+                found = Finding("communicator", "ok", agreed.communicator.name)
+            except HpctrainError as error:
+                advice = "install an MPI (pip install 'hpctrain[mpich]') or torch with gloo"
+                found = Finding("communicator", "fail", str(error), advice)
+        unused = [] if agreed is None else [Finding("devices", "warn", one, "") for one in agreed.remarks]
+        self._tell(
+            [row_of(one, range(self.identity.size), self._nodes) for one in (found, *unused)] if self._nodes else []
+        )
+        if agreed is not None:
+            self._talk(agreed)
 
-    def _talk(self, communicator: Communicator) -> None:
+    def _talk(self, agreed: Agreed) -> None:
+        communicator = agreed.communicator
         try:
             with self._limited("the checks of communication"):
-                device = take_device(self.world, communicator)
+                device = take_device(self.world, communicator, agreed.accelerator)
                 start_communication(self.world, communicator, _MESSAGE_SECONDS)
                 offsets = communication.clock_offsets()
                 links = communication.measure_links(device)
@@ -192,18 +199,3 @@ class _Examination:
 
     def _limited(self, stage: str) -> AbstractContextManager[None]:
         return limited(stage, _STAGE_SECONDS, self.world.channel, self.identity)
-
-
-def _communicator(registry: Registry, identity: Identity) -> Communicator | Finding:
-    """The one that `auto`, a job's default, takes on this rank."""
-    installed = registry.made("communicator")
-    auto = next((one for one in installed if one.name == "auto"), None)
-    if auto is None:
-        return Finding("communicator", "fail", "no communicator `auto` is installed", "reinstall hpctrain")
-    try:
-        chosen: Communicator = auto.choose(identity, installed)
-    except HpctrainError as error:
-        return Finding(
-            "communicator", "fail", str(error), "install an MPI (pip install 'hpctrain[mpich]') or torch with gloo"
-        )
-    return chosen

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.base.devices import accelerator, accelerator_count, device_name, device_of_rank
+from hpctrain.base.devices import accelerator, accelerator_count, device_name, device_of_rank, unusable_accelerator
 from hpctrain.base.store.server import files_needed
 from hpctrain.cli.doctor.findings import Finding, FindingOfRanks, row_of
 from hpctrain.contracts.identity import Identity
@@ -23,22 +23,18 @@ _SHARED_MEMORY = 256 * 2**20
 _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
-def accelerators(identity: Identity) -> Finding:
-    """The device of this rank."""
+def accelerators() -> Finding:
+    """The accelerators that this rank sees."""
     check = "devices"
     kind = accelerator()
     if kind is None:
-        if Path("/dev/nvidia0").exists():
-            return Finding(check, "warn", "the node has an NVIDIA GPU that torch can't use: ranks compute on the CPU",
-                           "install a torch with CUDA that fits the driver (nvidia-smi shows its version)")  # fmt: skip
+        why = unusable_accelerator()
+        if why is not None:
+            return Finding(check, "warn", f"the node has {why}: ranks compute on the CPU",
+                           "install a torch that fits the GPU and its driver (nvidia-smi, rocm-smi show the version)")  # fmt: skip
         return Finding(check, "ok", "no accelerator: ranks compute on the CPU")
     count = accelerator_count()
-    device = device_of_rank(identity.local_rank)
-    found = f"{device} of {count} ({device_name(device)}) for local rank {identity.local_rank}"
-    if count < identity.local_size and count != 1:
-        return Finding(check, "warn", f"{found}; the node has {identity.local_size} ranks, so ranks share devices",
-                       "start one rank for each device of a node")  # fmt: skip
-    return Finding(check, "ok", found)
+    return Finding(check, "ok", f"{count} x {device_name(torch.device(kind.type, 0))}")
 
 
 def device(identity: Identity) -> torch.device:

@@ -1,4 +1,4 @@
-"""The communicators mpi, nccl, and auto, which chooses the best available one."""
+"""The communicators mpi, accelerator, nccl, and auto, which chooses among those that every rank can use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from hpctrain.api import (
     MPISettings,
     Options,
     accelerator,
-    accelerator_count,
     device_of_rank,
     gloo_backend,
     hookimpl,
@@ -25,7 +24,7 @@ from hpctrain.api import (
 )
 
 _GPU = "cuda"
-"""torch's name for the accelerators that NCCL, NVIDIA's own library, supports."""
+"""torch's name for the accelerators of NCCL, and of RCCL, which torch calls NCCL, too."""
 
 
 class MPIOptions(Options):
@@ -71,44 +70,49 @@ class MPI(Communicator):
         return torch.device("cpu")
 
 
-class NCCL(Communicator):
-    """NVIDIA's communicator, for ranks that compute on GPUs; one GPU per rank of a node."""
+class Accelerator(Communicator):
+    """torch's own communicator for the accelerators of this machine, such as NCCL on NVIDIA's and AMD's, XCCL on Intel's."""
+
+    name = "accelerator"
+    preference: ClassVar[int | None] = 30
+    on_accelerators: ClassVar[bool] = True
+
+    def missing(self, machine: Machine) -> str | None:
+        kind = accelerator()
+        if kind is None:
+            return "there is no accelerator that torch can use"
+        library = dist.get_default_backend_for_device(kind)
+        return None if dist.is_backend_available(library) else f"this torch was built without {library}"
+
+    def backend(self) -> str:
+        kind = accelerator()
+        assert kind is not None  # `missing` has said so
+        return f"cpu:{gloo_backend()},{kind.type}:{dist.get_default_backend_for_device(kind)}"
+
+    def device(self, identity: Identity) -> torch.device:
+        return device_of_rank(identity.local_rank if identity.accelerator is None else identity.accelerator)
+
+
+class NCCL(Accelerator):
+    """The same, for NVIDIA's and AMD's GPUs only."""
 
     name = "nccl"
-    preference: ClassVar[int | None] = 30
+    preference: ClassVar[int | None] = None
 
     def missing(self, machine: Machine) -> str | None:
         kind = accelerator()
         if kind is None or kind.type != _GPU:
             return "there is no GPU that torch can use"
-        if not dist.is_nccl_available():
-            return "this torch was built without NCCL"
-        visible, identity = accelerator_count(), machine.identity
-        # srun --gpus-per-task makes one GPU visible per task
-        if visible < identity.local_size and visible != 1:
-            return f"node {identity.node} has {identity.local_size} ranks and {visible} GPUs"
-        return None
-
-    def backend(self) -> str:
-        return f"cpu:{gloo_backend()},{_GPU}:nccl"
-
-    def device(self, identity: Identity) -> torch.device:
-        return device_of_rank(identity.local_rank)
+        return super().missing(machine)
 
 
 class AutoCommunicator(Communicator):
-    """The available communicator with the highest preference."""
+    """The communicator with the highest preference that every rank can use."""
 
     name = "auto"
 
-    def choose(self, identity: Identity, installed: list[Communicator]) -> Communicator:
-        machine = Machine(identity)
-        candidates = [c for c in installed if c.preference is not None]
-        for candidate in sorted(candidates, key=lambda c: -(c.preference or 0)):
-            if candidate.missing(machine) is None:
-                return candidate
-        reasons = "; ".join(f"{c.name}: {c.missing(machine)}" for c in candidates)
-        raise EnvironmentUnfitError(f"no communicator is available ({reasons})")
+    def candidates(self, installed: list[Communicator]) -> list[Communicator]:
+        return sorted((one for one in installed if one.preference is not None), key=lambda one: -(one.preference or 0))
 
     def backend(self) -> str:
         raise EnvironmentUnfitError("auto has no backend itself: it chooses a communicator")
@@ -119,4 +123,4 @@ class AutoCommunicator(Communicator):
 
 @hookimpl
 def hpctrain_communicator() -> list[type[Communicator]]:
-    return [MPI, NCCL, AutoCommunicator]
+    return [MPI, Accelerator, NCCL, AutoCommunicator]

@@ -1,0 +1,230 @@
+"""Deals the accelerators of each machine out to its ranks, and takes a communicator that every rank can use. Rank 0 decides.
+
+A launcher shows a rank all cards of its node, only its own, or those near its cores, in an order of its own. The address on the bus
+tells which are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from hpctrain.base.devices import accelerator, accelerator_count, device_name, pci_address, unusable_accelerator
+from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.contracts.communicator import Communicator
+from hpctrain.contracts.plugin import Machine
+from hpctrain.mpi.errors import name_ranks
+from hpctrain.ranks.binding import machine_id, numa_of, own_numa_node
+from hpctrain.ranks.meeting import World
+
+Device = Literal["auto", "accelerator", "cpu"]
+
+
+@dataclass(frozen=True)
+class Card:
+    """An accelerator as a rank sees it. index: torch's number on this rank. numa: the NUMA node that it is connected to."""
+
+    index: int
+    address: str
+    numa: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's part of the decision.
+
+    lacks: for each communicator the reason why it can't be used on this rank; None where it can. home: the NUMA node of its cores,
+    if they are in one. trouble: why torch can't use an accelerator that the system has.
+    """
+
+    node: str
+    machine: str
+    lacks: Mapping[str, str | None]
+    cards: Sequence[Card] = ()
+    kind: str = ""
+    home: int | None = None
+    trouble: str = ""
+
+
+class Candidate(NamedTuple):
+    """A communicator that may be taken, and whether its ranks compute on accelerators."""
+
+    name: str
+    on_accelerators: bool
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The communicator for all ranks, and the accelerator of each; None for ranks that compute on CPUs."""
+
+    name: str
+    accelerators: Sequence[int | None]
+    remarks: Sequence[str] = field(default=())
+
+
+class Agreed(NamedTuple):
+    """The communicator of all ranks, the index of this rank's accelerator, and what to tell people on rank 0."""
+
+    communicator: Communicator
+    accelerator: int | None
+    remarks: Sequence[str]
+
+
+def agree_on_communicator(
+    world: World, asked: Communicator, installed: Sequence[Communicator], device: Device
+) -> Agreed:
+    """Take the first communicator that every rank can use. Collective.
+
+    EnvironmentUnfitError names the ranks that lack what every candidate needs.
+    """
+    candidates = asked.candidates(list(installed))
+    world.tell("accelerators", asdict(report_of(world, candidates)))
+
+    def deal() -> list[dict[str, Any]]:
+        reports = [_from_json(report) for report in world.collect("accelerators")]
+        known = [Candidate(one.name, one.on_accelerators) for one in candidates]
+        found = decide(asked.name, known, reports, device)
+        return [{"name": found.name, "accelerator": one, "remarks": found.remarks} for one in found.accelerators]
+
+    mine = world.deal("accelerators/dealt", deal)
+    return Agreed(next(one for one in candidates if one.name == mine["name"]), mine["accelerator"], mine["remarks"])
+
+
+def report_of(world: World, candidates: Sequence[Communicator]) -> Report:
+    """This rank's report."""
+    identity, kind = world.identity, accelerator()
+    machine = Machine(identity)
+    return Report(
+        node=identity.node,
+        machine=machine_id(identity.node),
+        lacks={one.name: one.missing(machine) for one in candidates},
+        cards=() if kind is None else seen_cards(kind, identity.rank),
+        kind="" if kind is None else device_name(torch.device(kind.type, 0)),
+        home=own_numa_node(),
+        trouble="" if kind is not None else unusable_accelerator() or "",
+    )
+
+
+def seen_cards(kind: torch.device, rank: int) -> list[Card]:
+    """The accelerators that this process sees. Where torch tells no address, a single one is taken for this rank's own."""
+    count, cards = accelerator_count(), []
+    for index in range(count):
+        device = torch.device(kind.type, index)
+        address = pci_address(device) or (f"of rank {rank}" if count == 1 else f"number {index}")
+        cards.append(Card(index, address, numa_of(device)))
+    return cards
+
+
+def decide(asked: str, candidates: Sequence[Candidate], reports: Sequence[Report], device: Device) -> Decision:
+    """The first candidate that every rank can use. Raises EnvironmentUnfitError if there is none."""
+    dealt, short = deal_cards(reports)
+    reasons: dict[str, str] = {}
+    for name, on_accelerators in candidates:
+        lacking = {rank: why for rank, report in enumerate(reports) if (why := report.lacks[name]) is not None}
+        if lacking:
+            reasons[name] = _of_ranks(lacking, reports)
+        elif on_accelerators and device == "cpu":
+            reasons[name] = '[communicator] device is "cpu"'
+        elif on_accelerators and dealt is None:
+            reasons[name] = short
+        elif device == "accelerator" and not on_accelerators:
+            reasons[name] = "it computes on CPUs"
+        else:
+            unused = "" if on_accelerators or device == "cpu" else _unused(name, reports, reasons)
+            return Decision(name, dealt or [] if on_accelerators else [None] * len(reports), [unused] if unused else [])
+    told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+    if device == "accelerator":
+        raise EnvironmentUnfitError(
+            f'[communicator] device = "accelerator": the ranks can\'t compute on accelerators ({told}); leave it out to use the CPU'
+        )
+    if list(reasons) == [asked]:
+        raise EnvironmentUnfitError(f"[communicator] name = {asked!r}: {reasons[asked]}")
+    raise EnvironmentUnfitError(f"no communicator is available ({told})")
+
+
+def deal_cards(reports: Sequence[Report]) -> tuple[list[int] | None, str]:
+    """A card of its own for each rank; or None, and why there is none."""
+    kinds = sorted({report.kind for report in reports})
+    if len(kinds) > 1:
+        without = {
+            rank: report.trouble or "it sees no accelerator" for rank, report in enumerate(reports) if not report.kind
+        }
+        return None, _of_ranks(
+            without, reports
+        ) if without else f"the ranks have different accelerators: {', '.join(kinds)}"
+    dealt = [-1] * len(reports)
+    for machine in dict.fromkeys(report.machine for report in reports):
+        ranks = [rank for rank, report in enumerate(reports) if report.machine == machine]
+        found = match([reports[rank].cards for rank in ranks], [reports[rank].home for rank in ranks])
+        if found is None:
+            cards = len({card.address for rank in ranks for card in reports[rank].cards})
+            node, some = reports[ranks[0]].node, "accelerator" if cards == 1 else "accelerators"
+            return None, f"node {node} has {len(ranks)} ranks and {cards} {some} that they see"
+        for rank, card in zip(ranks, found, strict=True):
+            dealt[rank] = card.index
+    return dealt, ""
+
+
+def match(seen: Sequence[Sequence[Card]], homes: Sequence[int | None]) -> list[Card] | None:
+    """A card for each rank of a machine, no two with one address; None if there are too few.
+
+    Augmenting paths (Kuhn, "The Hungarian Method", 1955, for a matching without weights). A rank's choice is a card at its own NUMA
+    node first, then the one in the order of the bus that stands where the rank stands among the ranks.
+    """
+    order = sorted({card.address for cards in seen for card in cards})
+    owner: dict[str, tuple[int, Card]] = {}
+
+    def wanted(rank: int) -> list[Card]:
+        far = {card.address: (order.index(card.address) - rank) % len(order) for card in seen[rank]}
+        return sorted(
+            seen[rank], key=lambda card: (homes[rank] is not None and card.numa != homes[rank], far[card.address])
+        )
+
+    def takes(rank: int, asked: set[str]) -> bool:
+        for card in wanted(rank):
+            if card.address not in asked:
+                asked.add(card.address)
+                if card.address not in owner or takes(owner[card.address][0], asked):
+                    owner[card.address] = (rank, card)
+                    return True
+        return False
+
+    if not all(takes(rank, set()) for rank in range(len(seen))):
+        return None
+    cards = dict(owner.values())
+    return [cards[rank] for rank in range(len(seen))]
+
+
+def _unused(name: str, reports: Sequence[Report], reasons: Mapping[str, str]) -> str:
+    """A sentence about accelerators that the job leaves alone; empty if there are none."""
+    first = next((report for report in reports if report.cards or report.trouble), None)
+    if first is None:
+        return ""
+    cards = len({card.address for report in reports if report.machine == first.machine for card in report.cards})
+    what = f"{cards} x {first.kind}" if cards else first.trouble
+    if not cards:
+        why, advice = "", "hpctrain doctor says more"
+    elif reasons:
+        why, advice = f": {'; '.join(reasons.values())}", "start one rank for each accelerator of a node"
+    else:
+        why, advice = f": [communicator] name = {name!r} is for CPUs", "leave it out"
+    keys = '[communicator] device = "accelerator" refuses instead, "cpu" says nothing'
+    return f"node {first.node} has {what}, and the ranks compute on CPUs{why}; {advice} ({keys})"
+
+
+def _of_ranks(why: Mapping[int, str], reports: Sequence[Report]) -> str:
+    """The reasons of some ranks: one of all ranks alone, others with ranks and node."""
+    if len(why) == len(reports) and len(set(why.values())) == 1:
+        return next(iter(why.values()))
+    told = []
+    for node, reason in dict.fromkeys((reports[rank].node, text) for rank, text in why.items()):
+        ranks = [rank for rank, text in why.items() if (reports[rank].node, text) == (node, reason)]
+        told.append(f"{name_ranks(ranks)} on {node}: {reason}")
+    return "; ".join(told)
+
+
+def _from_json(report: dict[str, Any]) -> Report:
+    return Report(**{**report, "cards": [Card(**card) for card in report["cards"]]})

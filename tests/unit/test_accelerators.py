@@ -1,0 +1,165 @@
+"""Who gets which accelerator, and which communicator all take: nodes as launchers show them to ranks, faked by addresses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.ranks.accelerators import Candidate, Card, Device, Report, decide, match
+
+AUTO = [Candidate("accelerator", True), Candidate("mpi", False), Candidate("gloo", False)]
+NONE = "there is no accelerator that torch can use"
+
+
+def ranks(node: str, *seen: str, numa: str = "", homes: Sequence[int | None] = (), **more: Any) -> list[Report]:
+    """The ranks of a node. seen: letters of the cards of each rank, in its order. numa: a digit for each letter of the alphabet."""
+    reports = []
+    for rank, letters in enumerate(seen):
+        cards = [
+            Card(index, f"{node}:{letter}", int(numa[ord(letter) - 97]) if numa else None)
+            for index, letter in enumerate(letters)
+        ]
+        lacks = {"accelerator": None if letters else NONE, "mpi": None, "gloo": None}
+        home = homes[rank] if homes else None
+        kind = "H100" if letters else ""
+        reports.append(Report(node, node, lacks | more.get("lacks", {}), cards, kind, home, more.get("trouble", "")))
+    return reports
+
+
+DEALT: dict[str, tuple[list[Report], list[int | None]]] = {
+    "one rank, one card": (ranks("n", "a"), [0]),
+    "torchrun or mpirun: all ranks see all cards": (ranks("n", "abcd", "abcd", "abcd", "abcd"), [0, 1, 2, 3]),
+    "srun --gpus-per-task=1: each rank sees its own": (ranks("n", "a", "b", "c", "d"), [0, 0, 0, 0]),
+    "--gpus-per-task=2": (ranks("n", "ab", "cd"), [0, 0]),
+    "--gpu-bind=closest: half of the cards each": (
+        ranks("n", "abcd", "abcd", "abcd", "abcd", "efgh", "efgh", "efgh", "efgh"), [0, 1, 2, 3, 0, 1, 2, 3],
+    ),
+    "rotated CUDA_VISIBLE_DEVICES": (ranks("n", "abcd", "bcda", "cdab", "dabc"), [0, 0, 0, 0]),
+    "reversed on every other rank": (ranks("n", "ab", "ba"), [0, 0]),
+    "more cards than ranks": (ranks("n", "abcdefgh", "abcdefgh"), [0, 1]),
+    "near its cores": (ranks("n", "abcd", "abcd", numa="1100", homes=[0, 1]), [2, 1]),
+    "near its cores where there is one left": (ranks("n", "abc", "abc", "abc", numa="001", homes=[1, 1, 1]), [0, 1, 2]),
+    "one rank is shown the only card of another's choice": (ranks("n", "ab", "a"), [1, 0]),
+    "a chain of displaced choices": (ranks("n", "abc", "ab", "a"), [2, 1, 0]),
+    "two nodes": (ranks("n", "ab", "ab") + ranks("m", "ab", "ab"), [0, 1, 0, 1]),
+    "nodes of different size": (ranks("n", "abcd", "abcd", "abcd", "abcd") + ranks("m", "a"), [0, 1, 2, 3, 0]),
+    "8 cards, 8 ranks, two see one only": (ranks("n", *["abcdefgh"] * 6, "a", "b"), [2, 3, 4, 5, 6, 7, 0, 0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("reports", "expected"), DEALT.values(), ids=DEALT)
+def test_ranks_get_cards_of_their_own(reports: list[Report], expected: list[int | None]) -> None:
+    found = decide("auto", AUTO, reports, "auto")
+    assert found.name == "accelerator" and not found.remarks
+    held = [report.cards[at].address for report, at in zip(reports, found.accelerators, strict=True) if at is not None]
+    assert len(set(held)) == len(reports), held
+    assert list(found.accelerators) == expected
+
+
+KEYS = r'\(\[communicator\] device = "accelerator" refuses instead, "cpu" says nothing\)$'
+ON_CPUS: dict[str, tuple[list[Report], str]] = {
+    "nobody has a card": (ranks("n", "", ""), ""),
+    "README's first command on a workstation": (
+        ranks("n", "a", "a"),
+        "node n has 1 x H100, and the ranks compute on CPUs: node n has 2 ranks and 1 accelerator that they see; start one rank",
+    ),
+    "two slices of one card (MIG has its address)": (
+        [*ranks("n", "a"), *ranks("n", "a")], "node n has 2 ranks and 1 accelerator that they see",
+    ),
+    "8 ranks, 4 cards": (ranks("n", *["abcd"] * 8), "node n has 8 ranks and 4 accelerators that they see"),
+    "enough cards, shown to the wrong ranks": (
+        ranks("n", "ab", "ab", "ab", "c"), "node n has 4 ranks and 3 accelerators that they see",
+    ),
+    "a broken driver on one node": (
+        ranks("n", "ab", "ab") + ranks("m", "", "", trouble="an NVIDIA GPU that this torch can't use"),
+        f"node n has 2 x H100, and the ranks compute on CPUs: ranks 2-3 on m: {NONE}; start",
+    ),
+    "a rank that is shown none": (ranks("n", "ab", ""), f"rank 1 on n: {NONE}"),
+    "a torch for CPUs on a node with cards": (
+        ranks("n", "", "", trouble="an NVIDIA GPU that this torch can't use (it has no CUDA)"),
+        "node n has an NVIDIA GPU that this torch can't use (it has no CUDA), and the ranks compute on CPUs; hpctrain doctor",
+    ),
+    "a torch without the vendor's library": (
+        ranks("n", "ab", "ab", lacks={"accelerator": "this torch was built without nccl"}),
+        "this torch was built without nccl",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("reports", "remark"), ON_CPUS.values(), ids=ON_CPUS)
+def test_auto_computes_on_cpus_and_says_why(reports: list[Report], remark: str) -> None:
+    """Once, for all ranks; `device = "accelerator"` refuses with the same reason, "cpu" is silent."""
+    found = decide("auto", AUTO, reports, "auto")
+    assert found.name == "mpi" and set(found.accelerators) == {None}
+    assert len(found.remarks) == bool(remark)
+    if remark:
+        assert remark in found.remarks[0] and re.search(KEYS, found.remarks[0]), found.remarks
+    assert decide("auto", AUTO, reports, "cpu").remarks == []
+    with pytest.raises(EnvironmentUnfitError, match="can't compute on accelerators"):
+        decide("auto", AUTO, reports, "accelerator")
+
+
+REFUSED: dict[str, tuple[str, list[Candidate], list[Report], Device, str]] = {
+    "nccl with two ranks on one card": (
+        "nccl", [Candidate("nccl", True)], ranks("n", "a", "a", lacks={"nccl": None}), "auto",
+        "[communicator] name = 'nccl': node n has 2 ranks and 1 accelerator that they see",
+    ),
+    "nccl with a broken driver on one node": (
+        "nccl", [Candidate("nccl", True)],
+        ranks("n", "ab", "ab", lacks={"nccl": None}) + ranks("m", "", "", lacks={"nccl": "there is no GPU that torch can use"}),
+        "auto", "[communicator] name = 'nccl': ranks 2-3 on m: there is no GPU that torch can use",
+    ),
+    "nccl where device is cpu": (
+        "nccl", [Candidate("nccl", True)], ranks("n", "a", lacks={"nccl": None}), "cpu",
+        "[communicator] name = 'nccl': [communicator] device is \"cpu\"",
+    ),
+    "mpi that one rank lacks": (
+        "mpi", [Candidate("mpi", False)], ranks("n", "", "") + ranks("m", "", lacks={"mpi": "no MPI"}), "auto",
+        "[communicator] name = 'mpi': rank 2 on m: no MPI",
+    ),
+    "nothing for all": (
+        "auto", AUTO, ranks("n", "", lacks={"mpi": "no MPI", "gloo": "built without gloo"}), "auto",
+        f"no communicator is available (accelerator: {NONE}; mpi: no MPI; gloo: built without gloo)",
+    ),
+    "different vendors": (
+        "accelerator", AUTO[:1],
+        [*ranks("n", "a"), Report("m", "m", {"accelerator": None}, [Card(0, "m:a")], "MI300")], "auto",
+        "the ranks have different accelerators: H100, MI300",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "candidates", "reports", "device", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_is_asked_for_and_can_not_be_had_is_refused(
+    asked: str, candidates: list[Candidate], reports: list[Report], device: Device, why: str
+) -> None:
+    with pytest.raises(EnvironmentUnfitError) as raised:
+        decide(asked, candidates, reports, device)
+    assert why in str(raised.value)
+
+
+def test_a_communicator_for_cpus_warns_of_cards_and_device_picks_among_candidates() -> None:
+    two = ranks("n", "ab", "ab")
+    found = decide("gloo", AUTO[2:], two, "auto")
+    assert found.name == "gloo" and "[communicator] name = 'gloo' is for CPUs; leave it out" in found.remarks[0]
+    assert decide("auto", AUTO, two, "cpu").name == "mpi"
+    assert decide("auto", AUTO[::-1], two, "accelerator").name == "accelerator"
+
+
+@given(st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=6))
+def test_a_matching_is_found_whenever_there_is_one(seen: list[set[int]]) -> None:
+    """Hall's theorem: there is one unless some ranks together see fewer cards than they are."""
+    cards = [[Card(index, str(one)) for index, one in enumerate(sorted(of_rank))] for of_rank in seen]
+    subsets = ([seen[at] for at in range(len(seen)) if mask >> at & 1] for mask in range(1, 2 ** len(seen)))
+    possible = all(len(set().union(*some)) >= len(some) for some in subsets)
+    found = match(cards, [None] * len(seen))
+    assert (found is not None) == possible
+    if found is not None:
+        assert len({card.address for card in found}) == len(seen)
+        assert all(card in of_rank for card, of_rank in zip(found, cards, strict=True))
