@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
@@ -40,6 +42,13 @@ def inside(command: click.Command) -> dict[str, click.Command]:
     context = click.Context(command)
     found = {name: command.get_command(context, name) for name in command.list_commands(context)}
     return {name: one for name, one in found.items() if one is not None}
+
+
+@pytest.mark.parametrize("door", ["hpctrain", "hpctrain.mpi"])
+def test_no_module_hides_a_public_name(door: str) -> None:
+    """Importing a module of that name would put it in the name's place."""
+    package = importlib.import_module(door)
+    assert not {module.name for module in pkgutil.iter_modules(package.__path__)} & set(package.__all__)
 
 
 def test_every_hook_is_documented_and_every_slot_has_one() -> None:
