@@ -44,6 +44,22 @@ def inside(command: click.Command) -> dict[str, click.Command]:
     return {name: one for name, one in found.items() if one is not None}
 
 
+def test_constants_stand_at_the_top() -> None:
+    """Plain values behind the first function or class of a file are looked for in vain."""
+    below = []
+    for file in sources():
+        body = ast.parse(file.read_text()).body
+        first = next(
+            (at for at, node in enumerate(body) if isinstance(node, (ast.FunctionDef, ast.ClassDef))), len(body)
+        )
+        plain = [node for node in body[first:] if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+        named = [
+            node for node in plain if all(name.isupper() for target in node.targets for name in [ast.unparse(target)])
+        ]
+        below += [f"{file.relative_to(ROOT)}:{node.lineno}" for node in named]
+    assert not below
+
+
 @pytest.mark.parametrize("door", ["hpctrain", "hpctrain.mpi"])
 def test_no_module_hides_a_public_name(door: str) -> None:
     """Importing a module of that name would put it in the name's place."""

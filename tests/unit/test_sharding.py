@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import TINY
 from hpctrain_plugins.sharding.communication import HostBuffers
-from hpctrain_plugins.sharding.rectangles import rectangles
+from hpctrain_plugins.sharding.slices import rectangles
 from hpctrain_plugins.sharding.wrapping import refuse_mixed, units_of
 from hypothesis import given
 from hypothesis import strategies as st

@@ -20,7 +20,7 @@ from hpctrain.api import BucketSum, ByteSize, Field, GradientBucket, GradientSum
 from hpctrain.toolkit.bucketed import BucketedModel
 from hpctrain.toolkit.buckets import Bucket, BucketEntry
 from hpctrain_plugins.sharding.offload import host_copy, is_needed, memory_advice, warn_if_useless
-from hpctrain_plugins.sharding.rectangles import rectangles
+from hpctrain_plugins.sharding.slices import rectangles
 
 
 class PartitionedOptions(Options):
