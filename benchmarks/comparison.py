@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from hpctrain.ranks.meeting import gloo_backend, mpi_backend
+from hpctrain.ranks.backends import gloo_backend, mpi_backend
 from hpctrain.ranks.watchdog.comparison import compared
 
 ROUNDS = 300

@@ -27,8 +27,8 @@ from hpctrain.job.raw import RawJob
 from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.detection import detect
-from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World
+from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.assembly import assemble
 from hpctrain.training.loop import train
@@ -82,7 +82,7 @@ def train_with(kind: str, steps: int | None, output: str) -> Recorder:
     recorder = Recorder()
     checked.registry.manager.register(recorder)
     hooks = LifeCycle(checked.registry, detect(), [])
-    session = assemble(checked, World(detect(), HashStore(), LauncherChannel()), torch.device("cpu"), "never", hooks)
+    session = assemble(checked, World(detect(), HashStore(), RankChannel()), torch.device("cpu"), "never", hooks)
     try:
         train(session, StopRequest())
     finally:

@@ -36,8 +36,8 @@ from hpctrain.contracts.model import Batch, MetaModel
 from hpctrain.job.raw import RawJob
 from hpctrain.model.build import build_on_meta
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World, meet, start_communication, take_device
+from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.assembly import assemble
 from hpctrain.training.feed import Feed
@@ -61,7 +61,7 @@ class Bench:
         self.model: dict[str, Any] = {"name": "gpt", **SIZES[size]}
         self.batch, self.rounds, self._directory = batch, rounds, directory
         self._communicator = "gloo" if device == "cpu" else "nccl"
-        self._world: World = meet(Identity(), LauncherChannel(terminal=False))
+        self._world: World = meet(Identity(), RankChannel(terminal=False))
         communicator = self._checked("start", {}).parts.communicator
         self.device = take_device(self._world, communicator)
         start_communication(self._world, communicator, 600)

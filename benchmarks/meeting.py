@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hpctrain.base.store.gloo import BACKEND
+from hpctrain.mpi.all_ranks import broadcast_json, gather_json
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.rendezvous import open_over_mpi
-from hpctrain.mpi.world import broadcast_json, gather_json
 
 TIMEOUT = timedelta(minutes=2)
 JOB = "x" * 4000

@@ -16,7 +16,7 @@ from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.job.tables import Job
-    from hpctrain.training.inference import load
+    from hpctrain.training.loading import load
     from hpctrain.training.rank import run
 
 __all__ = ["Job", "__version__", "load", "load_job", "run"]
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
 
         return Job
     if name == "load":
-        from hpctrain.training.inference import load
+        from hpctrain.training.loading import load
 
         return load
     if name == "run":

@@ -1,4 +1,4 @@
-"""The one module that plugin authors import; first-party plugins import nothing else of hpctrain."""
+"""The module that plugin authors import; first-party plugins import nothing of hpctrain but this and hpctrain.toolkit."""
 
 from pydantic import Field
 
@@ -110,6 +110,7 @@ from hpctrain.mpi import Settings as MPISettings
 from hpctrain.mpi import shared_zeros
 from hpctrain.plugins.changes import API_VERSION
 from hpctrain.plugins.hookspecs import hookimpl
+from hpctrain.ranks.backends import gloo_backend, gloo_transport, mpi_backend
 from hpctrain.ranks.json_collectives import (
     Outcome,
     agree,
@@ -119,7 +120,6 @@ from hpctrain.ranks.json_collectives import (
     gather_values,
     scatter_outcomes,
 )
-from hpctrain.ranks.meeting import gloo_backend, gloo_transport, mpi_backend
 
 __all__ = [
     "API_VERSION",

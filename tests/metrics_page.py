@@ -19,8 +19,8 @@ ROWS = {
 }
 HEAD = """# The metrics of a run
 
-`OUTPUT_DIR/metrics.jsonl` has a JSON object a line: one for each optimizer step, and one for each evaluation. Loggers
-get the same rows. JSON has no NaN and no infinity: such a number is `null`. A resume drops the rows after the
+`OUTPUT_DIR/metrics.jsonl` has one JSON object per line: one for each optimizer step and one for each evaluation.
+Loggers get the same rows. JSON has no NaN and no infinity: such a number is `null`. A resume drops the rows after the
 checkpoint that it begins with.
 
 ```python

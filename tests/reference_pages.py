@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from plugin_api import API, _found, _names_of
+from plugin_api import API, _defines, _found, _names_of, _tree
 
 from hpctrain.cli import GROUPS, cli
 from hpctrain.job.tables import Job
@@ -25,7 +25,7 @@ from hpctrain.plugins.slots import SLOTS
 PAGES = Path(__file__).parent.parent / "docs" / "reference"
 LATE = {
     "Job": ("hpctrain.job.tables", "Job"),
-    "load": ("hpctrain.training.inference", "load"),
+    "load": ("hpctrain.training.loading", "load"),
     "run": ("hpctrain.training.rank", "run"),
 }
 """Names that importing hpctrain does not import yet."""
@@ -40,10 +40,11 @@ COMMANDS_HEAD = """# Reference: commands
 What `hpctrain COMMAND --help` says, made by `tests/reference_pages.py`. [Commands](../commands.md) explains them, and
 lists the exit codes.
 """
-API_HEAD = """# Reference: hpctrain and hpctrain.api
+API_HEAD = """# Reference: hpctrain, its interface for plugins, and hpctrain.mpi
 
-Signatures and docstrings, made by `tests/reference_pages.py` from the sources. A program imports `hpctrain`; plugins
-import `hpctrain.api`. [The version of the interface](../plugin-api.md) says what may change.
+Signatures and docstrings, made by `tests/reference_pages.py` from the sources. A program imports `hpctrain`. Plugins
+import `hpctrain.api` and, for building blocks, `hpctrain.toolkit`. [The version of the interface](../plugin-api.md)
+says what may change.
 """
 
 
@@ -138,9 +139,9 @@ def _command(command: click.Command, name: str, parent: click.Context) -> Iterat
 def api_page() -> Iterator[str]:
     """The names of both doors with their signatures and docstrings."""
     yield API_HEAD
-    for door in ("hpctrain", API):
+    for door in ("hpctrain", API, "hpctrain.mpi", *toolkit()):
         yield f"## {door}\n"
-        names = _names_of(door) | (LATE if door == "hpctrain" else {})
+        names = (_names_of(door) or own_names(door)) | (LATE if door == "hpctrain" else {})
         for name, (module, original) in sorted(names.items(), key=lambda item: item[0].lower()):
             node = _found(module, original) if module.startswith("hpctrain") else None
             if isinstance(node, ast.ClassDef):
@@ -149,6 +150,18 @@ def api_page() -> Iterator[str]:
                 yield from _function(name, node, "###")
             else:
                 yield f"### {name}\n" + ("" if node is None else f"\n    {ast.unparse(node)}\n")
+
+
+def toolkit() -> list[str]:
+    """The modules of hpctrain.toolkit."""
+    files = sorted((PAGES.parent.parent / "hpctrain" / "toolkit").glob("**/[a-z]*.py"))
+    return [".".join(file.relative_to(PAGES.parent.parent).with_suffix("").parts) for file in files]
+
+
+def own_names(module: str) -> dict[str, tuple[str, str]]:
+    """The public names that a module without `__all__` defines."""
+    names = [name for node in _tree(module).body for name in _defines(node)]
+    return {name: (module, name) for name in names if name[:1] != "_"}
 
 
 def _class(name: str, node: ast.ClassDef) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The variables of launchers: who has started this process, and as which of its ranks. Other files don't read them.
+"""The variables of launchers: who has started this process, and as which of its ranks.
 
 Imports nothing of hpctrain.
 """

@@ -17,6 +17,9 @@ from hpctrain.job.problems import JobError
 from hpctrain.job.raw import RawJob
 from hpctrain.model.parameters import trained_names
 
+_SIDE = 64
+"""The side of the square parameter with which an optimizer's state is measured."""
+
 
 def check_thoroughly(raw: RawJob, ranks: int | None) -> tuple[CheckedJob, Data]:
     """The job and its data. Raises JobError with every problem, UsageError if the output directory holds another job,
@@ -28,10 +31,6 @@ def check_thoroughly(raw: RawJob, ranks: int | None) -> tuple[CheckedJob, Data]:
         raise JobError(checked.raw, problems)
     refuse_other_job(checked.job.output_dir / FILE_NAME, resolved_tables(checked))
     return checked, data
-
-
-_SIDE = 64
-"""The side of the square parameter with which an optimizer's state is measured."""
 
 
 def sizes(checked: CheckedJob) -> tuple[str, int | None] | None:

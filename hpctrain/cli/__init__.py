@@ -1,4 +1,4 @@
-"""The command `hpctrain`: one file per subcommand, imported on use; plugins add others."""
+"""The command `hpctrain`: a file or a folder for each subcommand, imported on use; plugins add others."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ GROUPS = {
 }
 """The commands as the help shows them."""
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+_EXAMPLE = """\b
+Example:
+  hpctrain new job.toml            a commented job file, to be edited
+  hpctrain check job.toml -n 4     its mistakes, without training
+  hpctrain run job.toml -n 4       4 ranks on this machine
+  srun hpctrain run job.toml       the ranks of a Slurm allocation
+  hpctrain COMMAND --help          the options of a command
+"""
 
 
 class _Commands(OpenGroup):
@@ -50,16 +58,6 @@ class _Commands(OpenGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             sys.exit(128 + signal.SIGPIPE)  # not click's 1, which for `checkpoint diff` means a difference
-
-
-_EXAMPLE = """\b
-Example:
-  hpctrain new job.toml            a commented job file, to be edited
-  hpctrain check job.toml -n 4     its mistakes, without training
-  hpctrain run job.toml -n 4       4 ranks on this machine
-  srun hpctrain run job.toml       the ranks of a Slurm allocation
-  hpctrain COMMAND --help          the options of a command
-"""
 
 
 @click.command(cls=_Commands, epilog=_EXAMPLE)

@@ -13,9 +13,9 @@ from hpctrain.base.errors import HpctrainError, UsageError
 if TYPE_CHECKING:
     from hpctrain.contracts.identity import Identity
     from hpctrain.job.raw import RawJob
-    from hpctrain.ranks.launcher_channel import LauncherChannel
+    from hpctrain.ranks.rank_channel import RankChannel
 
-    Work = Callable[[Identity, Callable[[], RawJob], LauncherChannel], int]
+    Work = Callable[[Identity, Callable[[], RawJob], RankChannel], int]
 
 started_by_option = click.option(
     "--started-by", type=click.Path(path_type=Path), hidden=True, help="Set by the starter (-n) for its ranks."
@@ -50,17 +50,17 @@ def on_ranks(
     first_read = _Read(job, overrides)
     first_read.export()  # before torch is imported below: torch and OpenMP read their variables when they start
     first_read.begin_workers()
-    from hpctrain.ranks.launcher_channel import LauncherChannel
+    from hpctrain.ranks.rank_channel import RankChannel
     from hpctrain.starting.channel_directory import attach
 
-    channel = attach(started_by) if started_by else LauncherChannel()
+    channel = attach(started_by) if started_by else RankChannel()
     from hpctrain.ranks.failure import delay_terminate, describe, exit_code_of, ignore_terminate
 
     if by_srun():
         delay_terminate()
-    from hpctrain.ranks.failure import START_SECONDS, limited
+    from hpctrain.ranks.failure import MPI_START_SECONDS, limited
 
-    with limited("the start of MPI", START_SECONDS, channel):
+    with limited("the start of MPI", MPI_START_SECONDS, channel):
         identity = detect()
 
     def read() -> RawJob:

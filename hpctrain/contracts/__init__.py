@@ -1,1 +1,1 @@
-"""The contracts between the trainer and plugins: one file per slot. Plugin authors import them from `hpctrain.api`."""
+"""The contracts between the trainer and plugins: a file for each slot, or for two that go together. `hpctrain.api` has them."""

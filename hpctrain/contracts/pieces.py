@@ -13,6 +13,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hpctrain.base.torch_private import strided_parts
 
+_ROW_ORDERS = "hpctrain_row_orders"
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -90,8 +92,6 @@ def _cutting(dim: int, placements: Sequence[Placement], sizes: Sequence[int]) ->
 
 Run = tuple[int, int]
 """Rows that follow one another: the first one, and how many."""
-
-_ROW_ORDERS = "hpctrain_row_orders"
 
 
 def set_row_order(module: nn.Module, parameter: str, runs: Sequence[Run]) -> None:

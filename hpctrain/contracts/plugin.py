@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_FOREIGN = "hpctrain.plugins.user_code."
 
 
 class Options(BaseModel):
@@ -102,10 +103,9 @@ class Plugin(metaclass=_Frozen):
     def problems(self, plan: Any) -> list[Problem]:
         """Problems of the job with this plugin. Asked once for each job, before anything is built.
 
-        plan: a `Plan`, whose type a subclass names; it holds plugins, so this file can't. A UsageError that this raises is told as
-        it is. Must not communicate.
+        plan: a `Plan`; annotate it so in your class. A UsageError that this raises is reported as it is. Must not communicate.
         """
-        return []
+        return []  # `plan` has no type here: Plan holds plugins, and no two files import each other
 
     def missing(self, machine: Machine) -> str | None:
         """The need of this plugin that `machine` lacks, as the end of a sentence; None where it can run.
@@ -145,9 +145,6 @@ def parse_bytes(value: object) -> object:
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
 """A size in bytes: an integer, or text with a unit (KB, MB, GB decimal; KiB, MiB, GiB binary)."""
-
-
-_FOREIGN = "hpctrain.plugins.user_code."
 
 
 def broken(plugin: Plugin | type[Plugin], found: str, expected: str, everywhere: bool = False) -> ContractError:

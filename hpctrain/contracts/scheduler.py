@@ -38,7 +38,7 @@ class Stage:
     """A packed environment that each node unpacks on its own disk before the ranks start.
 
     image: a tar file that all nodes can read. Unpacked in DIRECTORY, its Python is DIRECTORY/bin/python, and DIRECTORY/path belongs
-    into PYTHONPATH. parent: where a node has its own disk. has_base: whether `home` in DIRECTORY/pyvenv.cfg must become
+    in PYTHONPATH. parent: where a node has its own disk. has_base: whether `home` in DIRECTORY/pyvenv.cfg must become
     DIRECTORY/base/bin.
     """
 

@@ -12,13 +12,22 @@ from hpctrain.contracts.model import TokenModel
 from hpctrain.data.node_work import NodeWork
 from hpctrain.data.order import Order, SampleOrder, StreamOrder, WeightedOrder
 from hpctrain.data.plan import BatchPlan
-from hpctrain.data.refusals import lengths_of, refuse_epochs, refuse_other_kind, refuse_unknown_ids, refuse_weights
+from hpctrain.data.refusals import (
+    refuse_epochs,
+    refuse_other_kind,
+    refuse_too_long,
+    refuse_uneven,
+    refuse_unknown_ids,
+    refuse_weights,
+)
 from hpctrain.data.shapes import capacity, sequence_multiple
 from hpctrain.data.tokens import TokenPlan, whole_batches
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.plugins.user_code.reference import is_reference
 
+_EPOCHS = 100
+"""The most epochs that one token batch may span; its samples are looked up all at once."""
 _COUNTED_STEPS = 500_000
 """The most steps of a job with epochs and token batches, whose steps can only be counted from the samples' lengths."""
 
@@ -59,7 +68,7 @@ def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
         if source is not None:
             refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
     lengths, validation_lengths = (
-        lengths_of(job, parts, source) if source else None for source in (training, validation)
+        _lengths(job, parts, source) if source else None for source in (training, validation)
     )
     if is_reference(job.dataset.name) or is_reference(job.model.name):
         refuse_other_kind(job, parts, training)
@@ -78,7 +87,7 @@ def open_split(job: Job, parts: Parts, split: Split, node: str) -> tuple[Samples
     if not source:
         raise UsageError(f"[dataset] {job.dataset.name}: it has no {split} split")
     refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
-    lengths = lengths_of(job, parts, source)
+    lengths = _lengths(job, parts, source)
     if is_reference(job.dataset.name) or is_reference(job.model.name):
         refuse_other_kind(job, parts, source)
     return source, lengths
@@ -122,6 +131,53 @@ def make_plan(job: Job, parts: Parts, lengths: Lengths | None, rank: int, ranks:
         return BatchPlan(batch.global_size, batch.micro_size, rank, ranks)
     assert batch.tokens is not None
     return TokenPlan(lengths, batch.tokens, capacity(job, parts), sequence_multiple(job, parts), rank, ranks)
+
+
+def _lengths(job: Job, parts: Parts, samples: Samples | Stream) -> Lengths | None:
+    """The length of each sample if the job needs it; UsageError if lengths are unknown or do not fit."""
+    if isinstance(samples, Stream):
+        if job.batch.tokens is None:
+            return None
+        raise UsageError(
+            f"[batch] tokens: {job.dataset.name!r} is a stream, whose samples have unknown lengths; use global_size and "
+            "micro_size, or samples by index with lengths()"
+        )
+    lengths = samples.lengths()
+    if lengths is not None and (lengths.shape != (len(samples),) or lengths.min() < 1):
+        raise UsageError(
+            f"[dataset] name = {job.dataset.name!r}: its lengths have shape {lengths.shape}, the smallest is "
+            f"{lengths.min(initial=1)}; expected {len(samples)} numbers of at least 1"
+        )
+    collates = samples.collation() is not None
+    if job.batch.tokens is None:
+        if lengths is None or collates:
+            return None
+        if lengths.min() != lengths.max():
+            raise UsageError(
+                f"[batch] global_size: the samples of {job.dataset.name!r} have {lengths.min()} to {lengths.max()} tokens, but "
+                "batches of a fixed number of samples need one length; use [batch] tokens and micro_tokens, or a function "
+                "that pads ([dataset] collate)"
+            )
+        refuse_uneven(job, parts, int(lengths[0]))
+        return None
+    if collates:
+        raise UsageError(
+            f"[batch] tokens: the samples of {job.dataset.name!r} are made into batches by a function of your own, but batches "
+            "by tokens are padded by hpctrain; use global_size and micro_size, or leave the function (collate_fn) out"
+        )
+    if lengths is None:
+        raise UsageError(
+            f"[batch] tokens: the dataset {job.dataset.name!r} does not say how many tokens its samples have (lengths); use "
+            "global_size and micro_size, or another dataset"
+        )
+    refuse_too_long(job, parts, lengths)
+    tokens = int(lengths.sum())
+    if (job.batch.tokens or 0) > _EPOCHS * tokens:
+        raise UsageError(
+            f"[batch] tokens: found {job.batch.tokens}, but all samples of {job.dataset.name!r} have {tokens}; expected at most "
+            f"{_EPOCHS} times that"
+        )
+    return lengths
 
 
 def _steps(job: Job, samples: int, order: Order, lengths: Lengths | None, is_estimate: bool) -> int:

@@ -14,9 +14,6 @@ from hpctrain.data.tokens import padded
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 
-_EPOCHS = 100
-"""The most epochs that one token batch may span; its samples are looked up all at once."""
-
 
 def refuse_epochs(job: Job) -> None:
     """UsageError for a key that counts the epochs of a stream without a length."""
@@ -66,54 +63,7 @@ def _first(job: Job, samples: Samples | Stream) -> Any:
     )
 
 
-def lengths_of(job: Job, parts: Parts, samples: Samples | Stream) -> Lengths | None:
-    """The length of each sample if the job needs it; UsageError if lengths are unknown or do not fit."""
-    if isinstance(samples, Stream):
-        if job.batch.tokens is None:
-            return None
-        raise UsageError(
-            f"[batch] tokens: {job.dataset.name!r} is a stream, whose samples have unknown lengths; use global_size and "
-            "micro_size, or samples by index with lengths()"
-        )
-    lengths = samples.lengths()
-    if lengths is not None and (lengths.shape != (len(samples),) or lengths.min() < 1):
-        raise UsageError(
-            f"[dataset] name = {job.dataset.name!r}: its lengths have shape {lengths.shape}, the smallest is "
-            f"{lengths.min(initial=1)}; expected {len(samples)} numbers of at least 1"
-        )
-    collates = samples.collation() is not None
-    if job.batch.tokens is None:
-        if lengths is None or collates:
-            return None
-        if lengths.min() != lengths.max():
-            raise UsageError(
-                f"[batch] global_size: the samples of {job.dataset.name!r} have {lengths.min()} to {lengths.max()} tokens, but "
-                "batches of a fixed number of samples need one length; use [batch] tokens and micro_tokens, or a function "
-                "that pads ([dataset] collate)"
-            )
-        _refuse_uneven(job, parts, int(lengths[0]))
-        return None
-    if collates:
-        raise UsageError(
-            f"[batch] tokens: the samples of {job.dataset.name!r} are made into batches by a function of your own, but batches "
-            "by tokens are padded by hpctrain; use global_size and micro_size, or leave the function (collate_fn) out"
-        )
-    if lengths is None:
-        raise UsageError(
-            f"[batch] tokens: the dataset {job.dataset.name!r} does not say how many tokens its samples have (lengths); use "
-            "global_size and micro_size, or another dataset"
-        )
-    _refuse_too_long(job, parts, lengths)
-    tokens = int(lengths.sum())
-    if (job.batch.tokens or 0) > _EPOCHS * tokens:
-        raise UsageError(
-            f"[batch] tokens: found {job.batch.tokens}, but all samples of {job.dataset.name!r} have {tokens}; expected at most "
-            f"{_EPOCHS} times that"
-        )
-    return lengths
-
-
-def _refuse_uneven(job: Job, parts: Parts, length: int) -> None:
+def refuse_uneven(job: Job, parts: Parts, length: int) -> None:
     """UsageError for a length that the axes cannot cut. Token batches are padded instead; a dataset without known lengths may
     fail in the first step."""
     multiple = sequence_multiple(job, parts)
@@ -127,7 +77,7 @@ def _refuse_uneven(job: Job, parts: Parts, length: int) -> None:
         )
 
 
-def _refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
+def refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
     index = int(np.argmax(lengths))
     length, multiple = int(lengths[index]), sequence_multiple(job, parts)
     size = padded(length, multiple)

@@ -1,1 +1,1 @@
-"""The job file: read with positions, checked all at once, kept as a typed Job."""
+"""The job file: TOML with the place of each key, and the typed Job that it becomes."""

@@ -19,7 +19,7 @@ PREFIXES = (
     "OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "MPICH_", "FI_", "UCX_", "UCC_", "NCCL_", "RCCL_", "GLOO_", "TORCH_", "PYTORCH_",
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "CUDA_", "CUBLAS_", "CUDNN_", "HIP_", "HSA_", "MIOPEN_", "TOKENIZERS_",
 )  # fmt: skip
-OF_MPIEXEC = ("OMPI_MCA_", "PRTE_MCA_")
+READ_BY_MPIEXEC = ("OMPI_MCA_", "PRTE_MCA_")
 """Prefixes of variables that an mpiexec reads before there is a rank."""
 _CODE = re.compile(
     r"PATH$|PLUGIN|LIBRAR|(^|_)LIB(_|$)|AGENT|PREFIX|EXEC|COMMAND|_DIR$|_HOME$|(CONFIG|CONF|PARAM)_FILE|ENV_LIST",

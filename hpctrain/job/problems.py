@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from hpctrain.base.errors import EXIT_USAGE, HpctrainError, JobFileError
 from hpctrain.job.raw import Key, RawJob, dotted
-from hpctrain.job.table import OF_SEVERAL_KEYS
+from hpctrain.job.table_types import OF_SEVERAL_KEYS
 from hpctrain.job.toml import written
 
 

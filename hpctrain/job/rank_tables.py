@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from hpctrain.job.table import SlotTable, Table, error_of_several_keys, excluded, seconds_of
+from hpctrain.job.table_types import SlotTable, Table, error_of_several_keys, excluded, seconds_of
 
 
 class AxisTable(SlotTable):

@@ -22,7 +22,7 @@ from hpctrain.job.rank_tables import (
     ShardingTable,
     WatchdogTable,
 )
-from hpctrain.job.table import (
+from hpctrain.job.table_types import (
     Seconds,
     SlotTable,
     Table,
@@ -80,7 +80,7 @@ class JobTable(Table):
     """Train for this many passes over the data; whole global batches only."""
 
     start: Literal["fork", "spawn"] = "fork"
-    """How `-n` starts ranks on this machine: as forks of a process that has made their imports, or each anew."""
+    """How `-n` and `--hostfile` start ranks: on each node as forks of a process that has made their imports, or each anew."""
     cpu_bind: Literal["auto", "none"] = "auto"
     """Whether the ranks of a node get cores of their own where the launcher has bound none: near their GPU, within a NUMA node."""
     time_limit: Seconds | None = None

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
-from hpctrain.job.table import SlotTable, Table, either, error_of_several_keys, excluded
+from hpctrain.job.table_types import SlotTable, Table, either, error_of_several_keys, excluded
 
 
 class ModelTable(SlotTable):

@@ -1,1 +1,1 @@
-"""The way from a model plugin to a module on this rank: seeded values, modules of users, given weights."""
+"""The module on this rank: mesh, construction, parameters; sums of gradients; checks that plugins keep their contracts."""

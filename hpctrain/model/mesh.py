@@ -21,8 +21,6 @@ from hpctrain.job.tables import Job
 
 if TYPE_CHECKING:
     from hpctrain.contracts.parallelism import Parallelism
-    from hpctrain.job.parts import Parts
-    from hpctrain.job.tables import Job
 
 _DATA_ORDER = 20
 """The place of the outermost data axis; the others follow it."""

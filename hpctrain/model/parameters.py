@@ -1,8 +1,7 @@
-"""The parameters of a model: which are tied, which are trained, and the groups that the optimizer gets."""
+"""The parameters and buffers of a model: which are tied, which are trained, their groups, and the optimizer over them."""
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -127,6 +126,6 @@ def _group_of(
     name: str, patterns: Sequence[dict[str, Any]], groups: list[dict[str, Any]], rest: dict[str, Any]
 ) -> dict[str, Any]:
     for entry, group in zip(patterns, groups, strict=True):
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in entry["pattern"]):
+        if any(fnmatchcase(name, pattern) for pattern in entry["pattern"]):
             return group
     return rest

@@ -48,7 +48,9 @@ def refuse_embeddings(module: nn.Module, spec: ModelSpec, data_ranks: int) -> No
 def refuse_untrained(spec: ModelSpec, trained: Sequence[str]) -> None:
     """Raises UsageError for a model without a parameter to train."""
     if not trained:
-        raise UsageError(f"[model] {spec.name}: it has no parameter to train")
+        raise UsageError(
+            f"[model] {spec.name}: it has no parameter to train: expected one at least with requires_grad = True"
+        )
 
 
 def refuse_unmatched(trained: Sequence[str], patterns: Sequence[dict[str, Any]]) -> None:

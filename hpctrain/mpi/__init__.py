@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
 
 def world() -> MPI.Intracomm:
     """The communicator of all ranks, as hpctrain numbers them. Starts MPI."""
-    from hpctrain.mpi.world import world
+    from hpctrain.mpi.all_ranks import world
 
     return world()
 

@@ -18,8 +18,8 @@ from typing import Protocol
 import torch.distributed as dist
 
 from hpctrain.base.errors import HpctrainError
+from hpctrain.mpi.all_ranks import world
 from hpctrain.mpi.library import MPI, abort
-from hpctrain.mpi.world import world
 
 
 class Group(Protocol):

@@ -18,9 +18,9 @@ from hpctrain.base.store.messages import SECRET_BYTES, ProtocolError
 from hpctrain.base.store.network import LOOPBACK, bind_communication, listeners, reachable_addresses
 from hpctrain.base.store.server import StoreServer, warn_of_stranger
 from hpctrain.mpi import leaving
+from hpctrain.mpi.all_ranks import broadcast_json, gather_json, world
 from hpctrain.mpi.errors import name_ranks
 from hpctrain.mpi.library import MPI
-from hpctrain.mpi.world import broadcast_json, gather_json, world
 
 _ATTEMPT = 2.0  # seconds for one address: a firewall may swallow packets instead of refusing them
 _CONNECT = timedelta(seconds=60)  # for all addresses together

@@ -10,6 +10,8 @@ API_VERSION = 2
 
 FIRST_RELEASED = 2
 """The version of a module that states none as `HPCTRAIN_API`."""
+_PROBLEMS = "`problems(plan)` returns a list of `Problem`"
+_MISSING = "`missing(machine)` says what the machine lacks"
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,6 @@ def _all(version: int, contract: str, members: str, instead: str) -> list[Change
         for one in found
     ]
 
-
-_PROBLEMS = "`problems(plan)` returns a list of `Problem`"
-_MISSING = "`missing(machine)` says what the machine lacks"
 
 CHANGES: tuple[Change, ...] = (
     *_all(2, "ActivationCheckpointing", "refuse(spec, splits_backward)", _PROBLEMS),

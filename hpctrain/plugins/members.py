@@ -29,6 +29,7 @@ _CONTRACTS = ("hpctrain.contracts.", "hpctrain.toolkit.")
 _NOT_CALLED = f"which plugin API version {API_VERSION} does not call"
 _CLOSE = 0.8
 """How similar a name is to one that was meant, as difflib counts."""
+_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_NAME", "LOAD_GLOBAL", "IMPORT_FROM")
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,6 @@ def _code(module: ModuleType) -> CodeType | None:
     return found if isinstance(found, CodeType) else None
 
 
-_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_NAME", "LOAD_GLOBAL", "IMPORT_FROM")
 _named: WeakKeyDictionary[ModuleType, _Named | None] = WeakKeyDictionary()
 """Names by loaded module: their code stays as it is, and a fork server reads it for all of its ranks."""
 

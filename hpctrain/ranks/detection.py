@@ -116,8 +116,8 @@ def _installed(distribution: str) -> bool:
 def _from_mpi() -> Identity | None:
     """MPI's answer; None when there is no MPI library."""
     try:
+        from hpctrain.mpi.all_ranks import number_by_node, world
         from hpctrain.mpi.library import MPI
-        from hpctrain.mpi.world import number_by_node, world
     except EnvironmentUnfitError:
         return None
     renumbered = number_by_node()

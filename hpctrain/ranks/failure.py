@@ -20,10 +20,10 @@ from hpctrain.base.launcher_variables import by_srun
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.problems import sentence
 from hpctrain.mpi.errors import CommunicationError
-from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import tell
 from hpctrain.ranks.process import flush_output
+from hpctrain.ranks.rank_channel import RankChannel
 
 _AFTER_THE_CAUSE = 1.0
 """Seconds that a rank waits after a failed communication, so that the rank at fault can print first."""
@@ -33,6 +33,8 @@ _GATHERING_SECONDS = 2.0
 """How long a leaving rank waits for the others to leave, before the launcher ends them."""
 _LEAVING_SECONDS = 5
 """How long a rank may take to leave by itself after SIGTERM."""
+MPI_START_SECONDS = 900.0
+"""The limit of MPI_Init, which waits for all ranks. From a slow file system some start minutes after others."""
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -97,7 +99,7 @@ def delay_terminate() -> None:
     signal.signal(signal.SIGTERM, _end_soon)
 
 
-def end_on_signals(channel: LauncherChannel) -> None:
+def end_on_signals(channel: RankChannel) -> None:
     """Let SIGINT and SIGTERM end this rank at once: it has nothing to save."""
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -116,6 +118,29 @@ def ignore_terminate() -> None:
     """
     if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@contextmanager
+def limited(stage: str, seconds: float, channel: RankChannel, identity: Identity | None = None) -> Iterator[None]:
+    """End this rank, and with it the job, if the body takes longer. identity: None before it is known."""
+
+    def end() -> None:
+        who = f"a rank on {socket.gethostname()}" if identity is None else f"rank {identity.rank} on {identity.node}"
+        advice = "look at this node, and at what other ranks say; those that say nothing may not have started"
+        text = f"hpctrain: {who} did not finish {stage} within {seconds:g} s; {advice}"
+        tell(text)
+        channel.report_exit(EXIT_ENVIRONMENT)
+        if identity is None:
+            os._exit(EXIT_ENVIRONMENT)
+        end_now(identity, EXIT_ENVIRONMENT, False)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _end_soon(number: int, frame: FrameType | None) -> None:
@@ -167,30 +192,3 @@ def _wait_for_print(world: World) -> None:
         world.store.wait(["failed/printed"], _PATIENCE)
     except RuntimeError:
         return
-
-
-START_SECONDS = 900.0
-"""The limit of MPI_Init, which waits for all ranks. From a slow file system some start minutes after others."""
-
-
-@contextmanager
-def limited(stage: str, seconds: float, channel: LauncherChannel, identity: Identity | None = None) -> Iterator[None]:
-    """End this rank, and with it the job, if the body takes longer. identity: None before it is known."""
-
-    def end() -> None:
-        who = f"a rank on {socket.gethostname()}" if identity is None else f"rank {identity.rank} on {identity.node}"
-        advice = "look at this node, and at what other ranks say; those that say nothing may not have started"
-        text = f"hpctrain: {who} did not finish {stage} within {seconds:g} s; {advice}"
-        tell(text)
-        channel.report_exit(EXIT_ENVIRONMENT)
-        if identity is None:
-            os._exit(EXIT_ENVIRONMENT)
-        end_now(identity, EXIT_ENVIRONMENT, False)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -21,8 +21,8 @@ from hpctrain.base.torch_private import HashStore
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.environment import compare
-from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting_place import meeting_place, not_met, open_or_join, open_over_pmi
+from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.restricted_pickle import restrict_objects
 from hpctrain.version import __version__
 
@@ -44,7 +44,7 @@ class World:
 
     identity: Identity
     store: Store
-    channel: LauncherChannel
+    channel: RankChannel
     strangers: list[str] = field(default_factory=list)
     """Rank 0's sentences about refused connections."""
     close: Callable[[], None] = lambda: None
@@ -107,7 +107,7 @@ class World:
         return answer["value"]
 
 
-def meet(identity: Identity, channel: LauncherChannel, timeout: timedelta | None = None) -> World:
+def meet(identity: Identity, channel: RankChannel, timeout: timedelta | None = None) -> World:
     """Find the other ranks. EnvironmentUnfitError if they do not come within `timeout` (None: MEETING_TIMEOUT)."""
     timeout = MEETING_TIMEOUT if timeout is None else timeout
     strangers: list[str] = []
@@ -212,27 +212,3 @@ def start_communication(
         timeout=timedelta(seconds=seconds),
         pg_options=options,
     )
-
-
-def mpi_backend() -> str:
-    """Register torch.distributed's backend over MPI and return its name, for communicators that use it.
-
-    Its options are MPISettings.
-    """
-    import hpctrain.mpi
-
-    return hpctrain.mpi.BACKEND
-
-
-def gloo_backend() -> str:
-    """Register the backend over gloo whose groups are authenticated by the ranks, and return its name."""
-    from hpctrain.base.store.gloo import BACKEND
-
-    return BACKEND
-
-
-def gloo_transport() -> str | None:
-    """The transport of this process's gloo groups, "" for the default. None before the first group: it can still be set."""
-    from hpctrain.base.store.gloo import transport_in_use
-
-    return transport_in_use()

@@ -21,6 +21,12 @@ from hpctrain.base.launcher_variables import pmi_descriptor
 _ENDING = 0.2
 """Seconds after its end in which the system may still list a thread."""
 _BIND = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+_AREAS = slice(45, 49)
+"""arg_start, arg_end, env_start and env_end among the words behind the command's name in /proc/PID/stat: fields 48 to 51 of
+proc(5)."""
+ROOM_VARIABLE = "HPCTRAIN_ROOM"
+"""Takes the place in a process's environment, as /proc/PID/environ shows it, that variables of its forks take."""
+ROOM = "." * 500
 
 
 def binds_threads(environment: Mapping[str, str]) -> str | None:
@@ -36,16 +42,8 @@ def other_threads() -> int:
     return count - 1
 
 
-_AREAS = slice(45, 49)
-"""arg_start, arg_end, env_start and env_end among the words behind the command's name in /proc/PID/stat: fields 48 to 51 of
-proc(5)."""
-ROOM_VARIABLE = "HPCTRAIN_ROOM"
-"""Takes the place in a process's environment, as /proc/PID/environ shows it, that variables of its forks take."""
-ROOM = "." * 500
-
-
 def show_command(command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-    """Make these what `ps`, `pkill -f` and /proc show_command of this process, as far as the room suffices.
+    """Make these what `ps`, `pkill -f` and /proc show of this process, as far as the room suffices.
 
     Libraries may hold pointers to other variables in the process's first environment, so only the room is written to.
     """

@@ -14,6 +14,10 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 _early: list[int] = []
 """Signals from before training could answer them."""
+_SAME_SECONDS = 1.0
+"""Signals this soon after the first count as the same one: a terminal or Slurm signals every process of a job, and
+launchers and `hpctrain run -n` pass signals on."""
+STOPPED, INTERRUPTED = 1, 2
 
 
 def note_early() -> None:
@@ -40,13 +44,6 @@ def keep_from_children() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     resource_tracker.ensure_running()  # else it starts with the first process, and unblocks two of these signals
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-
-
-_SAME_SECONDS = 1.0
-"""Signals this soon after the first count as the same one: a terminal or Slurm signals every process of a job, and
-launchers and `hpctrain run -n` pass signals on."""
-
-STOPPED, INTERRUPTED = 1, 2
 
 
 class StopRequest:

@@ -1,1 +1,1 @@
-"""`hpctrain run -n N` without a launcher: starts the ranks on this machine and waits until all have exited."""
+"""Starts ranks: `hpctrain run -n N` on this machine and on the hosts of a file, `hpctrain submit` on a scheduler's nodes."""

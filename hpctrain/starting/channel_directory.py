@@ -1,4 +1,4 @@
-"""The launcher channel between `hpctrain run -n` and its ranks: a directory with a file per pid, a pipe, the exit code.
+"""The channel between `hpctrain run -n` and its ranks: a directory with a file per pid, a pipe, the exit code.
 
 A rank that is still starting cannot answer a signal yet. Requests to stop are kept until it can.
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.ranks.launcher_channel import LauncherChannel, on_terminal
+from hpctrain.ranks.rank_channel import RankChannel, on_terminal
 from hpctrain.starting.channel_streams import attach_to_mpiexec, is_word
 
 _PIPE = "alive"
@@ -29,7 +29,7 @@ _TERMINAL, _ERROR_TERMINAL = "terminal", "error-terminal"
 
 
 class StarterChannel(Protocol):
-    """The starter's side of a launcher channel."""
+    """The starter's side of a starter's channel."""
 
     @property
     def exit_code(self) -> int | None:
@@ -92,7 +92,7 @@ class ChannelDirectory:
         os.close(self._pipe)
 
 
-def attach(directory: Path) -> LauncherChannel:
+def attach(directory: Path) -> RankChannel:
     """A rank's side: the starter can signal the rank and shows its output, and the rank exits with the starter.
 
     directory: the starter's, or the word of streams.py for ranks on several hosts.
@@ -119,7 +119,7 @@ def attach(directory: Path) -> LauncherChannel:
             return  # another rank was first, or the starter is gone
 
     terminal, error_terminal = (directory / _TERMINAL).exists(), (directory / _ERROR_TERMINAL).exists()
-    return LauncherChannel(terminal, error_terminal, report_exit, (directory / f"{os.getpid()}.ready").touch)
+    return RankChannel(terminal, error_terminal, report_exit, (directory / f"{os.getpid()}.ready").touch)
 
 
 def is_private(directory: Path) -> bool:

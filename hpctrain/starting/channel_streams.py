@@ -1,8 +1,8 @@
-"""The launcher channel between `hpctrain run --hostfile` and ranks on other hosts: the standard streams of mpiexec.
+"""The channel between `hpctrain run --hostfile` and ranks on other hosts: the standard streams of mpiexec.
 
-A directory, as in link.py, is not on all hosts. But mpiexec passes its standard input on to rank 0, and the ranks' standard error
-back. Signals are numbers, a line each, on the first way. On the second, between two control characters, ranks tell that they have
-started or can answer signals, and the job's exit code.
+A directory, as in channel_directory.py, is not on all hosts. But mpiexec passes its standard input on to rank 0, and the ranks'
+standard error back. Signals are numbers, a line each, on the first way. On the second, between two control characters, ranks
+tell that they have started or can answer signals, and the job's exit code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hpctrain.base.launcher_variables import mpiexec_rank
-from hpctrain.ranks.launcher_channel import LauncherChannel, on_terminal
+from hpctrain.ranks.rank_channel import RankChannel, on_terminal
 
 _WORD = "mpiexec"
 """The word in place of a directory in `--started-by`."""
@@ -47,7 +47,7 @@ def is_word(text: str) -> bool:
     return re.fullmatch(f"{_WORD}({_ON_TERMINAL})?({_ERRORS_ON_TERMINAL})?", text) is not None
 
 
-def attach_to_mpiexec(text: str) -> LauncherChannel:
+def attach_to_mpiexec(text: str) -> RankChannel:
     """A rank's side. Call it before MPI starts: the starter counts the ranks that have started."""
     rank = mpiexec_rank()
     out = os.dup(2)  # what users' code does to standard error does not matter
@@ -67,7 +67,7 @@ def attach_to_mpiexec(text: str) -> LauncherChannel:
 
     say("started", rank)
     terminal, error_terminal = _ON_TERMINAL in text, _ERRORS_ON_TERMINAL in text
-    return LauncherChannel(terminal, error_terminal, lambda code: say("exit", code), answers_signals)
+    return RankChannel(terminal, error_terminal, lambda code: say("exit", code), answers_signals)
 
 
 def _take_signals(read: int, ready: threading.Event) -> None:

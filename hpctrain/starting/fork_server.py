@@ -90,7 +90,7 @@ class ForkServer:
                 self.tell(ended=pid, status=os.waitstatus_to_exitcode(status))
 
     def _leave(self) -> NoReturn:
-        """Ranks notice the end of the starter, too, and remove its directory (link.py)."""
+        """Ranks notice the end of the starter, too, and remove its directory (channel_directory.py)."""
         give_up = time.monotonic() + _LEAVING_SECONDS
         while self._ranks and time.monotonic() < give_up:
             self._reap()

@@ -18,7 +18,7 @@ from hpctrain.starting.hosts import Hosts
 from hpctrain.starting.mpi_library import ask_library
 from hpctrain.starting.mpiexec import UnderMpiexec, find_mpiexec
 
-START_SECONDS = 120.0
+APPEAR_SECONDS = 120.0
 """Limit for the start of Python on all ranks. Without it, an ssh to a host that is off would hang for minutes."""
 _LEAVING_SECONDS = 30.0
 """How long mpiexec may take to end after the ranks have told an error: it waits for a host that is gone."""
@@ -32,7 +32,7 @@ _GRACE = 2.0
 
 
 class OnHosts:
-    """Running ranks, and the launcher channel to them."""
+    """Running ranks, and the starter's channel to them."""
 
     failed_rank: int | None = None
     """Unknown: mpiexec tells the node (failed_host)."""
@@ -146,4 +146,4 @@ class OnHosts:
             return False
         self._next_look = now + _START_OF_LAUNCHER
         # MPICH waits for ever for an srun that has failed
-        return now - self._begin > START_SECONDS or not self._children()
+        return now - self._begin > APPEAR_SECONDS or not self._children()

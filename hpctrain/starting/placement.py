@@ -15,6 +15,10 @@ from hpctrain.starting.hosts import Hosts, read_hostfile
 
 _SECONDS = 300.0
 _PROGRAM = "from hpctrain.checking.counts import main; main()"
+_LOOK_SECONDS = 3.0
+"""How often the hostfile is read while fewer ranks run than asked for."""
+_FAILURES = 2
+"""A host on which ranks failed first this often is left out, in an elastic job."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,6 @@ def ask_counts(job: Path, overrides: Sequence[str], least: int, most: int) -> Co
     if "error" in answer:
         raise TrainingError(f"the job could not be checked for fewer than {most + 1} ranks: {answer['error']}")
     return Counts(answer["fits"], {int(number): why for number, why in answer["why"].items()})
-
-
-_LOOK_SECONDS = 3.0
-"""How often the hostfile is read while fewer ranks run than asked for."""
-_FAILURES = 2
-"""A host on which ranks failed first this often is left out, in an elastic job."""
 
 
 class Placement:

@@ -1,4 +1,4 @@
-"""The common parts of launchers: scripts from templates, and a scheduler's commands with a time limit."""
+"""The common parts of schedulers' plugins: scripts from templates, and a scheduler's commands with a time limit."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain.contracts.identity import Identity
-from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.prints import CLEAR_LINE, Labelled, own, put
+from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.training.progress import BestSoFar
 
 LOG = logging.getLogger("hpctrain")
@@ -40,7 +40,7 @@ class Console:
     """
 
     def __init__(
-        self, identity: Identity, channel: LauncherChannel, best: BestSoFar | None = None, begin: float | None = None
+        self, identity: Identity, channel: RankChannel, best: BestSoFar | None = None, begin: float | None = None
     ) -> None:
         """begin: of the run, on time.monotonic(); None: now."""
         self._speaks, self._live = identity.rank == 0, channel.terminal

@@ -80,8 +80,8 @@ class StepRow:
     """`true` if the update was left out, by a guard or by the loss scale; absent otherwise."""
 
     of_guard: Mapping[str, Any]
-    """Keys `guard`, `skipped_steps` and `rollbacks`: the guard that found something in the step, and how many updates were left out
-    and how often the run went back to a checkpoint so far. Absent until there is such an event."""
+    """Keys `guard`, `skipped_steps` and `rollbacks`: the guard that found something in the step, how many updates were left out in
+    the run, and how often this process went back to a checkpoint. Absent until there is such an event."""
 
     def as_dict(self, moment: Moment, counts: str) -> dict[str, Any]:
         """The row as metrics.jsonl has it. counts: "tokens" or "samples"."""

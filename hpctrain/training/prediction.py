@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hpctrain.base.errors import UsageError, reason
@@ -19,7 +18,7 @@ from hpctrain.contracts.model import Batch, ContextParallelModel
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.job.parts import Parts
-from hpctrain.ranks.json_collectives import gather_values, share, together
+from hpctrain.ranks.json_collectives import gather_values, share, together, world_group
 from hpctrain.training.trained_model import TrainedModel
 
 
@@ -39,8 +38,7 @@ def refuse_outputs(parts: Parts, padded: bool, is_stream: bool) -> None:
 
 
 def predict(model: TrainedModel, loader: Loader, outputs: Outputs, out: Path) -> dict[str, Any]:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     share(group, lambda: _begin(out))
     model.runner.evaluate(outputs.noting(loader), outputs.see)
     together(group, outputs.close)

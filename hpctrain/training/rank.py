@@ -39,9 +39,9 @@ from hpctrain.ranks.binding import Binding, bound
 from hpctrain.ranks.detection import detect, fallback_notice, torchrun_variables
 from hpctrain.ranks.failure import end_on_signals, leave
 from hpctrain.ranks.json_collectives import gather_values
-from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World, compare_ranks, meet, start_communication, take_device
 from hpctrain.ranks.prints import labelled_prints, own, tell
+from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.restricted_pickle import allow_objects
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.ranks.watchdog.position import BETWEEN, END
@@ -82,7 +82,7 @@ def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
         hook = sys.excepthook
         try:
             with exported(plain):
-                result = run_rank(detect(), lambda: raw, resume, LauncherChannel())
+                result = run_rank(detect(), lambda: raw, resume, RankChannel())
         finally:
             sys.excepthook = hook  # torch puts the rank before tracebacks, once more with each job
     # The job's groups end with its last object. A thread of gloo that lived until Python ends would abort the process.
@@ -93,7 +93,7 @@ def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
 
 
 def run_rank(
-    identity: Identity, read: Callable[[], RawJob], resume: str, channel: LauncherChannel, begun: float | None = None
+    identity: Identity, read: Callable[[], RawJob], resume: str, channel: RankChannel, begun: float | None = None
 ) -> dict[str, Any]:
     """Meet the other ranks, agree on the job that rank 0 reads, and train it.
 
@@ -118,7 +118,7 @@ def run_rank(
 
 
 def answer_on_rank(
-    identity: Identity, read: Callable[[], RawJob], question: Question, channel: LauncherChannel
+    identity: Identity, read: Callable[[], RawJob], question: Question, channel: RankChannel
 ) -> dict[str, Any]:
     """Meet the other ranks, agree on the job, and ask its model, with the weights of a checkpoint."""
     question = replace(question, weights=behind_name(question.weights))
@@ -133,7 +133,7 @@ def answer_on_rank(
     return _on_rank(identity, channel, work)
 
 
-def _on_rank(identity: Identity, channel: LauncherChannel, work: Callable[[World], dict[str, Any]]) -> dict[str, Any]:
+def _on_rank(identity: Identity, channel: RankChannel, work: Callable[[World], dict[str, Any]]) -> dict[str, Any]:
     """Meet the other ranks and do `work`; an error of one of several ranks ends all."""
     world = meet(identity, channel)
     try:

@@ -21,9 +21,12 @@ from hpctrain.base.safe_files import open_regular, reading, replacing
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.logger import Logger, LogWriter
 from hpctrain.job.tables import KeepBestTable
-from hpctrain.ranks.launcher_channel import LauncherChannel
+from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.training.console import Console
 from hpctrain.training.progress import BestSoFar
+
+_LONGEST_ROW = 2**20
+"""The longest line of metrics.jsonl, in bytes."""
 
 
 class Report:
@@ -32,7 +35,7 @@ class Report:
     def __init__(
         self,
         identity: Identity,
-        channel: LauncherChannel,
+        channel: RankChannel,
         keep: KeepBestTable | None = None,
         begin: float | None = None,
     ) -> None:
@@ -73,8 +76,6 @@ class Report:
 
 
 LOG = logging.getLogger("hpctrain")
-_LONGEST_ROW = 2**20
-"""The longest line of metrics.jsonl, in bytes."""
 
 
 class Records:

@@ -37,7 +37,7 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.model import UserModel
 from hpctrain.ranks.json_collectives import sum_of
 from hpctrain.training.metrics import NamedLosses
-from hpctrain.training.pieces import FullParameters, PieceTotals
+from hpctrain.training.over_ranks import FullParameters, PieceTotals
 from hpctrain.training.runner import PlainRunner
 
 

@@ -64,7 +64,11 @@ def test_weights_that_are_not_there_and_a_model_without_parameters(job: JobFile)
     refused(missing, 2, "--set model.weights='gone': [model] weights: there are none at gone")
     job.tables["model"] = {"name": "torch.nn:ReLU", "loss": "torch.nn.functional:cross_entropy"}
     job.write()
-    refused(run(hpctrain("run", "job.toml"), job.directory), 2, "it has no parameter to train")
+    refused(
+        run(hpctrain("run", "job.toml"), job.directory),
+        2,
+        "it has no parameter to train: expected one at least with requires_grad = True",
+    )
 
 
 @pytest.mark.parametrize(

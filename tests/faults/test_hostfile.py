@@ -19,7 +19,7 @@ RUN = hpctrain("run", "job.toml", "--hostfile", "hosts")
 IMPATIENT = """
 from hpctrain.starting import on_hosts
 
-on_hosts.START_SECONDS = 3.0
+on_hosts.APPEAR_SECONDS = 3.0
 from hpctrain.cli import main
 
 main()

@@ -147,7 +147,11 @@ def test_datasets_of_ones_own_that_fail(fault: str, code: int, sentence: str) ->
         ("odd_callables:leaves", 4, "[model] name = 'odd_callables:leaves' raised SystemExit: 3\n  File "),
         ("odd_callables:none", 2, "[model] name = 'odd_callables:none' returned NoneType, expected a torch.nn.Module"),
         ("os:getcwd", 2, "[model] name = 'os:getcwd' returned str, expected a torch.nn.Module"),
-        ("odd_callables:no_parameter", 2, "[model] odd_callables:no_parameter: it has no parameter to train"),
+        (
+            "odd_callables:no_parameter",
+            2,
+            "[model] odd_callables:no_parameter: it has no parameter to train: expected one at least",
+        ),
     ],
 )
 def test_models_of_ones_own_that_are_none(model: str, code: int, sentence: str) -> None:

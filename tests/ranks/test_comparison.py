@@ -11,7 +11,7 @@ import torch.distributed as dist
 from on_ranks import World
 
 from hpctrain.mpi import OperationMismatchError
-from hpctrain.ranks.meeting import gloo_backend, mpi_backend
+from hpctrain.ranks.backends import gloo_backend, mpi_backend
 from hpctrain.ranks.watchdog.comparison import compared
 
 

@@ -17,7 +17,7 @@ from hpctrain.job.raw import RawJob
 from hpctrain.model.mesh import build_meshes, layout_of
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
-from hpctrain.training.pieces import FullParameters
+from hpctrain.training.over_ranks import FullParameters
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 

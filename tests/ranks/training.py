@@ -18,8 +18,8 @@ from hpctrain.job.raw import RawJob
 from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.detection import detect
-from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World
+from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.assembly import assemble
 from hpctrain.training.loop import train
@@ -87,7 +87,7 @@ def session_of(tables: dict[str, Any], plugin: object = None) -> Iterator[Sessio
         checked.registry.manager.register(plugin)
     before = set(dist.distributed_c10d._world.pg_map)
     hooks = LifeCycle(checked.registry, detect(), checked.parts.hooks)
-    session = assemble(checked, World(detect(), HashStore(), LauncherChannel()), torch.device("cpu"), "auto", hooks)
+    session = assemble(checked, World(detect(), HashStore(), RankChannel()), torch.device("cpu"), "auto", hooks)
     try:
         yield session
     finally:

@@ -13,8 +13,8 @@ from torch.distributed import HashStore
 from hpctrain.contracts.identity import Identity
 from hpctrain.mpi.errors import spans
 from hpctrain.ranks.binding import Binding, Core, CpuBind, _share_out, bound, shares, topology
-from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World
+from hpctrain.ranks.rank_channel import RankChannel
 
 HERE = sorted(os.sched_getaffinity(0))
 
@@ -89,7 +89,7 @@ def of_ranks(ranks: int, bind: CpuBind) -> list[Binding]:
     store, found, done = HashStore(), dict[int, Binding](), threading.Barrier(ranks)
 
     def rank(number: int) -> None:
-        world = World(Identity(number, ranks, number, ranks), store, LauncherChannel(terminal=False))
+        world = World(Identity(number, ranks, number, ranks), store, RankChannel(terminal=False))
         with bound(world, torch.device("cpu"), bind) as binding:
             found[number] = binding
             done.wait(30)
@@ -152,7 +152,7 @@ def test_none_only_shares_out_the_threads(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("threads_as_before")
 def test_a_rank_alone_keeps_all_cores() -> None:
-    world = World(Identity(), HashStore(), LauncherChannel(terminal=False))
+    world = World(Identity(), HashStore(), RankChannel(terminal=False))
     with bound(world, torch.device("cpu"), "auto") as binding:
         assert binding.cpus == set(HERE) and binding.threads == len(topology(HERE)) == torch.get_num_threads()
         assert binding.told == ""

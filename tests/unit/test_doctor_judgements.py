@@ -82,8 +82,8 @@ def test_a_stage_that_does_not_end_is_named_and_ends_the_process() -> None:
         "import threading\n"
         "from hpctrain.contracts.identity import Identity\n"
         "from hpctrain.ranks.failure import limited\n"
-        "from hpctrain.ranks.launcher_channel import LauncherChannel\n"
-        "with limited('the checks of /far', 0.2, LauncherChannel(), Identity(node='n1')):\n"
+        "from hpctrain.ranks.rank_channel import RankChannel\n"
+        "with limited('the checks of /far', 0.2, RankChannel(), Identity(node='n1')):\n"
         "    threading.Event().wait()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

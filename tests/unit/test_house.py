@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
@@ -40,6 +42,29 @@ def inside(command: click.Command) -> dict[str, click.Command]:
     context = click.Context(command)
     found = {name: command.get_command(context, name) for name in command.list_commands(context)}
     return {name: one for name, one in found.items() if one is not None}
+
+
+def test_constants_stand_at_the_top() -> None:
+    """Plain values behind the first function or class of a file are looked for in vain."""
+    below = []
+    for file in sources():
+        body = ast.parse(file.read_text()).body
+        first = next(
+            (at for at, node in enumerate(body) if isinstance(node, (ast.FunctionDef, ast.ClassDef))), len(body)
+        )
+        plain = [node for node in body[first:] if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+        named = [
+            node for node in plain if all(name.isupper() for target in node.targets for name in [ast.unparse(target)])
+        ]
+        below += [f"{file.relative_to(ROOT)}:{node.lineno}" for node in named]
+    assert not below
+
+
+@pytest.mark.parametrize("door", ["hpctrain", "hpctrain.mpi"])
+def test_no_module_hides_a_public_name(door: str) -> None:
+    """Importing a module of that name would put it in the name's place."""
+    package = importlib.import_module(door)
+    assert not {module.name for module in pkgutil.iter_modules(package.__path__)} & set(package.__all__)
 
 
 def test_every_hook_is_documented_and_every_slot_has_one() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hpctrain.base.errors import UsageError
 from hpctrain.base.safe_files import read_pipe
 from hpctrain.checking.check import check
-from hpctrain.job import reading
+from hpctrain.job import positions
 from hpctrain.job.positions import key_lines
 from hpctrain.job.problems import JobError
 from hpctrain.job.raw import RawJob, merge
@@ -67,8 +67,8 @@ inline = { a = 1, b = [ { c = 2 } ] }
 
 
 def test_an_array_of_thousands_of_lines_is_not_read_again_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, parse = [], reading._parse
-    monkeypatch.setattr(reading, "_parse", lambda text: (read.append(text), parse(text))[1])
+    read, parse = [], positions._parse
+    monkeypatch.setattr(positions, "_parse", lambda text: (read.append(text), parse(text))[1])
     text = (
         "[dataset]\nfiles = [\n" + "".join(f'  "part-{number}.txt",\n' for number in range(5000)) + "]\nworkers = 2\n"
     )

@@ -19,8 +19,8 @@ from conftest import TINY
 
 import hpctrain
 from hpctrain.contracts.identity import Identity
-from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.prints import CLEAR_LINE, Labelled, labelled_prints, tell
+from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.training.console import Console
 from hpctrain.training.log_file import logged_to_file
 
@@ -37,7 +37,7 @@ def test_the_bar_is_one_line_that_leaves_out_what_has_no_room(
         (180, "bubble 12%", "…"),
     ):
         monkeypatch.setenv("COLUMNS", str(columns))
-        console = Console(Identity(), LauncherChannel(terminal=True))
+        console = Console(Identity(), RankChannel(terminal=True))
         console.progress({"evaluation_loss": 9.5, "step": 100}, 100000, "tokens", "")
         for step, seconds in ((99998, 60.0), (99999, 2.0), (100000, 2.0)):  # the first step includes the setup
             console.progress({**row, "step": step, "step_seconds": seconds}, 100000, "tokens", "bubble 12%")
@@ -125,7 +125,7 @@ def test_the_bar_is_ascii_where_the_output_has_nothing_else(monkeypatch: pytest.
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw := io.BytesIO(), "latin-1"))
-    console = Console(Identity(), LauncherChannel(terminal=True))
+    console = Console(Identity(), RankChannel(terminal=True))
     row = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "samples_per_second": 5.0, "step": 1, "step_seconds": 1.0}
     console.progress(row, 1, "samples", "")
     console.close()
@@ -155,7 +155,7 @@ def test_a_program_may_have_no_standard_streams(monkeypatch: pytest.MonkeyPatch)
     """A daemon, or a shell's >&- 2>&-."""
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
-    console = Console(Identity(0, 2), channel := LauncherChannel())
+    console = Console(Identity(0, 2), channel := RankChannel())
     with labelled_prints(Identity(0, 2), channel.terminal, channel.error_terminal):
         console.line("nobody reads it")
         tell("nobody reads it")
@@ -227,7 +227,7 @@ def test_the_eta_follows_the_latest_steps_smoothly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("hpctrain.training.console._SECONDS_BETWEEN_LINES", 0.0)
-    console = Console(Identity(), LauncherChannel())
+    console = Console(Identity(), RankChannel())
     row = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "samples_per_second": 5.0}
     for step in range(1, 101):
         seconds = {1: 600.0, 100: 20.0}.get(step, 1.0)  # the setup, and one step that was held up

@@ -13,7 +13,6 @@ import pytest
 import torch
 from conftest import TINY
 from hpctrain_plugins.sharding.communication import HostBuffers
-from hpctrain_plugins.sharding.rectangles import rectangles
 from hpctrain_plugins.sharding.wrapping import refuse_mixed, units_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +27,7 @@ from hpctrain.checking.check import check
 from hpctrain.contracts.pieces import offsets_of
 from hpctrain.job.problems import JobError
 from hpctrain.job.raw import RawJob
+from hpctrain.toolkit.slices import rectangles
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())

@@ -30,7 +30,7 @@ from hpctrain.job.raw import RawJob
 from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.detection import detect
-from hpctrain.ranks.launcher_channel import LauncherChannel
+from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.starting.scheduler.record import cancelled
 from hpctrain.starting.scheduler.standing import standing
 from hpctrain.training.rank import run_rank
@@ -439,7 +439,7 @@ def test_only_a_mark_since_the_start_says_that_a_job_was_cancelled(
     }  # fmt: skip
     with given_objects(tables) as plain:
         raw = RawJob(plain, {}, str(out / "job.submitted.toml"))
-        assert run_rank(detect(), lambda: raw, "auto", LauncherChannel())["exit_code"] == code
+        assert run_rank(detect(), lambda: raw, "auto", RankChannel())["exit_code"] == code
 
 
 def no_locks(*_: Any) -> None:

@@ -16,10 +16,10 @@ from hpctrain.base.launcher_variables import by_srun, first_host, launched, laun
 from hpctrain.base.transports import ADDED, forget, shared_memory
 from hpctrain.contracts.identity import Identity
 from hpctrain.ranks.detection import detect, fallback_notice
-from hpctrain.ranks.launcher_channel import on_terminal
 from hpctrain.ranks.meeting import compare_ranks
 from hpctrain.ranks.meeting_place import MeetingPlace
 from hpctrain.ranks.pmi import LauncherPmi
+from hpctrain.ranks.rank_channel import on_terminal
 from hpctrain.starting.pmi import PmiServer
 
 SRUN = {
@@ -227,12 +227,12 @@ def test_ranks_that_differ_are_named_with_their_nodes() -> None:
     from torch.distributed import HashStore
 
     from hpctrain.base.errors import UsageError
-    from hpctrain.ranks.launcher_channel import LauncherChannel
     from hpctrain.ranks.meeting import PeerError, World
+    from hpctrain.ranks.rank_channel import RankChannel
 
     def verdicts(plugins: list[list[str]], errors: list[UsageError | None]) -> list[BaseException | None]:
         store, outcomes = HashStore(), [None] * len(plugins)
-        channel = LauncherChannel(terminal=False)
+        channel = RankChannel(terminal=False)
 
         def rank(number: int) -> None:
             world = World(Identity(number, len(plugins), node=f"n{number}"), store, channel)

@@ -36,6 +36,7 @@ _EXPECTED = (
     "expected a network between all ranks, without other programs that connect to them (GLOO_SOCKET_IFNAME selects its "
     "interface)"
 )
+_TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 
 
 class _AddressBook(Store):
@@ -71,7 +72,6 @@ class _AddressBook(Store):
             self.get(key)
 
 
-_TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 _in_use: list[str] = []
 
 

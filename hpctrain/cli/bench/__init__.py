@@ -18,6 +18,7 @@ from hpctrain.cli.groups import OpenGroup
 from hpctrain.cli.options import example
 
 _TIME_LIMIT = 900
+_KNOWN = ("mpi", "gloo", "mpi4py")
 
 
 def start_measuring(ranks: int, words: list[str], as_json: bool) -> int:
@@ -41,9 +42,6 @@ def tell_measured(rows: Sequence[Any], lines: Iterable[str], as_json: bool) -> N
         return
     for line in lines:
         click.echo(line)
-
-
-_KNOWN = ("mpi", "gloo", "mpi4py")
 
 
 @click.group("bench", cls=OpenGroup)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from hpctrain.mpi.all_ranks import gather_json
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.settings import BACKEND
-from hpctrain.mpi.world import gather_json
 
 BACKENDS = ("mpi", "gloo", "mpi4py")
 OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")

@@ -29,7 +29,7 @@ def export(formats: Formats, checkpoint: Path, kind: str, out: Path, weights_of:
     builds the model, so run it where the job ran.
     """
     if kind == "huggingface":
-        from hpctrain.training.inference import export_pretrained
+        from hpctrain.training.loading import export_pretrained
 
         with files_of(checkpoint):
             click.echo(f"wrote {out}: {export_pretrained(checkpoint, out, weights_of)}")

@@ -10,6 +10,9 @@ from hpctrain.base.errors import CheckpointError, escaped
 from hpctrain.cli.checkpoint.common import CHECKPOINT, Formats, bytes_progress, files_of, size_text, table
 from hpctrain.cli.options import example
 
+EXIT_DIFFERENT = 1
+"""The exit code of diff and h5diff."""
+
 
 @click.command("verify", epilog=example("hpctrain checkpoint verify runs/gpt/checkpoints/latest"))
 @click.argument("checkpoint", metavar="CKPT", type=CHECKPOINT)
@@ -27,10 +30,6 @@ def verify(formats: Formats, checkpoint: Path) -> None:
         tensors, files = found.format.tensors(checkpoint), found.files()
     nbytes = sum(files.values())
     click.echo(f"{checkpoint}: whole, {len(tensors)} tensors, {size_text(nbytes)} in {len(files)} files")
-
-
-EXIT_DIFFERENT = 1
-"""The exit code of diff and h5diff."""
 
 
 @click.command("diff", epilog=example("hpctrain checkpoint diff runs/a/checkpoints/latest runs/b/checkpoints/latest"))

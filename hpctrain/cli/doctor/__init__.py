@@ -45,10 +45,10 @@ def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path 
     from hpctrain.cli.doctor.examine import examine
     from hpctrain.cli.doctor.findings import Finding, row_of
     from hpctrain.ranks.failure import end_on_signals, limited
-    from hpctrain.ranks.launcher_channel import LauncherChannel
+    from hpctrain.ranks.rank_channel import RankChannel
     from hpctrain.starting.channel_directory import attach
 
-    channel = attach(started_by) if started_by else LauncherChannel()
+    channel = attach(started_by) if started_by else RankChannel()
     end_on_signals(channel)
     shown = _Shown(as_json)
     try:

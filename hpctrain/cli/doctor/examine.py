@@ -22,8 +22,8 @@ from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.ranks.accelerators import Agreed, agree_on_communicator
 from hpctrain.ranks.binding import Binding, bound
 from hpctrain.ranks.failure import ignore_terminate, leave, limited
-from hpctrain.ranks.launcher_channel import LauncherChannel
 from hpctrain.ranks.meeting import World, meet, start_communication, take_device
+from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.restricted_pickle import allow_objects
 
 _MEETING = timedelta(seconds=120)
@@ -35,7 +35,7 @@ Show = Callable[[list[FindingOfRanks], int], None]
 """Takes the rows of a part and the number of ranks; called on rank 0."""
 
 
-def examine(identity: Identity, channel: LauncherChannel, path: Path, ranks: int | None, show: Show) -> int:
+def examine(identity: Identity, channel: RankChannel, path: Path, ranks: int | None, show: Show) -> int:
     """All checks on this rank, with the output directory `path`; the exit code, the same on all ranks.
 
     ranks: the number that the user expects, if any; UsageError if it is another. EnvironmentUnfitError if the ranks do not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from hpctrain.mpi.all_ranks import gather_json, on_all, world
 from hpctrain.mpi.collectives.network import OverNetwork
 from hpctrain.mpi.collectives.node import OverNode
 from hpctrain.mpi.collectives.nodes import OverNodes
@@ -13,7 +14,6 @@ from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
 from hpctrain.mpi.transfer.node import NodeMemory
 from hpctrain.mpi.transfer.watch import OperationWatch
-from hpctrain.mpi.world import gather_json, on_all, world
 
 
 def choose(channel: Channel, watch: OperationWatch, settings: Settings) -> Collectives:

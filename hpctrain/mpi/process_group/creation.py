@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.mpi import leaving
+from hpctrain.mpi.all_ranks import world
 from hpctrain.mpi.collectives.choice import choose
 from hpctrain.mpi.errors import CommunicationTimeoutError, name_ranks
 from hpctrain.mpi.process_group.group import MPIProcessGroup
@@ -19,7 +20,6 @@ from hpctrain.mpi.settings import Settings
 from hpctrain.mpi.transfer.channel import Channel
 from hpctrain.mpi.transfer.presence import Presence
 from hpctrain.mpi.transfer.watch import OperationWatch
-from hpctrain.mpi.world import world
 
 
 def create_group(options: Any, settings: Settings) -> MPIProcessGroup:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.mpi.all_ranks import gather_json, on_all
 from hpctrain.mpi.errors import CommunicationError
 from hpctrain.mpi.library import MPI
-from hpctrain.mpi.world import gather_json, on_all
 
 
 class _Memory(ctypes.Structure):

@@ -14,8 +14,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from hpctrain.mpi.all_ranks import broadcast_json, on_all
 from hpctrain.mpi.library import MPI
-from hpctrain.mpi.world import broadcast_json, on_all
 
 
 def create(comm: MPI.Comm, nbytes: int) -> list[Tensor] | None:

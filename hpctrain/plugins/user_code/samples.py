@@ -19,6 +19,9 @@ from hpctrain.contracts.dataset import Collate, Lengths, Samples, Weights
 from hpctrain.plugins.user_code.calling import users_code
 from hpctrain.plugins.user_code.reference import resolve_for
 
+_PROBES = 16
+"""About how many samples go into the fingerprint of a dataset without its own fingerprint()."""
+
 
 @dataclass(frozen=True)
 class Weighing:
@@ -88,10 +91,6 @@ def collation_of(reference: str, source: Any) -> UserCollation | None:
     """The `collate_fn` of a data set, if it has one."""
     own = getattr(source, "collate_fn", None)
     return None if own is None else UserCollation(f"[dataset] name = {reference!r}: its collate_fn", own)
-
-
-_PROBES = 16
-"""About how many samples go into the fingerprint of a dataset without its own fingerprint()."""
 
 
 class UserSamples(Samples):

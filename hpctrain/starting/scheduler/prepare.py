@@ -17,7 +17,7 @@ from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.full_check import check_thoroughly
 from hpctrain.checking.resolved import resolved_tables
 from hpctrain.contracts.scheduler import JOB_FILE, Launch, Scheduler, SubmittedRun
-from hpctrain.job.environment import OF_MPIEXEC
+from hpctrain.job.environment import READ_BY_MPIEXEC
 from hpctrain.job.problems import validate
 from hpctrain.job.rank_tables import SchedulerTable
 from hpctrain.job.raw import RawJob
@@ -146,7 +146,7 @@ def _ranks(raw: RawJob, target: str) -> int | None:
 
 
 def _of_mpiexec(checked: CheckedJob) -> dict[str, str]:
-    return {name: text for name, text in checked.job.environment.items() if name.startswith(OF_MPIEXEC)}
+    return {name: text for name, text in checked.job.environment.items() if name.startswith(READ_BY_MPIEXEC)}
 
 
 def _run_of(checked: CheckedJob) -> SubmittedRun:

@@ -18,6 +18,11 @@ from hpctrain.model.mesh import Meshes
 from hpctrain.ranks.json_collectives import gather_values, sum_of
 from hpctrain.training.guard.first_nonfinite import SHOWN, named_ranks
 
+_ROW = 1 << 14
+"""Words that share a table of factors. Temporary copies of them fit into a CPU's cache."""
+_ROWS = 64
+"""Rows at a time on an accelerator, where each operation costs a launch."""
+
 
 class Replicas:
     """Every rank's parameters, against those of the ranks that hold replicas of them along the data axes.
@@ -99,10 +104,6 @@ def _sentence(everyone: Sequence[tuple[str, Sequence[int], Mapping[str, int]]]) 
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 """Integers by the bytes of an element. Wider ones are words of 32 bits: of 64 bits, the product would lose the highest ones'
 place."""
-_ROW = 1 << 14
-"""Words that share a table of factors. Temporary copies of them fit into a CPU's cache."""
-_ROWS = 64
-"""Rows at a time on an accelerator, where each operation costs a launch."""
 
 
 @torch.no_grad()

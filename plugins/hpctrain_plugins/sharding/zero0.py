@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hpctrain.api import ByteSize, Field, GradientSums, ModelSpec, Options, Piece, Sharding, hookimpl
 from hpctrain.toolkit.bucketed import BucketedModel
 from hpctrain.toolkit.buckets import Bucket, BucketEntry
-from hpctrain_plugins.sharding.offload import memory_advice
+from hpctrain_plugins.sharding.advice import memory_advice
 
 
 class Zero0Options(Options):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.api import Field, GradientSums, ModelSpec, Sharding, hookimpl
 from hpctrain.toolkit.buckets import Bucket, BucketEntry
-from hpctrain_plugins.sharding.partitioned import Partitioned, PartitionedModel, PartitionedOptions
+from hpctrain.toolkit.partitioned import Partitioned, PartitionedModel, PartitionedOptions
+from hpctrain_plugins.sharding.advice import memory_advice
 
 
 class Zero1Options(PartitionedOptions):
@@ -26,6 +28,9 @@ class Zero1(Partitioned):
 
     def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> Zero1Model:
         return Zero1Model(module, mesh, sums, self.options)
+
+    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
+        return memory_advice(self.name, self.options, ranks, device)
 
 
 class Zero1Model(PartitionedModel):

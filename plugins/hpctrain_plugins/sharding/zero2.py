@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.api import ByteSize, Field, GradientSums, ModelSpec, Sharding, hookimpl
 from hpctrain.toolkit.buckets import Bucket, BucketEntry
-from hpctrain_plugins.sharding.partitioned import BucketSlice, Partitioned, PartitionedModel, PartitionedOptions
+from hpctrain.toolkit.partitioned import BucketSlice, Partitioned, PartitionedModel, PartitionedOptions
+from hpctrain_plugins.sharding.advice import memory_advice
 
 _IN_FLIGHT = 2
 """The most buckets that may be in flight while the next one is filled."""
@@ -38,6 +39,9 @@ class Zero2(Partitioned):
 
     def shard(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, sums: GradientSums) -> Zero2Model:
         return Zero2Model(module, mesh, sums, self.options)
+
+    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
+        return memory_advice(self.name, self.options, ranks, device)
 
 
 class Zero2Model(PartitionedModel):

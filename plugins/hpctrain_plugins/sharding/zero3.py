@@ -36,8 +36,9 @@ from hpctrain.api import (
     pieces_of,
 )
 from hpctrain.toolkit.buckets import trained
+from hpctrain.toolkit.offload import host_copy, is_needed, warn_if_useless
+from hpctrain_plugins.sharding.advice import memory_advice
 from hpctrain_plugins.sharding.communication import AsynchronousAllGather, HostBuffers, Pending, SummingReduceScatter
-from hpctrain_plugins.sharding.offload import host_copy, is_needed, memory_advice, warn_if_useless
 from hpctrain_plugins.sharding.wrapping import refuse_mixed, refuse_unseen, units_of, unseen
 
 _MIN_PARAMETERS = 100_000_000

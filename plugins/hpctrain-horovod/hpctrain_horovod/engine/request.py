@@ -7,6 +7,15 @@ from typing import Any, NamedTuple
 ALLREDUCE, ALLGATHER, BROADCAST = "allreduce", "allgather", "broadcast"
 ALLTOALL, REDUCESCATTER = "alltoall", "reducescatter"
 BARRIER, JOIN, PROCESS_SET = "barrier", "join", "process_set"
+_TERMS = {
+    "dtype": "data types",
+    "shape": "tensor shapes",
+    "op": "reduction operations",
+    "prescale": "prescale factors",
+    "postscale": "postscale factors",
+    "root": "root ranks",
+    "device": "kinds of devices",
+}
 
 
 class Request(NamedTuple):
@@ -40,17 +49,6 @@ def title(key: Key) -> str:
     """The operation's full name, such as "allreduce.grad.0"."""
     kind, name, number = key
     return f"{kind}.{name or f'noname.{number}'}"
-
-
-_TERMS = {
-    "dtype": "data types",
-    "shape": "tensor shapes",
-    "op": "reduction operations",
-    "prescale": "prescale factors",
-    "postscale": "postscale factors",
-    "root": "root ranks",
-    "device": "kinds of devices",
-}
 
 
 def mismatch(key: Key, one: tuple[int, Request], other: tuple[int, Request]) -> str | None:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from .metadata import SavedContents
 
 __all__ = ["Dcp", "hpctrain_checkpoint"]
+MOST_KEPT = 32 * 2**20
+"""The largest table of contents that is cached, in bytes: training needs the memory."""
 
 
 class _Sealed(TypedDict):
@@ -47,8 +49,6 @@ class _Sealed(TypedDict):
 
 
 _SEALED = TypeAdapter(_Sealed)
-MOST_KEPT = 32 * 2**20
-"""The largest table of contents that is cached, in bytes: training needs the memory."""
 
 
 class DcpWriter(CheckpointWriter):

@@ -1,4 +1,4 @@
-"""Lists the HDF5 objects that do not belong into a shard.
+"""Lists the HDF5 objects that do not belong in a shard.
 
 Runs as a separate script and imports nothing of hpctrain: a crafted or damaged file can crash HDF5 or keep it busy for
 ever, and then only the child process is lost. Prints a JSON list with one sentence per fault.

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from hpctrain.api import BucketSum, ByteSize, Field, GradientBucket, GradientSums, Options, Piece, Sharding, Span
 from hpctrain.toolkit.bucketed import BucketedModel
 from hpctrain.toolkit.buckets import Bucket, BucketEntry
-from hpctrain_plugins.sharding.offload import host_copy, is_needed, memory_advice, warn_if_useless
-from hpctrain_plugins.sharding.rectangles import rectangles
+from hpctrain.toolkit.offload import host_copy, is_needed, warn_if_useless
+from hpctrain.toolkit.slices import rectangles
 
 
 class PartitionedOptions(Options):
@@ -68,9 +68,6 @@ class Partitioned(Sharding):
 
     def axes(self, ranks: int, replicate: int) -> dict[str, int]:
         return {"dp_replicate": replicate, "dp_shard": ranks // replicate}
-
-    def memory_advice(self, ranks: int, device: torch.device) -> list[str]:
-        return memory_advice(self.name, self.options, ranks, device)
 
 
 class PartitionedModel(BucketedModel):

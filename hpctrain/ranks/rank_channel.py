@@ -30,7 +30,7 @@ def on_terminal(stream: TextIO | None) -> bool:
 
 
 @dataclass(frozen=True)
-class LauncherChannel:
+class RankChannel:
     """Whether a terminal shows standard output, and whether one shows standard error; the receiver of the exit code. By default:
     this process's own streams, and no receiver.
 

@@ -7,8 +7,6 @@ import logging
 import torch
 from torch import Tensor
 
-from hpctrain.api import Options
-
 LOG = logging.getLogger("hpctrain")
 
 
@@ -27,12 +25,3 @@ def warn_if_useless(asked: bool, device: torch.device) -> None:
     """Warn a job that asks for offload on CPU ranks."""
     if asked and device.type == "cpu":
         LOG.warning("[sharding] offload: it saves no memory, because the ranks compute on CPUs")
-
-
-def memory_advice(name: str, options: Options, ranks: int, device: torch.device) -> list[str]:
-    """Advise a stage with more sharding, and what can be offloaded. name: "zero-0" to "zero-3"."""
-    sharded = [f"[sharding] stage = 3, found {name.removeprefix('zero-')}"] if name != "zero-3" and ranks > 1 else []
-    keys = ("offload_optimizer", "offload_parameters")
-    return sharded + [
-        f"[sharding] {key} = true" for key in keys if is_needed(getattr(options, key, None) is False, device)
-    ]

@@ -15,6 +15,10 @@ from hpctrain.contracts.pieces import Piece
 from hpctrain.model.mesh import Meshes
 from hpctrain.ranks.json_collectives import gather_values
 
+_CHUNK = 4096
+"""Elements that are added in their own dtype before float64 takes over. Adding whole tensors in float32 on a CPU has errors
+of 1e-4 of the norm, and layouts differ by as much. Adding everything in float64 takes ten times as long."""
+
 
 class FullParameters:
     """Full tensors of the trained parameters with these `shapes`, of which this rank has `pieces`."""
@@ -60,11 +64,6 @@ class FullParameters:
                 dist.all_reduce(held, group=group)
         copies = held.item() / max(1, whole.numel())
         return whole / copies if copies > 1 else whole
-
-
-_CHUNK = 4096
-"""Elements that are added in their own dtype before float64 takes over. Adding whole tensors in float32 on a CPU has errors
-of 1e-4 of the norm, and layouts differ by as much. Adding everything in float64 takes ten times as long."""
 
 
 class PieceTotals:

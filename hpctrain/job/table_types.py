@@ -18,6 +18,8 @@ _FORMS = (
     r"(?P<d>\d+)-(?P<h>\d+)(?::(?P<m>[0-5]\d)(?::(?P<s>[0-5]\d))?)?",
 )
 _IN_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+OF_SEVERAL_KEYS = "several_keys"
+"""The kind of an error that says itself what was found."""
 
 
 def seconds_of(time: str) -> int:
@@ -46,10 +48,6 @@ def either(first: tuple[str, ...], second: tuple[str, ...]) -> JsonDict:
 def excluded(keys: tuple[str, ...], others: tuple[str, ...]) -> JsonDict:
     """Properties that refuse `keys`; the message of a validator shows the title."""
     return {key: {"not": {"title": f"{key} beside {' and '.join(others)}; keep one of them"}} for key in keys}
-
-
-OF_SEVERAL_KEYS = "several_keys"
-"""The kind of an error that says itself what was found."""
 
 
 def error_of_several_keys(sentence: str) -> PydanticCustomError:
