@@ -59,7 +59,7 @@ def interval_of(limit: float, ranks: int) -> float:
 
 
 class Watcher:
-    """The thread. Rank 0 has a Chief in its place."""
+    """The thread. Rank 0 has a Monitor in its place."""
 
     def __init__(self, world: World, position: Position, limit: float) -> None:
         """limit: seconds that a phase, or a rank without a heartbeat, may take."""
