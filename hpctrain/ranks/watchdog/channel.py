@@ -6,6 +6,9 @@ stores, this would abort the process.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -99,6 +102,19 @@ class LoneChannel:
 
     def close(self) -> None:
         """Close nothing: there is nothing to close."""
+
+
+def end_waiting_ranks(world: World, code: int) -> None:
+    """Have the ranks end with `code` that do not notice this one's failure: a wait in NCCL lasts until its own limit."""
+    store = world.guarded
+    assert store is not None  # there are several ranks
+    with contextlib.suppress(RuntimeError):  # rank 0 has ended
+        if world.identity.rank == 0:  # its Monitor, which gives the orders else, has ended
+            keys = (_own(f"order/{number}") for number in itertools.count(1))
+            unused = next(key for key in keys if not store.check([key]))
+            store.set(unused, json.dumps({"kind": "end", "code": code}))
+        else:
+            store.set(_own("alarm"), json.dumps({"code": code}))
 
 
 def _own(key: str) -> str:

@@ -7,8 +7,9 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any, NoReturn
 
 from hpctrain.base.errors import EXIT_TRAINING
 from hpctrain.mpi.errors import name_ranks
@@ -49,12 +50,7 @@ class Monitor(Watcher):
             return
         overdue = self._overdue()
         if alarm is not None:
-            rank, reason = alarm
-            if self.another_reason():
-                self.channel.set(IGNORED, "")
-            else:
-                why = f"a communication of rank {rank} failed ({reason}; its log has the traceback)"
-                self._end_job(why, *self._ask(stacks=True), limit=0.0)
+            self._look_into(alarm)
         elif overdue and not self._is_debugged():
             self._end_if_still(overdue)
         elif self._is_long():
@@ -62,6 +58,16 @@ class Monitor(Watcher):
             self._print(why, *self._ask(stacks=True), self.limit)
         elif self._asked.is_waiting:
             self._asked.answer(sentences(*self._ask(stacks=False), self.limit))
+
+    def _look_into(self, alarm: dict[str, Any]) -> None:
+        """End the job because of an alarm, unless a rank that has failed is the reason and may still end it in order."""
+        if "code" in alarm:
+            self._end_ranks(alarm["code"])
+        elif self.another_reason():
+            self.channel.set(IGNORED, "")
+        else:
+            why = f"a communication of rank {alarm['rank']} failed ({alarm['reason']}; its log has the traceback)"
+            self._end_job(why, *self._ask(stacks=True), limit=0.0)
 
     def _end_if_still(self, overdue: list[str]) -> None:
         """End the job, unless all have moved after all."""
@@ -83,12 +89,12 @@ class Monitor(Watcher):
             terminal = False
         return self.identity.size == 1 and (terminal or hasattr(sys, "ps1"))
 
-    def _alarm(self) -> tuple[int, str] | None:
+    def _alarm(self) -> dict[str, Any] | None:
         if not self.comes("alarm", min(self.interval, _LOOK)):
             return None
-        rank, reason = json.loads(self.channel.get(["alarm"])[0])
+        alarm: dict[str, Any] = json.loads(self.channel.get(["alarm"])[0])
         self.channel.remove("alarm")
-        return int(rank), str(reason)
+        return alarm
 
     def _read(self) -> None:
         now = time.monotonic()
@@ -133,11 +139,16 @@ class Monitor(Watcher):
     def _end_job(self, why: str, statuses: list[RankStatus], silent: list[Silent], limit: float | None = None) -> None:
         """Print who waits for whom, and end all ranks. limit: 0 if what failed has not waited for as long as phases may take."""
         self._print(why, statuses, silent, self.limit if limit is None else limit)
+        self._end_ranks(EXIT_TRAINING, {status.rank for status in statuses})
+
+    def _end_ranks(self, code: int, answering: Iterable[int] = ()) -> NoReturn:
+        """End all ranks. answering: those that will confirm it."""
         with contextlib.suppress(RuntimeError):
-            self._order({"kind": "end", "code": EXIT_TRAINING})
-            others = [f"ending/{status.rank}" for status in statuses if status.rank != self.identity.rank]
-            self._until(lambda: self.channel.are_set(others))
-        self.end(EXIT_TRAINING)
+            self._order({"kind": "end", "code": code})
+            others = [f"ending/{rank}" for rank in answering if rank != self.identity.rank]
+            if others:
+                self._until(lambda: self.channel.are_set(others))
+        self.end(code)
 
     def _ask(self, *, stacks: bool) -> tuple[list[RankStatus], list[Silent]]:
         """Every rank's status; of those that do not answer what is known."""

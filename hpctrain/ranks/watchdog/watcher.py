@@ -85,7 +85,7 @@ class Watcher:
 
         Returns if that is for a reason which another rank tells, or if rank 0 does not answer in time; else the process ends.
         """
-        self.channel.set("alarm", json.dumps([self.identity.rank, reason]))
+        self.channel.set("alarm", json.dumps({"rank": self.identity.rank, "reason": reason}))
         self.channel.comes(IGNORED, 2 * self.interval + _DIAGNOSING)
 
     def another_reason(self) -> bool:

@@ -59,6 +59,10 @@ class Net(nn.Module):
             dist.all_reduce(torch.ones(3 if rank == 1 else 2))
         if PLANT == "stop-first" and rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if PLANT.removeprefix("fails-") == str(rank):
+            raise ValueError("planted")
+        if PLANT.startswith("fails-"):
+            time.sleep(10_000)  # a wait that does not notice it, as NCCL's
         if rank != 1:
             return
         if PLANT == "sleep":
