@@ -50,8 +50,8 @@ def test_importing_it_takes_torch_only() -> None:
 
 def test_plugins_get_what_they_need() -> None:
     inside = {
-        "accelerator_group", "give_memory_back", "unusable_accelerator", "is_started", "memory_left", "nccl_version", "pci_address", "peak_memory",
-        "use_device",
+        "accelerator_group", "give_memory_back", "unusable_accelerator", "is_started", "memory_left", "nccl_version",
+        "pci_address", "peak_memory", "use_device",
     }  # fmt: skip
     public = {name for name, one in vars(devices).items() if getattr(one, "__module__", "") == devices.__name__}
     assert public - inside <= set(hpctrain.api.__all__) and not inside & set(hpctrain.api.__all__)
