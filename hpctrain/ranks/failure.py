@@ -16,13 +16,12 @@ from types import FrameType
 from typing import NoReturn
 
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, HpctrainError
-from hpctrain.base.launcher_variables import by_srun
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.problems import sentence
 from hpctrain.mpi.errors import CommunicationError
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import tell
-from hpctrain.ranks.process import flush_output
+from hpctrain.ranks.process import end_now
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.watchdog.channel import end_waiting_ranks
 
@@ -78,19 +77,6 @@ def leave(world: World, error: BaseException) -> NoReturn:
     if in_order and everybody:
         sys.exit(code)
     end_now(world.identity, code, everybody)
-
-
-def end_now(identity: Identity, code: int, everybody: bool) -> NoReturn:
-    """Exit without cleaning up. Under MPI the launcher ends the other ranks, unless `everybody` leaves."""
-    # srun turns every code given to Abort into 137
-    if identity.source == "mpi" and identity.size > 1 and not (everybody and by_srun()):
-        from hpctrain.mpi.library import abort
-
-        abort(code)
-    flush_output()
-    if identity.rank == 0 and identity.size > 1:
-        time.sleep(1)  # this rank serves the store: the others still read which rank failed
-    os._exit(code)
 
 
 def delay_terminate() -> None:

@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from hpctrain.base.launcher_variables import pmi_descriptor
+from hpctrain.base.launcher_variables import by_srun, pmi_descriptor
+from hpctrain.contracts.identity import Identity
 
 _ENDING = 0.2
 """Seconds after its end in which the system may still list a thread."""
@@ -106,3 +107,16 @@ def flush_output() -> None:
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # no space left, no reader, or closed
             stream.flush()
+
+
+def end_now(identity: Identity, code: int, everybody: bool) -> NoReturn:
+    """Exit without cleaning up. Under MPI the launcher ends the other ranks, unless `everybody` leaves."""
+    # srun turns every code given to Abort into 137
+    if identity.source == "mpi" and identity.size > 1 and not (everybody and by_srun()):
+        from hpctrain.mpi.library import abort
+
+        abort(code)
+    flush_output()
+    if identity.rank == 0 and identity.size > 1:
+        time.sleep(1)  # this rank serves the store: the others still read which rank failed
+    os._exit(code)

@@ -21,9 +21,9 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from hpctrain.base.errors import EXIT_TRAINING
-from hpctrain.ranks.failure import end_now
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import tell
+from hpctrain.ranks.process import end_now
 from hpctrain.ranks.watchdog.channel import open_channel
 from hpctrain.ranks.watchdog.position import END, Position
 from hpctrain.ranks.watchdog.stacks import all_stacks
