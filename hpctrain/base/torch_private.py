@@ -363,3 +363,13 @@ def delay_compiler() -> None:
     if "torch._dynamo" not in sys.modules:
         late: Any = LateCompiler()
         sys.modules["torch._dynamo"] = torch._dynamo = late
+
+
+def load_kernels(content: bytes) -> bool:
+    """Give the compiler what `torch.compiler.save_cache_artifacts` has made; whether this torch can use it."""
+    late: Any = sys.modules.get("torch._dynamo")
+    if isinstance(late, LateCompiler):
+        late.load()  # the content names modules of the compiler
+    else:
+        importlib.import_module("torch._dynamo")
+    return torch.compiler.load_cache_artifacts(content) is not None

@@ -48,6 +48,7 @@ from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.ranks.watchdog.watch import watched
 from hpctrain.training.assembly import assemble
 from hpctrain.training.inference import Question, answer
+from hpctrain.training.kernels import cached_on_node, load_kernels
 from hpctrain.training.log_file import logged_to_file
 from hpctrain.training.loop import train
 from hpctrain.training.session import Session
@@ -137,7 +138,7 @@ def _on_rank(identity: Identity, channel: RankChannel, work: Callable[[World], d
     """Meet the other ranks and do `work`; an error of one of several ranks ends all."""
     world = meet(identity, channel)
     try:
-        with torchrun_variables(identity):
+        with torchrun_variables(identity), cached_on_node():
             result = work(world)
         channel.report_exit(result["exit_code"])
         return result
@@ -247,6 +248,8 @@ def _communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJ
             )
             try_communicator(checked.parts.communicator, device)
             hooks = LifeCycle(checked.registry, identity, checked.parts.hooks)
+            if checked.job.compile.enabled and load_kernels(checked.job.output_dir):
+                _say(identity, "compile", "with the kernels that an earlier start has made")
             try:
                 yield checked, device, hooks, binding
             finally:

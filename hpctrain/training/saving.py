@@ -24,6 +24,7 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.model.conformance.trials import refuse_lossy_scaler
 from hpctrain.ranks.json_collectives import broadcast_value, together, world_group
+from hpctrain.training.kernels import save_kernels
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
 
@@ -60,6 +61,8 @@ def save_if_due(session: Session, stop_agreed: bool) -> int:
             session.deadline.save_begins()
             with session.hooks.phase("save", session.progress.step):
                 save(session, final)
+            if session.job.compile.enabled:
+                save_kernels(session.job.output_dir)
             if final or not session.job.checkpoint.asynchronous:
                 session.deadline.saved()
         except (OSError, CheckpointError) as error:

@@ -110,14 +110,39 @@ def test_streams_that_take_nothing_are_no_traceback(
     assert (done.returncode, done.stdout, done.stderr) == (code, "", says)
 
 
+COUNTING = """
+import json, os, pathlib
+from hpctrain.api import hookimpl
+
+@hookimpl
+def hpctrain_job_end(result):
+    from torch._dynamo.utils import counters
+    found = {"caches": os.environ["TORCHINDUCTOR_CACHE_DIR"], **counters["inductor"]}
+    pathlib.Path(f"compiled-{os.environ['RANK']}-{result['step']}.json").write_text(json.dumps(found))
+"""
+
+
 @pytest.mark.thorough
-def test_a_compiled_model_has_the_same_curve(job: JobFile) -> None:
-    """torch.compile needs a C++ compiler, which CI installs."""
-    job.set(job={"steps": 3}, model={"layers": 1})
+def test_a_compiled_model_has_the_same_curve_and_compiles_once(job: JobFile, tmp_path: Path) -> None:
+    """torch.compile needs a C++ compiler, which CI installs. The second start is on a node that has no kernels yet."""
+    (job.directory / "counting.py").write_text(COUNTING)
+    job.set(job={"steps": 6}, model={"layers": 1}, plugins={"load": ["counting"]}, checkpoint={"every_steps": 3})
     assert run(hpctrain("run", "job.toml"), job.directory).code == 0
-    words = ["--set", "compile.enabled=true", "--set", "job.output_dir='compiled'"]
-    done = run(hpctrain("run", "job.toml", *words), job.directory, timeout=250)
-    assert done.code == 0, done
+    words = ["-n", "2", "--set", "compile.enabled=true", "--set", "job.output_dir='compiled'"]
+    for node, steps in (("a", 3), ("b", 6)):
+        disk, home = tmp_path / f"disk-{node}", tmp_path / f"home-{node}"
+        disk.mkdir(), home.mkdir()
+        started = hpctrain("run", "job.toml", *words, "--set", f"job.steps={steps}")
+        places = {"TMPDIR": str(disk), "HOME": str(home), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        done = run(started, job.directory, 250, places, cold=True)
+        assert done.code == 0, done
+        assert ("compile      with the kernels that an earlier start has made" in done.out) == (node == "b"), done
+        for rank in range(2):
+            found = json.loads((job.directory / f"compiled-{rank}-{steps}.json").read_text())
+            assert Path(found["caches"]).parent.parent == disk, found
+            assert ("fxgraph_cache_miss" in found, "fxgraph_cache_hit" in found) == (node == "a", node == "b"), found
+        assert not list(home.rglob("*inductor*")) and not list(home.rglob("*triton*"))
+    assert len(list((tmp_path / "cache").rglob("*.kernels"))) == 1, "the ranks have the same kernels"
     assert job.losses("compiled") == pytest.approx(job.losses(), rel=1e-5)
 
 

@@ -1,0 +1,130 @@
+"""Compiled kernels: cached on the node's own disk, and kept in the user's cache, so that a start on other nodes finds them.
+
+A home directory is often on a shared file system, where the ranks of a large job wait for each other's files, and one that fails
+there ends the job. The kept files are code, so they are not in the run's directory, which may be a copy of somebody else's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from hpctrain.base import torch_private
+from hpctrain.base.errors import reason
+from hpctrain.base.safe_files import cache_directory, make_directory, read_all, reading, replacing
+from hpctrain.ranks.json_collectives import gather_values
+
+LOG = logging.getLogger("hpctrain")
+
+_CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "cuda",
+    "MIOPEN_USER_DB_PATH": "miopen",
+    "MIOPEN_CUSTOM_CACHE_DIR": "miopen-kernels",
+}
+"""The variables by which compilers find their caches, and the folders that hpctrain gives them."""
+_MOST = 2**32
+"""Bytes of a file of kernels. The largest one of torch's examples has some megabytes."""
+_SUFFIX = ".kernels"
+_UNUSED = 30 * 86400
+"""Seconds after its last save for which the kernels of a run are kept."""
+
+
+@contextmanager
+def cached_on_node() -> Iterator[None]:
+    """Give compilers caches on this node's own disk, `$TMPDIR` or /tmp, in this context. What the shell says stays."""
+    directory, given = _private_directory(), []
+    if directory is not None:
+        given = [name for name in _CACHES if name not in os.environ]
+        os.environ.update({name: str(directory / _CACHES[name]) for name in given})
+    try:
+        yield
+    finally:
+        for name in given:
+            os.environ.pop(name, None)
+
+
+def load_kernels(output_dir: Path) -> int:
+    """Give the compiler what earlier starts of this run have kept. Returns the number of files."""
+    loaded = 0
+    for path in sorted(_kept(output_dir).glob(f"*{_SUFFIX}")):
+        try:
+            loaded += torch_private.load_kernels(_read(path))
+        except Exception as error:  # of another torch, or damaged: the compiler makes them again
+            LOG.info("%s is not used: %s", path, error)
+    return loaded
+
+
+def save_kernels(output_dir: Path) -> None:
+    """Keep what the compiler has used for this run on any rank. Collective; a failure is written into the log.
+
+    Ranks with the same kernels, as data-parallel ones have, write one file. Files that no rank uses any more are removed.
+    """
+    found, me = torch.compiler.save_cache_artifacts(), torch.distributed.get_rank()
+    keys = [] if found is None else sorted({key for some in found[1].artifacts.values() for key in some})
+    names = gather_values(hashlib.sha256(" ".join(keys).encode()).hexdigest()[:16] + _SUFFIX if keys else "")
+    directory = _kept(output_dir)
+    try:
+        if found is not None and names.index(names[me]) == me:
+            make_directory(directory)
+            if not (directory / names[me]).exists():
+                with replacing(directory / names[me]) as file:
+                    os.fchmod(file.fileno(), 0o600)  # a file that others can write is not loaded
+                    file.write(found[0])
+        if me == 0 and any(names):
+            for path in directory.glob(f"*{_SUFFIX}"):
+                if path.name not in names:
+                    path.unlink(missing_ok=True)
+            _forget_old(directory)
+    except OSError as error:
+        LOG.info("the compiled kernels are not kept in %s: %s", directory, reason(error))
+
+
+def _kept(output_dir: Path) -> Path:
+    """The directory of a run's kernels in the user's cache."""
+    run = hashlib.sha256(os.fsencode(os.path.realpath(output_dir))).hexdigest()[:16]
+    return cache_directory() / "kernels" / run
+
+
+def _forget_old(directory: Path) -> None:
+    """Mark a run's directory as used now, and remove those of runs that have not been saved for long."""
+    os.utime(directory)
+    for one in directory.parent.iterdir():
+        if one.stat().st_mtime < time.time() - _UNUSED:
+            shutil.rmtree(one, ignore_errors=True)
+
+
+def _private_directory() -> Path | None:
+    """This user's own directory on the node's disk; None if another user has made it."""
+    directory = Path(tempfile.gettempdir(), f"hpctrain-{os.geteuid()}-kernels")
+    try:
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        found = directory.lstat()
+    except OSError as error:
+        LOG.info("compilers keep their caches where they do by default: %s", error)
+        return None
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return directory
+    LOG.info("compilers keep their caches where they do by default: %s is not this user's alone", directory)
+    return None
+
+
+def _read(path: Path) -> bytes:
+    """A file's content. OSError if anybody else may have written it: it holds code."""
+    with reading(path) as fd:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise PermissionError("others can write it")
+        return read_all(fd, path, _MOST)

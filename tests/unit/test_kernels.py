@@ -1,0 +1,60 @@
+"""Where compilers keep their kernels, and which kept ones are used: they are code."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hpctrain.base import torch_private
+from hpctrain.training.kernels import _kept, cached_on_node, load_kernels
+
+VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+
+
+@pytest.fixture(autouse=True)
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The node's own disk."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"hpctrain-{os.geteuid()}-kernels"
+
+
+def test_caches_are_private_and_on_the_node(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/of/the/shell")
+    with cached_on_node():
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(disk / "inductor")
+        assert os.environ["TRITON_CACHE_DIR"] == "/of/the/shell"
+        assert disk.stat().st_mode & 0o777 == 0o700
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and os.environ["TRITON_CACHE_DIR"] == "/of/the/shell"
+
+
+@pytest.mark.parametrize("found", ["open to others", "a link", "a file"])
+def test_a_directory_that_others_can_write_is_not_used(found: str, disk: Path, tmp_path: Path) -> None:
+    if found == "a link":
+        disk.symlink_to(tmp_path)
+    elif found == "a file":
+        disk.touch()
+    else:
+        disk.mkdir()
+        disk.chmod(0o777)
+    with cached_on_node():
+        assert not set(VARIABLES) & set(os.environ)
+
+
+def test_kernels_that_others_can_write_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    loaded: list[bytes] = []
+    monkeypatch.setattr(torch_private, "load_kernels", lambda content: loaded.append(content) is None)
+    directory = _kept(tmp_path / "run")
+    directory.mkdir(parents=True)
+    for mode in (0o600, 0o660, 0o606):
+        file = directory / f"{mode:o}.kernels"
+        file.write_bytes(f"{mode:o}".encode())
+        file.chmod(mode)
+    (directory / "link.kernels").symlink_to(directory / "600.kernels")
+    assert load_kernels(tmp_path / "run") == 1 and loaded == [b"600"]
+    assert load_kernels(tmp_path / "another run") == 0
