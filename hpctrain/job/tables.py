@@ -79,6 +79,9 @@ class JobTable(Table):
     epochs: float | None = Field(default=None, gt=0, le=1e9)
     """Train for this many passes over the data; whole global batches only."""
 
+    deterministic: bool = False
+    """Take deterministic algorithms only, for the same bits on the same hardware; an operation that has none ends the job. On CPUs
+    a job gives the same bits without it."""
     start: Literal["fork", "spawn"] = "fork"
     """How `-n` and `--hostfile` start ranks: on each node as forks of a process that has made their imports, or each anew."""
     cpu_bind: Literal["auto", "none"] = "auto"

@@ -47,6 +47,7 @@ from hpctrain.ranks.signals import StopRequest
 from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.ranks.watchdog.watch import watched
 from hpctrain.training.assembly import assemble
+from hpctrain.training.determinism import deterministic
 from hpctrain.training.inference import Question, answer
 from hpctrain.training.kernels import cached_on_node, load_kernels
 from hpctrain.training.log_file import logged_to_file
@@ -186,7 +187,8 @@ def _train(
     world: World, checked: CheckedJob, resume: str, stop: StopRequest, begin: float, mark: int | None
 ) -> dict[str, Any]:
     """Build and train the model. mark: `_cancel_mark` at the start."""
-    with _communicating(world, checked) as (checked, device, hooks, binding):
+    with deterministic(checked.job.job.deterministic), _communicating(world, checked) as communicating:
+        checked, device, hooks, binding = communicating
         if binding.told:
             _say(world.identity, "cores", binding.told)
         _note_start(world, checked)

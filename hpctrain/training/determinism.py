@@ -1,0 +1,50 @@
+"""`[job] deterministic`: the same bits from the same job on the same hardware, or an error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from hpctrain.base.errors import EnvironmentUnfitError
+
+_ACCEPTED: Mapping[str, tuple[str, ...]] = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "CollnetDirect", "CollnetChain", "^NVLS", "^NVLS,NVLSTree"),
+}
+"""Values of variables with which cuBLAS and NCCL sum in one order, the first being set where there is none. cuBLAS: its
+documentation, "Results reproducibility". NCCL: the tree's order, and that of sums in a switch, may change from run to run."""
+
+
+@contextmanager
+def deterministic(asked: bool) -> Iterator[None]:
+    """Let torch, cuBLAS and NCCL take deterministic algorithms in this context, if asked. Afterwards all is as before.
+
+    torch raises RuntimeError for an operation that has none. EnvironmentUnfitError names a variable that prevents it.
+    """
+    if not asked:
+        yield
+        return
+    for name, accepted in _ACCEPTED.items():
+        found = os.environ.get(name, accepted[0])
+        if found not in accepted:
+            raise EnvironmentUnfitError(
+                f"[job] deterministic: the variable {name} is {found!r}; expected one of {', '.join(accepted)}: unset it"
+            )
+    given = [name for name in _ACCEPTED if name not in os.environ]
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    searches, attention = torch.backends.cudnn.benchmark, torch.backends.cuda.cudnn_sdp_enabled()
+    os.environ.update({name: _ACCEPTED[name][0] for name in given})
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward sums in any order
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(attention)
+        torch.backends.cudnn.benchmark = searches
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        for name in given:
+            os.environ.pop(name, None)
