@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,19 @@ def allow_tf32(device: torch.device, allowed: bool) -> None:
     if device.type == "cuda":
         # torch.backends.fp32_precision alone would contradict these settings, and torch raises when its own code reads them
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+
+
+@contextmanager
+def deterministic_cudnn() -> Iterator[None]:
+    """Leave out cuDNN's search for the fastest kernel, and its attention, whose backward sums in any order, in this context."""
+    searches, attention = torch.backends.cudnn.benchmark, torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(attention)
+        torch.backends.cudnn.benchmark = searches
 
 
 def accelerator_group(device: torch.device, store: Any, rank: int, size: int, timeout: timedelta) -> Any:

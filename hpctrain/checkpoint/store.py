@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpctrain.base.devices import use_device
 from hpctrain.base.errors import CheckpointError, UsageError, reason
 from hpctrain.checkpoint.comparison import describe_differences, not_wanted
 from hpctrain.checkpoint.directory import CheckpointDirectory
@@ -31,6 +32,8 @@ from hpctrain.model.conformance.reading import refuse_live_snapshot, refuse_othe
 from hpctrain.ranks.json_collectives import share, survey, together
 
 LOG = logging.getLogger("hpctrain")
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -66,19 +69,20 @@ class CheckpointStore:
         background_group: dist.ProcessGroup | None = None,
         keep_every: int | None = None,
         keep_best: Best | None = None,
+        device: torch.device = _CPU,
     ) -> None:
         """root: the run's directory of checkpoints, equal on all ranks and on a file system that they share.
 
         format: for `save`. formats: for `restore`. keep, keep_every, keep_best: how many of the newest stay, the interval of
         steps that also stay, and which are the best and also stay; see `Retention`.
-        background_group: a second group of the same ranks in the same order, for `save_in_background`.
+        background_group: a second group of the same ranks in the same order, for `save_in_background`. device: the rank's.
         """
         self._directory = CheckpointDirectory(root)
         self._format, self._writer, self._has_saved = format, format.writer(), False
         self._formats = {one.name: one for one in formats}
         self._retention = Retention(keep, keep_every, keep_best, self._read_values)
         self._group = group
-        self._background_group = background_group
+        self._background_group, self._device = background_group, device
         self._background: _Background | None = None
         self._is_clean = False
 
@@ -100,6 +104,7 @@ class CheckpointStore:
 
         def run() -> None:
             try:
+                use_device(self._device)
                 _give_way()
                 running.path = self._save(step, snapshot, group)
             except Exception as error:

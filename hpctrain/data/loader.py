@@ -120,7 +120,9 @@ class Loader:
         if isinstance(value, Tensor):
             dtype = self._dtype if value.is_floating_point() else value.dtype
             if is_accelerator(self._device):
-                return value.to(dtype).pin_memory().to(self._device, non_blocking=True)
+                cast = value.to(dtype)
+                pinned = cast if is_accelerator(cast.device) else cast.pin_memory()  # a data set may make them there
+                return pinned.to(self._device, non_blocking=True)
             return value.to(dtype)
         if isinstance(value, dict):
             return {key: self._move(inner) for key, inner in value.items()}

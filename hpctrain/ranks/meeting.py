@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -201,6 +202,9 @@ def start_communication(
 ) -> None:
     """Set up torch.distributed over `communicator`. wrap: makes another backend and its options out of the communicator's."""
     restrict_objects()
+    if world.guarded is not None:
+        # NCCL's threads ask this store for news of a failure, by default each rank once a second: rank 0 answers in Python
+        os.environ.setdefault("TORCH_NCCL_COORD_CHECK_MILSEC", "60000")
     backend, options = communicator.backend(), communicator.backend_options()
     if wrap is not None:
         backend, options = wrap(backend, options)

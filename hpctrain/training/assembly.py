@@ -52,7 +52,7 @@ def assemble(
     told = hooks.call("hpctrain_state", job=job, identity=identity, model=model)
     session = Session(
         job, parts, identity, device, layout, hooks, report, model, feed,
-        store=open_store(job, parts),
+        store=open_store(job, parts, device),
         guard=guard,
         replicas=Replicas(model.module, meshes, identity) if job.guard.replica_check_every else None,
         deadline=deadline_of(job.job.time_limit, time.monotonic() if begin is None else begin, identity),

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hpctrain.base.devices import deterministic_cudnn
 from hpctrain.base.errors import EnvironmentUnfitError
 
 _ACCEPTED: Mapping[str, tuple[str, ...]] = {
@@ -35,16 +36,12 @@ def deterministic(asked: bool) -> Iterator[None]:
             )
     given = [name for name in _ACCEPTED if name not in os.environ]
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    searches, attention = torch.backends.cudnn.benchmark, torch.backends.cuda.cudnn_sdp_enabled()
     os.environ.update({name: _ACCEPTED[name][0] for name in given})
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward sums in any order
     try:
-        yield
+        with deterministic_cudnn():
+            yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(attention)
-        torch.backends.cudnn.benchmark = searches
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         for name in given:
             os.environ.pop(name, None)

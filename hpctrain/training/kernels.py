@@ -29,7 +29,7 @@ LOG = logging.getLogger("hpctrain")
 _CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
-    "CUDA_CACHE_PATH": "cuda",
+    "CUDA_CACHE_PATH": "nvidia",
     "MIOPEN_USER_DB_PATH": "miopen",
     "MIOPEN_CUSTOM_CACHE_DIR": "miopen-kernels",
 }

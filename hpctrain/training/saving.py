@@ -32,7 +32,7 @@ _LOSABLE = 60.0
 """Seconds of training. A save before every evaluation would write twice as much; one at each start costs little."""
 
 
-def open_store(job: Job, parts: Parts) -> CheckpointStore:
+def open_store(job: Job, parts: Parts, device: torch.device) -> CheckpointStore:
     """The checkpoints in the job's directory."""
     table, world = job.checkpoint, world_group()
     behind = dist.new_group() if table.asynchronous else None
@@ -41,7 +41,7 @@ def open_store(job: Job, parts: Parts) -> CheckpointStore:
     best = None if keep is None else Best(keep.count, keep.metric, keep.mode == "max")
     directory = job.output_dir.absolute() / "checkpoints"
     return CheckpointStore(
-        directory, parts.checkpoint, parts.formats, table.keep, world, behind, table.keep_every, best
+        directory, parts.checkpoint, parts.formats, table.keep, world, behind, table.keep_every, best, device
     )
 
 

@@ -22,7 +22,7 @@ from hpctrain.checking.check import check
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.raw import RawJob
 from hpctrain.training.guard.first_nonfinite import nonfinite_samples
-from hpctrain.training.guard.memory import advice
+from hpctrain.training.guard.memory import advice, shortage
 from hpctrain.training.guard.replicas import checksum
 
 PLANTED = """
@@ -347,3 +347,20 @@ def test_the_lack_of_memory_of_a_cpu_gets_advice_and_can_be_left_out(planted: An
     planted.SEEN.clear()
     hpctrain.run(job(3, {"oom": "skip"}), resume="never")
     assert [row.get("skipped", False) for row in rows()] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("asked", "unused", "told"),
+    [
+        ("35.60 GiB", "40.69 GiB", "asked for 35.60 GiB, and torch holds 40.69 GiB in smaller pieces "),
+        ("20.00 MiB", "1.50 GiB", "asked for 20.00 MiB, and torch holds 1.50 GiB in smaller pieces "),
+        ("1.00 GiB", "129.48 MiB", "asked for 1.00 GiB"),
+        ("20.00 GiB", None, "asked for 20.00 GiB"),
+    ],
+)
+def test_fragmented_memory_is_told(asked: str, unused: str | None, told: str) -> None:
+    said = f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 79.33 GiB of which 26.16 GiB is free."
+    if unused is not None:
+        said += f" Of the allocated memory 11.97 GiB is allocated by PyTorch, and {unused} is reserved by PyTorch but unallocated."
+    remedy = '([environment] PYTORCH_ALLOC_CONF = "expandable_segments:True" joins them)' if "pieces" in told else ""
+    assert shortage(torch.OutOfMemoryError(said), torch.device("cpu")) == told + remedy

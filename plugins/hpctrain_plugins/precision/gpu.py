@@ -58,9 +58,11 @@ class FP8(Precision):
         return why
 
     def convert(self, module: nn.Module) -> None:
-        from torchao.float8 import convert_to_float8_training
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        convert_to_float8_training(module, module_filter_fn=_divides)
+        # the gradient of a weight is a product over the tokens of a micro batch, which may be any number
+        config = Float8LinearConfig(pad_inner_dim=True)
+        convert_to_float8_training(module, config=config, module_filter_fn=_divides)
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16)
