@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,15 @@ def trained(job: JobFile) -> JobFile:
     done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
     assert done.code == 0, done
     return job
+
+
+@pytest.fixture(scope="module")
+def step_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step; copied by tests, never changed."""
+    job = JobFile(tmp_path_factory.mktemp("trained"))
+    done = run(hpctrain("run", "job.toml", "--set", "job.steps=1"), job.directory)
+    assert done.code == 0, done
+    return job.output
 
 
 def ask(job: JobFile, command: str, *words: str) -> Any:
@@ -109,9 +119,8 @@ def test_weights_that_a_hook_keeps(job: JobFile) -> None:
         (("predict", "--checkpoint", "out/checkpoints/latest", "--out", "gone/x.npy"), 2, "can't be written: No such file"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked(job: JobFile, words: tuple[str, ...], code: int, says: str) -> None:
-    done = run(hpctrain("run", "job.toml", "--set", "job.steps=1"), job.directory)
-    assert done.code == 0, done
+def test_what_cannot_be_asked(job: JobFile, step_trained: Path, words: tuple[str, ...], code: int, says: str) -> None:
+    shutil.copytree(step_trained, job.output)
     refused = run(hpctrain(words[0], "job.toml", *words[1:]), job.directory)
     assert refused.code == code and says in refused.err and "Traceback" not in refused.err, refused
 
