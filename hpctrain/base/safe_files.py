@@ -50,6 +50,11 @@ def open_to_change(path: Path, flags: int) -> int:
     return fd
 
 
+def is_only_ours(found: os.stat_result) -> bool:
+    """Whether a file is this user's, and nobody else can write it: then it may be run."""
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[int]:
     """The descriptor of a regular file."""

@@ -93,6 +93,18 @@ def exported(tables: Mapping[str, Any]) -> Iterator[None]:
             _late.discard(name)
 
 
+@contextmanager
+def set_where_unset(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Set the variables that the environment lacks, in this context."""
+    given = [name for name in defaults if name not in os.environ]
+    os.environ.update({name: defaults[name] for name in given})
+    try:
+        yield
+    finally:
+        for name in given:
+            os.environ.pop(name, None)
+
+
 def in_effect(tables: Mapping[str, Any]) -> dict[str, str | None]:
     """This process's value of each variable of the job, and for those that `export` has set; None for nothing."""
     return {name: os.environ.get(name) for name in sorted({*variables(tables), *_exported})}

@@ -10,6 +10,7 @@ import torch
 
 from hpctrain.base.devices import deterministic_cudnn
 from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.job.environment import set_where_unset
 
 _ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
@@ -34,14 +35,10 @@ def deterministic(asked: bool) -> Iterator[None]:
             raise EnvironmentUnfitError(
                 f"[job] deterministic: the variable {name} is {found!r}; expected one of {', '.join(accepted)}: unset it"
             )
-    given = [name for name in _ACCEPTED if name not in os.environ]
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    os.environ.update({name: _ACCEPTED[name][0] for name in given})
     torch.use_deterministic_algorithms(True)
     try:
-        with deterministic_cudnn():
+        with set_where_unset({name: accepted[0] for name, accepted in _ACCEPTED.items()}), deterministic_cudnn():
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        for name in given:
-            os.environ.pop(name, None)

@@ -21,7 +21,8 @@ import torch
 
 from hpctrain.base import torch_private
 from hpctrain.base.errors import reason
-from hpctrain.base.safe_files import cache_directory, make_directory, read_all, reading, replacing
+from hpctrain.base.safe_files import cache_directory, is_only_ours, make_directory, read_all, reading, replacing
+from hpctrain.job.environment import set_where_unset
 from hpctrain.ranks.json_collectives import gather_values
 
 LOG = logging.getLogger("hpctrain")
@@ -44,15 +45,9 @@ _UNUSED = 30 * 86400
 @contextmanager
 def cached_on_node() -> Iterator[None]:
     """Give compilers caches on this node's own disk, `$TMPDIR` or /tmp, in this context. What the shell says stays."""
-    directory, given = _private_directory(), []
-    if directory is not None:
-        given = [name for name in _CACHES if name not in os.environ]
-        os.environ.update({name: str(directory / _CACHES[name]) for name in given})
-    try:
+    directory = _private_directory()
+    with set_where_unset({} if directory is None else {name: str(directory / one) for name, one in _CACHES.items()}):
         yield
-    finally:
-        for name in given:
-            os.environ.pop(name, None)
 
 
 def load_kernels(output_dir: Path) -> int:
@@ -124,7 +119,6 @@ def _private_directory() -> Path | None:
 def _read(path: Path) -> bytes:
     """A file's content. OSError if anybody else may have written it: it holds code."""
     with reading(path) as fd:
-        found = os.fstat(fd)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        if not is_only_ours(os.fstat(fd)):
             raise PermissionError("others can write it")
         return read_all(fd, path, _MOST)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.base.errors import UsageError, WriteError, reason
-from hpctrain.base.safe_files import replacing
+from hpctrain.base.safe_files import is_only_ours, replacing
 from hpctrain.contracts.scheduler import Stage
 
 _OF_EACH_NODE = ("/usr",)
@@ -79,7 +79,7 @@ def _is_ours(image: Path) -> bool:
         found = image.lstat()
     except OSError:
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    return stat.S_ISREG(found.st_mode) and is_only_ours(found)
 
 
 def _relinked(member: tarfile.TarInfo) -> tarfile.TarInfo:
