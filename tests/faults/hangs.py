@@ -13,7 +13,7 @@ from pathlib import Path
 import tomli_w
 
 PROGRAMS = Path(__file__).parent / "programs"
-LIMIT = 5.0
+LIMIT = 2.0
 """[watchdog] timeout_seconds."""
 LATE = 5.0
 """Seconds after the limit within which the hang must be told."""

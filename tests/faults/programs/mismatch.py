@@ -13,7 +13,7 @@ import torch.distributed as dist
 import hpctrain.mpi
 
 settings = hpctrain.mpi.Settings(shared_memory=sys.argv[2] == "memory")
-dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=4), pg_options=settings)
+dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=2), pg_options=settings)
 tensor = torch.ones(int(sys.argv[1]))
 try:
     if dist.get_rank() == 0:

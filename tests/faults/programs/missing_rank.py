@@ -9,16 +9,18 @@ import torch.distributed as dist
 
 import hpctrain.mpi
 
+LIMIT = 2
+
 # what: "sync", "async", "wait" (a limit given to Work.wait), "future" or "barrier"; elements
 what, elements = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=30 if what == "wait" else 3))
+dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=30 if what == "wait" else LIMIT))
 rank, size = dist.get_rank(), dist.get_world_size()
 dist.all_reduce(torch.ones(10))
 if rank == size - 1:
     time.sleep(40)
     sys.exit("the others should have ended this rank")
 if rank == 1:
-    time.sleep(1.5)  # enters late: it must not be named
+    time.sleep(LIMIT / 4)  # enters late: it must not be named
 start = time.perf_counter()
 try:
     tensor = torch.ones(elements)
@@ -27,7 +29,7 @@ try:
     elif what == "async":
         dist.all_reduce(tensor, async_op=True).wait()
     elif what == "wait":
-        dist.all_reduce(tensor, async_op=True).wait(timedelta(seconds=3))
+        dist.all_reduce(tensor, async_op=True).wait(timedelta(seconds=LIMIT))
     elif what == "future":
         dist.all_reduce(tensor, async_op=True).get_future().wait()
     elif what == "barrier":
