@@ -10,6 +10,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def job_page() -> Iterator[str]:
         if table is None:
             yield _wrapped(_line(schema["properties"][name].get("description", ""))) + "\n"
         else:
-            yield from _rows(describe_keys({**table, "$defs": schema["$defs"]}))
+            yield from _rows(list(_keys(table, schema["$defs"])))
         yield from _plugins(name, registry)
     for name, slot in SLOTS.items():
         if slot.inner:
@@ -78,6 +79,17 @@ def _table(content: dict[str, Any], definitions: dict[str, Any]) -> tuple[str, d
     inner = content.get("additionalProperties") or {}
     found = [one for one in inner.get("anyOf", [inner]) if "$ref" in one] if isinstance(inner, dict) else []
     return ("[{}.NAME]", _table(found[0], definitions)[1]) if found else ("[{}]", None)
+
+
+def _keys(table: dict[str, Any], definitions: dict[str, Any]) -> Iterator[Option]:
+    """The keys of a table; those of a table within it follow its own, as `loss_spike.factor`."""
+    for option in describe_keys({**table, "$defs": definitions}):
+        yield option
+        content = table["properties"][option.key]
+        for one in content.get("anyOf", [content]):
+            inner = definitions.get(one.get("items", one).get("$ref", "").rpartition("/")[2])
+            if inner is not None:
+                yield from (replace(key, key=f"{option.key}.{key.key}") for key in _keys(inner, definitions))
 
 
 def _plugins(slot: str, registry: Any) -> Iterator[str]:
