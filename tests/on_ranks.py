@@ -24,9 +24,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from late_group import LateGroup
 
 import hpctrain.mpi
 from hpctrain.mpi.library import MPI
+from hpctrain.mpi.process_group import creation
 
 CROWD = max(1, MPI.COMM_WORLD.size // 2 // (os.cpu_count() or 1))
 LIMIT = 60.0 * CROWD  # seconds for one test; longer where the ranks share cores
@@ -89,8 +91,10 @@ def _home(item: pytest.Item) -> int:
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[World]:
+def world(pytestconfig: pytest.Config) -> Iterator[World]:
     torch.set_num_threads(1)
+    if pytestconfig.getoption("--late"):
+        creation.MPIProcessGroup = LateGroup  # type: ignore[misc]
     dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://", timeout=timedelta(seconds=LIMIT))
     yield World(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
     dist.destroy_process_group()
@@ -113,6 +117,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         metavar="FILE",
         help="run each test on one number of ranks only, mostly 3, and those that an earlier run skipped and listed in FILE",
+    )
+    parser.addoption(
+        "--late", action="store_true", help="communicate by a group whose results come late, as an accelerator's do"
     )
     parser.addoption(
         "--equivalence", type=Path, help="append what the equivalence tests found to this file (JSON lines)"

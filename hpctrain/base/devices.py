@@ -65,6 +65,13 @@ def use_device(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a tensor of the CPU on `device`, for which the program does not wait; on the CPU the tensor itself."""
+    if not is_accelerator(device) or is_accelerator(tensor.device):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def device_name(device: torch.device) -> str:
     """The vendor's name of the device, for messages."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)

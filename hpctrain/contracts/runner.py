@@ -21,11 +21,15 @@ from hpctrain.contracts.sharding import ShardedModel
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Collated samples, the place of the first one in the global batch, and whether their loss counts."""
+    """Collated samples, the place of the first one in the global batch, and whether their loss counts.
+
+    terms: what ModelSpec.count says of the batch. It was asked on the CPU, where its answer makes no step wait for a device.
+    """
 
     batch: Batch
     place: int
     counts: bool = True
+    terms: int = 0
 
 
 See = Callable[[Any, Batch], None]

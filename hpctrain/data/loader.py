@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hpctrain.base.devices import is_accelerator, use_device
+from hpctrain.base.devices import to_device, use_device
 from hpctrain.base.errors import HpctrainError, TrainingError
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.runner import MicroBatch
@@ -34,11 +34,12 @@ class Loader:
         pool: Pool,
         plan: Iterator[Planned],
         split: Callable[[Batch], Batch],
+        count: Callable[[Batch], int],
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """split: cuts this rank's part out of a micro batch. dtype: for floating point inputs."""
-        self._pool, self._plan, self._split = pool, plan, split
+        """split: cuts this rank's part out of a micro batch. count: the terms of its loss. dtype: of floating point inputs."""
+        self._pool, self._plan, self._split, self._count = pool, plan, split, count
         self._device, self._dtype = device, dtype
         self.places: Mapping[int, Place] = {}
         """How far this rank's readers of a stream were at the end of the step that `step` returned last, by their shards."""
@@ -98,7 +99,9 @@ class Loader:
             for loaded in self._pool.load(self._plan):
                 planned = loaded.planned
                 places.update([loaded.place] if loaded.place else [])
-                micro = MicroBatch(self._move(self._split(loaded.batch)), planned.place, planned.counts)
+                batch = self._split(loaded.batch)
+                terms = self._count(batch)
+                micro = MicroBatch(self._move(batch), planned.place, planned.counts, terms)
                 end = None if planned.after is None else (planned.after, dict(places))
                 self._put((micro, planned.indices, end))
                 if self._closed.is_set():
@@ -118,12 +121,7 @@ class Loader:
     def _move(self, value: Any) -> Any:
         """Move tensors to the device, on accelerators through pinned memory; floating point ones get the parameters' dtype."""
         if isinstance(value, Tensor):
-            dtype = self._dtype if value.is_floating_point() else value.dtype
-            if is_accelerator(self._device):
-                cast = value.to(dtype)
-                pinned = cast if is_accelerator(cast.device) else cast.pin_memory()  # a data set may make them there
-                return pinned.to(self._device, non_blocking=True)
-            return value.to(dtype)
+            return to_device(value.to(self._dtype if value.is_floating_point() else value.dtype), self._device)
         if isinstance(value, dict):
             return {key: self._move(inner) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):

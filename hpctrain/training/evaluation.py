@@ -40,11 +40,13 @@ def evaluate(
         loss_sum, count = model.runner.evaluate(_told(micro_batches, moved), see)
     finally:
         loader.close()
-    sums = gather_row([loss_sum.item() * model.loss_share, count * model.loss_share]).sum(0)
-    if not sums[1]:
+    named = model.named_losses.figures()
+    rows = gather_row([loss_sum * model.loss_share, count * model.loss_share, *named], loss_sum.device)
+    total, terms = (sum(row[place] for row in rows) for place in (0, 1))
+    if not terms:
         raise TrainingError("no token or sample of the evaluated split has a label", everywhere=True)
-    named = model.named_losses.take(sums[1].item())
-    found = {"loss": (sums[0] / sums[1]).item(), **{f"loss_{name}": value for name, value in named.items()}}
+    means = model.named_losses.means([row[2:] for row in rows], terms)
+    found = {"loss": total / terms, **{f"loss_{name}": value for name, value in means.items()}}
     if running:
         mine = [
             {name: as_number(f"[[metric]]: {name!r}", value) for name, value in one.compute(model.batch_group).items()}
@@ -55,7 +57,7 @@ def evaluate(
         for metric, of_ranks in zip(parts.metrics, zip(*having, strict=True), strict=True):
             refuse_different_values(metric, of_ranks)
         add_measured(found, having[0], parts.model.counts)
-    return found, int(sums[1])
+    return found, int(terms)
 
 
 def show(parts: Parts, running: Sequence[RunningMetric], outputs: Any, batch: Batch) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 import torch
 
-from hpctrain.base.errors import EnvironmentUnfitError, UsageError
+from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError, TrainingError, UsageError, reason
 from hpctrain.contracts.dataset import Lengths, Samples, Split, Stream
-from hpctrain.contracts.model import Batch
+from hpctrain.contracts.model import Batch, ModelSpec
+from hpctrain.contracts.plugin import broken
 from hpctrain.data.batches import Batches
 from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_plan, open_data, steps_of_epochs
@@ -174,7 +177,28 @@ class Feed:
         """Workers live from the first loader of their data to the end of the run: to start them takes seconds."""
         if which not in self._pools:
             self._pools[which] = make()
-        return Loader(self._pools[which], plan, split, self._device, self._parts.precision.parameter_dtype)
+        return make_loader(self._pools[which], plan, split, self._parts, self._device)
+
+
+def make_loader(
+    pool: Pool, plan: Iterator[Planned], split: Callable[[Batch], Batch], parts: Parts, device: torch.device
+) -> Loader:
+    """Loads the micro batches of a plan for the job's model. split: cuts this rank's part out of each."""
+    return Loader(pool, plan, split, partial(counted, parts.model), device, parts.precision.parameter_dtype)
+
+
+def counted(spec: ModelSpec, batch: Batch) -> int:
+    """The number of terms in the loss of a batch. Raises ContractError for what is no count, TrainingError if `count` fails."""
+    try:
+        count = spec.count(batch)
+    except HpctrainError:
+        raise
+    except Exception as error:
+        why = f"[model] name = {spec.name!r}: its `count` failed on a micro batch: {reason(error)}"
+        raise TrainingError(why) from error
+    if not isinstance(count, Integral) or count < 0:
+        raise broken(spec, f"counted {count!r} {spec.counts} in a micro batch", "a whole number, zero or more")
+    return int(count)
 
 
 def make_pool(job: Job, parts: Parts, source: Samples | Stream) -> Pool:

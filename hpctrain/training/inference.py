@@ -15,7 +15,6 @@ from hpctrain.checking.choices import refuse_machine
 from hpctrain.contracts.dataset import Samples, Split, Stream
 from hpctrain.contracts.model import TokenModel
 from hpctrain.contracts.plugin import Machine
-from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_plan, open_split
 from hpctrain.data.shapes import ranks_of_a_sample
 from hpctrain.job.parts import Parts
@@ -25,7 +24,7 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.json_collectives import world_group
 from hpctrain.ranks.meeting import World
 from hpctrain.training.evaluation import evaluate
-from hpctrain.training.feed import evaluation_plan, make_pool
+from hpctrain.training.feed import evaluation_plan, make_loader, make_pool
 from hpctrain.training.prediction import Outputs, predict, refuse_outputs
 from hpctrain.training.sampling import Prompt, continue_text, text_dataset
 from hpctrain.training.trained_model import TrainedModel
@@ -64,7 +63,7 @@ def answer(
     model = _loaded(TrainedModel(job, parts, meshes, identity.node, device, hooks), question)
     plan = make_plan(job, parts, lengths, meshes.data_rank, layout.data_ranks)
     pool = make_pool(job, parts, samples)
-    loader = Loader(pool, evaluation_plan(plan, samples), model.split, device, parts.precision.parameter_dtype)
+    loader = make_loader(pool, evaluation_plan(plan, samples), model.split, parts, device)
     try:
         if question.out is None:
             metrics, count = evaluate(model, parts, loader)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from numbers import Integral
+from statistics import fmean as mean
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
 from hpctrain.base.torch_private import foreach_mul_
-from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.plugin import broken
-from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.job.parts import Parts
 from hpctrain.model.conformance.first_step import FirstStep
@@ -100,7 +100,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
         micro_batches, samples_seen = loader.step()
     with times.communicating(), position.inside("counting", step):
         # the divisor is known before the first backward, and is the same on every layout (0004)
-        count = model.sum_over_batch(sum(counted(parts.model, micro) for micro in micro_batches))
+        count = model.sum_over_batch(sum(micro.terms for micro in micro_batches))
     if count == 0:
         raise TrainingError(f"step {step + 1}: no token or sample of the global batch has a label", everywhere=True)
 
@@ -114,21 +114,22 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
 
     # unscale -> norm -> guard -> clip -> step: the norm is finite only if every gradient is
     gradients = model.take_gradients()
-    norm = model.gradient_norm(gradients)
     if session.replicas is not None and (step + 1) % session.job.guard.replica_check_every == 0:
         session.replicas.check(step)
     mine = RankFigures(
-        loss=loss_sum.item() * model.loss_share,
+        loss=loss_sum * model.loss_share,
+        square=model.totals.square(gradients),
         out_of_memory=float(model.runner.out_of_memory is not None),
         data_seconds=times.data,
         communication_seconds=times.communication,
         memory_bytes=memory_bytes(session.device),
         stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
-        norm=norm,
     )
-    # one exchange for all that ranks must agree on: loss, norm, memory, requests to stop (0033)
-    ranks, of_runner = gather_figures(mine, model.runner.figures())
-    found = step_figures(session, ranks, norm, count, trial)
+    # one exchange for all that ranks must agree on (0033), and the only wait for the device (0079)
+    others = [model.runner.figures(), model.named_losses.figures()]
+    with position.inside("exchange of figures", step):
+        ranks, (of_runner, named) = gather_figures(mine, others, session.device)
+    found = step_figures(session, ranks, count, trial)
     verdict = session.guard.judge(found)
     if verdict is not None:
         verdict = with_samples(session, verdict, micro_batches, loader)
@@ -145,44 +146,42 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     progress.advance(samples_seen)
     progress.loss = found.loss
 
-    if found.out_of_memory:  # the sums of the losses by name lack those of some micro batches
-        model.named_losses.forget()
-    metrics, remark = model.runner.metrics(of_runner)
+    metrics, remark = model.runner.metrics(torch.tensor(of_runner, dtype=torch.float64))
+    # without memory, the sums of the losses by name lack those of some micro batches
+    means = {} if found.out_of_memory else model.named_losses.means(named, count)
     seconds = times.seconds
     row = StepRow(
         loss=found.loss,
-        named_losses={} if found.out_of_memory else model.named_losses.take(count),
+        named_losses=means,
         lr=lr,
         grad_norm=math.nan if found.out_of_memory else found.norm,
         count=count,
         step_seconds=seconds,
         per_second=count / seconds,
-        data_seconds=ranks.data_seconds.max().item(),
-        communication_seconds=ranks.communication_seconds.max().item(),
-        memory_bytes={"rank_max": int(ranks.memory_bytes.max()), "rank_mean": int(ranks.memory_bytes.mean())},
+        data_seconds=max(ranks.data_seconds),
+        communication_seconds=max(ranks.communication_seconds),
+        memory_bytes={"rank_max": int(max(ranks.memory_bytes)), "rank_mean": int(mean(ranks.memory_bytes))},
         of_runner=metrics,
         skipped=not updates,
         of_guard=session.guard.metrics(verdict),
     ).as_dict(moment(session), parts.model.counts)
     show_model(session, "hpctrain_step_end", step=progress.step, metrics=row, control=session.control)
     session.report.row(row, progress.steps, parts.model.counts, remark)
-    return row, int(ranks.stop.max()), verdict
+    return row, int(max(ranks.stop)), verdict
 
 
-def step_figures(
-    session: Session, ranks: RankFigures[Tensor], norm: float, count: int, trial: FirstStep | None
-) -> StepFigures:
-    """Decide on the loss and the norm that all ranks go by. norm: this rank's. Raises ContractError for different gradients."""
-    out_of_memory = ranks.out_of_memory.nonzero().flatten().tolist()
-    loss = math.nan if out_of_memory else ranks.loss.sum().item() / count
-    not_finite = ranks.norm[~ranks.norm.isfinite()]  # one rank's NaN leaves the update out on all
-    if not len(not_finite) and not session.parts.sharding.ranks_diverge:
-        refuse_different_norms(session.parts, ranks.norm)
+def step_figures(session: Session, ranks: RankFigures[list[float]], count: int, trial: FirstStep | None) -> StepFigures:
+    """Decide on the loss and the norm that all ranks go by. Raises ContractError for different gradients."""
+    out_of_memory = [rank for rank, lacks in enumerate(ranks.out_of_memory) if lacks]
+    loss = math.nan if out_of_memory else sum(ranks.loss) / count
+    norms = session.model.totals.norms(ranks.square)
+    norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
+    if math.isfinite(norm) and not session.parts.sharding.ranks_diverge:
+        refuse_different_norms(session.parts, norms)
         if trial is not None:
             trial.summed(norm, session.model.scaler.scale)
-    overflow = bool(len(not_finite)) and session.model.scaler.skips_nonfinite
-    norm = not_finite[0].item() if len(not_finite) else norm
-    return StepFigures(session.progress.step + 1, loss, norm, ranks.loss.tolist(), out_of_memory, overflow)
+    overflow = not math.isfinite(norm) and session.model.scaler.skips_nonfinite
+    return StepFigures(session.progress.step + 1, loss, norm, ranks.loss, out_of_memory, overflow)
 
 
 def update(session: Session, gradients: list[Tensor], norm: float, trial: FirstStep | None) -> None:
@@ -205,22 +204,14 @@ def show_model(session: Session, hook: str, **arguments: Any) -> None:
         session.hooks.call(hook, model=session.model, **arguments)
 
 
-def refuse_different_norms(parts: Parts, norms: Tensor) -> None:
-    """Raises ContractError on all ranks unless the full gradient has one norm. norms: (ranks,)"""
-    if (norms.max() - norms.min()).item() <= _ALIKE * norms.max().item():
+def refuse_different_norms(parts: Parts, norms: Sequence[float]) -> None:
+    """Raises ContractError on all ranks unless the full gradient has one norm. norms: of each rank."""
+    if max(norms) - min(norms) <= _ALIKE * max(norms):
         return
-    told = f"left other gradients on each rank, whose norms are {', '.join(f'{one:.4g}' for one in norms.unique()[:4])}"
+    told = f"left other gradients on each rank, whose norms are {', '.join(f'{one:.4g}' for one in sorted(set(norms))[:4])}"
     shared = [one.name for one in parts.parallelism.values() if one.traits.ranks_have == "the same samples"]
     axes = f"; or the ranks of {' or '.join(shared)} have other samples, which its traits deny" if shared else ""
     raise broken(parts.sharding, told, f"one sum on all ranks{axes}", everywhere=True)
-
-
-def counted(spec: ModelSpec, micro: MicroBatch) -> int:
-    """The number of terms in the loss of a micro batch. Raises ContractError for what is no count."""
-    count = spec.count(micro.batch)
-    if not isinstance(count, Integral) or count < 0:
-        raise broken(spec, f"counted {count!r} {spec.counts} in a micro batch", "a whole number, zero or more")
-    return int(count)
 
 
 def moment(session: Session) -> Moment:

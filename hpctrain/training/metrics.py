@@ -10,14 +10,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.base.devices import is_accelerator, peak_memory
+from hpctrain.base.devices import is_accelerator, peak_memory, to_device
 from hpctrain.base.errors import TrainingError
 from hpctrain.ranks.json_collectives import gather_values
 
@@ -126,6 +127,9 @@ class RankFigures(Generic[T]):
     loss: T
     """Sum of the rank's losses that no other rank counts."""
 
+    square: T
+    """Sum of the squares of the rank's gradients; ranks that hold parts count those that no other rank counts."""
+
     out_of_memory: T
     """1 if a forward or backward ran out of memory."""
 
@@ -136,23 +140,32 @@ class RankFigures(Generic[T]):
     stop: T
     """The level of a request to stop, 0 for none."""
 
-    norm: T
-    """The full gradient's. Ranks without pieces have a norm of their own, of gradients that should be equal."""
+
+Figure: TypeAlias = float | Tensor
+"""A number, or a scalar tensor that may be on a device that has not computed it yet."""
 
 
-def gather_figures(mine: RankFigures[float], more: Sequence[float]) -> tuple[RankFigures[Tensor], Tensor]:
-    """All ranks' figures, and all ranks' `more`, (ranks, more): one collective, equal results on all ranks."""
-    values = astuple(mine)
-    everyone = gather_row([*values, *more])
-    return RankFigures(*everyone[:, : len(values)].T), everyone[:, len(values) :]
+def gather_figures(
+    mine: RankFigures[Figure], others: Sequence[Sequence[Figure]], device: torch.device
+) -> tuple[RankFigures[list[float]], list[list[list[float]]]]:
+    """All ranks' figures, and all ranks' rows of each of `others`: one collective, equal results on all ranks."""
+    groups = [[getattr(mine, one.name) for one in fields(mine)], *others]
+    everyone = [iter(row) for row in gather_row([value for group in groups for value in group], device)]
+    figures, *rows = [[list(islice(row, len(group))) for row in everyone] for group in groups]
+    return RankFigures(*map(list, zip(*figures, strict=True))), rows
 
 
-def gather_row(values: Sequence[float]) -> Tensor:
-    """Every rank's `values`: (ranks, values) in float64 on the CPU, equal on all ranks."""
-    mine = torch.tensor(values, dtype=torch.float64)
-    everyone = torch.empty(dist.get_world_size(), len(values), dtype=torch.float64)
+def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[float]]:
+    """Every rank's `values`, equal on all ranks. Waits for `device` once, at the end."""
+    numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
+    mine = to_device(torch.tensor(numbers, dtype=torch.float64), device)
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            mine[place] = value
+    everyone = torch.empty(dist.get_world_size(), len(values), dtype=torch.float64, device=device)
     dist.all_gather_single(everyone, mine[None])
-    return everyone
+    found: list[list[float]] = everyone.tolist()
+    return found
 
 
 @dataclass
@@ -210,10 +223,11 @@ class NamedLosses:
         names, self._mine = list(self._mine), {}
         return names
 
-    def take(self, count: float) -> dict[str, float]:
-        """Each name's sum over all ranks divided by `count`, and begin anew. Empty for a model with one loss. Collective.
+    def figures(self) -> list[Figure]:
+        """This rank's sum for each name, and begin anew; as many on every rank, none for a model with one loss.
 
-        The names are those of the first call: only ranks with the model's outputs know them. Raises TrainingError for others.
+        The names are those of the first call: only ranks with the model's outputs know them. That call is collective. Raises
+        TrainingError for other names.
         """
         mine, self._mine = self._mine, {}
         if self._names is None:
@@ -223,9 +237,9 @@ class NamedLosses:
             raise TrainingError(
                 f"the loss returned {new[0]!r}, expected the names of the first step: {', '.join(self._names) or 'none'}"
             )
-        if not self._names:
-            return {}
-        sums = torch.tensor([float(mine[name]) if name in mine else 0.0 for name in self._names], dtype=torch.float64)
-        sums *= self._share
-        dist.all_reduce(sums)
-        return dict(zip(self._names, (sums / count).tolist(), strict=True))
+        return [mine[name] * self._share if name in mine else 0.0 for name in self._names]
+
+    def means(self, figures: Sequence[Sequence[float]], count: float) -> dict[str, float]:
+        """Each name's sum over all ranks' `figures` divided by `count`."""
+        sums = [sum(column) for column in zip(*figures, strict=True)]
+        return {name: value / count for name, value in zip(self._names or [], sums, strict=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,13 +78,16 @@ class PieceTotals:
         firsts = {axes: meshes.counts(axes) for axes in {piece.axes for piece in pieces}}
         self._counts = [not self._cut or firsts[piece.axes] for piece in pieces]
 
-    def norm(self, gradients: Sequence[Tensor]) -> float:
-        """The 2-norm of `gradients`, one tensor per piece; equal on all ranks. Collective if pieces differ between ranks."""
+    def square(self, gradients: Sequence[Tensor]) -> Tensor | float:
+        """The sum of the squares of `gradients`, one tensor per piece, that this rank counts: a float64 scalar on their device."""
         mine = [gradient for gradient, counts in zip(gradients, self._counts, strict=True) if counts]
-        square = _sum_of_squares(mine) if mine else torch.zeros((), dtype=torch.float64)
+        return _sum_of_squares(mine) if mine else 0.0
+
+    def norms(self, squares: Sequence[float]) -> list[float]:
+        """The 2-norm of the full gradient on each rank, from all ranks' `square`: one norm where ranks hold parts."""
         if self._cut:
-            dist.all_reduce(square)
-        return float(square.sqrt())
+            return [math.sqrt(sum(squares))] * len(squares)
+        return [math.sqrt(square) for square in squares]
 
     def merged(self, numbers: dict[str, Any]) -> dict[str, Any]:
         """The merged dicts of all ranks, each with the entries of its own pieces. Collective like the norm."""
@@ -93,7 +97,7 @@ class PieceTotals:
 
 
 def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum over all elements, a float64 scalar on the CPU."""
+    """The sum over all elements, a float64 scalar."""
     norms, rests = [], []
     for tensor in tensors:
         flat = tensor.reshape(-1)
@@ -103,4 +107,4 @@ def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         if even < len(flat):
             rests.append(flat[even:])
     norms += [norm.view(1) for norm in foreach_norm(rests)] if rests else []
-    return torch.cat([norm.double() for norm in norms]).square().sum().cpu()
+    return torch.cat([norm.double() for norm in norms]).square().sum()

@@ -63,7 +63,7 @@ class PlainRunner(Runner):
                     see(outputs, micro.batch)
             if micro.counts:
                 total += loss
-                count += parts.spec.count(micro.batch)
+                count += micro.terms
         return total, count
 
     def _loss(self, micro: MicroBatch, step: int) -> Tensor:

@@ -237,10 +237,6 @@ class TrainedModel:
             foreach_mul_(gradients, 1.0 / self.scaler.scale)
         return gradients
 
-    def gradient_norm(self, gradients: list[torch.Tensor]) -> float:
-        """The norm of the full gradient, equal on all ranks. Collective if pieces differ between ranks."""
-        return self.totals.norm(gradients)
-
     def set_learning_rate(self, step: int, steps: int) -> float:
         """Set each group's learning rate for this step of `steps`; return the first group's."""
         factor = self._parts.schedule.factor(step, steps)

@@ -48,7 +48,7 @@ def test_batches_come_through_pinned_memory(monkeypatch: pytest.MonkeyPatch, wor
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor.shape) or pin_memory(tensor))
     plan = [Planned([i, i + 1], i) for i in range(0, 40, 2)]
     pool = Pool(Batches(Numbers()), workers, 4)
-    loader = Loader(pool, iter(plan), lambda batch: batch, DEVICE, torch.bfloat16)
+    loader = Loader(pool, iter(plan), lambda batch: batch, len, DEVICE, torch.bfloat16)
     try:
         for planned, micro in zip(plan, loader, strict=True):
             x, labels = micro.batch["x"], micro.batch["labels"]

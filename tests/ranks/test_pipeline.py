@@ -232,7 +232,7 @@ def test_the_forward_that_shows_shapes_leaves_no_trace(root) -> None:
 def stage_of(*blocks: nn.Module) -> PipelineStage:
     spec: Any = SimpleNamespace(name="own", ends=lambda module: ([], []))
     precision: Any = SimpleNamespace(forward=lambda device: nullcontext())
-    return PipelineStage(nn.Module(), spec, precision, blocks, first=False, last=False)
+    return PipelineStage(nn.Module(), spec, precision, torch.device("cpu"), blocks, first=False, last=False)
 
 
 def test_a_block_that_gives_no_tensor_is_told() -> None:

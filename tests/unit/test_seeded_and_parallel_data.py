@@ -68,15 +68,20 @@ class Numbers(Samples):
 def test_the_loader_keeps_the_order_and_the_places(workers: int) -> None:
     """Also when signals that ask the job to stop go to its workers, too, as those from a terminal and from Slurm do."""
     plan = [Planned([i, i + 1, i + 2], 100 + i, counts=i < 20) for i in range(0, 30, 3)]
+
+    def terms(batch: Any) -> int:
+        return int(batch["labels"].sum())
+
     others = set(psutil.Process().children(recursive=True))
     pool = Pool(Batches(Numbers(40)), workers, 2)
-    loader = Loader(pool, iter(plan), lambda b: b, torch.device("cpu"), torch.float64)
+    loader = Loader(pool, iter(plan), lambda b: b, terms, torch.device("cpu"), torch.float64)
     batches = [next(loader)]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         for process in set(psutil.Process().children(recursive=True)) - others:
             process.send_signal(number)
     batches += loader
     assert [Planned(b.batch["labels"].tolist(), b.place, b.counts) for b in batches] == plan
+    assert [b.terms for b in batches] == [3 * i + 3 for i in range(0, 30, 3)]
     assert batches[0].batch["x"].dtype == torch.float64 and batches[0].batch["labels"].dtype == torch.int64
     loader.close()
     pool.close()
@@ -84,7 +89,7 @@ def test_the_loader_keeps_the_order_and_the_places(workers: int) -> None:
 
 def test_a_sample_that_fails_is_an_error_where_it_is_asked_for() -> None:
     plan = iter([Planned([1], 0), Planned([5], 1), Planned([6], 2)])
-    loader = Loader(Pool(Batches(Numbers(40, bad=5))), plan, lambda b: b, torch.device("cpu"), torch.float32)
+    loader = Loader(Pool(Batches(Numbers(40, bad=5))), plan, lambda b: b, len, torch.device("cpu"), torch.float32)
     assert next(loader).batch["labels"].tolist() == [1]
     with pytest.raises(TrainingError, match="loading a sample failed: ValueError: bad sample"):
         next(loader)
@@ -93,7 +98,7 @@ def test_a_sample_that_fails_is_an_error_where_it_is_asked_for() -> None:
 
 def test_a_loader_that_nobody_empties_closes() -> None:
     plan = iter([Planned([1], 0)] * 10**6)
-    loader = Loader(Pool(Batches(Numbers(9)), prefetch=1), plan, lambda b: b, torch.device("cpu"), torch.float32)
+    loader = Loader(Pool(Batches(Numbers(9)), prefetch=1), plan, lambda b: b, len, torch.device("cpu"), torch.float32)
     next(loader)
     loader.close()
     assert not loader._thread.is_alive()

@@ -36,7 +36,9 @@ class PipelineRunner(Runner):
         spec = parts.spec
         assert isinstance(spec, PipelineModel)  # the axis is applied only to such models
         self._stages = {
-            number: PipelineStage(parts.module, spec, parts.precision, blocks, number == 0, number == self._count - 1)
+            number: PipelineStage(
+                parts.module, spec, parts.precision, parts.device, blocks, number == 0, number == self._count - 1
+            )
             for number, blocks in stages.items()
         }
         shared.place(parts.device)
@@ -60,7 +62,7 @@ class PipelineRunner(Runner):
             self._micro_batches, self._schedule = len(micro_batches), self._make_schedule(len(micro_batches))
         parts.sharded.begin(last=True, interleaved=True)
         parts.seed_draws(step, micro_batches[0], min(self._stages))
-        index = torch.arange(len(micro_batches), device=parts.device)
+        index = torch.arange(len(micro_batches))  # on the host: a schedule asks for each number
         first = [index] if 0 in self._stages else []
         target = index if self._count - 1 in self._stages else None
         losses: list[Tensor] = []
@@ -139,13 +141,13 @@ class PipelineRunner(Runner):
                     with parts.precision.forward(parts.device):
                         total += parts.loss(outputs, micro)
                         see(outputs, micro.batch)
-                    count += parts.spec.count(micro.batch)
+                    count += micro.terms
         self._give([])
         return total, count
 
     def _forward(self) -> Any:
         """Run one micro batch through all stages; return the model's outputs on the rank of the last stage."""
-        index = torch.zeros(1, dtype=torch.int64, device=self._parts.device)
+        index = torch.zeros(1, dtype=torch.int64)
         value = index
         for number, stage in self._stages.items():
             if number > 0 and (before := self._rank_of(number - 1)) != self._group.rank():

@@ -76,6 +76,7 @@ class PipelineStage(nn.Module):
         module: nn.Module,
         spec: PipelineModel,
         precision: Precision,
+        device: torch.device,
         blocks: Sequence[nn.Module],
         first: bool,
         last: bool,
@@ -87,7 +88,7 @@ class PipelineStage(nn.Module):
         self.before = nn.ModuleList(before if first else [])
         self.after = nn.ModuleList(after if last else [])
         self.copies = nn.ParameterList()  # copies of other stages' parameters, so that schedules find them here
-        self._spec, self._precision, self._first, self._last = spec, precision, first, last
+        self._spec, self._precision, self._device, self._first, self._last = spec, precision, device, first, last
         self._works_in_place = any(getattr(one, "inplace", False) for one in self.blocks.modules())
         self.micro_batches: list[MicroBatch] = []
         self.in_step = False
@@ -104,7 +105,7 @@ class PipelineStage(nn.Module):
         """
         whole, self.input_is_trained = self._whole[0], value.requires_grad
         looks = torch.is_grad_enabled() and not self.in_step
-        with without_trace(whole, index.device) if looks else nullcontext(), self._precision.forward(index.device):
+        with without_trace(whole, self._device) if looks else nullcontext(), self._precision.forward(self._device):
             hidden = (
                 self._spec.embed(whole, self.micro_batches[int(index)].batch) if self._first else self._received(value)
             )
