@@ -107,6 +107,18 @@ def test_srun_gets_the_cores_of_a_rank_where_a_job_asks_for_them(launch: Launch)
     assert "cpus" not in scheduler("slurm").render(replace(launch, cpus_per_rank=None)).lower()
 
 
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("slurm", {"gres": "gpu:4"}), ("pbs", {"gpus_per_rank": 1}), ("flux", {"gpus_per_rank": 1})]
+)
+def test_a_container_gets_the_gpus_of_its_node(name: str, gpus: dict[str, Any], launch: Launch) -> None:
+    script = scheduler(name, container="my images/a.sif", **gpus).render(launch)
+    (line,) = [line for line in script.splitlines() if "apptainer exec" in line]
+    shown = f"apptainer() {{ printf '%s\\n' \"$@\"; }}; {line[line.index('apptainer') :].partition(' run ')[0]}"
+    done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, timeout=30, check=True)
+    option = "--rocm" if Path("/dev/kfd").exists() else "--nv"
+    assert done.stdout.splitlines() == ["exec", option, "my images/a.sif", "hpctrain"], line
+
+
 KUBERNETES = {"image": "registry/hpctrain:1", "claim": "runs", "claim_size": "500Gi", "memory": "64Gi", "gpus_per_rank": 1,
               "namespace": "team", "secrets": ["wandb"]}  # fmt: skip
 

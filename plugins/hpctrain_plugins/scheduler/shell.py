@@ -7,6 +7,9 @@ import shlex
 from hpctrain.api import Field, Launch, Options, UsageError
 from hpctrain.toolkit.scripts import Line
 
+_GPUS = '"$([ -e /dev/kfd ] && echo --rocm || echo --nv)"'
+"""The option by which Apptainer gives a container the node's GPUs: only the node knows whether they are AMD's or NVIDIA's."""
+
 
 class ShellOptions(Options):
     """Options of a batch script."""
@@ -24,4 +27,5 @@ def program(options: ShellOptions, launch: Launch, uses_gpus: bool) -> str:
         return '"$staged/bin/python" -m hpctrain'
     if options.container is None:
         return shlex.join(launch.program)
-    return shlex.join(["apptainer", "exec", *(["--nv"] if uses_gpus else []), options.container, "hpctrain"])
+    gpus = f" {_GPUS}" if uses_gpus else ""
+    return f"apptainer exec{gpus} {shlex.quote(options.container)} hpctrain"
