@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,9 @@ from hpctrain.model.parameters import named_tensors
 OPTIMIZER = "optimizer/"
 COMPRESSION = "compression/"
 """The state of gradient compression, such as error feedback. Optional in a checkpoint: a run can do without it."""
+
+_PARTS = 16
+"""In so many parts an optimizer's state is made."""
 
 
 def model_pieces(module: nn.Module, trained: Sequence[Piece]) -> list[Piece]:
@@ -157,14 +160,37 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
     torch's optimizers create their state in the first `step()`, but a restore needs the tensors earlier, to fill them.
     If nothing is restored, replace this optimizer with a new one.
+
+    Takes some parameters at a time: a start must not need more memory than a step, and these gradients and copies would be 8
+    bytes for each parameter in float32.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [p.detach().clone() for p in parameters]
     gradients = [p.grad for p in parameters]
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    with torch.no_grad():
-        for parameter, value, gradient in zip(parameters, before, gradients, strict=True):
-            parameter.copy_(value)
-            parameter.grad = gradient
+        parameter.grad = None
+    for some in _in_parts(parameters):
+        before = [p.detach().clone() for p in some]
+        for parameter in some:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, value in zip(some, before, strict=True):
+                parameter.copy_(value)
+                parameter.grad = None
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive tensors, each time about a share of the bytes of all, or one larger tensor."""
+    limit = max(1, sum(one.nbytes for one in tensors) // _PARTS)
+    some: list[Tensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        some.append(tensor)
+        nbytes += tensor.nbytes
+        if nbytes >= limit:
+            yield some
+            some, nbytes = [], 0
+    if some:
+        yield some

@@ -23,6 +23,7 @@ import hpctrain
 from hpctrain.base.errors import CheckpointError, EnvironmentUnfitError, HpctrainError, TrainingError, UsageError
 from hpctrain.checkpoint.conversion import import_weights
 from hpctrain.checkpoint.retention import Best, Retention
+from hpctrain.checkpoint.state import create_state
 from hpctrain.cli import execute
 from hpctrain.job import output_lock
 from hpctrain.toolkit.checkpoint.sealed import seal
@@ -398,3 +399,32 @@ def test_tied_parameters_are_exported_under_all_their_names_and_taken_back(monke
     assert content["head.weight"].data_ptr() == content["token_embedding.weight"].data_ptr()
     model = {"tie_embeddings": True, "weights": "weights.pt"}
     assert train(job={"steps": 1, "name": "tuned", "output_dir": "tuned"}, model=model)["step"] == 1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_the_state_is_made_of_some_parameters_at_a_time(kind: type[torch.optim.Optimizer]) -> None:
+    """So that a start needs less memory than a step. The state is that of one step of all, and no value changes."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(64, 64)] * 30 + [(3,), (0,), (64,)]
+    parameters = [torch.nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+    others = [torch.nn.Parameter(one.detach().clone()) for one in parameters]
+    parameters[0].grad = kept = torch.ones(64, 64)
+    before, gradients = [one.detach().clone() for one in parameters], []
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer, other = kind(parameters, lr=0.1, **options), kind(others, lr=0.1, **options)
+
+    def note(*_: Any) -> None:
+        gradients.append(sum(one.grad.nbytes for one in parameters if one.grad is not None))
+
+    optimizer.register_step_pre_hook(note)
+    create_state(optimizer)
+    for one in others:
+        one.grad = torch.zeros_like(one)
+    other.step()
+    assert max(gradients) <= sum(one.nbytes for one in parameters) / 8
+    assert all(torch.equal(one, value) for one, value in zip(parameters, before, strict=True))
+    assert [one.grad is None for one in parameters] == [False] + [True] * 32 and parameters[0].grad is kept
+    for one, of_one_step in zip(parameters, others, strict=True):
+        mine, expected = optimizer.state[one], other.state[of_one_step]
+        assert mine.keys() == expected.keys()
+        assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(expected[key])) for key in mine)
