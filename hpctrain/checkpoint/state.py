@@ -161,14 +161,15 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     torch's optimizers create their state in the first `step()`, but a restore needs the tensors earlier, to fill them.
     If nothing is restored, replace this optimizer with a new one.
 
-    Takes some parameters at a time: a start must not need more memory than a step, and these gradients and copies would be 8
-    bytes for each parameter in float32.
+    torch's own optimizers step some parameters at a time, since they pass over those without a gradient: a start must not need
+    more memory than a step, and these gradients and copies of all parameters would be 8 bytes for each in float32.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
     for parameter in parameters:
         parameter.grad = None
-    for some in _in_parts(parameters):
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    for some in _in_parts(parameters) if is_torchs else [parameters]:
         before = [p.detach().clone() for p in some]
         for parameter in some:
             parameter.grad = torch.zeros_like(parameter)

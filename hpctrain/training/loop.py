@@ -29,11 +29,11 @@ from hpctrain.training.guard_actions import act, with_samples
 from hpctrain.training.look import look
 from hpctrain.training.metrics import (
     EvaluationRow,
+    Figure,
     Moment,
     RankFigures,
     StepRow,
     StepTimes,
-    gather_figures,
     memory_bytes,
 )
 from hpctrain.training.saving import save_before_evaluation, save_if_due
@@ -116,19 +116,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     gradients = model.take_gradients()
     if session.replicas is not None and (step + 1) % session.job.guard.replica_check_every == 0:
         session.replicas.check(step)
-    mine = RankFigures(
-        loss=loss_sum * model.loss_share,
-        square=model.totals.square(gradients),
-        out_of_memory=float(model.runner.out_of_memory is not None),
-        data_seconds=times.data,
-        communication_seconds=times.communication,
-        memory_bytes=memory_bytes(session.device),
-        stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
-    )
-    # one exchange for all that ranks must agree on (0033), and the only wait for the device (0079)
-    others = [model.runner.figures(), model.named_losses.figures()]
-    with position.inside("exchange of figures", step):
-        ranks, (of_runner, named) = gather_figures(mine, others, session.device)
+    ranks = exchange_figures(session, loss_sum, gradients, times, stop)
     found = step_figures(session, ranks, count, trial)
     verdict = session.guard.judge(found)
     if verdict is not None:
@@ -146,42 +134,67 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     progress.advance(samples_seen)
     progress.loss = found.loss
 
-    metrics, remark = model.runner.metrics(torch.tensor(of_runner, dtype=torch.float64))
-    # without memory, the sums of the losses by name lack those of some micro batches
-    means = {} if found.out_of_memory else model.named_losses.means(named, count)
-    seconds = times.seconds
+    of_runner, remark = model.runner.metrics(torch.tensor([one.of_runner for one in ranks], dtype=torch.float64))
+    seconds, memory = times.seconds, [one.memory_bytes for one in ranks]
     row = StepRow(
         loss=found.loss,
-        named_losses=means,
+        # without memory, the sums of the losses by name lack those of some micro batches
+        named_losses={}
+        if found.out_of_memory
+        else model.named_losses.means([one.named_losses for one in ranks], count),
         lr=lr,
         grad_norm=math.nan if found.out_of_memory else found.norm,
         count=count,
         step_seconds=seconds,
         per_second=count / seconds,
-        data_seconds=max(ranks.data_seconds),
-        communication_seconds=max(ranks.communication_seconds),
-        memory_bytes={"rank_max": int(max(ranks.memory_bytes)), "rank_mean": int(mean(ranks.memory_bytes))},
-        of_runner=metrics,
+        data_seconds=max(one.data_seconds for one in ranks),
+        communication_seconds=max(one.communication_seconds for one in ranks),
+        memory_bytes={"rank_max": int(max(memory)), "rank_mean": int(mean(memory))},
+        of_runner=of_runner,
         skipped=not updates,
         of_guard=session.guard.metrics(verdict),
     ).as_dict(moment(session), parts.model.counts)
     show_model(session, "hpctrain_step_end", step=progress.step, metrics=row, control=session.control)
     session.report.row(row, progress.steps, parts.model.counts, remark)
-    return row, int(max(ranks.stop)), verdict
+    return row, int(max(one.stop for one in ranks)), verdict
 
 
-def step_figures(session: Session, ranks: RankFigures[list[float]], count: int, trial: FirstStep | None) -> StepFigures:
+def exchange_figures(
+    session: Session, loss_sum: Tensor, gradients: list[Tensor], times: StepTimes, stop: StopRequest
+) -> list[RankFigures[float]]:
+    """Tell all ranks this one's loss, norm, memory and requests to stop, in one exchange (0033); the step's only wait for its
+    device (0079)."""
+    model = session.model
+    mine = RankFigures[Figure](
+        loss=loss_sum * model.loss_share,
+        square=model.totals.square(gradients),
+        out_of_memory=float(model.runner.out_of_memory is not None),
+        data_seconds=times.data,
+        communication_seconds=times.communication,
+        memory_bytes=memory_bytes(session.device),
+        stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
+        of_runner=model.runner.figures(),
+        named_losses=model.named_losses.figures(),
+    )
+    with session.hooks.position.inside("exchange of figures", session.progress.step):
+        return mine.exchanged(session.device)
+
+
+def step_figures(
+    session: Session, ranks: Sequence[RankFigures[float]], count: int, trial: FirstStep | None
+) -> StepFigures:
     """Decide on the loss and the norm that all ranks go by. Raises ContractError for different gradients."""
-    out_of_memory = [rank for rank, lacks in enumerate(ranks.out_of_memory) if lacks]
-    loss = math.nan if out_of_memory else sum(ranks.loss) / count
-    norms = session.model.totals.norms(ranks.square)
+    out_of_memory = [rank for rank, one in enumerate(ranks) if one.out_of_memory]
+    losses = [one.loss for one in ranks]
+    loss = math.nan if out_of_memory else sum(losses) / count
+    norms = session.model.totals.norms([one.square for one in ranks])
     norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
     if math.isfinite(norm) and not session.parts.sharding.ranks_diverge:
         refuse_different_norms(session.parts, norms)
         if trial is not None:
             trial.summed(norm, session.model.scaler.scale)
     overflow = not math.isfinite(norm) and session.model.scaler.skips_nonfinite
-    return StepFigures(session.progress.step + 1, loss, norm, ranks.loss, out_of_memory, overflow)
+    return StepFigures(session.progress.step + 1, loss, norm, losses, out_of_memory, overflow)
 
 
 def update(session: Session, gradients: list[Tensor], norm: float, trial: FirstStep | None) -> None:

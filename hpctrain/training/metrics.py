@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from itertools import islice
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
@@ -120,9 +119,13 @@ class EvaluationRow:
         return {**asdict(moment), **measured, f"evaluation_{counts}": self.count}
 
 
+Figure: TypeAlias = float | Tensor
+"""A number, or a scalar tensor that may be on a device that has not computed it yet."""
+
+
 @dataclass(frozen=True)
 class RankFigures(Generic[T]):
-    """Figures that ranks tell each other of a step: one rank's, or those of all ranks, (ranks,) each."""
+    """Figures that ranks tell each other of a step, as the device has them (Figure) or as numbers."""
 
     loss: T
     """Sum of the rank's losses that no other rank counts."""
@@ -140,19 +143,22 @@ class RankFigures(Generic[T]):
     stop: T
     """The level of a request to stop, 0 for none."""
 
+    of_runner: Sequence[T]
+    """Runner.figures: as many on every rank."""
 
-Figure: TypeAlias = float | Tensor
-"""A number, or a scalar tensor that may be on a device that has not computed it yet."""
+    named_losses: Sequence[T]
+    """NamedLosses.figures: as many on every rank."""
 
-
-def gather_figures(
-    mine: RankFigures[Figure], others: Sequence[Sequence[Figure]], device: torch.device
-) -> tuple[RankFigures[list[float]], list[list[list[float]]]]:
-    """All ranks' figures, and all ranks' rows of each of `others`: one collective, equal results on all ranks."""
-    groups = [[getattr(mine, one.name) for one in fields(mine)], *others]
-    everyone = [iter(row) for row in gather_row([value for group in groups for value in group], device)]
-    figures, *rows = [[list(islice(row, len(group))) for row in everyone] for group in groups]
-    return RankFigures(*map(list, zip(*figures, strict=True))), rows
+    def exchanged(self, device: torch.device) -> list[RankFigures[float]]:
+        """Each rank's figures, equal on all ranks. Collective."""
+        names = [one.name for one in fields(self)][:-2]
+        first, second = len(names), len(names) + len(self.of_runner)
+        values = [*(getattr(self, name) for name in names), *self.of_runner, *self.named_losses]
+        made: list[RankFigures[float]] = []
+        for row in gather_row(values, device):
+            scalars: dict[str, Any] = dict(zip(names, row, strict=False))
+            made.append(RankFigures(**scalars, of_runner=row[first:second], named_losses=row[second:]))
+        return made
 
 
 def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[float]]:
