@@ -14,6 +14,7 @@ from hpctrain.base.devices import (
     nvidia_capability,
     seconds_between,
     takes_bf16,
+    to_device,
 )
 from hpctrain.base.errors import (
     EXIT_ENVIRONMENT,
@@ -259,6 +260,7 @@ __all__ = [
     "temporary_name",
     "tie",
     "tied_parameters",
+    "to_device",
     "version_of",
     "without_trace",
 ]

@@ -15,32 +15,25 @@ from torch import Tensor
 
 from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
 from hpctrain.base.torch_private import foreach_mul_
-from hpctrain.contracts.plugin import broken
 from hpctrain.data.loader import Loader
-from hpctrain.job.parts import Parts
 from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.model.conformance.hooks import weights_kept
 from hpctrain.ranks.json_collectives import gather_values, sum_of, together, world_group
-from hpctrain.ranks.signals import INTERRUPTED, STOPPED, StopRequest
+from hpctrain.ranks.signals import INTERRUPTED, StopRequest
 from hpctrain.training.evaluation import evaluate, refuse_unmeasured
+from hpctrain.training.figures import RankFigures, exchange_figures, step_figures
 from hpctrain.training.guard.judging import StepFigures, Verdict
 from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.guard_actions import act, with_samples
 from hpctrain.training.look import look
 from hpctrain.training.metrics import (
     EvaluationRow,
-    Figure,
     Moment,
-    RankFigures,
     StepRow,
     StepTimes,
-    memory_bytes,
 )
 from hpctrain.training.saving import save_before_evaluation, save_if_due
 from hpctrain.training.session import Session
-
-_ALIKE = 1e-3
-"""The relative difference between ranks' norms of one gradient; they are sums of the same numbers."""
 
 
 def train(session: Session, stop: StopRequest) -> dict[str, Any]:
@@ -121,12 +114,10 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     verdict = session.guard.judge(found)
     if verdict is not None:
         verdict = with_samples(session, verdict, micro_batches, loader)
-    updates = math.isfinite(found.norm) and (verdict is None or verdict.updates)
-
     lr = model.set_learning_rate(step, progress.steps)
     # all ranks update or none: the verdict comes from figures that all have (0061)
     with phase("optimizer", step):
-        if updates:
+        if is_taken(found, verdict):
             update(session, gradients, found.norm, trial)
         else:
             model.sums.leave_out()
@@ -134,14 +125,33 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     progress.advance(samples_seen)
     progress.loss = found.loss
 
+    row, remark = step_row(session, ranks, found, verdict, lr, count, times.seconds)
+    show_model(session, "hpctrain_step_end", step=progress.step, metrics=row, control=session.control)
+    session.report.row(row, progress.steps, parts.model.counts, remark)
+    return row, int(max(one.stop for one in ranks)), verdict
+
+
+def is_taken(found: StepFigures, verdict: Verdict | None) -> bool:
+    """Whether the step updates the model."""
+    return math.isfinite(found.norm) and (verdict is None or verdict.updates)
+
+
+def step_row(
+    session: Session,
+    ranks: Sequence[RankFigures[float]],
+    found: StepFigures,
+    verdict: Verdict | None,
+    lr: float,
+    count: int,
+    seconds: float,
+) -> tuple[dict[str, Any], str]:
+    """The row of the step, and the runner's remark for the screen."""
+    model, memory = session.model, [one.memory_bytes for one in ranks]
     of_runner, remark = model.runner.metrics(torch.tensor([one.of_runner for one in ranks], dtype=torch.float64))
-    seconds, memory = times.seconds, [one.memory_bytes for one in ranks]
+    named = model.named_losses.means([one.named_losses for one in ranks], count)
     row = StepRow(
         loss=found.loss,
-        # without memory, the sums of the losses by name lack those of some micro batches
-        named_losses={}
-        if found.out_of_memory
-        else model.named_losses.means([one.named_losses for one in ranks], count),
+        named_losses={} if found.out_of_memory else named,  # they lack what some micro batches would have added
         lr=lr,
         grad_norm=math.nan if found.out_of_memory else found.norm,
         count=count,
@@ -151,50 +161,10 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
         communication_seconds=max(one.communication_seconds for one in ranks),
         memory_bytes={"rank_max": int(max(memory)), "rank_mean": int(mean(memory))},
         of_runner=of_runner,
-        skipped=not updates,
+        skipped=not is_taken(found, verdict),
         of_guard=session.guard.metrics(verdict),
-    ).as_dict(moment(session), parts.model.counts)
-    show_model(session, "hpctrain_step_end", step=progress.step, metrics=row, control=session.control)
-    session.report.row(row, progress.steps, parts.model.counts, remark)
-    return row, int(max(one.stop for one in ranks)), verdict
-
-
-def exchange_figures(
-    session: Session, loss_sum: Tensor, gradients: list[Tensor], times: StepTimes, stop: StopRequest
-) -> list[RankFigures[float]]:
-    """Tell all ranks this one's loss, norm, memory and requests to stop, in one exchange (0033); the step's only wait for its
-    device (0079)."""
-    model = session.model
-    mine = RankFigures[Figure](
-        loss=loss_sum * model.loss_share,
-        square=model.totals.square(gradients),
-        out_of_memory=float(model.runner.out_of_memory is not None),
-        data_seconds=times.data,
-        communication_seconds=times.communication,
-        memory_bytes=memory_bytes(session.device),
-        stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
-        of_runner=model.runner.figures(),
-        named_losses=model.named_losses.figures(),
     )
-    with session.hooks.position.inside("exchange of figures", session.progress.step):
-        return mine.exchanged(session.device)
-
-
-def step_figures(
-    session: Session, ranks: Sequence[RankFigures[float]], count: int, trial: FirstStep | None
-) -> StepFigures:
-    """Decide on the loss and the norm that all ranks go by. Raises ContractError for different gradients."""
-    out_of_memory = [rank for rank, one in enumerate(ranks) if one.out_of_memory]
-    losses = [one.loss for one in ranks]
-    loss = math.nan if out_of_memory else sum(losses) / count
-    norms = session.model.totals.norms([one.square for one in ranks])
-    norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
-    if math.isfinite(norm) and not session.parts.sharding.ranks_diverge:
-        refuse_different_norms(session.parts, norms)
-        if trial is not None:
-            trial.summed(norm, session.model.scaler.scale)
-    overflow = not math.isfinite(norm) and session.model.scaler.skips_nonfinite
-    return StepFigures(session.progress.step + 1, loss, norm, losses, out_of_memory, overflow)
+    return row.as_dict(moment(session), session.parts.model.counts), remark
 
 
 def update(session: Session, gradients: list[Tensor], norm: float, trial: FirstStep | None) -> None:
@@ -215,16 +185,6 @@ def show_model(session: Session, hook: str, **arguments: Any) -> None:
     who = session.hooks.who(hook)
     with weights_kept(session.model, hook, who) if who else nullcontext():
         session.hooks.call(hook, model=session.model, **arguments)
-
-
-def refuse_different_norms(parts: Parts, norms: Sequence[float]) -> None:
-    """Raises ContractError on all ranks unless the full gradient has one norm. norms: of each rank."""
-    if max(norms) - min(norms) <= _ALIKE * max(norms):
-        return
-    told = f"left other gradients on each rank, whose norms are {', '.join(f'{one:.4g}' for one in sorted(set(norms))[:4])}"
-    shared = [one.name for one in parts.parallelism.values() if one.traits.ranks_have == "the same samples"]
-    axes = f"; or the ranks of {' or '.join(shared)} have other samples, which its traits deny" if shared else ""
-    raise broken(parts.sharding, told, f"one sum on all ranks{axes}", everywhere=True)
 
 
 def moment(session: Session) -> Moment:

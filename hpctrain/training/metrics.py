@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Generic, TypeAlias, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,6 @@ from torch import Tensor
 from hpctrain.base.devices import is_accelerator, peak_memory, to_device
 from hpctrain.base.errors import TrainingError
 from hpctrain.ranks.json_collectives import gather_values
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -121,44 +119,6 @@ class EvaluationRow:
 
 Figure: TypeAlias = float | Tensor
 """A number, or a scalar tensor that may be on a device that has not computed it yet."""
-
-
-@dataclass(frozen=True)
-class RankFigures(Generic[T]):
-    """Figures that ranks tell each other of a step, as the device has them (Figure) or as numbers."""
-
-    loss: T
-    """Sum of the rank's losses that no other rank counts."""
-
-    square: T
-    """Sum of the squares of the rank's gradients; ranks that hold parts count those that no other rank counts."""
-
-    out_of_memory: T
-    """1 if a forward or backward ran out of memory."""
-
-    data_seconds: T
-    communication_seconds: T
-    memory_bytes: T
-
-    stop: T
-    """The level of a request to stop, 0 for none."""
-
-    of_runner: Sequence[T]
-    """Runner.figures: as many on every rank."""
-
-    named_losses: Sequence[T]
-    """NamedLosses.figures: as many on every rank."""
-
-    def exchanged(self, device: torch.device) -> list[RankFigures[float]]:
-        """Each rank's figures, equal on all ranks. Collective."""
-        names = [one.name for one in fields(self)][:-2]
-        first, second = len(names), len(names) + len(self.of_runner)
-        values = [*(getattr(self, name) for name in names), *self.of_runner, *self.named_losses]
-        made: list[RankFigures[float]] = []
-        for row in gather_row(values, device):
-            scalars: dict[str, Any] = dict(zip(names, row, strict=False))
-            made.append(RankFigures(**scalars, of_runner=row[first:second], named_losses=row[second:]))
-        return made
 
 
 def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[float]]:

@@ -1,0 +1,110 @@
+"""The figures of a step that ranks exchange: losses, the gradient's norm, memory, times, requests to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from hpctrain.contracts.plugin import broken
+from hpctrain.job.parts import Parts
+from hpctrain.model.conformance.first_step import FirstStep
+from hpctrain.ranks.signals import STOPPED, StopRequest
+from hpctrain.training.guard.judging import StepFigures
+from hpctrain.training.metrics import Figure, StepTimes, gather_row, memory_bytes
+from hpctrain.training.session import Session
+
+T = TypeVar("T")
+
+_ALIKE = 1e-3
+"""The relative difference between ranks' norms of one gradient; they are sums of the same numbers."""
+
+
+@dataclass(frozen=True)
+class RankFigures(Generic[T]):
+    """Figures that ranks tell each other of a step, as the device has them (Figure) or as numbers."""
+
+    loss: T
+    """Sum of the rank's losses that no other rank counts."""
+
+    square: T
+    """Sum of the squares of the rank's gradients; ranks that hold parts count those that no other rank counts."""
+
+    out_of_memory: T
+    """1 if a forward or backward ran out of memory."""
+
+    data_seconds: T
+    communication_seconds: T
+    memory_bytes: T
+
+    stop: T
+    """The level of a request to stop, 0 for none."""
+
+    of_runner: Sequence[T]
+    """Runner.figures: as many on every rank."""
+
+    named_losses: Sequence[T]
+    """NamedLosses.figures: as many on every rank."""
+
+    def exchanged(self, device: torch.device) -> list[RankFigures[float]]:
+        """Each rank's figures, equal on all ranks. Collective."""
+        names = [one.name for one in fields(self)][:-2]
+        first, second = len(names), len(names) + len(self.of_runner)
+        values = [*(getattr(self, name) for name in names), *self.of_runner, *self.named_losses]
+        made: list[RankFigures[float]] = []
+        for row in gather_row(values, device):
+            scalars: dict[str, Any] = dict(zip(names, row, strict=False))
+            made.append(RankFigures(**scalars, of_runner=row[first:second], named_losses=row[second:]))
+        return made
+
+
+def exchange_figures(
+    session: Session, loss_sum: Tensor, gradients: list[Tensor], times: StepTimes, stop: StopRequest
+) -> list[RankFigures[float]]:
+    """Tell all ranks this one's loss, norm, memory and requests to stop, in one exchange (0033); the step's only wait for its
+    device (0079)."""
+    model = session.model
+    mine = RankFigures[Figure](
+        loss=loss_sum * model.loss_share,
+        square=model.totals.square(gradients),
+        out_of_memory=float(model.runner.out_of_memory is not None),
+        data_seconds=times.data,
+        communication_seconds=times.communication,
+        memory_bytes=memory_bytes(session.device),
+        stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
+        of_runner=model.runner.figures(),
+        named_losses=model.named_losses.figures(),
+    )
+    with session.hooks.position.inside("exchange of figures", session.progress.step):
+        return mine.exchanged(session.device)
+
+
+def step_figures(
+    session: Session, ranks: Sequence[RankFigures[float]], count: int, trial: FirstStep | None
+) -> StepFigures:
+    """Decide on the loss and the norm that all ranks go by. Raises ContractError for different gradients."""
+    out_of_memory = [rank for rank, one in enumerate(ranks) if one.out_of_memory]
+    losses = [one.loss for one in ranks]
+    loss = math.nan if out_of_memory else sum(losses) / count
+    norms = session.model.totals.norms([one.square for one in ranks])
+    norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
+    if math.isfinite(norm) and not session.parts.sharding.ranks_diverge:
+        refuse_different_norms(session.parts, norms)
+        if trial is not None:
+            trial.summed(norm, session.model.scaler.scale)
+    overflow = not math.isfinite(norm) and session.model.scaler.skips_nonfinite
+    return StepFigures(session.progress.step + 1, loss, norm, losses, out_of_memory, overflow)
+
+
+def refuse_different_norms(parts: Parts, norms: Sequence[float]) -> None:
+    """Raises ContractError on all ranks unless the full gradient has one norm. norms: of each rank."""
+    if max(norms) - min(norms) <= _ALIKE * max(norms):
+        return
+    told = f"left other gradients on each rank, whose norms are {', '.join(f'{one:.4g}' for one in sorted(set(norms))[:4])}"
+    shared = [one.name for one in parts.parallelism.values() if one.traits.ranks_have == "the same samples"]
+    axes = f"; or the ranks of {' or '.join(shared)} have other samples, which its traits deny" if shared else ""
+    raise broken(parts.sharding, told, f"one sum on all ranks{axes}", everywhere=True)
