@@ -13,7 +13,6 @@ import inspect
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -177,15 +176,6 @@ def deterministic_cudnn() -> Iterator[None]:
     finally:
         torch.backends.cuda.enable_cudnn_sdp(attention)
         torch.backends.cudnn.benchmark = searches
-
-
-def accelerator_group(device: torch.device, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A process group of torch's interface for tensors on an NVIDIA GPU (NCCL). Raises OSError elsewhere."""
-    if device.type != "cuda":
-        raise OSError(f"found tensors on {device.type}, expected the CPU or an NVIDIA GPU")
-    group = torch.distributed.ProcessGroupNCCL(store, rank, size, torch.distributed.ProcessGroupNCCL.Options())
-    group.set_timeout(timeout)
-    return group
 
 
 def nccl_version() -> int:

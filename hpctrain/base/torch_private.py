@@ -75,7 +75,7 @@ def make_group(backend: str, options: Any, backend_options: Any) -> dist.Process
     """The group that torch makes for `backend`, a name or one for each kind of device, for a group that wraps it.
 
     options: torch's `_DistributedBackendOptions`, which a registered backend gets. Collective. Raises ValueError for a backend
-    that is neither registered nor gloo or NCCL.
+    that is neither registered nor gloo, NCCL or XCCL.
     """
     from torch.distributed.distributed_c10d import BackendConfig, PrefixStore
 
@@ -99,6 +99,20 @@ def make_group(backend: str, options: Any, backend_options: Any) -> dist.Process
     return finished
 
 
+def accelerator_group(device: torch.device, options: Any) -> dist.ProcessGroup:
+    """The group that torch makes by default for tensors on this kind of device: NCCL's on NVIDIA's and AMD's, XCCL's on Intel's.
+
+    options: as for `make_group`. Collective. Raises OSError where torch has none.
+    """
+    name = dist.Backend.default_device_backend_map.get(device.type)
+    if name is None:
+        raise OSError(f"found tensors on {device.type}, between which torch has no communication")
+    try:
+        return make_group(f"{device.type}:{name}", options, None)
+    except ValueError as error:
+        raise OSError(f"found tensors on {device.type}: {error}") from error
+
+
 def make_backend(name: str, options: Any, backend_options: Any) -> Any:
     """Make a backend of a group; a whole group where the registered one is made in Python."""
     plugin = dist.Backend._plugins.get(name.upper())
@@ -110,15 +124,20 @@ def make_backend(name: str, options: Any, backend_options: Any) -> Any:
     made: Any
     if name == dist.Backend.GLOO:
         made = dist.ProcessGroupGloo(*place, options.timeout)
-    elif name == dist.Backend.NCCL:
-        given: Any = dist.ProcessGroupNCCL.Options()  # a group's own: they hold its ranks and its name
+        made._set_sequence_number_for_group()
+    elif name in (dist.Backend.NCCL, dist.Backend.XCCL) and hasattr(dist, f"ProcessGroup{name.upper()}"):
+        cls = getattr(dist, f"ProcessGroup{name.upper()}")
+        given = cls.Options()  # a group's own: they hold its ranks and its name
         given.is_high_priority_stream = getattr(backend_options, "is_high_priority_stream", False)
         given.global_ranks_in_group, given.group_name = options.global_ranks_in_group, options.group_id
-        made = dist.ProcessGroupNCCL(*place, given)
-        made.set_timeout(options.timeout)
+        given._timeout = options.timeout
+        made = cls(*place, given)
+        if name == dist.Backend.NCCL:
+            made._set_sequence_number_for_group()
     else:
-        raise ValueError(f"found the backend {name!r}, expected gloo, NCCL or a registered one")
-    made._set_sequence_number_for_group()
+        raise ValueError(
+            f"found the backend {name!r}, expected gloo, NCCL, XCCL or a registered one, in a torch that has it"
+        )
     return made
 
 

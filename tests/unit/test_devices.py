@@ -50,7 +50,7 @@ def test_importing_it_takes_torch_only() -> None:
 
 def test_plugins_get_what_they_need() -> None:
     inside = {
-        "accelerator_group", "deterministic_cudnn", "give_memory_back", "is_started", "memory_left", "nccl_version",
+        "deterministic_cudnn", "give_memory_back", "is_started", "memory_left", "nccl_version",
         "pci_address", "peak_memory", "unusable_accelerator", "use_device",
     }  # fmt: skip
     public = {name for name, one in vars(devices).items() if getattr(one, "__module__", "") == devices.__name__}

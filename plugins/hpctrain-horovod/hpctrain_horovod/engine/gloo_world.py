@@ -132,15 +132,16 @@ class GlooWorld:
     def lane(self, ranks: Sequence[int], device: str) -> Lane:
         name = f"lane {device} {list(ranks)}"
         store, place = self.store_of(name), list(ranks).index(self.rank)
-        if device != "cpu":
-            group: Any = accelerator_group(torch.device(device), store, place, len(ranks), _TIMEOUT)
-            self._lanes.append(Lane(group, place, len(ranks), averages=True))
-            return self._lanes[-1]
         options = SimpleNamespace(
             store=store, group_rank=place, group_size=len(ranks), global_ranks_in_group=list(ranks),
             timeout=timedelta(seconds=_CONNECT),
             group_id=f"horovod {self.generation} {name}",
         )  # fmt: skip
+        if device != "cpu":
+            options.timeout = _TIMEOUT
+            group = accelerator_group(torch.device(device), options)
+            self._lanes.append(Lane(group, place, len(ranks), averages=True))
+            return self._lanes[-1]
         made: Any = create_gloo_group(options)  # torch's types make it no ProcessGroup, which it is
         made.set_timeout(_TIMEOUT)
         self._lanes.append(GlooLane(made, place, len(ranks), averages=False))

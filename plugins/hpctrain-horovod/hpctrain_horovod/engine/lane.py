@@ -1,4 +1,4 @@
-"""Moves the data of agreed operations, through a process group of torch's interface: hpctrain.mpi's, gloo's or NCCL's."""
+"""Moves the data of agreed operations, through a process group of torch's interface: hpctrain.mpi's, gloo's or an accelerator's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed import (
     ReduceOp,
     ReduceScatterOptions,
 )
+from torch.distributed.distributed_c10d import Work
 
 from hpctrain.toolkit.groups import AllgatherOptions
 
@@ -50,21 +51,21 @@ class Lane:
         options = AllreduceOptions()
         options.asyncOp = False
         options.reduceOp = self._operation(op)
-        self._group.allreduce([buffer], options).wait()
+        _finish(self._group.allreduce([buffer], options))
         self._divide(buffer, op)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Gather each rank's `tensor` into `outputs[rank]`; their sizes may differ."""
         options = AllgatherOptions()
         options.asyncOp = False
-        self._group.allgather([list(outputs)], [tensor], options).wait()
+        _finish(self._group.allgather([list(outputs)], [tensor], options))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: str) -> None:
         """Reduce `tensor`, a part of the output's size for each rank; `output` gets this rank's. op: Sum or Average."""
         options = ReduceScatterOptions()
         options.asyncOp = False
         options.reduceOp = self._operation(op)
-        self._group.reduce_scatter_single(output, tensor, options).wait()
+        _finish(self._group.reduce_scatter_single(output, tensor, options))
         self._divide(output, op)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -72,13 +73,13 @@ class Lane:
         options = BroadcastOptions()
         options.rootRank, options.asyncOp = root, False
         if self.size > 1:
-            self._group.broadcast([tensor], options).wait()
+            _finish(self._group.broadcast([tensor], options))
 
     def all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> None:
         """Send `sent[r]` elements to rank r, receive `received[r]` from it; both buffers are flat."""
         options = AllToAllOptions()
         options.asyncOp = False
-        self._group.alltoall_base(output, tensor, received, sent, options).wait()
+        _finish(self._group.alltoall_base(output, tensor, received, sent, options))
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """The peer's flat tensor of the same size, in exchange for this rank's. Every rank has a peer."""
@@ -124,6 +125,12 @@ class GlooLane(Lane):
         whole = tensor.clone()
         self.all_reduce(whole, op)
         output.copy_(whole[self.rank * output.numel() :][: output.numel()])
+
+
+def _finish(work: Work | None) -> None:
+    """Wait for an operation; NCCL gives none for a synchronous one, which the device's stream orders."""
+    if work is not None:
+        work.wait()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -134,14 +133,13 @@ class MPIWorld:
         name = f"{device} {'-'.join(map(str, ranks))}"
         store = PrefixStore(name, self._store)
         place = list(ranks).index(self.rank)
-        if device != "cpu":
-            group: ProcessGroup = accelerator_group(torch.device(device), store, place, len(ranks), _TIMEOUT)
-            return Lane(group, place, len(ranks), averages=True)
         options = SimpleNamespace(
             global_ranks_in_group=[self._ranks[rank] for rank in ranks], group_size=len(ranks), group_rank=place,
             group_id=f"horovod {name}", store=store, timeout=_TIMEOUT,
         )  # fmt: skip
-        return Lane(create_group(options, Settings()), place, len(ranks), averages=True)
+        of_cpu = device == "cpu"
+        group = create_group(options, Settings()) if of_cpu else accelerator_group(torch.device(device), options)
+        return Lane(group, place, len(ranks), averages=True)
 
 
 def open_world(comm: Any = None) -> MPIWorld:
