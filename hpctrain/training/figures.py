@@ -68,16 +68,17 @@ def exchange_figures(
     """Tell all ranks this one's loss, norm, memory and requests to stop, in one exchange (0033); the step's only wait for its
     device (0079)."""
     model = session.model
+    lacks_memory = model.runner.out_of_memory is not None
     mine = RankFigures[Figure](
         loss=loss_sum * model.loss_share,
         square=model.totals.square(gradients),
-        out_of_memory=float(model.runner.out_of_memory is not None),
+        out_of_memory=float(lacks_memory),
         data_seconds=times.data,
         communication_seconds=times.communication,
         memory_bytes=memory_bytes(session.device),
         stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
         of_runner=model.runner.figures(),
-        named_losses=model.named_losses.figures(),
+        named_losses=model.named_losses.figures(whole=not lacks_memory),
     )
     with session.hooks.position.inside("exchange of figures", session.progress.step):
         return mine.exchanged(session.device)

@@ -189,15 +189,19 @@ class NamedLosses:
         names, self._mine = list(self._mine), {}
         return names
 
-    def figures(self) -> list[Figure]:
+    def figures(self, whole: bool = True) -> list[Figure]:
         """This rank's sum for each name, and begin anew; as many on every rank, none for a model with one loss.
 
-        The names are those of the first call: only ranks with the model's outputs know them. That call is collective. Raises
-        TrainingError for other names.
+        The names are those of the first call with a rank that has a `whole` step: only ranks with the model's outputs know them.
+        The calls until then are collective. Raises TrainingError for other names.
         """
         mine, self._mine = self._mine, {}
         if self._names is None:
-            self._names = list(dict.fromkeys(name for names in gather_values(list(mine)) for name in names))
+            of_ranks = gather_values((list(mine), whole))
+            if any(known for _, known in of_ranks):
+                self._names = list(dict.fromkeys(name for names, _ in of_ranks for name in names))
+        if self._names is None:
+            return []
         new = [name for name in mine if name not in self._names]
         if new:
             raise TrainingError(

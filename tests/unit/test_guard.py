@@ -41,6 +41,9 @@ class Model(torch.nn.Linear):
         if found == "oom":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 1 GiB free.")
         return super().forward(x) * (1.0 if found is None else found)
+def losses(outputs, target):
+    loss = torch.nn.functional.mse_loss(outputs, target)
+    return {"near": loss, "far": 2 * loss}
 def dirty(split):
     return [(torch.full_like(x, {3: float("nan"), 5: float("-inf")}.get(i, 1)), y) for i, (x, y) in enumerate(data(split))]
 def data(split):
@@ -263,6 +266,15 @@ def test_a_step_without_memory_is_left_out(planted: Any) -> None:
     planted.FAILING[3] = "oom"
     assert hpctrain.run(job(4, {"oom": "skip"}))["step"] == 4
     assert [row.get("guard") for row in rows()] == [None, None, "oom", None] and rows()[2]["loss"] is None
+
+
+def test_a_first_step_without_memory_tells_no_names_of_losses(planted: Any) -> None:
+    """They are those of the first step that has some."""
+    planted.FAILING[1] = "oom"
+    model = {"name": "planted:Model", "loss": "planted:losses"}
+    assert hpctrain.run(job(3, {"oom": "skip"}, model=model))["step"] == 3
+    assert [{"loss_near", "loss_far"} <= set(row) for row in rows()] == [False, True, True]
+    assert all(row["loss"] == pytest.approx(row["loss_near"] + row["loss_far"]) for row in rows()[1:])
 
 
 def test_an_overflow_of_a_loss_scale_is_no_event(planted: Any) -> None:
