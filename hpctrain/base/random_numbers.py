@@ -9,6 +9,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +23,9 @@ from hpctrain.base.torch_private import sample_dirichlet, standard_gamma
 ROWS_PER_DRAW = 64
 """Rows drawn from one generator. A rank that holds some rows draws fewer than this many in excess at each end."""
 
+_LARGE = 2**20
+"""Elements for which threads are worth their start."""
+
 
 def derive_seed(*parts: object) -> int:
     """A 63-bit seed from any parts; different parts give unrelated seeds."""
@@ -32,16 +36,33 @@ def derive_seed(*parts: object) -> int:
 def fill_normal(tensor: Tensor, std: float, seed: int, name: str, rows: tuple[int, int]) -> None:
     """Fill `tensor`, the rows `rows` of the parameter `name`, with normal numbers of standard deviation `std`.
 
-    Draws in float32 on the CPU, so that device and dtype affect only the rounding.
+    Draws in float32 on the CPU, so that device and dtype affect only the rounding; a large tensor on all of torch's threads.
     """
     first, end = rows
     values = tensor if tensor.dim() else tensor.view(1)
-    for draw in range(first // ROWS_PER_DRAW, -(-end // ROWS_PER_DRAW)):
+    in_place = values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
+    drawn = values.detach() if in_place else torch.empty(values.shape, dtype=torch.float32)
+
+    def fill(draw: int) -> None:
         generator = torch.Generator().manual_seed(derive_seed(seed, name, draw))
-        block = torch.randn((ROWS_PER_DRAW, *values.shape[1:]), generator=generator) * std
         begin = draw * ROWS_PER_DRAW
         low, high = max(first, begin), min(end, begin + ROWS_PER_DRAW)
-        values[low - first : high - first].copy_(block[low - begin : high - begin])
+        part, shape = drawn[low - first : high - first], (ROWS_PER_DRAW, *values.shape[1:])
+        if part.shape == shape:
+            torch.randn(shape, generator=generator, out=part)
+        else:
+            part.copy_(torch.randn(shape, generator=generator, dtype=torch.float32)[low - begin : high - begin])
+        part.mul_(std)
+
+    draws = range(first // ROWS_PER_DRAW, -(-end // ROWS_PER_DRAW))
+    if values.numel() < _LARGE or torch.get_num_threads() == 1:
+        for draw in draws:
+            fill(draw)
+    else:
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(fill, draws))
+    if not in_place:
+        values.copy_(drawn)
 
 
 _WITH_GENERATOR: tuple[Callable[..., Any], ...] = (

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.base.errors import TrainingError, UsageError
-from hpctrain.base.random_numbers import fill_normal
+from hpctrain.base.random_numbers import ROWS_PER_DRAW, derive_seed, fill_normal
 from hpctrain.contracts.dataset import DatasetContext, Samples
 from hpctrain.data.batches import Batches
 from hpctrain.data.loader import Loader
@@ -46,6 +46,23 @@ def test_values_are_normal_and_differ_by_seed_and_name() -> None:
         assert len(torch.unique(tensor)) > 49_000, "no row repeats another"
         tensors.append(tensor)
     assert not torch.equal(tensors[0], tensors[1]) and not torch.equal(tensors[0], tensors[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_fill_a_large_tensor_with_the_same_values(dtype: torch.dtype) -> None:
+    before, wide = torch.get_num_threads(), 2**13
+    blocks = [
+        torch.randn(ROWS_PER_DRAW, wide, generator=torch.Generator().manual_seed(derive_seed(5, "n", draw))) * 0.3
+        for draw in range(4)
+    ]
+    torch.set_num_threads(3)
+    try:
+        large = torch.nn.Parameter(torch.empty(180, wide, dtype=dtype))
+        with torch.no_grad():
+            fill_normal(large, 0.3, 5, "n", (30, 210))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(large, torch.cat(blocks)[30:210].to(dtype))
 
 
 class Numbers(Samples):
