@@ -77,8 +77,8 @@ class LateWork(Work):
 class LateGroup(MPIProcessGroup):
     """The process group over MPI, with results that come late."""
 
-    inside = False
-    """Whether one of its operations calls another."""
+    here = threading.local()
+    """`inside` on a thread: whether one of its operations calls another."""
 
 
 def flat(value: Any) -> Iterator[Tensor]:
@@ -131,9 +131,9 @@ def _wrapped(name: str, kind: str) -> Callable[..., Any]:
     original = getattr(MPIProcessGroup, name)
 
     def run(self: LateGroup, first: Any, *rest: Any, **named: Any) -> Any:
-        if self.inside or any(one.layout != torch.strided for one in flat(first)):
+        if getattr(self.here, "inside", False) or any(one.layout != torch.strided for one in flat(first)):
             return original(self, first, *rest, **named)
-        self.inside = True
+        self.here.inside = True
         try:
             opts = named.get("opts") or next((one for one in rest if hasattr(one, "asyncOp")), None)
             if opts is not None and not opts.asyncOp:
@@ -147,7 +147,7 @@ def _wrapped(name: str, kind: str) -> Callable[..., Any]:
             elsewhere = name in ("broadcast", "reduce") and (opts.rootRank == self.rank()) == (name == "broadcast")
             return late(name, first, [], lambda out, _: original(self, out, *rest, **named), spoiled=not elsewhere)
         finally:
-            self.inside = False
+            self.here.inside = False
 
     return run
 

@@ -96,6 +96,7 @@ def world(pytestconfig: pytest.Config) -> Iterator[World]:
     if pytestconfig.getoption("--late"):
         creation.MPIProcessGroup = LateGroup  # type: ignore[misc]
     dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://", timeout=timedelta(seconds=LIMIT))
+    assert isinstance(dist.group.WORLD, LateGroup) == pytestconfig.getoption("--late")
     yield World(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
     dist.destroy_process_group()
 

@@ -34,10 +34,10 @@ def under_mpiexec(python: str, flavour: str, ranks: int, *words: str, timeout: f
     assert " passed" in done.out
 
 
-def of_the_backend() -> list[str]:
-    """The tests of hpctrain.mpi, and of the distributions that use it."""
-    own, *others = FOLDERS
-    return [*sorted(str(path.relative_to(ROOT)) for path in (ROOT / own).glob("test_mpi_*.py")), *others]
+OF_MPI = sorted(str(path.relative_to(ROOT)) for path in (ROOT / FOLDERS[0]).glob("test_mpi_*.py"))
+"""The tests of hpctrain.mpi."""
+OF_THE_BACKEND = [*OF_MPI, *FOLDERS[1:]]
+"""With those of the distributions that use it."""
 
 
 def test_each_once(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_each_once(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_results_that_come_late(tmp_path: Path) -> None:
     """Each test of the trainer once, by a group that finds missing waits, which a CPU forgives."""
-    tests = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).glob("test_*.py")]
-    words = sorted(set(tests) - set(of_the_backend()[: -len(FOLDERS) + 1]))
+    tests = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).glob("test_*.py")}
+    words = sorted(tests - set(OF_MPI))
     for ranks in (3, 2, 4):
         under_mpiexec(sys.executable, "MPICH", ranks, "--late", "--each-once", str(tmp_path / "skipped"), *words)
 
@@ -63,7 +63,7 @@ def test_ranks_on_mpich(ranks: int) -> None:
 
 @pytest.mark.thorough
 def test_one_rank() -> None:
-    under_mpiexec(sys.executable, "MPICH", 1, *of_the_backend(), "tests/ranks/test_checkpoint_ranks.py")
+    under_mpiexec(sys.executable, "MPICH", 1, *OF_THE_BACKEND, "tests/ranks/test_checkpoint_ranks.py")
 
 
 @pytest.mark.thorough
@@ -77,4 +77,4 @@ def test_many_ranks(ranks: int, which: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_on_open_mpi(openmpi_python: str, ranks: int) -> None:
     """The tests that depend on the MPI: those of the backend."""
-    under_mpiexec(openmpi_python, "Open MPI", ranks, *of_the_backend())
+    under_mpiexec(openmpi_python, "Open MPI", ranks, *OF_THE_BACKEND)

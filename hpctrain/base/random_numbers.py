@@ -39,20 +39,20 @@ def fill_normal(tensor: Tensor, std: float, seed: int, name: str, rows: tuple[in
     Draws in float32 on the CPU, so that device and dtype affect only the rounding; a large tensor on all of torch's threads.
     """
     first, end = rows
-    values = tensor if tensor.dim() else tensor.view(1)
-    in_place = values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
-    drawn = values.detach() if in_place else torch.empty(values.shape, dtype=torch.float32)
+    values = tensor.detach() if tensor.dim() else tensor.detach().view(1)
+    is_drawn_in_place = values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
 
     def fill(draw: int) -> None:
         generator = torch.Generator().manual_seed(derive_seed(seed, name, draw))
         begin = draw * ROWS_PER_DRAW
         low, high = max(first, begin), min(end, begin + ROWS_PER_DRAW)
-        part, shape = drawn[low - first : high - first], (ROWS_PER_DRAW, *values.shape[1:])
-        if part.shape == shape:
-            torch.randn(shape, generator=generator, out=part)
-        else:
-            part.copy_(torch.randn(shape, generator=generator, dtype=torch.float32)[low - begin : high - begin])
-        part.mul_(std)
+        part, shape = values[low - first : high - first], (ROWS_PER_DRAW, *values.shape[1:])
+        block = part if is_drawn_in_place and part.shape == shape else torch.empty(shape, dtype=torch.float32)
+        torch.randn(shape, generator=generator, out=block)
+        numbers = block.numpy()
+        np.multiply(numbers, np.float32(std), out=numbers)  # torch would start threads for it in each of these threads
+        if block is not part:
+            part.copy_(block[low - begin : high - begin])
 
     draws = range(first // ROWS_PER_DRAW, -(-end // ROWS_PER_DRAW))
     if values.numel() < _LARGE or torch.get_num_threads() == 1:
@@ -61,8 +61,6 @@ def fill_normal(tensor: Tensor, std: float, seed: int, name: str, rows: tuple[in
     else:
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             list(threads.map(fill, draws))
-    if not in_place:
-        values.copy_(drawn)
 
 
 _WITH_GENERATOR: tuple[Callable[..., Any], ...] = (

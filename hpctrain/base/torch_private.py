@@ -102,7 +102,8 @@ def make_group(backend: str, options: Any, backend_options: Any) -> dist.Process
 def accelerator_group(device: torch.device, options: Any) -> dist.ProcessGroup:
     """The group that torch makes by default for tensors on this kind of device: NCCL's on NVIDIA's and AMD's, XCCL's on Intel's.
 
-    options: as for `make_group`. Collective. Raises OSError where torch has none.
+    options: an object with torch's `store` (it is replaced), `group_rank`, `group_size`, `global_ranks_in_group`, `group_id` and
+    `timeout`. Collective. Raises OSError where torch has none.
     """
     name = dist.Backend.default_device_backend_map.get(device.type)
     if name is None:

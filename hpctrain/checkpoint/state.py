@@ -20,7 +20,7 @@ COMPRESSION = "compression/"
 """The state of gradient compression, such as error feedback. Optional in a checkpoint: a run can do without it."""
 
 _PARTS = 16
-"""In so many parts an optimizer's state is made."""
+"""The number of parts in which the state of one of torch's optimizers is made."""
 
 
 def model_pieces(module: nn.Module, trained: Sequence[Piece]) -> list[Piece]:
@@ -183,7 +183,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors, each time about a share of the bytes of all, or one larger tensor."""
+    """Consecutive tensors with at least a sixteenth of all bytes; the last ones have fewer."""
     limit = max(1, sum(one.nbytes for one in tensors) // _PARTS)
     some: list[Tensor] = []
     nbytes = 0

@@ -35,7 +35,11 @@ class ModelSpec(Plugin):
 
     @abstractmethod
     def count(self, batch: Batch) -> int:
-        """The number of terms in the loss of `batch`: tokens that have a label, or samples (see `counts`)."""
+        """The number of terms in the loss of `batch`: tokens that have a label, or samples (see `counts`).
+
+        The thread that loads samples asks, ahead of the step and while the module runs: the answer must depend on the batch alone,
+        which is still as the data set made it.
+        """
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Tensor]:

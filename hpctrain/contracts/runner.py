@@ -23,7 +23,7 @@ from hpctrain.contracts.sharding import ShardedModel
 class MicroBatch:
     """Collated samples, the place of the first one in the global batch, and whether their loss counts.
 
-    terms: what ModelSpec.count says of the batch. It was asked on the CPU, where its answer makes no step wait for a device.
+    terms: what ModelSpec.count said of the batch before it moved to the device, so that no step waits for the answer.
     """
 
     batch: Batch
@@ -123,7 +123,8 @@ class Runner(ABC):
 
     @abstractmethod
     def evaluate(self, micro_batches: Iterable[MicroBatch], see: See) -> tuple[Tensor, int]:
-        """The sum of this rank's losses, and what it is a sum over (0 where another rank of the axis has them).
+        """The sum of this rank's losses, a float64 scalar on the device, and the `terms` that it is over (0 where another rank of
+        the axis has them).
 
         see: called with the outputs of each micro batch that counts, where they are on this rank, and with the batch.
         """

@@ -41,7 +41,7 @@ def evaluate(
     finally:
         loader.close()
     named = model.named_losses.figures()
-    rows = gather_row([loss_sum * model.loss_share, count * model.loss_share, *named], loss_sum.device)
+    rows = gather_row([loss_sum * model.loss_share, count * model.loss_share, *named], model.device)
     total, terms = (sum(row[place] for row in rows) for place in (0, 1))
     if not terms:
         raise TrainingError("no token or sample of the evaluated split has a label", everywhere=True)

@@ -191,7 +191,7 @@ def counted(spec: ModelSpec, batch: Batch) -> int:
     """The number of terms in the loss of a batch. Raises ContractError for what is no count, TrainingError if `count` fails."""
     try:
         count = spec.count(batch)
-    except HpctrainError:
+    except (HpctrainError, MemoryError):
         raise
     except Exception as error:
         why = f"[model] name = {spec.name!r}: its `count` failed on a micro batch: {reason(error)}"

@@ -32,7 +32,7 @@ class RankFigures(Generic[T]):
     """Sum of the rank's losses that no other rank counts."""
 
     square: T
-    """Sum of the squares of the rank's gradients; ranks that hold parts count those that no other rank counts."""
+    """Sum of the squares of the rank's gradients; of replicas, where ranks hold parts, one rank counts them."""
 
     out_of_memory: T
     """1 if a forward or backward ran out of memory."""
@@ -65,23 +65,22 @@ class RankFigures(Generic[T]):
 def exchange_figures(
     session: Session, loss_sum: Tensor, gradients: list[Tensor], times: StepTimes, stop: StopRequest
 ) -> list[RankFigures[float]]:
-    """Tell all ranks this one's loss, norm, memory and requests to stop, in one exchange (0033); the step's only wait for its
-    device (0079)."""
+    """Tell all ranks this one's loss, norm, memory and requests to stop, in one exchange (0033). The loop waits for the device
+    here alone (0079)."""
     model = session.model
     lacks_memory = model.runner.out_of_memory is not None
-    mine = RankFigures[Figure](
-        loss=loss_sum * model.loss_share,
-        square=model.totals.square(gradients),
-        out_of_memory=float(lacks_memory),
-        data_seconds=times.data,
-        communication_seconds=times.communication,
-        memory_bytes=memory_bytes(session.device),
-        stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
-        of_runner=model.runner.figures(),
-        named_losses=model.named_losses.figures(whole=not lacks_memory),
-    )
     with session.hooks.position.inside("exchange of figures", session.progress.step):
-        return mine.exchanged(session.device)
+        return RankFigures[Figure](
+            loss=loss_sum * model.loss_share,
+            square=model.totals.square(gradients),
+            out_of_memory=float(lacks_memory),
+            data_seconds=times.data,
+            communication_seconds=times.communication,
+            memory_bytes=memory_bytes(session.device),
+            stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
+            of_runner=model.runner.figures(),
+            named_losses=model.named_losses.figures(whole=not lacks_memory),
+        ).exchanged(session.device)
 
 
 def step_figures(

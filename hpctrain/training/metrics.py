@@ -192,14 +192,15 @@ class NamedLosses:
     def figures(self, whole: bool = True) -> list[Figure]:
         """This rank's sum for each name, and begin anew; as many on every rank, none for a model with one loss.
 
-        The names are those of the first call with a rank that has a `whole` step: only ranks with the model's outputs know them.
-        The calls until then are collective. Raises TrainingError for other names.
+        The names are those of the first call with some, or in which the step of all ranks is `whole`: only ranks with the model's
+        outputs know them. The calls until then are collective. Raises TrainingError for other names.
         """
         mine, self._mine = self._mine, {}
         if self._names is None:
             of_ranks = gather_values((list(mine), whole))
-            if any(known for _, known in of_ranks):
-                self._names = list(dict.fromkeys(name for names, _ in of_ranks for name in names))
+            found = list(dict.fromkeys(name for names, _ in of_ranks for name in names))
+            if found or all(complete for _, complete in of_ranks):
+                self._names = found
         if self._names is None:
             return []
         new = [name for name in mine if name not in self._names]

@@ -36,6 +36,7 @@ from hpctrain.model.parameters import build_optimizer, parameter_groups
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.model import UserModel
 from hpctrain.ranks.json_collectives import sum_of
+from hpctrain.training.feed import counted
 from hpctrain.training.metrics import NamedLosses
 from hpctrain.training.over_ranks import FullParameters, PieceTotals
 from hpctrain.training.runner import PlainRunner
@@ -57,7 +58,7 @@ class TrainedModel:
         self.batch_group = meshes.batch_group()
         self.split_counts: list[int] = []
         """Counts of the first micro batch: the whole one, and what each axis left of it."""
-        self._has_forwarded, self.refreshed, self._device = False, 0, device
+        self._has_forwarded, self.refreshed, self.device = False, 0, device
         self.is_tried = False
         """Whether a step of this run has shown that gradients are sums and the module follows the pieces."""
         self._own_axes = {own for _, own in meshes.own_groups}
@@ -107,11 +108,11 @@ class TrainedModel:
 
     def split(self, batch: Batch) -> Batch:
         """This rank's part of a micro batch."""
-        counts = [] if self.split_counts else [self._parts.model.count(batch)]
+        counts = [] if self.split_counts else [counted(self._parts.model, batch)]
         for axis in self.axes:
             batch = axis.split_batch(batch)
             if counts:
-                counts.append(self._parts.model.count(batch))
+                counts.append(counted(self._parts.model, batch))
         self.split_counts = self.split_counts or counts
         return batch
 
@@ -126,7 +127,7 @@ class TrainedModel:
     def _forwarded(self, step: int, outputs: Any, batch: Batch) -> None:
         """A forward of the training is done."""
         if not self._has_forwarded and not isinstance(self._parts.model, UserModel):
-            refuse_mean(self._parts.model, outputs, batch, self._device)
+            refuse_mean(self._parts.model, outputs, batch, self.device)
         self._has_forwarded = True
         who = self._hooks.who("hpctrain_outputs")
         if who:

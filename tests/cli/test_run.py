@@ -185,7 +185,8 @@ def test_a_signal_while_the_ranks_come_up_is_not_lost(
         done = command.finish(30)  # also checks that nothing is left running
     assert done.code == code, done
     assert (len(job.losses()) if (job.output / "metrics.jsonl").exists() else 0) == steps
-    assert not list((job.directory / "tmp").glob("hpctrain-*"))
+    left = [path.name for path in (job.directory / "tmp").glob("hpctrain-*")]
+    assert not [name for name in left if not name.endswith("-kernels")], left  # a cache that stays
 
 
 def test_a_signal_twice_leaves_at_once(job: JobFile) -> None:

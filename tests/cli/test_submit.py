@@ -68,7 +68,7 @@ def test_slurm_with_all_options(spacious: JobFile) -> None:
     }  # fmt: skip
     assert "module load gcc 'my mpi'" in found and "export A='b c'" in found and "export OMP_NUM_THREADS=8" in found
     (srun,) = [line for line in found if line.startswith("srun")]
-    assert srun.endswith('apptainer exec --nv image.sif hpctrain run "$job"') and "--mpi=pmi2" in srun
+    assert " apptainer exec " in srun and srun.endswith(' image.sif hpctrain run "$job"') and "--mpi=pmi2" in srun
     assert f"job='{here}/out/job.submitted.toml'" in found
 
 

@@ -42,6 +42,14 @@ class HalfCount(GPT):
         return super().count(batch) / 2 + 0.25
 
 
+@model("its `count` failed on a micro batch: .*more than one")
+class CountOfOneSample(GPT):
+    def count(self, batch):
+        if len(batch["labels"]) > 1:
+            raise RuntimeError("more than one")
+        return super().count(batch)
+
+
 @model(
     "gave the rows 0 to .* other initial values together than one by one, expected values that follow from seed, name and row"
 )

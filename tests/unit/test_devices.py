@@ -28,7 +28,7 @@ from hpctrain.training.metrics import memory_bytes
 ROOT = Path(__file__).parent.parent.parent
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
 KINDS = re.compile(r"\b(cuda|xpu|mps|hpu|npu|mtia)\b|is_cuda")
-NVIDIA_OWN = {"hpctrain/base/devices.py": 10, "plugins/hpctrain_plugins/communicator/backends.py": 1}
+NVIDIA_OWN = {"hpctrain/base/devices.py": 9, "plugins/hpctrain_plugins/communicator/backends.py": 1}
 """Lines that name a kind of device: the capability, tf32, NCCL's groups and version, and the one that NCCL serves."""
 
 

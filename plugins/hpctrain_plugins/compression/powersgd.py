@@ -65,6 +65,8 @@ class Matrix:
     columns: int
     factor: Tensor
     """Q: (columns, rank)."""
+    drawn: Tensor
+    """The first factor."""
 
     @staticmethod
     def of(span: Span, rank: int, like: Tensor) -> Matrix | None:
@@ -73,7 +75,8 @@ class Matrix:
         rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, span.numel)
         if (rows + columns) * rank >= rows * columns:
             return None
-        return Matrix(span, rows, columns, _drawn(span.piece.name, columns, rank).to(like))
+        drawn = _drawn(span.piece.name, columns, rank).to(like)
+        return Matrix(span, rows, columns, drawn.clone(), drawn)
 
     def view(self, flat: Tensor) -> Tensor:
         """(rows, columns)"""
@@ -82,8 +85,7 @@ class Matrix:
     def follow(self, factor: Tensor) -> None:
         """Start the next step with these columns, normalized. A zero column would stay zero, so it is drawn again."""
         lengths = factor.norm(dim=0)
-        fresh = _drawn(self.span.piece.name, *factor.shape).to(factor)
-        self.factor.copy_(torch.where(lengths == 0, fresh, factor / lengths))
+        self.factor.copy_(torch.where(lengths == 0, self.drawn, factor / lengths))
 
     @property
     def name(self) -> str:

@@ -7,8 +7,9 @@ import shlex
 from hpctrain.api import Field, Launch, Options, UsageError
 from hpctrain.toolkit.scripts import Line
 
-_GPUS = '"$([ -e /dev/kfd ] && echo --rocm || echo --nv)"'
-"""The option by which Apptainer gives a container the node's GPUs: only the node knows whether they are AMD's or NVIDIA's."""
+_GPUS = '"$([ -e /dev/kfd ] && [ ! -e /dev/nvidiactl ] && echo --rocm || echo --nv)"'
+"""The option by which Apptainer gives a container the node's GPUs: only the node knows whether they are AMD's or NVIDIA's. The
+driver of AMD's is also there for graphics beside NVIDIA's."""
 
 
 class ShellOptions(Options):

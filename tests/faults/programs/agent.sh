@@ -11,6 +11,7 @@ shift
 [[ $host == off ]] && exec sleep 1000
 if [[ $host == unknown || -e down-$host ]]; then
     echo "ssh: Could not resolve hostname $host: Name or service not known" >&2
+    sleep 1 # a busy mpiexec may see the end first, and then never reads the sentence
     exit 255
 fi
 exec bash -c "$*"

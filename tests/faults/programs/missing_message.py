@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import hpctrain.mpi
 
-dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=0.5))
+dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=2))
 if dist.get_rank() == 1:
     time.sleep(30)
 else:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class Team:
         """The number of operations so far, to match those without a name."""
         self.ended: str | None = None
         self._accelerator: int | None = None
+        """The index of the accelerator that this rank's tensors were on last; a rank that has joined has no tensors."""
         self.run_process_set: Callable[[Agreed], Any] | None = None
         self._negotiation, self._lane_for, self._lanes = negotiation, lane_for, dict[str, Lane]()
         self._settings, self._timeline, self._buffers = settings, timeline, Buffers()
@@ -63,8 +65,7 @@ class Team:
         self._worker.start()
 
     def submit(self, submissions: Sequence[Submission], *, waits: bool) -> None:
-        """Submit operations that start together, on the accelerator that is this thread's current one. waits: the caller waits for
-        them at once, so the worker need not begin.
+        """Submit operations that start together. waits: the caller waits for them at once, so the worker need not begin.
 
         Raises HorovodInternalError after a shutdown, ValueError if an operation of the same name is in flight.
         """
@@ -77,8 +78,6 @@ class Team:
                         f"found a second {title(submission.key)} before the first one has finished; give each operation "
                         "in flight a name of its own"
                     )
-            if any(submission.request.device != "cpu" for submission in submissions):
-                self._accelerator = torch.accelerator.current_device_index()
             self._mine.update((submission.key, submission) for submission in submissions)
             self._new.extend(submissions)
             if not waits:
@@ -215,11 +214,14 @@ class Team:
             assert self.run_process_set is not None  # only the set of all ranks is asked to
             return [self.run_process_set(first)]
         device = first.request.device
-        if device != "cpu" and self._accelerator is not None:
-            torch.accelerator.set_device_index(self._accelerator)  # of this thread; torch's default is the first one
-        if device not in self._lanes:
-            self._lanes[device] = self._lane_for(device)
-        return run(batch, mine, self._lanes[device], self._buffers)
+        tensors = [one.tensor for one in mine if one is not None and one.tensor is not None]
+        if device != "cpu" and tensors:
+            self._accelerator = tensors[0].device.index
+        # this thread's own current accelerator may be another one, such as the first, which is torch's default
+        with nullcontext() if device == "cpu" else torch.accelerator.device_index(self._accelerator):
+            if device not in self._lanes:
+                self._lanes[device] = self._lane_for(device)
+            return run(batch, mine, self._lanes[device], self._buffers)
 
     def _fail_all(self, reason: str) -> None:
         with self._changed:
