@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from on_gpu import DEVICE, SAME_DEVICE, job, losses, needs_gpu, plain, trained
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hpctrain.api import without_trace
+from hpctrain.api import hookimpl, without_trace
 from hpctrain.base import devices
 
 pytestmark = [needs_gpu, pytest.mark.timeout(180)]
@@ -103,6 +106,33 @@ def test_a_stopwatch_times_the_stream_and_not_the_program() -> None:
     computed, whole = watch.seconds()
     assert launched < seconds, "nothing waited"
     assert computed == pytest.approx(seconds, rel=0.3) and computed <= whole == pytest.approx(seconds, rel=0.3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_waits_for_the_gpu_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """torch warns of each wait; the first steps try what plugins promise."""
+    waits: list[str] = []
+    of_steps: list[list[str]] = []
+
+    @hookimpl
+    def hpctrain_step_end(step: int) -> None:
+        of_steps.append(waits.copy())
+        waits.clear()
+
+    plugin = ModuleType("counting_waits")
+    plugin.hpctrain_step_end = hpctrain_step_end  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, plugin.__name__, plugin)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(
+            warnings, "showwarning", lambda said, *_: "synchroniz" in str(said) and waits.append(str(said))
+        )
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            trained(job(tmp_path, sharding={"stage": stage}, plugins={"load": [plugin.__name__]}))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(of_steps) == 8 and max(len(one) for one in of_steps[2:]) == 1, of_steps
 
 
 def test_random_numbers_and_buffers_are_as_if_nothing_had_been() -> None:
