@@ -131,8 +131,8 @@ def make_backend(name: str, options: Any, backend_options: Any) -> Any:
         given = cls.Options()  # a group's own: they hold its ranks and its name
         given.is_high_priority_stream = getattr(backend_options, "is_high_priority_stream", False)
         given.global_ranks_in_group, given.group_name = options.global_ranks_in_group, options.group_id
-        given._timeout = options.timeout
         made = cls(*place, given)
+        made.set_timeout(options.timeout)
         if name == dist.Backend.NCCL:
             made._set_sequence_number_for_group()
     else:
