@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.shown_on(3)]
 
 @pytest.fixture
 def options() -> Any:
-    """Of a group of all ranks, as the worlds of Horovod describe it."""
+    """The description of a group of all ranks, as the worlds of Horovod make it."""
     store = dist.PrefixStore("of an accelerator", dist.distributed_c10d._get_default_store())
     return SimpleNamespace(
         store=store, group_rank=dist.get_rank(), group_size=dist.get_world_size(), group_id="of an accelerator",
