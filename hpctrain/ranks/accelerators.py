@@ -33,7 +33,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """A rank's part of the decision.
 
     lacks: for each communicator the reason why it can't be used on this rank; None where it can. home: the NUMA node of its cores,
@@ -93,11 +93,11 @@ def agree_on_communicator(
     return Agreed(next(one for one in candidates if one.name == mine["name"]), mine["accelerator"], mine["remarks"])
 
 
-def report_of(world: World, candidates: Sequence[Communicator]) -> Report:
+def report_of(world: World, candidates: Sequence[Communicator]) -> RankReport:
     """This rank's report."""
     identity, kind = world.identity, accelerator()
     machine = Machine(identity)
-    return Report(
+    return RankReport(
         node=identity.node,
         machine=machine_id(identity.node),
         lacks={one.name: one.missing(machine) for one in candidates},
@@ -118,7 +118,7 @@ def seen_cards(kind: torch.device, rank: int) -> list[Card]:
     return cards
 
 
-def decide(asked: str, candidates: Sequence[Candidate], reports: Sequence[Report], device: Device) -> Decision:
+def decide(asked: str, candidates: Sequence[Candidate], reports: Sequence[RankReport], device: Device) -> Decision:
     """The first candidate that every rank can use. Raises EnvironmentUnfitError if there is none."""
     dealt, short = deal_cards(reports)
     reasons: dict[str, str] = {}
@@ -145,7 +145,7 @@ def decide(asked: str, candidates: Sequence[Candidate], reports: Sequence[Report
     raise EnvironmentUnfitError(f"no communicator is available ({told})")
 
 
-def deal_cards(reports: Sequence[Report]) -> tuple[list[int] | None, str]:
+def deal_cards(reports: Sequence[RankReport]) -> tuple[list[int] | None, str]:
     """A card of its own for each rank; or None, and why there is none."""
     kinds = sorted({report.kind for report in reports})
     if len(kinds) > 1:
@@ -198,7 +198,7 @@ def match(seen: Sequence[Sequence[Card]], homes: Sequence[int | None]) -> list[C
     return [cards[rank] for rank in range(len(seen))]
 
 
-def _unused(name: str, reports: Sequence[Report], reasons: Mapping[str, str]) -> str:
+def _unused(name: str, reports: Sequence[RankReport], reasons: Mapping[str, str]) -> str:
     """A sentence about accelerators that the job leaves alone; empty if there are none."""
     first = next((report for report in reports if report.cards or report.trouble), None)
     if first is None:
@@ -215,7 +215,7 @@ def _unused(name: str, reports: Sequence[Report], reasons: Mapping[str, str]) ->
     return f"node {first.node} has {what}, and the ranks compute on CPUs{why}; {advice} ({keys})"
 
 
-def _of_ranks(why: Mapping[int, str], reports: Sequence[Report]) -> str:
+def _of_ranks(why: Mapping[int, str], reports: Sequence[RankReport]) -> str:
     """The reasons of some ranks: one of all ranks alone, others with ranks and node."""
     if len(why) == len(reports) and len(set(why.values())) == 1:
         return next(iter(why.values()))
@@ -226,5 +226,5 @@ def _of_ranks(why: Mapping[int, str], reports: Sequence[Report]) -> str:
     return "; ".join(told)
 
 
-def _from_json(report: dict[str, Any]) -> Report:
-    return Report(**{**report, "cards": [Card(**card) for card in report["cards"]]})
+def _from_json(report: dict[str, Any]) -> RankReport:
+    return RankReport(**{**report, "cards": [Card(**card) for card in report["cards"]]})

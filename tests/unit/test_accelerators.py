@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.base.errors import EnvironmentUnfitError
-from hpctrain.ranks.accelerators import Candidate, Card, Device, Report, decide, match
+from hpctrain.ranks.accelerators import Candidate, Card, Device, RankReport, decide, match
 
 AUTO = [Candidate("accelerator", True), Candidate("mpi", False), Candidate("gloo", False)]
 NONE = "there is no accelerator that torch can use"
 
 
-def ranks(node: str, *seen: str, numa: str = "", homes: Sequence[int | None] = (), **more: Any) -> list[Report]:
+def ranks(node: str, *seen: str, numa: str = "", homes: Sequence[int | None] = (), **more: Any) -> list[RankReport]:
     """The ranks of a node. seen: letters of the cards of each rank, in its order. numa: a digit for each letter of the alphabet."""
     reports = []
     for rank, letters in enumerate(seen):
@@ -28,11 +28,13 @@ def ranks(node: str, *seen: str, numa: str = "", homes: Sequence[int | None] = (
         lacks = {"accelerator": None if letters else NONE, "mpi": None, "gloo": None}
         home = homes[rank] if homes else None
         kind = "H100" if letters else ""
-        reports.append(Report(node, node, lacks | more.get("lacks", {}), cards, kind, home, more.get("trouble", "")))
+        reports.append(
+            RankReport(node, node, lacks | more.get("lacks", {}), cards, kind, home, more.get("trouble", ""))
+        )
     return reports
 
 
-DEALT: dict[str, tuple[list[Report], list[int | None]]] = {
+DEALT: dict[str, tuple[list[RankReport], list[int | None]]] = {
     "one rank, one card": (ranks("n", "a"), [0]),
     "torchrun or mpirun: all ranks see all cards": (ranks("n", "abcd", "abcd", "abcd", "abcd"), [0, 1, 2, 3]),
     "srun --gpus-per-task=1: each rank sees its own": (ranks("n", "a", "b", "c", "d"), [0, 0, 0, 0]),
@@ -54,7 +56,7 @@ DEALT: dict[str, tuple[list[Report], list[int | None]]] = {
 
 
 @pytest.mark.parametrize(("reports", "expected"), DEALT.values(), ids=DEALT)
-def test_ranks_get_cards_of_their_own(reports: list[Report], expected: list[int | None]) -> None:
+def test_ranks_get_cards_of_their_own(reports: list[RankReport], expected: list[int | None]) -> None:
     found = decide("auto", AUTO, reports, "auto")
     assert found.name == "accelerator" and not found.remarks
     held = [report.cards[at].address for report, at in zip(reports, found.accelerators, strict=True) if at is not None]
@@ -63,7 +65,7 @@ def test_ranks_get_cards_of_their_own(reports: list[Report], expected: list[int 
 
 
 KEYS = r'\(\[communicator\] device = "accelerator" refuses instead, "cpu" says nothing\)$'
-ON_CPUS: dict[str, tuple[list[Report], str]] = {
+ON_CPUS: dict[str, tuple[list[RankReport], str]] = {
     "nobody has a card": (ranks("n", "", ""), ""),
     "README's first command on a workstation": (
         ranks("n", "a", "a"),
@@ -93,7 +95,7 @@ ON_CPUS: dict[str, tuple[list[Report], str]] = {
 
 
 @pytest.mark.parametrize(("reports", "remark"), ON_CPUS.values(), ids=ON_CPUS)
-def test_auto_computes_on_cpus_and_says_why(reports: list[Report], remark: str) -> None:
+def test_auto_computes_on_cpus_and_says_why(reports: list[RankReport], remark: str) -> None:
     """Once, for all ranks; `device = "accelerator"` refuses with the same reason, "cpu" is silent."""
     found = decide("auto", AUTO, reports, "auto")
     assert found.name == "mpi" and set(found.accelerators) == {None}
@@ -105,7 +107,7 @@ def test_auto_computes_on_cpus_and_says_why(reports: list[Report], remark: str) 
         decide("auto", AUTO, reports, "accelerator")
 
 
-REFUSED: dict[str, tuple[str, list[Candidate], list[Report], Device, str]] = {
+REFUSED: dict[str, tuple[str, list[Candidate], list[RankReport], Device, str]] = {
     "nccl with two ranks on one card": (
         "nccl", [Candidate("nccl", True)], ranks("n", "a", "a", lacks={"nccl": None}), "auto",
         "[communicator] name = 'nccl': node n has 2 ranks and 1 accelerator that they see",
@@ -129,7 +131,7 @@ REFUSED: dict[str, tuple[str, list[Candidate], list[Report], Device, str]] = {
     ),
     "different vendors": (
         "accelerator", AUTO[:1],
-        [*ranks("n", "a"), Report("m", "m", {"accelerator": None}, [Card(0, "m:a")], "MI300")], "auto",
+        [*ranks("n", "a"), RankReport("m", "m", {"accelerator": None}, [Card(0, "m:a")], "MI300")], "auto",
         "the ranks have different accelerators: H100, MI300",
     ),
 }  # fmt: skip
@@ -137,7 +139,7 @@ REFUSED: dict[str, tuple[str, list[Candidate], list[Report], Device, str]] = {
 
 @pytest.mark.parametrize(("asked", "candidates", "reports", "device", "why"), REFUSED.values(), ids=REFUSED)
 def test_what_is_asked_for_and_can_not_be_had_is_refused(
-    asked: str, candidates: list[Candidate], reports: list[Report], device: Device, why: str
+    asked: str, candidates: list[Candidate], reports: list[RankReport], device: Device, why: str
 ) -> None:
     with pytest.raises(EnvironmentUnfitError) as raised:
         decide(asked, candidates, reports, device)
