@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.plugin import Plugin
 
 
@@ -51,7 +52,7 @@ class Precision(Plugin):
         """The mode that `device` computes in, for the screen."""
         return self.name
 
-    def convert(self, module: nn.Module) -> None:
+    def convert(self, module: nn.Module, spec: ModelSpec) -> None:
         """Exchange modules for ones that compute in this mode, in place and without renaming a parameter.
 
         Called before anything is cut, on the meta device where the model can be built there.

@@ -68,7 +68,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     _lay_out_in_rows(module)
     freeze(module, job.model.freeze, job.model.trainable)
     outline = Outline.of(module)
-    parts.precision.convert(module)
+    parts.precision.convert(module, spec)
     outline.refuse_change(parts.precision, "convert", module)
     trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
     refuse_untrained(spec, list(trained))
@@ -85,12 +85,12 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     alike = [meshes.axis(p.traits.axis) for p in parts.parallelism.values() if p.traits.repeats_activations]
     checkpointing = parts.activation_checkpointing
     if job.compile.enabled and not checkpointing.is_compiled:
-        _compile_blocks(module, spec)
+        _compile_blocks(module, spec, job.compile.mode)
     outline = Outline.of(module)
     checkpointing.apply(module, spec, alike[0] if alike else None)
     outline.refuse_change(checkpointing, "apply", module)
     if job.compile.enabled and checkpointing.is_compiled:
-        _compile_blocks(module, spec)
+        _compile_blocks(module, spec, job.compile.mode)
     sharded = parts.sharding.shard(module, spec, meshes.data, sums)
     module = sharded.module
     outline.refuse_change(parts.sharding, "shard", module)
@@ -126,10 +126,10 @@ def build_whole(spec: ModelSpec, dtype: torch.dtype, seed: int) -> nn.Module:
     return module
 
 
-def _compile_blocks(module: nn.Module, spec: ModelSpec) -> None:
+def _compile_blocks(module: nn.Module, spec: ModelSpec, mode: str) -> None:
     for block in spec.blocks(module) or [module]:
         # replaces the bound method instead of wrapping the module, so parameter names do not change
-        block.forward = torch.compile(block.forward)
+        block.forward = torch.compile(block.forward, mode=mode)
 
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: str | None) -> None:

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpctrain.api import BucketSum, GradientBucket, Piece, Span, move_local, pieces_of, shared_zeros
+from hpctrain.api import BucketSum, GradientBucket, Piece, Span, foreach_copy_, move_local, pieces_of, shared_zeros
 
 _ALIGNMENT = 64
 """Bytes: a rank's slice of a bucket begins at a multiple of it."""
+_TOGETHER = 25_000_000
+"""Bytes of gradients that go into a bucket together."""
 
 
 @dataclass
@@ -105,6 +107,7 @@ class Bucket:
     """Waits for the reduction under way."""
 
     def __post_init__(self) -> None:
+        self._taken: dict[int, BucketEntry] = {}
         end = 0
         for entry in self.entries:
             entry.offset, end = end, end + entry.local.numel()
@@ -139,29 +142,40 @@ class Bucket:
         begin = self.group.rank() * self.share
         return flat[begin : begin + self.share]
 
-    @torch.no_grad()
-    def fill(self, entry: BucketEntry) -> None:
-        """Bring an entry's gradient into the buffer, zeros where there is none."""
-        if entry.filled:
-            return
-        assert self.gradients is not None
-        view, gradient = entry.view(self.gradients), entry.gradient()
-        if gradient is None:
-            view.zero_()
-        else:
-            view.copy_(gradient)
-        entry.point_gradient(view)
-        entry.filled = True
+    def take(self, entry: BucketEntry) -> None:
+        """Bring an entry's gradient into the buffer, soon: a GPU copies several in the time in which it begins one. Later backwards
+        add to it there."""
+        if not entry.filled:
+            self._taken[entry.offset] = entry
+        if self.waiting == 0 or sum(one.local.nbytes for one in self._taken.values()) >= _TOGETHER:
+            self._fill(list(self._taken.values()))
 
     def fill_all(self) -> Tensor:
-        """The buffer, with every entry's gradient in it."""
-        for entry in self.entries:
-            self.fill(entry)
+        """The buffer, with every entry's gradient in it, zeros where there is none."""
+        self._fill([entry for entry in self.entries if not entry.filled])
         assert self.gradients is not None
         return self.gradients
 
+    @torch.no_grad()
+    def _fill(self, entries: Sequence[BucketEntry]) -> None:
+        assert self.gradients is not None
+        self._taken.clear()
+        views, gradients = [], []
+        for entry in entries:
+            view, gradient = entry.view(self.gradients), entry.gradient()
+            if gradient is None:
+                view.zero_()
+            else:
+                views.append(view)
+                gradients.append(gradient)
+            entry.point_gradient(view)
+            entry.filled = True
+        if views:
+            foreach_copy_(views, gradients)
+
     def forget(self) -> None:
         """The next gradient of each entry is its first."""
+        self._taken.clear()
         for entry in self.entries:
             entry.parameter.grad = None
             entry.filled = False

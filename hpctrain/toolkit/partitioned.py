@@ -32,9 +32,6 @@ class PartitionedOptions(Options):
         gt=0,
         description="largest bucket of parameters that is gathered; the smaller of the two limits applies",
     )
-    contiguous_gradients: bool = Field(
-        default=True, description="move gradients into their bucket at once, instead of when it is reduced"
-    )
     offload_optimizer: bool = Field(default=False, description="keep optimizer state and its parameters in host memory")
     pin_memory: bool = Field(default=True, description="pin that host memory, for faster copies")
 

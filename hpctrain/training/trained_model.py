@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
@@ -101,10 +101,15 @@ class TrainedModel:
         parts, seed = self._parts, self._job.job.seed
         mine = RunnerParts(
             self.sharded, parts.model, parts.precision, self.scaler, device, seed, context, self._hooks.phase,
-            self._forwarded, self.named_losses.add,
+            self._forwarded, self.named_losses.add, self._compiled_loss(),
         )  # fmt: skip
         brought = [runner for axis in self.axes if (runner := axis.runner(mine)) is not None]
         return brought[0] if brought else PlainRunner(mine, survives=self._job.guard.oom == "skip")
+
+    def _compiled_loss(self) -> Callable[[Any, Batch], Any] | None:
+        """The model's loss as one kernel: float32 values of all logits, several times their memory, never exist."""
+        compiled = self._job.compile
+        return torch.compile(self._parts.model.loss, mode=compiled.mode) if compiled.enabled else None
 
     def split(self, batch: Batch) -> Batch:
         """This rank's part of a micro batch."""

@@ -102,7 +102,7 @@ precision = lambda told: planted("precision", "mode", told)  # noqa: E731
 
 @precision("took away 'head.weight' and added 'head.inner.weight' in convert")
 class RenamingPrecision(FP32):
-    def convert(self, module):
+    def convert(self, module, spec):
         module.head = Wrapped(module.head)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 LACKING = {
@@ -16,7 +17,15 @@ LACKING = {
     (dist, "reduce_scatter_single"): lambda: dist.reduce_scatter_tensor,
     # only ranks that use different parameters need it
     (FSDPModule, "set_reduce_scatter_unused_params"): lambda: _do_nothing,
+    (FSDPModule, "reset_iter_state"): lambda: _reshard,
 }
+
+
+def _reshard(module: nn.Module) -> None:
+    """Of what a forward leaves without a backward only the gathered units: it must have come to its end."""
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            one.reshard()
 
 
 def _do_nothing(*given: Any, **named: Any) -> None:

@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 SECONDS=0
-LIMIT=570 # of ten minutes, the rest is for starting and stopping
+LIMIT=${LIMIT-570} # of ten minutes, the rest is for starting and stopping
 OLDEST=2.13
 
 # What the tests import, torch left out: of pyproject.toml.
@@ -115,20 +115,12 @@ limited() {
 }
 
 tests() {
-  local file name failed=0 code
-  for file in tests/gpu/test_*.py; do
-    name=$(basename "$file" .py)
-    code=0
-    # a signal would end one training only; so pytest itself starts no further test when the time is nearly up
-    limited "$OUT/part.log" "$python" -m pytest -p no:cacheprovider --verbose \
-      --session-timeout=$((LIMIT - SECONDS > 60 ? LIMIT - SECONDS - 40 : 20)) "$file" || code=$?
-    cat "$OUT/part.log" >>"$OUT/tests.log"
-    note "$name: exit $code after $SECONDS s; $(tail -n 1 "$OUT/part.log")"
-    grep -E '^(FAILED|ERROR|SKIPPED|not started)' "$OUT/part.log" | tee -a "$summary" || true
-    ((code == 0)) || failed=1
-  done
-  rm -f "$OUT/part.log"
-  return "$failed"
+  local code=0
+  # several processes share the GPU, each test has it for itself in the sense of torch's memory and streams only
+  limited "$OUT/tests.log" "$python" -m pytest -p no:cacheprovider -n 6 -r fEs --durations 15 tests/gpu || code=$?
+  note "tests: exit $code after $SECONDS s; $(tail -n 1 "$OUT/tests.log")"
+  grep -E '^(FAILED|ERROR|SKIPPED|not started)' "$OUT/tests.log" | tee -a "$summary" || true
+  return "$code"
 }
 
 benchmarks() {
@@ -155,7 +147,7 @@ case ${1-} in
     OUT=$(realpath -m "${OUT-gpu-results}")
     mkdir -p "$OUT" wheels
     summary=$OUT/summary-$1.txt
-    rm -f "$summary" "$OUT/tests.log"
+    rm -f "$summary"
     prepare
     found
     "$1"

@@ -186,7 +186,7 @@ def test_buckets_that_are_full_at_other_times_on_other_ranks(root, stage: int) -
     tables = job(
         job={"output_dir": str(root), "steps": 2}, parallelism={"tensor": SEQUENCE}, optimizer=OPTIMIZERS["sgd"],
         batch={"micro_size": 12}, sharding={
-            "stage": stage, "contiguous_gradients": False, "overlap_communication": True, "reduce_bucket_size": 32 * 20 * 4,
+            "stage": stage, "overlap_communication": True, "reduce_bucket_size": 32 * 20 * 4,
         },
     )  # fmt: skip
     compare(train_here(tables).rows, reference(tables)[1], *BOUNDS["fp32"])

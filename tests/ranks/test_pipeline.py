@@ -46,7 +46,7 @@ def knotted_alone(tables: dict[str, Any], frozen: str = "") -> list[Any]:
 
 @pytest.mark.parametrize(
     ("sharding", "frozen"),
-    [({"stage": 2}, "head.weight"), ({"stage": 1, "contiguous_gradients": False}, "")],
+    [({"stage": 2}, "head.weight"), ({"stage": 1}, "")],
     ids=str,
 )
 def test_shared_parameters_of_every_kind(root, sharding: dict[str, Any], frozen: str) -> None:

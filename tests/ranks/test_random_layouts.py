@@ -117,7 +117,6 @@ def _sharding(draw: random.Random, stage: int) -> dict[str, Any]:
         "reduce_bucket_size": sizes if stage < 3 else [],
         "overlap_communication": [True, False] if stage < 3 else [],
         "allgather_bucket_size": sizes if stage in (1, 2) else [],
-        "contiguous_gradients": [True, False] if stage in (1, 2) else [],
         "offload_optimizer": [True, False] if stage else [],
         "reshard_after_forward": [True, False] if stage == 3 else [],
         "offload_parameters": [True, False] if stage == 3 else [],

@@ -32,6 +32,7 @@ _EXPENSIVE = [
     "addmm",
     "bmm",
     "baddbmm",
+    "_scaled_mm",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",

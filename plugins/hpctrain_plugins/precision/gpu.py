@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpctrain.api import Machine, Precision, allow_tf32, device_name, hookimpl, nvidia_capability
+from hpctrain.api import (
+    Machine,
+    ModelSpec,
+    Plan,
+    Precision,
+    Problem,
+    allow_tf32,
+    device_name,
+    hookimpl,
+    nvidia_capability,
+)
 
 _TF32_CAPABILITY, _FP8_CAPABILITY = (8, 0), (8, 9)
 
@@ -43,7 +53,10 @@ class TF32(Precision):
 
 
 class FP8(Precision):
-    """Linear layers in float8 (torchao), everything else as in bf16."""
+    """Linear layers of the model's blocks in float8 (torchao), everything else as in bf16.
+
+    Not the head: it is not compiled, so the conversion of its outputs' gradients takes longer than a float8 product saves.
+    """
 
     name = "fp8"
 
@@ -57,12 +70,19 @@ class FP8(Precision):
             return "torchao is not installed; pip install 'hpctrain[fp8]'"
         return why
 
-    def convert(self, module: nn.Module) -> None:
+    def problems(self, plan: Plan) -> list[Problem]:
+        cut = [name for name, axis in plan.parallelism.items() if axis.traits.ranks_have == "the same samples"]
+        if cut:  # each rank would scale by the largest value in its own part
+            return [Problem(f"float8 layers can't be cut by [parallelism] {cut[0]}; use bf16, or shard with [sharding] stage = 3")]
+        return []
+
+    def convert(self, module: nn.Module, spec: ModelSpec) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         # the gradient of a weight is a product over the tokens of a micro batch, which may be any number
         config = Float8LinearConfig(pad_inner_dim=True)
-        convert_to_float8_training(module, config=config, module_filter_fn=_divides)
+        for block in spec.blocks(module) or [module]:
+            convert_to_float8_training(block, config=config, module_filter_fn=_divides)
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16)

@@ -63,7 +63,7 @@ class Zero0Model(BucketedModel):
                 ]
 
     def gradient_made(self, bucket: Bucket, entry: BucketEntry) -> None:
-        bucket.fill(entry)
+        bucket.take(entry)
         if self.is_last and self._overlaps:
             self.reduce_full()
 
@@ -78,6 +78,8 @@ class Zero0Model(BucketedModel):
         for bucket in self.buckets:
             assert bucket.gradients is not None
             for entry in bucket.entries:
+                if entry.local is entry.parameter:
+                    continue  # its gradient lies in the bucket
                 for piece, gradient in zip(
                     self._pieces[entry.name], entry.cut(entry.view(bucket.gradients)), strict=True
                 ):

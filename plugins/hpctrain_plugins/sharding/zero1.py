@@ -43,8 +43,7 @@ class Zero1Model(PartitionedModel):
         return bucket.own_slice(bucket.gradients)
 
     def gradient_made(self, bucket: Bucket, entry: BucketEntry) -> None:
-        if self.options.contiguous_gradients:
-            bucket.fill(entry)
+        bucket.take(entry)
         if self.is_last and self.options.overlap_communication:
             self.reduce_full()
 

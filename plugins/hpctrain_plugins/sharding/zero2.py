@@ -78,18 +78,11 @@ class Zero2Model(PartitionedModel):
     def gradient_made(self, bucket: Bucket, entry: BucketEntry) -> None:
         if self.interleaved:
             return  # buckets are never complete while backwards interleave: gradients accumulate and are summed at the end
-        if self.options.contiguous_gradients and bucket is self.buckets[self.reduced]:
-            self._fill(bucket, entry)
         self.reduce_full()
 
-    def _fill(self, bucket: Bucket, entry: BucketEntry) -> None:
-        if bucket.gradients is None:
-            bucket.gradients = self._take_buffer(bucket)
-        bucket.fill(entry)
-
     def reduce(self, bucket: Bucket) -> None:
-        for entry in bucket.entries:
-            self._fill(bucket, entry)
+        bucket.gradients = self._take_buffer(bucket)
+        bucket.fill_all()
         bucket.forget()  # the next backward must not add to gradients in flight
         assert bucket.gradients is not None
         if bucket.slices > 1:

@@ -37,7 +37,7 @@ class LateSumsModel(BucketedModel):
             bucket.gradients = bucket.entries[0].local.new_zeros(bucket.numel)
 
     def gradient_made(self, bucket, entry) -> None:
-        bucket.fill(entry)
+        bucket.take(entry)
 
     def reduce(self, bucket) -> None:
         bucket.finish = bucket.sum.all_reduce(bucket.fill_all())
