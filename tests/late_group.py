@@ -1,6 +1,7 @@
-"""A process group on CPUs that behaves like one of an accelerator where a program could go wrong: its results come late.
+"""A process group over MPI that behaves like one of an accelerator where a program could go wrong: its results come late. It takes
+tensors of the CPU and of accelerators.
 
-An asynchronous operation works on copies. Until somebody waits for it, its outputs are NaN; then it fails if a tensor
+An asynchronous operation works on copies in the host's memory. Until somebody waits for it, its outputs are NaN; then it fails if a tensor
 that it reads or writes has changed since. So a missing wait, and a buffer that is used again too early, are found on every machine,
 where a CPU's operations are mostly done before anybody could notice. As NCCL's do, synchronous operations return no handle.
 """
@@ -77,6 +78,9 @@ class LateWork(Work):
 class LateGroup(MPIProcessGroup):
     """The process group over MPI, with results that come late."""
 
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
     here = threading.local()
     """`inside` on a thread: whether one of its operations calls another."""
 
@@ -91,8 +95,10 @@ def flat(value: Any) -> Iterator[Tensor]:
 
 
 def copied(value: Any) -> Any:
-    """The same structure of copies."""
-    return value.detach().clone() if isinstance(value, Tensor) else [copied(one) for one in value]
+    """The same structure of copies on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.is_cpu else value.detach().cpu()
+    return [copied(one) for one in value]
 
 
 def spoil(tensor: Tensor) -> None:
@@ -136,16 +142,19 @@ def _wrapped(name: str, kind: str) -> Callable[..., Any]:
         self.here.inside = True
         try:
             opts = named.get("opts") or next((one for one in rest if hasattr(one, "asyncOp")), None)
-            if opts is not None and not opts.asyncOp:
+            waits = opts is not None and not opts.asyncOp
+            if waits and all(one.is_cpu for one in flat(first)):
                 original(self, first, *rest, **named).wait()
                 return None
             if kind == "apart":
                 second, *more = rest
-                return late(name, first, second, lambda out, given: original(self, out, given, *more, **named))
-            if kind == "input":
-                return late(name, [], first, lambda _, given: original(self, given, *rest, **named))
-            elsewhere = name in ("broadcast", "reduce") and (opts.rootRank == self.rank()) == (name == "broadcast")
-            return late(name, first, [], lambda out, _: original(self, out, *rest, **named), spoiled=not elsewhere)
+                work = late(name, first, second, lambda out, given: original(self, out, given, *more, **named))
+            elif kind == "input":
+                work = late(name, [], first, lambda _, given: original(self, given, *rest, **named))
+            else:
+                elsewhere = name in ("broadcast", "reduce") and (opts.rootRank == self.rank()) == (name == "broadcast")
+                work = late(name, first, [], lambda out, _: original(self, out, *rest, **named), spoiled=not elsewhere)
+            return None if waits and work.wait() else work
         finally:
             self.here.inside = False
 

@@ -3,15 +3,17 @@
 #
 #   bash tests/gpu/run.sh wheels [3.12]   elsewhere, with network: fetch into wheels/ the packages that the machine may lack,
 #                                         for its version of Python on Linux x86-64
-#   bash tests/gpu/run.sh tests           the tests of this folder, in ten minutes at most
-#   bash tests/gpu/run.sh benchmarks      benchmarks/gpu.py, in ten minutes at most
+#   bash tests/gpu/run.sh tests           the tests of this folder
+#   bash tests/gpu/run.sh ranks           tests/ranks on two ranks that share the GPU, over MPI with copies in the host's memory
+#   bash tests/gpu/run.sh benchmarks      benchmarks/gpu.py
 #
+# Several words do one after the other, in $LIMIT seconds together (570, ten minutes with starting and stopping).
 # Logs and a summary go to the folder $OUT, gpu-results unless set. Nothing of the machine's own Python is changed: what it
 # lacks goes into an environment that is removed afterwards.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 SECONDS=0
-LIMIT=${LIMIT-570} # of ten minutes, the rest is for starting and stopping
+LIMIT=${LIMIT-570}
 OLDEST=2.13
 
 # What the tests import, torch left out: of pyproject.toml.
@@ -27,8 +29,8 @@ with open("pyproject.toml", "rb") as file:
 extras = table["project"]["optional-dependencies"]
 needed = [one for one in table["project"]["dependencies"] if not one.startswith("torch>")]
 needed += [one for one in extras["test"] if one.startswith(("pytest", "hypothesis"))]
-# torch 2.11 refuses newer ones
-print(*needed, *extras["adamw-8bit"], "setuptools<82", *table["build-system"]["requires"], sep="\n")
+# torch 2.11 refuses newer ones of setuptools
+print(*needed, *extras["adamw-8bit"], *extras["mpich"], "setuptools<82", *table["build-system"]["requires"], sep="\n")
 PYTHON
 }
 
@@ -123,6 +125,17 @@ tests() {
   return "$code"
 }
 
+ranks() {
+  local code=0
+  # the other files of the folder are about the CPU's backends
+  limited "$OUT/ranks.log" "$(dirname "$python")/mpiexec" -n 2 "$python" -m pytest -p no:cacheprovider --late --device cuda \
+    -r fE -m "not thorough and not nightly and not large" \
+    tests/ranks/test_{stages,layouts,pipeline,tensor_plans,hooks_ranks,compression,resharded_training,experts,guard_ranks}.py || code=$?
+  note "ranks: exit $code after $SECONDS s; $(grep -E '(passed|failed)' "$OUT/ranks.log" | tail -n 1)"
+  grep -E '^(FAILED|ERROR|not started)' "$OUT/ranks.log" | tee -a "$summary" || true
+  return "$code"
+}
+
 benchmarks() {
   local what failed=0 code
   for what in train stages fp8; do
@@ -143,17 +156,21 @@ case ${1-} in
   wheels)
     wheels "${2-3.12}"
     ;;
-  tests | benchmarks)
+  tests | ranks | benchmarks)
     OUT=$(realpath -m "${OUT-gpu-results}")
     mkdir -p "$OUT" wheels
-    summary=$OUT/summary-$1.txt
+    summary=$OUT/summary.txt
     rm -f "$summary"
     prepare
     found
-    "$1"
+    failed=0
+    for what in "$@"; do
+      "$what" || failed=1
+    done
+    exit "$failed"
     ;;
   *)
-    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

@@ -55,6 +55,12 @@ def job(**tables: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def own_device() -> torch.device:
+    """The device of this rank: the current accelerator where on_ranks.py has found one to train on."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
 class Rows:
     """Collects each step's row on every rank."""
 
@@ -87,7 +93,7 @@ def session_of(tables: dict[str, Any], plugin: object = None) -> Iterator[Sessio
         checked.registry.manager.register(plugin)
     before = set(dist.distributed_c10d._world.pg_map)
     hooks = LifeCycle(checked.registry, detect(), checked.parts.hooks)
-    session = assemble(checked, World(detect(), HashStore(), RankChannel()), torch.device("cpu"), "auto", hooks)
+    session = assemble(checked, World(detect(), HashStore(), RankChannel()), own_device(), "auto", hooks)
     try:
         yield session
     finally:
