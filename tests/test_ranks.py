@@ -5,6 +5,7 @@ Thoroughly, on 1 to 16 ranks and on Open MPI, too.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -47,12 +48,22 @@ def test_each_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_results_that_come_late(tmp_path: Path) -> None:
-    """Each test of the trainer once, by a group that finds missing waits, which a CPU forgives."""
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_results_that_come_late(tmp_path: Path, device: str) -> None:
+    """Each test of the trainer once, by a group that finds missing waits, which a CPU forgives, and on a device whose memory the
+    host can't read."""
     tests = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).glob("test_*.py")}
-    words = sorted(tests - set(OF_MPI))
+    words = ["--device", device, *sorted(tests - set(OF_MPI))]
     for ranks in (3, 2, 4):
         under_mpiexec(sys.executable, "MPICH", ranks, "--late", "--each-once", str(tmp_path / "skipped"), *words)
+
+
+@pytest.mark.thorough
+def test_gpu_tests_on_a_simulated_one() -> None:
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/gpu"]
+    done = run(words, ROOT, 900, {**os.environ, "ON_SIMULATION": "1"})
+    print(done)
+    assert done.code == 0 and " passed" in done.out, done
 
 
 @pytest.mark.thorough

@@ -14,7 +14,7 @@ from hpctrain.api import BucketSum, GradientBucket, Piece, Span, foreach_copy_, 
 
 _ALIGNMENT = 64
 """Bytes: a rank's slice of a bucket begins at a multiple of it."""
-_TOGETHER = 25_000_000
+_TOGETHER = 4_000_000
 """Bytes of gradients that go into a bucket together."""
 
 

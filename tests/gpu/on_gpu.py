@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,8 +19,12 @@ from torch import Tensor, nn
 import hpctrain
 from hpctrain.base.devices import device_of_rank, is_accelerator
 
+if os.environ.get("ON_SIMULATION"):
+    import simulated
+
+    simulated.register()
 DEVICE = device_of_rank(0)
-COMMUNICATOR = "nccl"
+COMMUNICATOR = "nccl" if DEVICE.type == "cuda" else "accelerator"
 
 needs_gpu = pytest.mark.skipif(not is_accelerator(DEVICE), reason="there is no GPU that torch can use")
 

@@ -67,12 +67,12 @@ def test_activation_checkpointing(tmp_path: Path, stage: int, checkpointing: dic
 )
 def test_compiled_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, mode: str) -> None:
     asked, compile_ = [], torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: asked.append(function) or compile_(function))
+    monkeypatch.setattr(torch, "compile", lambda made, **how: asked.append(made) or compile_(made, **how))
     tables = job(
         tmp_path, sharding={"stage": stage}, activation_checkpointing={"mode": mode}, compile={"enabled": True}
     )
     compare(trained(tables), plain(tables)[1], SAME_DEVICE)
-    assert len(asked) == tables["model"]["layers"]
+    assert len(asked) == tables["model"]["layers"] + 1, "and the loss"
 
 
 def test_auto_takes_the_gpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ class Watch:
     @hookimpl
     def hpctrain_step_end(self, metrics: dict[str, Any], model: LiveModel, control: Control) -> None:
         self.rows.append(dict(metrics))
-        self.values.append({name: model.value(name) for name in model.shapes})
+        self.values.append({name: model.value(name).cpu() for name in model.shapes})
         if len(self.rows) == self._ends_at:
             control.stop("the test says so")
 

@@ -82,8 +82,8 @@ class Looks:
 
     @hookimpl
     def hpctrain_step_end(self, model: LiveModel) -> None:
-        self.values.append({name: model.value(name) for name in model.shapes})
-        self.gradients.append({name: model.gradient(name) for name in model.shapes})
+        self.values.append({name: model.value(name).cpu() for name in model.shapes})
+        self.gradients.append({name: model.gradient(name).cpu() for name in model.shapes})
         with pytest.raises(UsageError, match="no trained parameter"):
             model.value("nothing")
 

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from hpctrain.checking.check import check
+from hpctrain.contracts.identity import Identity
 from hpctrain.job.raw import RawJob
 from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.plugins.life_cycle import LifeCycle
@@ -86,14 +87,15 @@ class Rows:
 
 
 @contextmanager
-def session_of(tables: dict[str, Any], plugin: object = None) -> Iterator[Session]:
-    """A session over all ranks; its groups are destroyed at the end."""
+def session_of(tables: dict[str, Any], plugin: object = None, identity: Identity | None = None) -> Iterator[Session]:
+    """A session over all ranks; its groups are destroyed at the end. identity: None for the one that the launcher gives."""
+    identity = identity or detect()
     checked = check(RawJob(tables, {}, "job"), dist.get_world_size())
     if plugin is not None:
         checked.registry.manager.register(plugin)
     before = set(dist.distributed_c10d._world.pg_map)
-    hooks = LifeCycle(checked.registry, detect(), checked.parts.hooks)
-    session = assemble(checked, World(detect(), HashStore(), RankChannel()), own_device(), "auto", hooks)
+    hooks = LifeCycle(checked.registry, identity, checked.parts.hooks)
+    session = assemble(checked, World(identity, HashStore(), RankChannel()), own_device(), "auto", hooks)
     try:
         yield session
     finally:

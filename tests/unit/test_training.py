@@ -531,7 +531,7 @@ def test_a_job_leaves_no_groups_to_the_next_one_of_its_process() -> None:
 def test_a_job_leaves_nothing_compiled_to_the_next_one_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that differ between two jobs would be compiled as one that is unknown."""
     resets: list[bool] = []
-    monkeypatch.setattr(torch, "compile", lambda forward: forward)  # generated code takes half a minute
+    monkeypatch.setattr(torch, "compile", lambda made, **_: made)  # generated code takes half a minute
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(True))
     hpctrain.run(job(job={"steps": 1}, compile={"enabled": True}))
     assert resets == [True]

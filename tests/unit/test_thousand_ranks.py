@@ -1,0 +1,161 @@
+"""The collectives and bytes of a step on up to 1,024 ranks, counted on one of them, against the formula of its layout."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import counting_group
+import pytest
+import torch.distributed as dist
+from counting_group import Kind
+from torch._C._distributed_c10d import HashStore
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
+from training import job, session_of
+
+from hpctrain.checking.check import check
+from hpctrain.job.raw import RawJob
+from hpctrain.model.build import build_on_meta
+from hpctrain.ranks.detection import detect
+from hpctrain.ranks.signals import StopRequest
+from hpctrain.training.loop import train_step
+
+FLOAT = 4
+HIDDEN, LAYERS, VOCABULARY, LENGTH = 64, 2, 256, 16
+MODEL = {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "max_seq_length": LENGTH, "layers": LAYERS}
+ALIGNMENT = 64
+ACTIVATIONS = LENGTH * HIDDEN * FLOAT
+"""Bytes of the activations of a micro batch, which is one sequence, between two layers."""
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(params=[8, 1024])
+def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    # the other ranks have no pieces that could cover the parameters
+    monkeypatch.setattr("hpctrain.training.trained_model.refuse_holes", lambda *_: None)
+    counting_group.register()
+    dist.init_process_group(counting_group.BACKEND, rank=0, world_size=request.param, store=HashStore())
+    yield request.param
+    dist.destroy_process_group()
+
+
+class Step:
+    """What a step after the first one communicates for each rank of a data axis or another one."""
+
+    def __init__(self, ranks: int, directory: Path, **tables: Any) -> None:
+        made = job(
+            job={"output_dir": str(directory), "steps": 3}, model=MODEL, batch={"global_size": ranks, "micro_size": 1}, **tables
+        )
+        with session_of(made, identity=replace(detect(), size=ranks)) as session:
+            session.model.is_tried = True  # no trial of numbers that mean nothing
+            loader = session.feed.training_loader(session.progress)
+            try:
+                for _ in range(2):
+                    calls, nbytes = counting_group.calls.copy(), counting_group.nbytes.copy()
+                    train_step(session, loader, StopRequest())
+            finally:
+                loader.close()
+        self.calls, self.nbytes = counting_group.calls - calls, counting_group.nbytes - nbytes
+        # the step's own: a sum of the labels over the ranks with other samples, and a row of figures
+        self._take(Kind("all_reduce", ranks // tables.get("parallelism", {}).get("tensor", 1)), 8)
+        self._take(Kind("all_gather", ranks), 7 * 8)
+
+    def _take(self, kind: Kind, nbytes: int) -> None:
+        self.calls[kind] -= 1
+        self.nbytes[kind] -= nbytes
+
+    def bytes_of(self, operation: str) -> dict[int, int]:
+        """Bytes of this rank's inputs, by the number of ranks."""
+        return {kind.ranks: count for kind, count in self.nbytes.items() if kind.operation == operation and count}
+
+    def calls_of(self, operation: str, ranks: int) -> int:
+        return self.calls[Kind(operation, ranks)]
+
+    @property
+    def operations(self) -> set[str]:
+        return {kind.operation for kind, count in self.calls.items() if count}
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    module = build_on_meta(check(RawJob(job(model=MODEL), {}, "job"), 1).parts.model)
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def parameters() -> int:
+    return sum(prod(shape) for shape in shapes().values())
+
+
+def in_slices(ranks: int) -> int:
+    """Bytes of a bucket with all parameters, of which each rank has a slice that begins at a multiple of ALIGNMENT."""
+    return -(-(-(-parameters() // ranks)) * FLOAT // ALIGNMENT) * ALIGNMENT * ranks
+
+
+def in_rows(ranks: int, of: str = "") -> int:
+    """Bytes of the parameters whose names begin so, each cut into equally many rows for each rank."""
+    return sum(
+        -(-shape[0] // ranks) * ranks * prod(shape[1:]) * FLOAT for name, shape in shapes().items() if name.startswith(of)
+    )
+
+
+def test_stage_0(ranks: int, tmp_path: Path) -> None:
+    step = Step(ranks, tmp_path)
+    assert step.operations == {"all_reduce"} and step.bytes_of("all_reduce") == {ranks: parameters() * FLOAT}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_1_and_2(ranks: int, tmp_path: Path, stage: int) -> None:
+    step = Step(ranks, tmp_path, sharding={"stage": stage})
+    assert step.operations == {"reduce_scatter", "all_gather"}
+    assert step.bytes_of("reduce_scatter") == {ranks: in_slices(ranks)}
+    assert step.bytes_of("all_gather") == {ranks: in_slices(ranks) // ranks}
+
+
+def test_stage_3(ranks: int, tmp_path: Path) -> None:
+    """A block is gathered for its forward and for its backward, what is around the blocks once."""
+    step = Step(ranks, tmp_path, sharding={"stage": 3})
+    assert step.operations == {"reduce_scatter", "all_gather"}
+    assert step.bytes_of("reduce_scatter") == {ranks: in_rows(ranks)}
+    assert step.bytes_of("all_gather") == {ranks: (in_rows(ranks) + in_rows(ranks, "layers.")) // ranks}
+    assert step.calls_of("reduce_scatter", ranks) == LAYERS + 1 and step.calls_of("all_gather", ranks) == 2 * LAYERS + 1
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hybrid_sharding(ranks: int, tmp_path: Path, stage: int) -> None:
+    """Sums over the ranks of a replica, then of this rank's slice over the replicas."""
+    step = Step(ranks, tmp_path, sharding={"stage": stage}, parallelism={"replicate": 4})
+    inside = ranks // 4
+    whole = in_slices(inside) if stage == 1 else in_rows(inside)
+    assert step.bytes_of("reduce_scatter") == {inside: whole}
+    assert step.bytes_of("all_reduce") == {4: whole // inside}
+
+
+def test_tensor_parallelism(ranks: int, tmp_path: Path) -> None:
+    """Activations are summed behind the embedding, attention and MLP, gradients in front of the head, attention and MLP; the loss
+    takes the maximum and two sums over the vocabulary for each token. Gradients of a half of the matrices go over the data axis."""
+    step = Step(ranks, tmp_path, parallelism={"tensor": 2})
+    micro_batches = 2
+    assert step.operations == {"all_reduce"}
+    assert step.calls_of("all_reduce", 2) == micro_batches * ((1 + 2 * LAYERS) * 2 + 3)
+    tokens = 3 * LENGTH * FLOAT
+    assert step.bytes_of("all_reduce")[2] == micro_batches * ((1 + 2 * LAYERS) * 2 * ACTIVATIONS + tokens)
+    names = shapes()
+    whole = sum(prod(names[name]) for name in names if "norm" in name or name.endswith(("output.bias", "down.bias", "position_embedding.weight")))
+    assert step.bytes_of("all_reduce")[ranks // 2] == ((parameters() - whole) // 2 + whole) * FLOAT
+
+
+def test_ring_attention(ranks: int, tmp_path: Path) -> None:
+    """Keys and values go around once in forward and once in backward, and their gradients come home."""
+    size = 8
+    step = Step(ranks, tmp_path, parallelism={"context": size})
+    messages = size * LAYERS * (2 * (size - 1) + size)  # of as many micro batches as the ring has ranks
+    assert step.operations == {"all_reduce", "send", "recv"}
+    assert step.calls_of("send", size) == step.calls_of("recv", size) == messages
+    assert step.bytes_of("send") == step.bytes_of("recv") == {size: messages * 2 * ACTIVATIONS // size}
+    assert step.bytes_of("all_reduce") == {ranks: parameters() * FLOAT}
