@@ -1,13 +1,13 @@
 """Measures hpctrain on one GPU. One benchmark per call:
 
-    python benchmarks/gpu.py train     a GPT of 1.0 billion parameters, bf16, compiled blocks: tokens/s and MFU (see mfu.py)
+    python benchmarks/gpu.py train     a GPT of 1.02 billion parameters, bf16, compiled: tokens/s and MFU (see mfu.py)
     python benchmarks/gpu.py fp8       a wider one of 1.2 billion, in fp8 (torchao), compared with bf16
-    python benchmarks/gpu.py stages    a GPT of 0.25 billion parameters in bf16, not compiled, under stages 0 to 3
+    python benchmarks/gpu.py stages    a GPT of 0.26 billion parameters in bf16, not compiled, under stages 0 to 3
 
 `train` and `stages` are compared with a plain torch loop: autocast, fused AdamW, clipping, the loss compiled where the blocks are,
-over the same batches, which are on the GPU from the start. hpctrain's step is the complete step of a run, with data, metrics and console. The kinds take turns, a few
-steps each. A round's ratio is a kind's time divided by the first kind's. The rounds are cut into three parts, and the best and
-the worst of the three medians are printed. The losses of all steps are compared, too.
+over the same batches, which are on the GPU from the start. hpctrain's step is the complete step of a run, with data, metrics and
+console. The kinds take turns, a few steps each. A round's ratio is a kind's time divided by the first kind's. The rounds are cut
+into three parts, and the best and the worst of the three medians are printed. The losses of all steps are compared, too.
 
 `--tiny --device cpu` tries a benchmark without a GPU.
 """

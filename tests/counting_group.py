@@ -129,11 +129,22 @@ NAMES = {
     "reduce": (_in_place, ("reduce",)),
     "all_gather": (
         _apart,
-        ("all_gather_single", "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "allgather", "allgather_coalesced"),
+        (
+            "all_gather_single",
+            "all_gather_single_coalesced",
+            "allgather_into_tensor_coalesced",
+            "allgather",
+            "allgather_coalesced",
+        ),
     ),
     "reduce_scatter": (
         _apart,
-        ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+        (
+            "reduce_scatter",
+            "reduce_scatter_single",
+            "reduce_scatter_single_coalesced",
+            "reduce_scatter_tensor_coalesced",
+        ),
     ),
     "all_to_all": (_apart, ("all_to_all_single", "alltoall_base", "alltoall")),
     "gather": (_apart, ("gather",)),

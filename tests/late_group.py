@@ -1,9 +1,9 @@
-"""A process group over MPI that behaves like one of an accelerator where a program could go wrong: its results come late. It takes
-tensors of the CPU and of accelerators.
+"""A process group over MPI that behaves like one of an accelerator where a program could go wrong: its results come late.
 
-An asynchronous operation works on copies in the host's memory. Until somebody waits for it, its outputs are NaN; then it fails if a tensor
-that it reads or writes has changed since. So a missing wait, and a buffer that is used again too early, are found on every machine,
-where a CPU's operations are mostly done before anybody could notice. As NCCL's do, synchronous operations return no handle.
+It takes tensors of the CPU and of accelerators. An asynchronous operation works on copies in the host's memory. Until somebody
+waits for it, its outputs are NaN; then it fails if a tensor that it reads or writes has changed since. So a missing wait, and a
+buffer that is used again too early, are found on every machine, where a CPU's operations are mostly done before anybody could
+notice. As NCCL's do, synchronous operations return no handle.
 """
 
 from __future__ import annotations

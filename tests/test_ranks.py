@@ -47,15 +47,32 @@ def test_each_once(tmp_path: Path) -> None:
         under_mpiexec(sys.executable, "MPICH", ranks, "--each-once", str(tmp_path / "skipped"), *FOLDERS)
 
 
+OF_TRAINING = sorted(
+    str(path.relative_to(ROOT))
+    for folder in FOLDERS
+    for path in (ROOT / folder).glob("test_*.py")
+    if not path.name.startswith("test_mpi_")
+)
+"""The tests of the trainer and of other distributions."""
+SIMULATED = 6
+"""The number of parts of these tests on the simulated accelerator, which takes several times as long."""
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_results_that_come_late(tmp_path: Path, device: str) -> None:
-    """Each test of the trainer once, by a group that finds missing waits, which a CPU forgives, and on a device whose memory the
-    host can't read."""
-    tests = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).glob("test_*.py")}
-    words = ["--device", device, *sorted(tests - set(OF_MPI))]
+def test_results_that_come_late(tmp_path: Path) -> None:
+    """Each test of the trainer once, by a group that finds missing waits, which a CPU forgives."""
     for ranks in (3, 2, 4):
-        under_mpiexec(sys.executable, "MPICH", ranks, "--late", "--each-once", str(tmp_path / "skipped"), *words)
+        under_mpiexec(sys.executable, "MPICH", ranks, "--late", "--each-once", str(tmp_path / "skipped"), *OF_TRAINING)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", range(SIMULATED))
+def test_on_a_simulated_accelerator(tmp_path: Path, part: int) -> None:
+    """Each test of the trainer once on a device whose memory the host can't read, and whose results come late."""
+    words = ["-m", "not thorough and not large and not nightly", *OF_TRAINING[part::SIMULATED]]
+    for ranks in (3, 2, 4):
+        listed = str(tmp_path / "skipped")
+        under_mpiexec(sys.executable, "MPICH", ranks, "--late", "--device", "sim", "--each-once", listed, *words)
 
 
 @pytest.mark.thorough

@@ -30,6 +30,7 @@ def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProbl
         *_axis_problems(job, parts),
         *_dataset_problems(job),
         *_token_problems(job, parts),
+        *_compile_problems(job),
         *_replicate_problems(job, parts, plan),
         *_batch_problems(job, plan),
         *_elastic_problems(job, plan),
@@ -240,6 +241,14 @@ def _token_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
                 PlacedProblem(("compile", "enabled"), f"[compile] enabled: {why}; {instead}, or leave it out")
             )
     return problems
+
+
+def _compile_problems(job: Job) -> list[PlacedProblem]:
+    """A kernel that is chosen by measuring may be another one at the next start."""
+    if not (job.job.deterministic and job.compile.enabled and job.compile.mode != "default"):
+        return []
+    why = f'mode = "{job.compile.mode}" chooses kernels by their time, and [job] deterministic wants the same ones at each start'
+    return [PlacedProblem(("compile", "mode"), f"[compile] mode: {why}; leave one of them out")]
 
 
 def _elastic_problems(job: Job, plan: Plan) -> list[PlacedProblem]:

@@ -44,7 +44,7 @@ class RunnerParts:
     phase: to be entered around the phases "forward" and "backward" of a step.
     named: is given the losses of each micro batch of a model that has several.
     forwarded: to be called with the step, outputs and batch of each forward of a training, before its backward.
-    compiled_loss: `spec.loss`, compiled for outputs that are one tensor; None where nothing is compiled.
+    compiled_loss: to be called in place of `spec.loss`; None where nothing is compiled.
     """
 
     sharded: ShardedModel
@@ -84,8 +84,7 @@ class RunnerParts:
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """The sum of the losses, a plain scalar; call it under `precision.forward`. Raises TrainingError for other shapes."""
-        compute = self.spec.loss if self.compiled_loss is None or type(outputs) is not Tensor else self.compiled_loss
-        found = compute(outputs, micro.batch)
+        found = (self.compiled_loss or self.spec.loss)(outputs, micro.batch)
         if not isinstance(found, Mapping):
             return self._scalar(found, "")
         losses = {name: self._scalar(loss, f" {name!r}") for name, loss in found.items()}

@@ -62,7 +62,7 @@ class CompileTable(Table):
     """[compile]"""
 
     enabled: bool = False
-    """Run torch.compile on each block of the model, and on its loss."""
+    """Run torch.compile on each block of the model, and on its loss where the output is one tensor."""
 
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """torch.compile's mode: the second tries several kernels for each product, which takes minutes at the first start."""

@@ -50,6 +50,7 @@ CHANGES: tuple[Change, ...] = (
         "`candidates(installed)` returns communicators, the best first",
     ),
     *_all(2, "Precision", "unfit(device)", _MISSING),
+    *_all(2, "Precision", "convert", "it takes `spec` as its second argument"),
     *_all(
         2,
         "ModelSpec",

@@ -108,6 +108,7 @@ class Bucket:
 
     def __post_init__(self) -> None:
         self._taken: dict[int, BucketEntry] = {}
+        self._taken_bytes = 0
         end = 0
         for entry in self.entries:
             entry.offset, end = end, end + entry.local.numel()
@@ -145,9 +146,10 @@ class Bucket:
     def take(self, entry: BucketEntry) -> None:
         """Bring an entry's gradient into the buffer, soon: a GPU copies several in the time in which it begins one. Later backwards
         add to it there."""
-        if not entry.filled:
+        if not entry.filled and entry.offset not in self._taken:
             self._taken[entry.offset] = entry
-        if self.waiting == 0 or sum(one.local.nbytes for one in self._taken.values()) >= _TOGETHER:
+            self._taken_bytes += entry.local.nbytes
+        if self.waiting == 0 or self._taken_bytes >= _TOGETHER:
             self._fill(list(self._taken.values()))
 
     def fill_all(self) -> Tensor:
@@ -159,7 +161,7 @@ class Bucket:
     @torch.no_grad()
     def _fill(self, entries: Sequence[BucketEntry]) -> None:
         assert self.gradients is not None
-        self._taken.clear()
+        self._drop_taken()
         views, gradients = [], []
         for entry in entries:
             view, gradient = entry.view(self.gradients), entry.gradient()
@@ -173,9 +175,13 @@ class Bucket:
         if views:
             foreach_copy_(views, gradients)
 
+    def _drop_taken(self) -> None:
+        self._taken.clear()
+        self._taken_bytes = 0
+
     def forget(self) -> None:
         """The next gradient of each entry is its first."""
-        self._taken.clear()
+        self._drop_taken()
         for entry in self.entries:
             entry.parameter.grad = None
             entry.filled = False

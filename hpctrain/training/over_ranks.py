@@ -100,7 +100,16 @@ class PieceTotals:
 def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """The sum over all elements, a float64 scalar."""
     if is_accelerator(tensors[0].device):  # it adds as a tree, in a few launches
-        return torch.stack(foreach_norm(tensors)).double().square().sum()
+        short = [
+            tensor for tensor in tensors if tensor.dtype.itemsize == 2
+        ]  # such a norm would have 8 bits or overflow
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in short]
+        norms += (
+            foreach_norm([tensor for tensor in tensors if tensor.dtype.itemsize > 2])
+            if len(short) < len(tensors)
+            else []
+        )
+        return torch.stack(norms).double().square().sum()
     norms, rests = [], []
     for tensor in tensors:
         flat = tensor.reshape(-1)

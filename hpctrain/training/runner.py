@@ -1,15 +1,46 @@
-"""Runs the micro batches of one step on one rank's module, one after the other."""
+"""Runs the micro batches of one step on one rank's module, one after the other. Its loss may be compiled."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.base.devices import give_memory_back
+from hpctrain.contracts.model import Batch, ModelSpec
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts, See
 from hpctrain.training.guard.memory import lack_of_memory, shortage
+
+LOG = logging.getLogger("hpctrain")
+
+
+class CompiledLoss:
+    """The model's loss, compiled where its outputs are one tensor: float32 copies of logits, several times their memory, come and
+    go in registers."""
+
+    def __init__(self, spec: ModelSpec, mode: str) -> None:
+        self._spec, self._compiled = spec, torch.compile(spec.loss, mode=mode)
+        self._works = True
+
+    def __call__(self, outputs: Any, batch: Batch) -> Any:
+        """As `ModelSpec.loss`. A loss that can't be compiled runs as it is."""
+        if type(outputs) is not Tensor or not self._works:
+            return self._spec.loss(outputs, batch)
+        try:
+            return self._compiled(outputs, batch)
+        except Exception as error:
+            if lack_of_memory(error) is not None:
+                raise
+            found = self._spec.loss(outputs, batch)  # its own error tells more than the compiler's
+            self._works = False
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            LOG.warning(
+                "[compile]: the loss of the model %r can't be compiled and runs as it is: %s", self._spec.name, why
+            )
+            return found
 
 
 class PlainRunner(Runner):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
@@ -39,7 +39,7 @@ from hpctrain.ranks.json_collectives import sum_of
 from hpctrain.training.feed import counted
 from hpctrain.training.metrics import NamedLosses
 from hpctrain.training.over_ranks import FullParameters, PieceTotals
-from hpctrain.training.runner import PlainRunner
+from hpctrain.training.runner import CompiledLoss, PlainRunner
 
 
 class TrainedModel:
@@ -98,18 +98,14 @@ class TrainedModel:
                     stack.enter_context(axis.context())
                 yield
 
-        parts, seed = self._parts, self._job.job.seed
+        parts, seed, compile_ = self._parts, self._job.job.seed, self._job.compile
+        compiled_loss = CompiledLoss(parts.model, compile_.mode) if compile_.enabled else None
         mine = RunnerParts(
             self.sharded, parts.model, parts.precision, self.scaler, device, seed, context, self._hooks.phase,
-            self._forwarded, self.named_losses.add, self._compiled_loss(),
+            self._forwarded, self.named_losses.add, compiled_loss,
         )  # fmt: skip
         brought = [runner for axis in self.axes if (runner := axis.runner(mine)) is not None]
         return brought[0] if brought else PlainRunner(mine, survives=self._job.guard.oom == "skip")
-
-    def _compiled_loss(self) -> Callable[[Any, Batch], Any] | None:
-        """The model's loss as one kernel: float32 values of all logits, several times their memory, never exist."""
-        compiled = self._job.compile
-        return torch.compile(self._parts.model.loss, mode=compiled.mode) if compiled.enabled else None
 
     def split(self, batch: Batch) -> Batch:
         """This rank's part of a micro batch."""

@@ -22,7 +22,7 @@ LACKING = {
 
 
 def _reshard(module: nn.Module) -> None:
-    """Of what a forward leaves without a backward only the gathered units: it must have come to its end."""
+    """Give back what a forward without a backward leaves gathered. It must have come to its end."""
     for one in module.modules():
         if isinstance(one, FSDPModule):
             one.reshard()

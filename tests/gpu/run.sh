@@ -130,7 +130,8 @@ ranks() {
   # the other files of the folder are about the CPU's backends
   limited "$OUT/ranks.log" "$(dirname "$python")/mpiexec" -n 2 "$python" -m pytest -p no:cacheprovider --late --device cuda \
     -r fE -m "not thorough and not nightly and not large" \
-    tests/ranks/test_{stages,layouts,pipeline,tensor_plans,hooks_ranks,compression,resharded_training,experts,guard_ranks}.py || code=$?
+    tests/ranks/test_{stages,layouts,pipeline,tensor_plans,hooks_ranks,compression,resharded_training,experts}.py \
+    tests/ranks/test_guard_ranks.py || code=$?
   note "ranks: exit $code after $SECONDS s; $(grep -E '(passed|failed)' "$OUT/ranks.log" | tail -n 1)"
   grep -E '^(FAILED|ERROR|not started)' "$OUT/ranks.log" | tee -a "$summary" || true
   return "$code"

@@ -92,7 +92,9 @@ def _module() -> ModuleType:
     module._is_in_bad_fork = lambda: False
     module.device_count = lambda: DEVICES
     module.current_device = accelerator.current_device_index
-    module.set_device = lambda device: accelerator.set_device_index(torch.device(device) if isinstance(device, str) else device)
+    module.set_device = lambda device: accelerator.set_device_index(
+        torch.device(device) if isinstance(device, str) else device
+    )
     module.synchronize = accelerator.synchronize
     module.current_stream = lambda device=None: accelerator.current_stream(device)
     module.set_stream = accelerator.set_stream

@@ -1,7 +1,7 @@
 // A simulated accelerator on torch's device key PrivateUse1: two devices in memory of the host, which the host can't read.
 //
-// Operators are those of the CPU and are done at once. Copies that a program does not wait for are done late: their target holds NaN
-// until somebody waits. So what works here waits for what it needs; how fast it is, this can't show.
+// Operators are those of the CPU and are done at once. Copies that a program does not wait for are done late: their target
+// holds NaN until somebody waits. So what works here waits for what it needs; how fast it is, this can't show.
 
 #pragma once
 

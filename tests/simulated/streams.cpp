@@ -53,6 +53,11 @@ void run(const Copies& copies, bool downloads) {
   }
 }
 
+bool are_done(const Copies& copies) {
+  std::lock_guard<std::mutex> hold(lock);
+  return std::all_of(copies.begin(), copies.end(), [](auto& one) { return one->done; });
+}
+
 // What is queued, taken out of the queue. Tensors die outside of the lock: Python's may wait for the interpreter's lock.
 Copies taken(const c10::Stream& stream, bool downloads) {
   std::lock_guard<std::mutex> hold(lock);
@@ -116,7 +121,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   // At first an event is not there yet, then it is: who asks until it is comes to an end.
   bool queryEvent(void* event) const override {
     auto* one = static_cast<Event*>(event);
-    if (one == nullptr || one->before.empty()) {
+    if (one == nullptr || are_done(one->before)) {
       return true;
     }
     if (one->asked++ == 0) {

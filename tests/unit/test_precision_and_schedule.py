@@ -8,8 +8,13 @@ import pytest
 import torch
 from hpctrain_plugins.parallelism.context import attention
 
+from hpctrain.base.errors import HpctrainError, UsageError
+from hpctrain.checking.check import check
+from hpctrain.contracts.model import MetaModel
 from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.precision import LossScaler, Precision
+from hpctrain.job.raw import RawJob
+from hpctrain.model.build import build_on_meta
 from hpctrain.plugins.registry import build_registry
 
 REGISTRY = build_registry()
@@ -123,3 +128,42 @@ def test_two_runs_of_one_plugin_share_no_scale() -> None:
     one, other = plugin.start(), plugin.start()
     one.update(finite=False)
     assert (one.scale, other.scale, plugin.start().scale) == (512, 1024, 1024)
+
+
+FP8 = REGISTRY.find("precision", "fp8").cls
+
+
+def test_fp8_takes_the_linear_layers_of_blocks() -> None:
+    """Without the head, and without layers whose sizes float8 products can't have."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    options = {"hidden_size": 32, "layers": 2, "attention_heads": 2, "vocab_size": 64, "max_seq_length": 16}
+    model = REGISTRY.find("model", "gpt").cls
+    spec = model(model.Options(**options))
+    assert isinstance(spec, MetaModel)
+    module = build_on_meta(spec)
+    FP8(FP8.Options()).convert(module, spec)
+    found = {name for name, one in module.named_modules() if isinstance(one, Float8Linear)}
+    layers = ("attention.query", "attention.key", "attention.value", "attention.output", "mlp.up", "mlp.down")
+    assert found == {f"layers.{block}.{name}" for block in range(2) for name in layers}
+    small = model(model.Options(**{**options, "hidden_size": 20}))
+    with pytest.raises(UsageError, match="no Linear layer"):
+        FP8(FP8.Options()).convert(build_on_meta(small), small)
+
+
+def test_fp8_refuses_layers_that_are_cut() -> None:
+    def told(**axes: int) -> str:
+        tables = {
+            "job": {"name": "fp8", "steps": 1},
+            "model": {"name": "gpt", "hidden_size": 32, "layers": 2, "attention_heads": 2, "vocab_size": 64},
+            "dataset": {"name": "synthetic"}, "optimizer": {"name": "adamw", "lr": 0.1},
+            "batch": {"global_size": 8, "micro_size": 4}, "precision": {"mode": "fp8"}, "parallelism": axes,
+        }  # fmt: skip
+        try:
+            check(RawJob(tables, {}, "job"), 2)
+        except HpctrainError as error:
+            return str(error)
+        return ""
+
+    assert "float8 layers can't be cut by [parallelism] tensor" in told(tensor=2)
+    assert "float8" not in told(context=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -51,7 +50,10 @@ class Step:
 
     def __init__(self, ranks: int, directory: Path, **tables: Any) -> None:
         made = job(
-            job={"output_dir": str(directory), "steps": 3}, model=MODEL, batch={"global_size": ranks, "micro_size": 1}, **tables
+            job={"output_dir": str(directory), "steps": 3},
+            model=MODEL,
+            batch={"global_size": ranks, "micro_size": 1},
+            **tables,
         )
         with session_of(made, identity=replace(detect(), size=ranks)) as session:
             session.model.is_tried = True  # no trial of numbers that mean nothing
@@ -92,15 +94,20 @@ def parameters() -> int:
     return sum(prod(shape) for shape in shapes().values())
 
 
+def up_to(multiple: int, number: int) -> int:
+    """The smallest multiple that is not below the number."""
+    return -(-number // multiple) * multiple
+
+
 def in_slices(ranks: int) -> int:
     """Bytes of a bucket with all parameters, of which each rank has a slice that begins at a multiple of ALIGNMENT."""
-    return -(-(-(-parameters() // ranks)) * FLOAT // ALIGNMENT) * ALIGNMENT * ranks
+    return up_to(ALIGNMENT, up_to(ranks, parameters()) // ranks * FLOAT) * ranks
 
 
 def in_rows(ranks: int, of: str = "") -> int:
     """Bytes of the parameters whose names begin so, each cut into equally many rows for each rank."""
     return sum(
-        -(-shape[0] // ranks) * ranks * prod(shape[1:]) * FLOAT for name, shape in shapes().items() if name.startswith(of)
+        up_to(ranks, shape[0]) * prod(shape[1:]) * FLOAT for name, shape in shapes().items() if name.startswith(of)
     )
 
 
@@ -145,8 +152,8 @@ def test_tensor_parallelism(ranks: int, tmp_path: Path) -> None:
     assert step.calls_of("all_reduce", 2) == micro_batches * ((1 + 2 * LAYERS) * 2 + 3)
     tokens = 3 * LENGTH * FLOAT
     assert step.bytes_of("all_reduce")[2] == micro_batches * ((1 + 2 * LAYERS) * 2 * ACTIVATIONS + tokens)
-    names = shapes()
-    whole = sum(prod(names[name]) for name in names if "norm" in name or name.endswith(("output.bias", "down.bias", "position_embedding.weight")))
+    uncut = ("norm.weight", "norm.bias", "output.bias", "down.bias", "position_embedding.weight")
+    whole = sum(prod(shape) for name, shape in shapes().items() if name.endswith(uncut))
     assert step.bytes_of("all_reduce")[ranks // 2] == ((parameters() - whole) // 2 + whole) * FLOAT
 
 

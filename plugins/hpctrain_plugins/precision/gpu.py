@@ -15,6 +15,7 @@ from hpctrain.api import (
     Plan,
     Precision,
     Problem,
+    UsageError,
     allow_tf32,
     device_name,
     hookimpl,
@@ -73,7 +74,11 @@ class FP8(Precision):
     def problems(self, plan: Plan) -> list[Problem]:
         cut = [name for name, axis in plan.parallelism.items() if axis.traits.ranks_have == "the same samples"]
         if cut:  # each rank would scale by the largest value in its own part
-            return [Problem(f"float8 layers can't be cut by [parallelism] {cut[0]}; use bf16, or shard with [sharding] stage = 3")]
+            return [
+                Problem(
+                    f"float8 layers can't be cut by [parallelism] {cut[0]}; use bf16, or shard with [sharding] stage = 3"
+                )
+            ]
         return []
 
     def convert(self, module: nn.Module, spec: ModelSpec) -> None:
@@ -81,14 +86,20 @@ class FP8(Precision):
 
         # the gradient of a weight is a product over the tokens of a micro batch, which may be any number
         config = Float8LinearConfig(pad_inner_dim=True)
-        for block in spec.blocks(module) or [module]:
-            convert_to_float8_training(block, config=config, module_filter_fn=_divides)
+        inside = {one for block in spec.blocks(module) or [module] for one in block.modules() if _divides(one)}
+        if not inside:
+            raise UsageError(
+                f"[precision] mode = 'fp8': the blocks of the model {spec.name!r} have no Linear layer with sizes that are "
+                "multiples of 16; use bf16",
+                everywhere=True,
+            )
+        convert_to_float8_training(module, config=config, module_filter_fn=lambda one, _: one in inside)
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16)
 
 
-def _divides(module: nn.Module, name: str) -> bool:
+def _divides(module: nn.Module) -> bool:
     """float8 products need both dims to be multiples of 16."""
     return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 

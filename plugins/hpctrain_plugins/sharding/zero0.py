@@ -78,7 +78,7 @@ class Zero0Model(BucketedModel):
         for bucket in self.buckets:
             assert bucket.gradients is not None
             for entry in bucket.entries:
-                if entry.local is entry.parameter:
+                if entry.local is entry.parameter and len(entry.pieces) == 1:
                     continue  # its gradient lies in the bucket
                 for piece, gradient in zip(
                     self._pieces[entry.name], entry.cut(entry.view(bucket.gradients)), strict=True

@@ -78,10 +78,17 @@ class Zero2Model(PartitionedModel):
     def gradient_made(self, bucket: Bucket, entry: BucketEntry) -> None:
         if self.interleaved:
             return  # buckets are never complete while backwards interleave: gradients accumulate and are summed at the end
+        if bucket is self.buckets[self.reduced]:
+            self._give_buffer(bucket)
+            bucket.take(entry)
         self.reduce_full()
 
+    def _give_buffer(self, bucket: Bucket) -> None:
+        if bucket.gradients is None:
+            bucket.gradients = self._take_buffer(bucket)
+
     def reduce(self, bucket: Bucket) -> None:
-        bucket.gradients = self._take_buffer(bucket)
+        self._give_buffer(bucket)
         bucket.fill_all()
         bucket.forget()  # the next backward must not add to gradients in flight
         assert bucket.gradients is not None
