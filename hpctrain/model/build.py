@@ -94,9 +94,8 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     sharded = parts.sharding.shard(module, spec, meshes.data, sums)
     module = sharded.module
     outline.refuse_change(parts.sharding, "shard", module)
-    home = parts.sharding.home(device)
+    home, here = parts.sharding.home(device), tied_parameters(module)
     if isinstance(spec, MetaModel):
-        here = tied_parameters(module)
         try:
             module.to_empty(device=home)
         except RuntimeError as error:  # torch has no other error for memory on the CPU
@@ -108,6 +107,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
         refuse_values_by_call(spec, module, job.job.seed)
         initialize(module, spec, job.job.seed)
     module.to(device=home)
+    tie(module, here)  # on a device that torch knows by a plugin only, this gave each place its own, too
     _place_buffers(module, device, job.precision.buffer_dtype)
     sharded.materialized()
     return Built(sharded, axes[::-1], trained, elements, tied)
