@@ -60,11 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "shown_on(n, ...): of several ranks these numbers are enough, but for the table of --equivalence"
     )
+    global _STDERR, LIMIT
     if config.getoption("--device") == "sim":
         import simulated
 
         simulated.register()
-    global _STDERR
+        LIMIT *= 5  # each operator copies its tensors to the CPU
     _STDERR = os.fdopen(
         os.dup(2), "w"
     )  # nothing is captured here; in a test, file descriptor 2 leads into pytest's file

@@ -59,6 +59,8 @@ LOG = logging.getLogger("hpctrain")
 
 _EARLIER = 0.9
 """The watchdog's limit as a share of the communicator's: it can say more than a communication that fails."""
+_COMPILATION = 3600.0
+"""Seconds for which communications wait by default where kernels are compiled: for the slowest rank's first step."""
 
 
 def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
@@ -194,6 +196,7 @@ def _train(
         _note_start(world, checked)
         job, position = checked.job, hooks.position
         limit = job.watchdog.timeout_seconds or _EARLIER * job.communicator.timeout_seconds
+        position.compiles = job.compile.enabled
         with watched(world, position, limit, job.output_dir) as alarmed:
             with alarmed():
                 session = assemble(checked, world, device, resume, hooks, begin)
@@ -211,6 +214,13 @@ def _train(
                 session.close()
     _say_goodbye(session, result, time.monotonic() - begin)
     return result
+
+
+def _patience(job: Job) -> float:
+    """The time limit of communications in seconds. After the first step, the watchdog's is shorter."""
+    table = job.communicator
+    waits = job.compile.enabled and "timeout_seconds" not in table.model_fields_set
+    return max(table.timeout_seconds, _COMPILATION) if waits else table.timeout_seconds
 
 
 def _note_start(world: World, checked: CheckedJob) -> None:
@@ -245,9 +255,7 @@ def _communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJ
         checked, card = _with_communicator(world, checked)
         device = take_device(world, checked.parts.communicator, card)
         with bound(world, device, checked.job.job.cpu_bind) as binding:  # before there are threads that compute
-            start_communication(
-                world, checked.parts.communicator, checked.job.communicator.timeout_seconds, _wrap(checked.job)
-            )
+            start_communication(world, checked.parts.communicator, _patience(checked.job), _wrap(checked.job))
             try_communicator(checked.parts.communicator, device)
             hooks = LifeCycle(checked.registry, identity, checked.parts.hooks)
             if checked.job.compile.enabled and load_kernels(checked.job.output_dir):

@@ -126,7 +126,8 @@ def hpctrain_job_end(result):
 def test_a_compiled_model_has_the_same_curve_and_compiles_once(
     job: JobFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch.compile needs a C++ compiler, which CI installs. The second start is on a node that has no kernels yet."""
+    """torch.compile needs a C++ compiler, which CI installs. The second start is on a node that has no kernels yet. The first step
+    takes longer than phases may."""
     for name in (
         "TORCHINDUCTOR_CACHE_DIR",
         "TRITON_CACHE_DIR",
@@ -136,6 +137,7 @@ def test_a_compiled_model_has_the_same_curve_and_compiles_once(
     job.set(job={"steps": 6}, model={"layers": 1}, plugins={"load": ["counting"]}, checkpoint={"every_steps": 3})
     assert run(hpctrain("run", "job.toml"), job.directory).code == 0
     words = ["-n", "2", "--set", "compile.enabled=true", "--set", "job.output_dir='compiled'"]
+    words += ["--set", "watchdog.timeout_seconds=5"]
     for node, steps in (("a", 3), ("b", 6)):
         disk, home = tmp_path / f"disk-{node}", tmp_path / f"home-{node}"
         disk.mkdir(), home.mkdir()

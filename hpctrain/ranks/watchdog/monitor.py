@@ -16,7 +16,7 @@ from hpctrain.mpi.errors import name_ranks
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import tell
 from hpctrain.ranks.watchdog.diagnosis import Silent, sentences
-from hpctrain.ranks.watchdog.position import END, UNLIMITED, Position
+from hpctrain.ranks.watchdog.position import END, Position, is_unlimited
 from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.ranks.watchdog.status import Beat, RankStatus
 from hpctrain.ranks.watchdog.watcher import IGNORED, Watcher, aside, log_stacks
@@ -122,7 +122,7 @@ class Monitor(Watcher):
 
     def _is_long(self) -> bool:
         """Whether it is time to tell that a phase without a limit takes long: each time the limit has passed."""
-        idle = max((beat.idle for beat in self._beats.values() if beat.phase in UNLIMITED), default=0.0)
+        idle = max((beat.idle for beat in self._beats.values() if is_unlimited(beat.phase)), default=0.0)
         before, self._long = self._long, int(idle / self.limit)
         return self._long > before
 

@@ -11,12 +11,22 @@ BETWEEN = "between phases"
 START, FIRST, END = "start", "first samples", "end"
 UNLIMITED = (START, "build", FIRST, END)
 """Phases that may take any time, since data and weights can be large. The watchdog only tells of long ones."""
+COMPILING = ", compiling"
+"""The end of the name of a phase in which this rank or the others may compile."""
 LOADER = "loader"
 """The name of a thread that loads samples."""
 
 
+def is_unlimited(phase: str) -> bool:
+    """Whether a phase may take any time."""
+    return phase in UNLIMITED or phase.endswith(COMPILING)
+
+
 class Position:
     """Phase and step, and when they changed last."""
+
+    compiles = False
+    """Whether kernels are compiled where a phase is entered for the first time: the first step then has no limit."""
 
     def __init__(self) -> None:
         self.phase, self.step = START, 0
@@ -26,7 +36,7 @@ class Position:
         self.failure: str | None = None
         """The line at which communication has failed."""
         self._moved = time.monotonic()
-        self._has_samples = False
+        self._entered: set[str] = set()
 
     @property
     def idle(self) -> float:
@@ -47,8 +57,11 @@ class Position:
     @contextmanager
     def inside(self, phase: str, step: int) -> Iterator[None]:
         """The context of a phase."""
-        before, is_first = self.phase, phase == "data" and not self._has_samples
-        self.move(FIRST if is_first else phase, step)  # a stream may skip what earlier runs have read
+        before, name = self.phase, phase
+        if phase not in self._entered:
+            # a stream may skip what earlier runs have read
+            name = FIRST if phase == "data" else f"{phase}{COMPILING}" if self.compiles else phase
+        self.move(name, step)
         yield
-        self._has_samples = self._has_samples or is_first
+        self._entered.add(phase)
         self.move(before if before in (START, END) else BETWEEN)

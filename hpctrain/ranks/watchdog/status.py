@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hpctrain.contracts.identity import Identity
-from hpctrain.ranks.watchdog.position import FIRST, LOADER, UNLIMITED, Position
+from hpctrain.ranks.watchdog.position import COMPILING, FIRST, LOADER, UNLIMITED, Position, is_unlimited
 from hpctrain.ranks.watchdog.stacks import Spot, frame_of, loading_line, spot_of, worker_line
 from hpctrain.ranks.watchdog.workers import worker_stacks
 
@@ -42,7 +42,7 @@ class Beat:
 
     def is_overdue(self, limit: float) -> bool:
         """Whether it has been in its phase for longer than phases may take."""
-        return self.idle > limit and self.phase not in UNLIMITED
+        return self.idle > limit and not is_unlimited(self.phase)
 
     @property
     def where(self) -> str:
@@ -95,7 +95,7 @@ def status_of(identity: Identity, position: Position) -> RankStatus:
     """This rank's status."""
     failure = position.failure
     spot = spot_of(frame_of(position.thread)) if failure is None else Spot(failure, "an operation that has failed")
-    workers = _loading() if position.phase in _LOADING else []
+    workers = _loading() if position.phase.removesuffix(COMPILING) in _LOADING else []
     return RankStatus(
         identity.rank, identity.node, position.phase, position.step, position.idle, spot.line, spot.communication,
         _pending(), workers,
