@@ -100,15 +100,10 @@ class PieceTotals:
 def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """The sum over all elements, a float64 scalar."""
     if is_accelerator(tensors[0].device):  # it adds as a tree, in a few launches
-        short = [
-            tensor for tensor in tensors if tensor.dtype.itemsize == 2
-        ]  # such a norm would have 8 bits or overflow
-        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in short]
-        norms += (
-            foreach_norm([tensor for tensor in tensors if tensor.dtype.itemsize > 2])
-            if len(short) < len(tensors)
-            else []
-        )
+        # the norm of 16 bits has 16 bits
+        short, long = ([one for one in tensors if (one.dtype.itemsize == 2) == is_short] for is_short in (True, False))
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in short]
+        norms += foreach_norm(long) if long else []
         return torch.stack(norms).double().square().sum()
     norms, rests = [], []
     for tensor in tensors:

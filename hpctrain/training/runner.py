@@ -26,7 +26,7 @@ class CompiledLoss:
         self._works = True
 
     def __call__(self, outputs: Any, batch: Batch) -> Any:
-        """As `ModelSpec.loss`. A loss that can't be compiled runs as it is."""
+        """The loss as `ModelSpec.loss` gives it. A loss that can't be compiled runs as it is."""
         if type(outputs) is not Tensor or not self._works:
             return self._spec.loss(outputs, batch)
         try:
