@@ -5,7 +5,6 @@ Thoroughly, on 1 to 16 ranks and on Open MPI, too.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -65,7 +64,7 @@ def test_results_that_come_late(tmp_path: Path) -> None:
         under_mpiexec(sys.executable, "MPICH", ranks, "--late", "--each-once", str(tmp_path / "skipped"), *OF_TRAINING)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(SIMULATED))
 def test_on_a_simulated_accelerator(tmp_path: Path, part: int) -> None:
     """Each test of the trainer once on a device whose memory the host can't read, and whose results come late."""
@@ -73,14 +72,6 @@ def test_on_a_simulated_accelerator(tmp_path: Path, part: int) -> None:
     for ranks in (3, 2, 4):
         listed = str(tmp_path / "skipped")
         under_mpiexec(sys.executable, "MPICH", ranks, "--late", "--device", "sim", "--each-once", listed, *words)
-
-
-@pytest.mark.thorough
-def test_gpu_tests_on_a_simulated_one() -> None:
-    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/gpu"]
-    done = run(words, ROOT, 900, {**os.environ, "ON_SIMULATION": "1"})
-    print(done)
-    assert done.code == 0 and " passed" in done.out, done
 
 
 @pytest.mark.thorough

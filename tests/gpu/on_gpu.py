@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,12 +18,8 @@ from torch import Tensor, nn
 import hpctrain
 from hpctrain.base.devices import device_of_rank, is_accelerator
 
-if os.environ.get("ON_SIMULATION"):
-    import simulated
-
-    simulated.register()
 DEVICE = device_of_rank(0)
-COMMUNICATOR = "nccl" if DEVICE.type == "cuda" else "accelerator"
+COMMUNICATOR = "nccl"
 
 needs_gpu = pytest.mark.skipif(not is_accelerator(DEVICE), reason="there is no GPU that torch can use")
 

@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.cpp_extension import include_paths, library_paths
 
 NAME, DEVICES = "sim", 2
@@ -56,22 +55,7 @@ def register() -> torch.device:
     torch.ops.load_library(built())
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
-    dist.Backend.register_backend("simulated", _group, extended_api=True, devices=[NAME])
     return torch.device(NAME)
-
-
-def _group(options: Any, _: Any) -> dist.ProcessGroup:
-    """The process group of the device: over MPI, with results that come late."""
-    from late_group import LateGroup
-
-    from hpctrain.mpi.process_group import creation
-    from hpctrain.mpi.settings import Settings
-
-    own, creation.MPIProcessGroup = creation.MPIProcessGroup, LateGroup  # type: ignore[misc]
-    try:
-        return creation.create_group(options, Settings())
-    finally:
-        creation.MPIProcessGroup = own  # type: ignore[misc]
 
 
 def _module() -> ModuleType:
