@@ -59,7 +59,7 @@ def register() -> torch.device:
 
 
 def _module() -> ModuleType:
-    """What torch.cuda is for CUDA, as far as torch and hpctrain ask for it."""
+    """The module of the device, with as much of torch.cuda's as torch and hpctrain ask for."""
     module: Any = ModuleType(f"torch.{NAME}")
     accelerator = torch.accelerator
 

@@ -46,7 +46,7 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 class Step:
-    """What a step after the first one communicates for each rank of a data axis or another one."""
+    """The communication of a step after the first one, for each rank of a data axis or another one."""
 
     def __init__(self, ranks: int, directory: Path, **tables: Any) -> None:
         made = job(
