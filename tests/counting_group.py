@@ -77,7 +77,7 @@ class CountingGroup(PythonGroup):
         nbytes[kind] += sum(one.nbytes for one in flat(inputs))
 
 
-def _fill(output: Any, given: Any, ranks: int) -> None:
+def _fill(output: Any, given: Any) -> None:
     """Each rank's part of the output is this rank's input; where it is smaller, the beginning of it."""
     for target, source in zip(flat(output), _repeated(given), strict=False):
         values = source.detach().reshape(-1)
@@ -106,7 +106,7 @@ def _in_place(name: str) -> Any:
 def _apart(name: str) -> Any:
     def run(self: CountingGroup, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Work:
         self._note(name, inputs)
-        _fill(outputs, inputs, self.size())
+        _fill(outputs, inputs)
         return Done(outputs)
 
     return run

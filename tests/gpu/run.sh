@@ -118,7 +118,7 @@ limited() {
 
 tests() {
   local code=0
-  # several processes share the GPU, each test has it for itself in the sense of torch's memory and streams only
+  # six processes share the GPU: a test measures its own process's memory and streams
   limited "$OUT/tests.log" "$python" -m pytest -p no:cacheprovider -n 6 -r fEs --durations 15 tests/gpu || code=$?
   note "tests: exit $code after $SECONDS s; $(tail -n 1 "$OUT/tests.log")"
   grep -E '^(FAILED|ERROR|SKIPPED|not started)' "$OUT/tests.log" | tee -a "$summary" || true

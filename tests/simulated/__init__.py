@@ -67,9 +67,6 @@ def _module() -> ModuleType:
         index = device if isinstance(device, int) else torch.device(device).index
         return accelerator.current_device_index() if index in (None, -1) else int(index)
 
-    def stream(given: torch.Stream | None) -> Any:
-        return given
-
     module.is_available = lambda: True
     module.is_initialized = lambda: True
     module._lazy_init = lambda: None
@@ -82,7 +79,7 @@ def _module() -> ModuleType:
     module.synchronize = accelerator.synchronize
     module.current_stream = lambda device=None: accelerator.current_stream(device)
     module.set_stream = accelerator.set_stream
-    module.stream = stream
+    module.stream = lambda given: given  # a torch.Stream is its own context
     module.Stream = lambda device=None, priority=0: torch.Stream(device=device or NAME, priority=priority)
     module.Event = lambda **named: torch.Event(device=NAME, **named)
     module.get_device_name = lambda device=None: "simulated accelerator"
