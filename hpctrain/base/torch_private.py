@@ -317,24 +317,6 @@ def is_mutable(operator: Any) -> bool:
     return bool(operator._schema.is_mutable)
 
 
-def cpu_flash_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp of each row, which ring attention merges; the public function returns no log-sum-exp."""
-    made: tuple[Tensor, Tensor]
-    made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-    return made
-
-
-def cpu_flash_attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value. `output` and `rows` (log-sum-exp) may cover more keys than `key`."""
-    made: tuple[Tensor, Tensor, Tensor]
-    made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, output, rows, 0.0, causal
-    )
-    return made
-
-
 class LateCompiler(ModuleType):
     """A stand-in for torch._dynamo until it is needed.
 

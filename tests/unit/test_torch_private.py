@@ -1,4 +1,4 @@
-"""torch's private names are used in hpctrain/base/torch_private.py only, and the installed torch has them."""
+"""torch's private names are used in two files of hpctrain/base only, and the installed torch has them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import hpctrain.api
 from hpctrain.base import torch_private
 
 ROOT = Path(__file__).parent.parent.parent
-HOME = ROOT / "hpctrain" / "base" / "torch_private.py"
+HOMES = [ROOT / "hpctrain" / "base" / name for name in ("torch_private.py", "torch_attention.py")]
 
 OWNERS: dict[str, Any] = {
     "_DisableTorchDispatch": "torch._C",
@@ -43,6 +43,7 @@ OWNERS: dict[str, Any] = {
     "_foreach_copy_": torch,
     "_foreach_mul_": torch,
     "_foreach_norm": torch,
+    "_fused_sdp_choice": torch,
     "_get_DTensor_sharding_propagator_cache_stats": torch._C,
     "_get_backend": dist.ProcessGroup,
     "_get_layout": torch.serialization,
@@ -56,6 +57,12 @@ OWNERS: dict[str, Any] = {
     "_reduce_scatter_base": dist.ProcessGroup,
     "_register_backend": dist.ProcessGroup,
     "_sample_dirichlet": torch,
+    "_scaled_dot_product_cudnn_attention": torch.ops.aten,
+    "_scaled_dot_product_cudnn_attention_backward": torch.ops.aten,
+    "_scaled_dot_product_efficient_attention": torch.ops.aten,
+    "_scaled_dot_product_efficient_attention_backward": torch.ops.aten,
+    "_scaled_dot_product_flash_attention": torch.ops.aten,
+    "_scaled_dot_product_flash_attention_backward": torch.ops.aten,
     "_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten,
     "_scaled_dot_product_flash_attention_for_cpu_backward": torch.ops.aten,
     "_schema": torch.ops.aten.mm.default,
@@ -171,7 +178,7 @@ def private_names_of_torch(tree: ast.AST, own: set[str], heirs: Mapping[str, set
 
 
 def test_no_other_file_uses_a_private_name_of_torch() -> None:
-    trees = {file: ast.parse(file.read_text()) for file in sources() if file != HOME}
+    trees = {file: ast.parse(file.read_text()) for file in sources() if file not in HOMES}
     assert len(trees) > 200
     own = set.union(*map(defined, trees.values()))
     heirs = all_heirs_of_torch(trees.values())
@@ -196,13 +203,14 @@ def test_what_counts_as_a_private_name(code: str) -> None:
 
 
 def test_torch_has_every_private_name() -> None:
-    tree = ast.parse(HOME.read_text())
+    tree = ast.Module([one for home in HOMES for one in ast.parse(home.read_text()).body], [])
     imported = {name for node in ast.walk(tree) for name in names_of_torch(node)}
     assert len(imported) >= 7
     for name in imported:
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
-    used = {name for node in ast.walk(tree) for _, name in attributes(node)} | defined(tree)
+    used = {name for node in ast.walk(tree) for _, name in attributes(node)}
+    used |= defined(ast.parse(HOMES[0].read_text()))  # what it overrides
     used |= {name.rpartition(".")[2] for name in imported}
     assert {name for name in used if is_private(name)} - {"_C"} == set(OWNERS)
     for name, owner in OWNERS.items():

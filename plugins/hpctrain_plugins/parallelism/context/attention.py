@@ -1,50 +1,45 @@
-"""Attention of some queries on some keys, and the merge of such parts.
-
-Shapes: query `(batch, heads, queries, head_size)`, key and value `(batch, heads, keys, head_size)`, log-sum-exp
-`(batch, heads, queries)` in float32 or wider.
-"""
+"""Attention of some queries on some keys, and the merge of such parts. Shapes are those of AttentionKernel."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hpctrain.api import cpu_flash_attention, cpu_flash_attention_backward
-
-_CPU_FLASH = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+from hpctrain.api import AttentionKernel, fused_attention
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """softmax(query key^T / sqrt(head_size)) value, and the log-sum-exp of each row."""
-    if query.device.type == "cpu" and query.dtype in _CPU_FLASH:
-        return cpu_flash_attention(query, key, value, causal)
-    # autocast would compute the scores in 16 bits, and only in forward: it is off in backward
-    with torch.autocast(query.device.type, enabled=False):
-        scores = _scores(query, key, causal)
-        rows = torch.logsumexp(scores, -1)
-        weights: Tensor = (scores - rows.unsqueeze(-1)).exp().to(value.dtype)
-        return weights @ value, rows
+def kernel_of(query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel:
+    """The way to compute parts of this attention."""
+    return fused_attention(query, key, value) or Arithmetic()
 
 
-def backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The contribution of these keys to the gradients of query, key and value.
+class Arithmetic(AttentionKernel):
+    """Plain operators in float32 or wider, for devices, data types and head sizes that torch has no fused kernel for.
 
-    output, rows: over all keys, not only these (Dao et al., "FlashAttention", 2022, algorithm 4).
+    Keeps whole matrices of scores, `(batch, heads, queries, keys)`, for the time of a call.
     """
-    if query.device.type == "cpu" and query.dtype in _CPU_FLASH:
-        return cpu_flash_attention_backward(gradient, query, key, value, output, rows, causal)
-    weights = (_scores(query, key, causal) - rows.unsqueeze(-1)).exp()
-    wide = gradient.to(weights.dtype)
-    of_weights = wide @ value.to(weights.dtype).transpose(-1, -2)
-    of_scores = weights * (of_weights - (wide * output.to(weights.dtype)).sum(-1, keepdim=True))
-    of_scores *= query.shape[-1] ** -0.5
-    return (
-        (of_scores @ key.to(weights.dtype)).to(query.dtype),
-        (of_scores.transpose(-1, -2) @ query.to(weights.dtype)).to(key.dtype),
-        (weights.transpose(-1, -2) @ wide).to(value.dtype),
-    )
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        # autocast would compute the scores in 16 bits, and only in forward: it is off in backward
+        with torch.autocast(query.device.type, enabled=False):
+            scores = _scores(query, key, causal)
+            rows = torch.logsumexp(scores, -1)
+            weights: Tensor = (scores - rows.unsqueeze(-1)).exp().to(value.dtype)
+            return weights @ value, rows
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights = (_scores(query, key, causal) - rows.unsqueeze(-1)).exp()
+        wide = gradient.to(weights.dtype)
+        of_weights = wide @ value.to(weights.dtype).transpose(-1, -2)
+        of_scores = weights * (of_weights - (wide * output.to(weights.dtype)).sum(-1, keepdim=True))
+        of_scores *= query.shape[-1] ** -0.5
+        return (
+            (of_scores @ key.to(weights.dtype)).to(query.dtype),
+            (of_scores.transpose(-1, -2) @ query.to(weights.dtype)).to(key.dtype),
+            (weights.transpose(-1, -2) @ wide).to(value.dtype),
+        )
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:

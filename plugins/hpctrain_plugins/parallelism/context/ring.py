@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain_plugins.parallelism.context.attention import backward, forward, merge
+from hpctrain_plugins.parallelism.context.attention import kernel_of, merge
 
 
 def positions(seq: int, size: int, rank: int) -> Tensor:
@@ -24,6 +24,9 @@ def positions(seq: int, size: int, rank: int) -> Tensor:
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Causal attention over the full sequence. The tensors hold this rank's tokens, (batch, heads, seq, head_size)."""
+    if torch.is_autocast_enabled(query.device.type):  # as torch's own attention does
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (one.to(dtype) if one.dtype == torch.float32 else one for one in (query, key, value))
     apply: Callable[..., Tensor] = _Ring.apply
     return apply(query, key, value, group)
 
@@ -62,6 +65,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
         rank, size = group.rank(), group.size()
+        kernel = kernel_of(query, key, value)
         both = torch.stack([key, value])
         home = both
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -69,7 +73,7 @@ class _Ring(torch.autograd.Function):
         for step in range(size):
             passing = _Pass(both, group) if step + 1 < size else None
             mine, theirs, queries, _, causal = _visible(rank, (rank - step) % size, query, both)
-            part, part_rows = forward(mine, theirs[0], theirs[1], causal)
+            part, part_rows = kernel.forward(mine, theirs[0], theirs[1], causal)
             if step == 0:
                 # copies, since they are changed below: selective checkpointing may have kept the operator's outputs
                 output, rows = part.to(wide, copy=True), part_rows.clone()
@@ -79,7 +83,7 @@ class _Ring(torch.autograd.Function):
             if passing is not None:
                 both = passing.wait()
         output = output.to(query.dtype)
-        ctx.group = group
+        ctx.group, ctx.kernel = group, kernel
         ctx.save_for_backward(query, home, output, rows)
         return output
 
@@ -94,7 +98,7 @@ class _Ring(torch.autograd.Function):
         for step in range(size):
             passing = _Pass(both, group) if step + 1 < size else None
             mine, theirs, queries, keys, causal = _visible(rank, (rank - step) % size, query, both)
-            made = backward(
+            made = ctx.kernel.backward(
                 gradient[:, :, queries].contiguous(),
                 mine,
                 theirs[0],
