@@ -41,6 +41,7 @@ from hpctrain.base.safe_files import (
     sync_directory,
     temporary_name,
 )
+from hpctrain.base.side_stream import Done, SideStream, copy_to_host
 from hpctrain.base.torch_attention import AttentionKernel, fused_attention
 from hpctrain.base.torch_private import (
     PythonGroup,
@@ -145,6 +146,7 @@ __all__ = [
     "Control",
     "Dataset",
     "DatasetContext",
+    "Done",
     "EnvironmentUnfitError",
     "Field",
     "GradientBucket",
@@ -192,6 +194,7 @@ __all__ = [
     "See",
     "ShardedModel",
     "Sharding",
+    "SideStream",
     "Span",
     "Split",
     "Stage",
@@ -218,6 +221,7 @@ __all__ = [
     "check_pickle",
     "check_records",
     "children_of",
+    "copy_to_host",
     "created",
     "decode_value",
     "device_name",

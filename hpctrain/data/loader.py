@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hpctrain.base.devices import to_device, use_device
+from hpctrain.base.devices import is_accelerator, to_device, use_device
 from hpctrain.base.errors import HpctrainError, TrainingError
+from hpctrain.base.side_stream import Done, SideStream
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.batches import Place
@@ -22,8 +23,8 @@ from hpctrain.ranks.watchdog.position import LOADER
 StepEnd: TypeAlias = tuple[int, Mapping[int, Place]]
 """The end of a step, with its last micro batch: the position at which the next step begins, and the places of this rank's
 readers."""
-Item: TypeAlias = tuple[MicroBatch, Sequence[int], StepEnd | None] | BaseException | None
-"""A micro batch and the indices of its samples."""
+Item: TypeAlias = tuple[MicroBatch, Done, Sequence[int], StepEnd | None] | BaseException | None
+"""A micro batch, the end of its copy to the device, and the indices of its samples."""
 
 
 class Loader:
@@ -70,7 +71,8 @@ class Loader:
             raise item
         if isinstance(item, BaseException):
             raise TrainingError(f"loading a sample failed: {type(item).__name__}: {item}") from item
-        micro, indices, self._step_end = item
+        micro, copied, indices, self._step_end = item
+        copied.before_computing(_tensors(micro.batch))
         self.indices.append(indices)
         return micro
 
@@ -95,15 +97,19 @@ class Loader:
     def _run(self) -> None:
         try:
             use_device(self._device)  # pinning memory creates a context on the current device
+            copies = SideStream(self._device)
             places: dict[int, Place] = {}
             for loaded in self._pool.load(self._plan):
                 planned = loaded.planned
                 places.update([loaded.place] if loaded.place else [])
                 batch = self._split(loaded.batch)
                 terms = self._count(batch)
-                micro = MicroBatch(self._move(batch), planned.place, planned.counts, terms)
+                given = list(_tensors(batch))
+                # a dataset may compute on the device, on this thread's own stream
+                with copies.entered(any(is_accelerator(one.device) for one in given), given):
+                    micro = MicroBatch(self._move(batch), planned.place, planned.counts, terms)
                 end = None if planned.after is None else (planned.after, dict(places))
-                self._put((micro, planned.indices, end))
+                self._put((micro, copies.done(), planned.indices, end))
                 if self._closed.is_set():
                     return
             self._put(None)
@@ -127,3 +133,11 @@ class Loader:
         if isinstance(value, (list, tuple)):
             return [self._move(inner) for inner in value]
         return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(inner)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from hpctrain.api import copy_to_host
 
 LOG = logging.getLogger("hpctrain")
 
@@ -25,3 +28,22 @@ def warn_if_useless(asked: bool, device: torch.device) -> None:
     """Warn a job that asks for offload on CPU ranks."""
     if asked and device.type == "cpu":
         LOG.warning("[sharding] offload: it saves no memory, because the ranks compute on CPUs")
+
+
+class HostGradients:
+    """Host memory for the gradients of a step, and for those of a backward that are added to them."""
+
+    def __init__(self, pin_memory: bool) -> None:
+        self._pin_memory = pin_memory
+        self._kept: dict[bool, list[Tensor]] = {}
+
+    def bring(self, gradients: Sequence[Tensor], first: bool) -> list[Tensor]:
+        """The gradients of a backward in host memory, good until the next call with the same `first`.
+
+        first: whether it is the first backward of a step.
+        """
+        if first not in self._kept:
+            options = {"pin_memory": self._pin_memory}
+            self._kept[first] = [torch.empty(one.shape, dtype=one.dtype, **options) for one in gradients]
+        copy_to_host(self._kept[first], gradients)
+        return self._kept[first]

@@ -16,7 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpctrain.api import BucketSum, ByteSize, Field, GradientBucket, GradientSums, Options, Piece, Sharding, Span
+from hpctrain.api import (
+    BucketSum,
+    ByteSize,
+    Field,
+    GradientBucket,
+    GradientSums,
+    Options,
+    Piece,
+    Sharding,
+    Span,
+    copy_to_host,
+)
 from hpctrain.toolkit.bucketed import BucketedModel
 from hpctrain.toolkit.buckets import Bucket, BucketEntry
 from hpctrain.toolkit.offload import host_copy, is_needed, warn_if_useless
@@ -122,9 +133,9 @@ class PartitionedModel(BucketedModel):
 
     def _hand_over(self) -> None:
         """Give every piece its gradient."""
+        if self._offloads:
+            copy_to_host([part.master_gradients for part in self._parts], [part.gradients for part in self._parts])
         for part in self._parts:
-            if self._offloads:
-                part.master_gradients.copy_(part.gradients)
             for piece, gradient in part.pieces:
                 piece.tensor.grad = gradient
         self.begins_step = True
@@ -133,7 +144,7 @@ class PartitionedModel(BucketedModel):
     def refresh(self) -> None:
         for part in self._parts:
             if self._offloads:
-                part.own.copy_(part.master)
+                part.own.copy_(part.master, non_blocking=True)  # whoever changes the master refreshes again
         shared = [(bucket, part) for bucket, part in zip(self.buckets, self._parts, strict=True) if bucket.slices > 1]
         if shared:
             works = [

@@ -9,8 +9,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hpctrain.api import Piece, State, foreach_copy_, is_accelerator
+from hpctrain.api import Piece, State, copy_to_host, is_accelerator
 from hpctrain.toolkit.checkpoint import values
+
+_CHUNK = 2**30
+"""Bytes: torch takes pinned memory in powers of two, so a tensor that asked for its own could take twice its size."""
+_ALIGNMENT = 64
 
 
 class Snapshots:
@@ -31,15 +35,42 @@ class Snapshots:
         plain = values.decode(values.encode(state.values))
         if list(map(_form, state.pieces)) != list(map(_form, self._kept)):
             self._kept = []  # given back before as much is asked for
-            self._kept = [Piece(one.name, one.shape, one.offsets, _host_memory(one.tensor)) for one in state.pieces]
+            memory = _host_memory([one.tensor for one in state.pieces])
+            self._kept = [
+                Piece(one.name, one.shape, one.offsets, copy) for one, copy in zip(state.pieces, memory, strict=True)
+            ]
         if self._kept:
-            foreach_copy_([one.tensor for one in self._kept], [one.tensor.detach() for one in state.pieces])
+            copy_to_host([one.tensor for one in self._kept], [one.tensor.detach() for one in state.pieces])
         return State(self._kept, plain)
 
 
-def _host_memory(like: Tensor) -> Tensor:
-    """Pinned for tensors of an accelerator, which otherwise cannot copy at the full speed of the bus."""
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=is_accelerator(like.device))
+def _host_memory(tensors: list[Tensor]) -> list[Tensor]:
+    """Memory for a copy of each tensor, pinned for those of an accelerator: it can't copy to other memory at the bus's speed."""
+    chunks = _Chunks(sum(_padded(one) for one in tensors if is_accelerator(one.device)))
+    return [
+        chunks.take(one) if is_accelerator(one.device) else torch.empty(one.shape, dtype=one.dtype) for one in tensors
+    ]
+
+
+class _Chunks:
+    """Pinned memory that tensors share."""
+
+    def __init__(self, nbytes: int) -> None:
+        """nbytes: what all tensors take."""
+        self._left, self._free = nbytes, torch.empty(0, dtype=torch.uint8)
+
+    def take(self, like: Tensor) -> Tensor:
+        """Memory of the shape and dtype of a tensor."""
+        nbytes = _padded(like)
+        if nbytes > len(self._free):
+            self._free = torch.empty(max(nbytes, min(_CHUNK, self._left)), dtype=torch.uint8, pin_memory=True)
+        mine, self._free = self._free[: like.nbytes], self._free[nbytes:]
+        self._left -= nbytes
+        return mine.view(like.dtype).view(like.shape)
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _form(piece: Piece) -> tuple[object, ...]:

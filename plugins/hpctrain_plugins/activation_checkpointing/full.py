@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, Plan, Problem, accelerator, hookimpl
+from hpctrain.api import ActivationCheckpointing, Field, ModelSpec, Options, Plan, Problem, hookimpl
 from hpctrain_plugins.activation_checkpointing.blocks import FULL, BlockBuffers, blocks_of
+from hpctrain_plugins.activation_checkpointing.offload import HostMemory
 from hpctrain_plugins.activation_checkpointing.partition import Partition
 
 LOG = logging.getLogger("hpctrain")
@@ -63,15 +64,16 @@ class Full(ActivationCheckpointing):
 
     def _keeping(self, replicas: DeviceMesh | None) -> Callable[[], AbstractContextManager[object]]:
         """The context in which a block's inputs are saved."""
+        memory = HostMemory() if self.options.offload else None
         if self.options.partition_activations and replicas is not None:
-            partition = Partition(replicas.get_group(), self.options.offload)
+            partition = Partition(replicas.get_group(), memory)
             return partial(saved_tensors_hooks, partition.pack, partition.unpack)
         if self.options.partition_activations:
             LOG.warning(
                 "[activation_checkpointing] partition_activations has no effect: no ranks hold the same inputs of blocks, as "
                 "ranks of [parallelism] tensor without sequence_parallel do"
             )
-        return partial(save_on_cpu, pin_memory=accelerator() is not None) if self.options.offload else nullcontext
+        return nullcontext if memory is None else partial(saved_tensors_hooks, memory.pack, memory.unpack)
 
 
 def _recomputed(

@@ -11,24 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpctrain.api import is_accelerator
+from hpctrain_plugins.activation_checkpointing.offload import HostMemory, Kept
 
 
 @dataclass(frozen=True)
 class Share:
     """A rank's equal share of a flattened tensor. The last shares may be padded with zeros."""
 
-    values: Tensor
+    values: Tensor | Kept
     shape: torch.Size
-    device: torch.device
 
 
 class Partition:
     """Hooks for `torch.autograd.graph.saved_tensors_hooks`, for tensors that are equal on all ranks of `group`."""
 
-    def __init__(self, group: dist.ProcessGroup, offload: bool) -> None:
-        """offload: keep the parts in host memory."""
-        self._group, self._offload = group, offload
+    def __init__(self, group: dist.ProcessGroup, memory: HostMemory | None) -> None:
+        """memory: where to keep the parts, if not on their device."""
+        self._group, self._memory = group, memory
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Any:
@@ -37,19 +36,21 @@ class Partition:
             return tensor
         share = -(-tensor.numel() // self._group.size())
         mine = tensor.reshape(-1)[self._group.rank() * share :][:share]
-        pinned = self._offload and is_accelerator(tensor.device)
-        values = torch.zeros(
-            share, dtype=tensor.dtype, device="cpu" if self._offload else tensor.device, pin_memory=pinned
-        )
+        values = mine.new_zeros(share)
         values[: len(mine)] = mine
-        return Share(values, tensor.shape, tensor.device)
+        return Share(values if self._memory is None else self._memory.keep(values), tensor.shape)
 
     @torch.no_grad()
     def unpack(self, packed: Any) -> Tensor:
         """The full tensor. Collective over the group."""
         if not isinstance(packed, Share):
             return packed  # type: ignore[no-any-return]
-        mine = packed.values.to(packed.device)
+        kept = packed.values
+        if isinstance(kept, Kept):
+            assert self._memory is not None
+            mine = self._memory.bring(kept)
+        else:
+            mine = kept
         whole = mine.new_empty(len(mine) * self._group.size())
         dist.all_gather_single(whole, mine, group=self._group)
         return whole[: packed.shape.numel()].view(packed.shape)

@@ -36,7 +36,7 @@ from hpctrain.api import (
     pieces_of,
 )
 from hpctrain.toolkit.buckets import trained
-from hpctrain.toolkit.offload import host_copy, is_needed, warn_if_useless
+from hpctrain.toolkit.offload import HostGradients, host_copy, is_needed, warn_if_useless
 from hpctrain_plugins.sharding.advice import memory_advice
 from hpctrain_plugins.sharding.communication import AsynchronousAllGather, HostBuffers, Pending, SummingReduceScatter
 from hpctrain_plugins.sharding.wrapping import refuse_mixed, refuse_unseen, units_of, unseen
@@ -93,8 +93,7 @@ class Held:
         whole = self.parameter.grad
         if not isinstance(whole, DTensor):
             return torch.zeros_like(self.piece.tensor)
-        gradient = whole.to_local()[self.begin : self.begin + len(self.local)]
-        return gradient.to(self.piece.tensor.device)
+        return whole.to_local()[self.begin : self.begin + len(self.local)]
 
 
 class Zero3(Sharding):
@@ -189,6 +188,7 @@ class Zero3Model(ShardedModel):
 
     def materialized(self) -> None:
         self._held: list[Held] = []
+        self._host_gradients = HostGradients(self.options.pin_memory)
         module = self.module
         for name, parameter in trained(module):
             assert isinstance(parameter, DTensor)
@@ -218,11 +218,14 @@ class Zero3Model(ShardedModel):
             one.finish()
         if all(made.grad is None for made in self._parameters):  # not even zeros for unused parameters
             raise unseen("backward reached no output of the model")
-        for held in self._held:
+        gradients = [held.gradient() for held in self._held]
+        if self._offloads:
+            gradients = self._host_gradients.bring(gradients, all(one.piece.tensor.grad is None for one in self._held))
+        for held, gradient in zip(self._held, gradients, strict=True):
             if held.piece.tensor.grad is None:
-                held.piece.tensor.grad = held.gradient()
+                held.piece.tensor.grad = gradient
             else:
-                held.piece.tensor.grad += held.gradient()
+                held.piece.tensor.grad += gradient
         for made in self._parameters:
             made.grad = None
 
@@ -252,7 +255,7 @@ class Zero3Model(ShardedModel):
     def refresh(self) -> None:
         if self._offloads:
             for held in self._held:
-                held.local.copy_(held.piece.tensor)
+                held.local.copy_(held.piece.tensor, non_blocking=True)
         if self._has_forwarded:  # before, there is no such state
             # a forward without a backward leaves units gathered, or half gathered, with the values of before
             cast(FSDPModule, self.module).reset_iter_state()

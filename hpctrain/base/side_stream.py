@@ -1,0 +1,80 @@
+"""Work of an accelerator beside its computing: copies from and to host memory, and what may overlap with backward.
+
+Imports only torch and files of this folder. Plugins find it in hpctrain.api.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.base.devices import is_accelerator
+from hpctrain.base.torch_private import foreach_copy_
+
+
+@dataclass(frozen=True)
+class Done:
+    """A point of a side stream. On the CPU, where no work is ever left, waiting does nothing."""
+
+    _event: Any = None
+
+    def before_computing(self, tensors: Iterable[Tensor] = ()) -> None:
+        """What this thread launches from now on runs after this point. tensors: made on the side stream, used from now on."""
+        if self._event is not None:
+            here = torch.accelerator.current_stream()
+            here.wait_event(self._event)
+            for one in tensors:
+                one.record_stream(here)
+
+    def wait(self) -> None:
+        """Wait until the accelerator has come to this point, so that the program may read host memory."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class SideStream:
+    """A stream of `device` beside the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device) if is_accelerator(device) else None
+
+    @contextmanager
+    def entered(self, after_computing: bool = True, tensors: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Launch here what is launched inside.
+
+        after_computing: it runs after all that this thread has launched before. tensors: those made outside that it reads or
+        writes; their memory gets no other use before that is over.
+        """
+        if self._stream is None:
+            yield
+            return
+        if after_computing:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            yield
+        for one in tensors:
+            if is_accelerator(one.device):
+                one.record_stream(self._stream)
+
+    def done(self) -> Done:
+        """The point after all that has been launched here."""
+        return Done() if self._stream is None else Done(self._stream.record_event())
+
+
+def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target in host memory; waits for an accelerator once, after all of them."""
+    device = next((one.device for one in sources if is_accelerator(one.device)), None)
+    if device is None:
+        foreach_copy_(list(targets), list(sources))
+        return
+    copies = SideStream(device)
+    with copies.entered(tensors=sources):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+    copies.done().wait()
