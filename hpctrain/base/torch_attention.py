@@ -7,6 +7,7 @@ log-sum-exp) `(batch, heads, queries)` in float32 or wider.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -122,7 +123,7 @@ class _CuDNN(AttentionKernel):
         return of_query, of_key, of_value
 
 
-_KERNELS = {
+_KERNELS: dict[SDPBackend, Callable[[], AttentionKernel]] = {
     SDPBackend.FLASH_ATTENTION: _Flash,
     SDPBackend.EFFICIENT_ATTENTION: _Efficient,
     SDPBackend.CUDNN_ATTENTION: _CuDNN,

@@ -11,6 +11,7 @@ imports are made inside functions, because `import hpctrain.mpi` needs none of t
 from __future__ import annotations
 
 import importlib
+import json
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -315,6 +316,15 @@ def hide_worker() -> None:
 def is_mutable(operator: Any) -> bool:
     """Whether the operator, as a dispatch mode gets it, writes into one of its arguments."""
     return bool(operator._schema.is_mutable)
+
+
+def recorded_operations() -> list[dict[str, Any]]:
+    """torch's flight recorder: the operations of NCCL, or else of gloo, that this process has not seen end, oldest first."""
+    recorder: Any = torch._C._distributed_c10d
+    dump = getattr(recorder, "_dump_nccl_trace_json", recorder._dump_fr_trace_json)  # NCCL's is in builds for GPUs only
+    recorded = json.loads(dump(True, True))
+    entries: list[dict[str, Any]] = recorded.get("entries", [])
+    return entries
 
 
 class LateCompiler(ModuleType):

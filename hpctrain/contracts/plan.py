@@ -11,6 +11,7 @@ from torch import nn
 from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
 from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.parallelism import AxisTraits, Parallelism
+from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.sharding import Sharding
 
 
@@ -33,6 +34,7 @@ class Plan:
     """The size of each of them."""
 
     sharding: Sharding
+    precision: Precision
     activation_checkpointing: ActivationCheckpointing
     axes: Mapping[str, int] | None = None
     """The size of each mesh axis, the data axes included; None where the number of ranks is not known."""

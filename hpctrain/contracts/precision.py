@@ -48,6 +48,11 @@ class Precision(Plugin):
     def parameter_dtype(self) -> torch.dtype:
         """The dtype that parameters, gradients and optimizer state are held in."""
 
+    @property
+    def product_dtype(self) -> torch.dtype | None:
+        """The 16-bit dtype to which all matrix products round parameters, on every device; None: there is none."""
+        return None
+
     def describe(self, device: torch.device) -> str:
         """The mode that `device` computes in, for the screen."""
         return self.name

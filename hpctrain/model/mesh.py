@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hpctrain.base.errors import UsageError
+from hpctrain.base.errors import EnvironmentUnfitError, UsageError, reason
 from hpctrain.base.torch_private import flatten_mesh
 from hpctrain.contracts.plan import Plan
 from hpctrain.contracts.plugin import broken
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
+from hpctrain.mpi.errors import name_ranks
 
 if TYPE_CHECKING:
     from hpctrain.contracts.parallelism import Parallelism
@@ -110,6 +111,13 @@ class Meshes:
         own = [one for one in piece_axes if (axis, one) in self.own_groups]
         return self.own_groups[axis, own[0]] if own else self.axis(axis).get_group()
 
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """The groups of several ranks by their axes, in the same order on all ranks."""
+        axes = [axis for mesh in (self.model, self.ranks) for axis in mesh.mesh_dim_names or ()]
+        found = {axis: self.axis(axis).get_group() for axis in axes}
+        found |= {f"{axis} beside {own}": group for (axis, own), group in self.own_groups.items()}
+        return {name: group for name, group in found.items() if group.size() > 1}
+
     def counts(self, piece_axes: Sequence[str]) -> bool:
         """Whether this rank is the first one that has what pieces with these axes have here."""
         repeating = [axis for axis in self.model.mesh_dim_names or () if axis not in piece_axes]
@@ -139,7 +147,26 @@ def build_meshes(layout: Layout, device: torch.device) -> Meshes:
     own = {
         (axis, one): _own_group(model, ranks, axis, one) for axis in layout.data_axes for one in sorted(layout.own_axes)
     }
-    return Meshes(model, ranks, layout.data_axes, own)
+    meshes = Meshes(model, ranks, layout.data_axes, own)
+    _connect(meshes, device)
+    return meshes
+
+
+def _connect(meshes: Meshes, device: torch.device) -> None:
+    """Sum over each group: backends connect at the first use, which without this is in the middle of the first backward."""
+    for axis, group in meshes.groups().items():
+        ranks, count = dist.get_process_group_ranks(group), torch.ones((), device=device)
+        try:
+            dist.all_reduce(count, group=group)
+            found = count.item()
+        except RuntimeError as error:
+            why = f"the ranks of {axis}, {name_ranks(ranks)}, can't communicate on {device.type}: {reason(error)}"
+            raise EnvironmentUnfitError(why) from error
+        if found != len(ranks):
+            raise EnvironmentUnfitError(
+                f"the ranks of {axis}, {name_ranks(ranks)}, each gave 1 to a sum on {device.type}: found {found:g}, expected "
+                f"{len(ranks)}"
+            )
 
 
 def _own_group(model: DeviceMesh, ranks: DeviceMesh, axis: str, own: str) -> dist.ProcessGroup:
@@ -172,6 +199,7 @@ def plan_of(job: Job, parts: Parts, outline: nn.Module | None, layout: Layout | 
         parallelism=parts.parallelism,
         sizes={name: job.parallelism[name].size for name in parts.parallelism},
         sharding=parts.sharding,
+        precision=parts.precision,
         activation_checkpointing=parts.activation_checkpointing,
     )
     if layout is None:

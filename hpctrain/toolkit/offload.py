@@ -43,7 +43,8 @@ class HostGradients:
         first: whether it is the first backward of a step.
         """
         if first not in self._kept:
-            options = {"pin_memory": self._pin_memory}
-            self._kept[first] = [torch.empty(one.shape, dtype=one.dtype, **options) for one in gradients]
+            self._kept[first] = [
+                torch.empty(one.shape, dtype=one.dtype, pin_memory=self._pin_memory) for one in gradients
+            ]
         copy_to_host(self._kept[first], gradients)
         return self._kept[first]

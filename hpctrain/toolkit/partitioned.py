@@ -8,6 +8,7 @@ slice and updates the slice; then all ranks gather the slices. The optimizer see
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -36,7 +37,7 @@ from hpctrain.toolkit.slices import rectangles
 
 class PartitionedOptions(Options):
     reduce_bucket_size: ByteSize = Field(
-        default=500_000_000, gt=0, description="largest bucket of gradients that is summed"
+        default=25_000_000, gt=0, description="largest bucket of gradients that is summed"
     )
     allgather_bucket_size: ByteSize = Field(
         default=500_000_000,
@@ -124,10 +125,10 @@ class PartitionedModel(BucketedModel):
     def _gradients_of(self, bucket: Bucket) -> Tensor:
         """(share,): the memory for the summed gradients of this rank's slice."""
 
-    def _sum_over_replicas(self) -> None:
-        """Hybrid sharding: sum the sums of dp_shard over the replicas."""
+    def _sum_over_replicas(self, begun: list[Callable[[], None]]) -> None:
+        """Hybrid sharding: sum the sums of dp_shard over the replicas. begun: of the first buckets, on their way."""
         if self._replicas > 1:
-            finishes = [part.sum.all_reduce(part.gradients) for part in self._parts]
+            finishes = begun + [part.sum.all_reduce(part.gradients) for part in self._parts[len(begun) :]]
             for finish in finishes:
                 finish()
 

@@ -11,7 +11,7 @@ from hpctrain_plugins.activation_checkpointing.offload import HostMemory, Kept
 from hpctrain_plugins.activation_checkpointing.partition import Partition
 from live_bytes import LiveBytes
 from torch.autograd.graph import saved_tensors_hooks
-from training import job, session_of
+from training import job, own_device, session_of
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 
@@ -57,7 +57,8 @@ def test_any_shape_comes_back(shape: tuple[int, ...], offload: bool) -> None:
     group = dist.group.WORLD
     assert group is not None
     partition = Partition(group, HostMemory() if offload else None)
-    x = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape).T.contiguous().T.requires_grad_()
+    values = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape).T.contiguous().T
+    x = values.to(own_device()).requires_grad_()
     part = partition.pack(x)
     mine = part.values.values if isinstance(part.values, Kept) else part.values
     assert mine.numel() == -(-x.numel() // group.size())

@@ -178,8 +178,8 @@ def test_bytes_per_step(root, accumulate: int) -> None:
         phases = [one.volume(ranks) for one in traffic]
         volumes[stage] = {k: sum(p.get(k, 0) for p in phases) for k in ("all_reduce", "reduce_scatter", "all_gather")}
         if stage == 1:
-            assert phases[0] == {}, "nothing is sent in forward and backward"
-            assert [one.calls("reduce_scatter_tensor") for one in traffic] == [0, 1, 0]
+            calls = [one.calls("reduce_scatter_tensor") for one in traffic]
+            assert calls[2] == 0 and sum(calls) == 1, "the step's last backward sums the bucket"
             assert [one.calls("all_gather_into_tensor") for one in traffic] == [0, 0, 1]
         if stage == 2:
             calls = [one.calls("reduce_scatter_tensor") for one in traffic]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from equivalence_table import BOUNDS
 from modules import Switched, built, foreign_steps, odd_steps
 from plain import Step, gpt_loss, samples_of, stacked, train_gpt
-from training import SGD, TINY, job, session_of, thorough, train_here
+from training import SGD, TINY, job, own_device, session_of, thorough, train_here
 
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
@@ -113,18 +113,22 @@ def test_fp64(root, record, stage: int, replicate: int) -> None:
     record("fp64", layout(stage, replicate), found, "sgd", True, "none")
 
 
+@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 @pytest.mark.shown_on(2)
-def test_16_bits_stay_near_the_fp32_curve(root, record, mode: str, stage: int) -> None:
+def test_16_bits_stay_near_the_fp32_curve(root, record, mode: str, stage: int, gathers: bool) -> None:
+    if gathers and (stage < 3 or own_device().type == "cpu"):
+        pytest.skip("stage 3 gathers units, on accelerators in 16 bits")
     tables = job(
-        job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage}, precision={"mode": mode},
+        job={"output_dir": str(root)}, optimizer=SGD, precision={"mode": mode},
+        sharding={"stage": stage, **({"gather_dtype": mode} if gathers else {})},
         batch={"micro_size": micro_size(True)},
     )  # fmt: skip
     rows = train_here(tables).rows
     found = compare(rows, reference(tables)[1], *BOUNDS[mode])
     assert found["loss"] > 1e-7, "16 bits cannot give the same numbers"
-    record(mode, layout(stage), found, "sgd", True, "none")
+    record(mode, layout(stage) + (", gathered in 16 bits" if gathers else ""), found, "sgd", True, "none")
 
 
 @pytest.mark.parametrize("stage", STAGES)

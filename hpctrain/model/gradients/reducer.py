@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpctrain.base.devices import is_accelerator
+from hpctrain.base.side_stream import SideStream
 from hpctrain.base.torch_private import foreach_copy_
 from hpctrain.contracts.buckets import BucketSum, Finish, GradientBucket
 from hpctrain.contracts.compression import Compression, Compressor, LossyCompression
@@ -46,7 +48,7 @@ class GradientReducer:
         self._lossy = compression if isinstance(compression, LossyCompression) else None
         self._routes = self._find_routes(node)
         self._device_type = meshes.model.device_type
-        self._worker = _CommunicationThread(self._device_type)
+        self._aside = _Aside(torch.device(self._device_type))
         self._buckets = 0
         self._compressors: list[Compressor] = []
         self._kept: list[Tensor] = []
@@ -111,11 +113,11 @@ class GradientReducer:
 
     def run(self, job: Finish) -> Finish:
         """Run `job` after those before it; what is returned waits for it."""
-        return self._worker.run(job)
+        return self._aside.run(job)
 
     def close(self) -> None:
         """No sum follows."""
-        self._worker.close()
+        self._aside.close()
 
     def describe(self) -> str | None:
         """A line for the screen about what is compressed; None where the job asks for nothing."""
@@ -185,22 +187,24 @@ class _CompressedSum(WholeSum):
             dist.broadcast(gradients, self._leader, group=self._routes.inside)
 
 
-class _CommunicationThread:
-    """Runs jobs one after the other in the order they come in, so that the collectives of one stay together.
+class _Aside:
+    """Runs jobs one after the other in the order they come in, beside backward, so that the collectives of one stay together.
 
-    Those of CPU tensors hold the thread that calls them, so it is one of its own; on a GPU they hold the stream.
+    Those of CPU tensors hold the thread that calls them, so it is one of its own; on an accelerator they hold the stream.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._threads: ThreadPoolExecutor | None = None
-        if device_type == "cpu":  # OpenMP would give the thread all cores
+        self._stream = SideStream(device)
+        if not is_accelerator(device):  # OpenMP would give the thread all cores
             self._threads = ThreadPoolExecutor(1, "gradients", torch.set_num_threads, (torch.get_num_threads(),))
 
     def run(self, job: Finish) -> Finish:
-        if self._threads is None:
+        if self._threads is not None:
+            return self._threads.submit(_without_graph, job).result
+        with self._stream.entered():
             _without_graph(job)
-            return lambda: None
-        return self._threads.submit(_without_graph, job).result
+        return self._stream.done().before_computing
 
     def close(self) -> None:
         if self._threads is not None:

@@ -44,6 +44,10 @@ _BLOCKING = (".wait(", ".item()", ".tolist()", ".cpu()", "synchronize(")
 """Calls that wait without a Python frame: for an operation of gloo's, or on an accelerator for what NCCL has yet to finish."""
 
 
+UNNAMED = "an operation with other ranks"
+"""An operation of which the stack does not tell the name."""
+
+
 @dataclass(frozen=True)
 class Spot:
     """The line at which a thread stands. communication: the operation in which it waits for other ranks, or None."""
@@ -66,7 +70,7 @@ def spot_of(frame: FrameType | None) -> Spot:
     inner = [one for one in frames[:libraries] if _communicates(one)]
     communication = _operation(inner) if inner else None
     if communication is None and places and any(call in _source(places[0]) for call in _BLOCKING):
-        communication = "an operation with other ranks"
+        communication = UNNAMED
     return Spot(", ".join(shown) or "outside Python", communication)
 
 

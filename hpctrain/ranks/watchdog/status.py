@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.ranks.watchdog.position import COMPILING, FIRST, LOADER, UNLIMITED, Position, is_unlimited
-from hpctrain.ranks.watchdog.stacks import Spot, frame_of, loading_line, spot_of, worker_line
+from hpctrain.ranks.watchdog.recorder import unfinished
+from hpctrain.ranks.watchdog.stacks import UNNAMED, Spot, frame_of, loading_line, spot_of, worker_line
 from hpctrain.ranks.watchdog.workers import worker_stacks
 
 _LOADING = ("data", FIRST, "evaluation")
@@ -95,9 +96,12 @@ def status_of(identity: Identity, position: Position) -> RankStatus:
     """This rank's status."""
     failure = position.failure
     spot = spot_of(frame_of(position.thread)) if failure is None else Spot(failure, "an operation that has failed")
+    communication = spot.communication
+    if communication == UNNAMED:
+        communication = next(iter(unfinished()), UNNAMED)
     workers = _loading() if position.phase.removesuffix(COMPILING) in _LOADING else []
     return RankStatus(
-        identity.rank, identity.node, position.phase, position.step, position.idle, spot.line, spot.communication,
+        identity.rank, identity.node, position.phase, position.step, position.idle, spot.line, communication,
         _pending(), workers,
     )  # fmt: skip
 

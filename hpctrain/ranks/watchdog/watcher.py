@@ -20,12 +20,14 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from hpctrain.base.devices import is_started
 from hpctrain.base.errors import EXIT_TRAINING
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.prints import tell
 from hpctrain.ranks.process import end_now
 from hpctrain.ranks.watchdog.channel import open_channel
 from hpctrain.ranks.watchdog.position import END, Position
+from hpctrain.ranks.watchdog.recorder import nccl_report, unfinished
 from hpctrain.ranks.watchdog.stacks import all_stacks
 from hpctrain.ranks.watchdog.status import RankStatus, beat_of, status_of
 from hpctrain.ranks.watchdog.workers import worker_stacks
@@ -186,10 +188,14 @@ def aside(work: Callable[[], None]) -> None:
 
 
 def log_stacks() -> None:
-    """Write all Python stacks into this rank's log, and the native ones if py-spy is installed."""
+    """Write all Python stacks and unfinished operations into this rank's log, NCCL's report and, with py-spy, the native stacks."""
     LOG.info("the watchdog asks for all stacks\n%s", all_stacks())
     for process, stack in worker_stacks().items():
         LOG.info("process %d, which loads samples\n%s", process, stack)
+    operations = unfinished()
+    LOG.info("operations that have not ended: %d%s", len(operations), "".join(f"\n{one}" for one in operations))
+    if is_started() and (report := nccl_report()) is not None:
+        LOG.info("NCCL's report\n%s", report)
     spy = shutil.which("py-spy")
     if spy is not None:
         words = [spy, "dump", "--native", "--pid", str(os.getpid())]

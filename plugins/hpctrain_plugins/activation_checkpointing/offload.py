@@ -37,7 +37,7 @@ class HostMemory:
 
     def unpack(self, packed: Any) -> Tensor:
         """The activation on its device."""
-        return self.bring(packed) if isinstance(packed, Kept) else packed  # type: ignore[no-any-return]
+        return self.bring(packed) if isinstance(packed, Kept) else packed
 
     @torch.no_grad()
     def keep(self, tensor: Tensor) -> Kept:

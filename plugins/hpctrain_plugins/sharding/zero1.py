@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,12 +16,12 @@ from hpctrain_plugins.sharding.advice import memory_advice
 
 class Zero1Options(PartitionedOptions):
     overlap_communication: bool = Field(
-        default=False, description="sum a bucket in the step's last backward as soon as it is full, not after backward"
+        default=True, description="sum a bucket in the step's last backward as soon as it is full, not after backward"
     )
 
 
 class Zero1(Partitioned):
-    """ZeRO stage 1: the optimizer's state is sharded. Communicates after backward, or overlapped with the last backward."""
+    """ZeRO stage 1: the optimizer's state is sharded. Communicates during the last backward, or after it."""
 
     name = "zero-1"
     divides = frozenset({"optimizer state"})
@@ -38,6 +40,10 @@ class Zero1Model(PartitionedModel):
 
     options: Zero1Options
 
+    def materialized(self) -> None:
+        super().materialized()
+        self._over_replicas: list[Callable[[], None]] = []
+
     def _gradients_of(self, bucket: Bucket) -> Tensor:
         bucket.gradients = bucket.buffer()
         return bucket.own_slice(bucket.gradients)
@@ -52,10 +58,21 @@ class Zero1Model(PartitionedModel):
         if bucket.slices > 1:
             assert bucket.sum is not None
             bucket.finish = bucket.sum.reduce_scatter(bucket.own_slice(gradients), gradients)
+        if self._replicas > 1 and self.reduced > 1:
+            self._sum_over_replicas_next()
+
+    def _sum_over_replicas_next(self) -> None:
+        """Hybrid sharding: the bucket before is on its way since this one began to fill, so it goes on between the replicas."""
+        bucket, part = self.buckets[self.reduced - 2], self._parts[self.reduced - 2]
+        if bucket.finish is not None:
+            bucket.finish()
+            bucket.finish = None
+        self._over_replicas.append(part.sum.all_reduce(part.gradients))
 
     def synchronize(self) -> None:
         self.finish_reducing()
-        self._sum_over_replicas()
+        self._sum_over_replicas(self._over_replicas)
+        self._over_replicas = []
         self._hand_over()
 
 

@@ -10,13 +10,13 @@ import re
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import field_validator, model_validator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpctrain.api import (
@@ -24,6 +24,7 @@ from hpctrain.api import (
     Field,
     GradientBucket,
     GradientSums,
+    Machine,
     ModelSpec,
     Options,
     Piece,
@@ -33,6 +34,7 @@ from hpctrain.api import (
     Sharding,
     UsageError,
     hookimpl,
+    is_accelerator,
     pieces_of,
 )
 from hpctrain.toolkit.buckets import trained
@@ -42,6 +44,7 @@ from hpctrain_plugins.sharding.communication import AsynchronousAllGather, HostB
 from hpctrain_plugins.sharding.wrapping import refuse_mixed, refuse_unseen, units_of, unseen
 
 _MIN_PARAMETERS = 100_000_000
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Zero3Options(Options):
@@ -54,6 +57,10 @@ class Zero3Options(Options):
     )
     reshard_after_forward: bool = Field(
         default=True, description="free a unit's parameters after forward and gather them again in backward"
+    )
+    gather_dtype: Literal["parameters", "bf16", "fp16"] = Field(
+        default="parameters",
+        description="gather units in the dtype of [precision]'s products: half the bytes and memory, norms and biases rounded",
     )
     prefetch: int = Field(default=1, ge=0, description="units that are gathered ahead of the running unit")
     offload_optimizer: bool = Field(default=False, description="keep optimizer state and its parameters in host memory")
@@ -114,11 +121,23 @@ class Zero3(Sharding):
                 "parameter for each; use stage = 2 or less with pipeline"
             )
             return [Problem(why)]
+        products, gathered = plan.precision.product_dtype, _DTYPES.get(self.options.gather_dtype)
+        if gathered not in (None, products):
+            why = (
+                f'gather_dtype = "{self.options.gather_dtype}" rounds parameters that [precision] mode = '
+                f'"{plan.precision.name}" uses as they are; use mode = "{self.options.gather_dtype}"'
+            )
+            return [Problem(why)]
         if plan.outline is not None:
             _refuse_scalars(plan.outline, plan.model)
             if self.options.wrap.startswith("class:"):
                 units_of(plan.outline, plan.model, self.options.wrap, self.options.min_parameters or _MIN_PARAMETERS)
         return []
+
+    def missing(self, machine: Machine) -> str | None:
+        if self.options.gather_dtype in _DTYPES and machine.device is not None and not is_accelerator(machine.device):
+            return "gather_dtype needs an accelerator: on CPUs, torch's norms take no parameters of another dtype than theirs"
+        return None
 
     def home(self, device: torch.device) -> torch.device:
         return torch.device("cpu") if is_needed(self.options.offload_parameters, device) else device
@@ -148,15 +167,21 @@ class Zero3Model(ShardedModel):
         policy = CPUOffloadPolicy(options.pin_memory) if offloads_parameters else OffloadPolicy()
         units = units_of(module, spec, options.wrap, options.min_parameters or _MIN_PARAMETERS)
         refuse_mixed(module, units)
+        wire = MixedPrecisionPolicy()
+        if options.gather_dtype in _DTYPES:
+            wide = next(module.parameters()).dtype
+            wire = MixedPrecisionPolicy(_DTYPES[options.gather_dtype], reduce_dtype=wide, cast_forward_inputs=False)
         for unit in reversed(units):  # inner ones first
             unit.register_forward_hook(partial(refuse_unseen, type(unit).__name__))
             fully_shard(
                 unit,
                 mesh=mesh["dp_shard"],
                 reshard_after_forward=options.reshard_after_forward,
+                mp_policy=wire,
                 offload_policy=policy,
             )
-        # parameters outside of all units are needed again when backward begins
+        # Parameters outside of all units are needed again when backward begins. They stay wide: an embedding in 16 bits would
+        # make the residual stream 16 bits, too.
         fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=False, offload_policy=policy)
         self._has_forwarded = False
         module.register_forward_pre_hook(self._forwards)
