@@ -61,12 +61,14 @@ prepare() {
     exit 3
   fi
   python3 -m pip --python "$python" install "${own[@]}" --no-deps --no-build-isolation --editable .
-  if ! "$python" -c "import sys, torch; sys.exit(torch.torch_version.TorchVersion(torch.__version__) < '$OLDEST')"; then
+  if is_old; then
     note "torch is older than $OLDEST, the oldest that hpctrain supports: tests/gpu/older_torch.py supplies what it lacks"
     printf '%s\nimport older_torch\n' "$PWD/tests/gpu" \
       >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/older_torch.pth"
   fi
 }
+
+is_old() { ! "$python" -c "import sys, torch; sys.exit(torch.torch_version.TorchVersion(torch.__version__) < '$OLDEST')"; }
 
 note() { echo "$*" | tee -a "$summary"; }
 
@@ -126,10 +128,14 @@ tests() {
 }
 
 ranks() {
-  local code=0
+  local code=0 leave_out=()
+  if is_old; then
+    note "ranks: pipelines left out, whose schedules in this torch send objects that the others do not expect"
+    leave_out=(-k "not pipeline")
+  fi
   # the other files of the folder are about the CPU's backends
   limited "$OUT/ranks.log" "$(dirname "$python")/mpiexec" -n 2 "$python" -m pytest -p no:cacheprovider --late --device cuda \
-    -r fE -m "not thorough and not nightly and not large" \
+    -r fE -m "not thorough and not nightly and not large" "${leave_out[@]}" \
     tests/ranks/test_{stages,layouts,pipeline,tensor_plans,hooks_ranks,compression,resharded_training,experts}.py \
     tests/ranks/test_guard_ranks.py || code=$?
   note "ranks: exit $code after $SECONDS s; $(grep -E '(passed|failed)' "$OUT/ranks.log" | tail -n 1)"
