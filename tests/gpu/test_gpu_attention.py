@@ -22,8 +22,10 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.
 def test_parts_add_up(backend: SDPBackend, dtype: torch.dtype, size: int) -> None:
     tensors = drawn(3 * 72, 4, size, dtype, str(DEVICE))
     with sdpa_kernel(backend):
-        if isinstance(kernel_of(*tensors[:3]), Arithmetic):
-            pytest.skip(f"torch has no such kernel for {dtype} and heads of {size}")
+        try:
+            kernel_of(*tensors[:3])
+        except RuntimeError as error:  # as torch's own attention says it
+            pytest.skip(f"torch has no such kernel for {dtype} and heads of {size}: {error}")
         made = in_parts(*tensors, parts=3)
     compare(made, at_once(*tensors), BOUNDS[dtype])
 

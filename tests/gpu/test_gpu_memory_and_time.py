@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from hpctrain_plugins.parallelism.context import attention
 from hpctrain_plugins.parallelism.pipeline.stopwatch import Stopwatch
 from on_gpu import DEVICE, SAME_DEVICE, job, losses, needs_gpu, plain, trained
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from hpctrain.api import hookimpl, without_trace
 from hpctrain.base import devices
@@ -146,17 +144,3 @@ def test_random_numbers_and_buffers_are_as_if_nothing_had_been() -> None:
     assert torch.equal(torch.rand(8, device=DEVICE), expected[0]) and torch.equal(torch.rand(8), expected[1])
     norm = module[0]
     assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None and not norm.running_mean.any()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_ring_s_attention_is_torch_s(causal: bool) -> None:
-    """On a GPU it is plain arithmetic; on a CPU it is an operator."""
-    torch.manual_seed(0)
-    given = [torch.randn(2, 3, 64, 16, device=DEVICE, dtype=torch.float64, requires_grad=True) for _ in range(4)]
-    query, key, value, gradient = given
-    expected = scaled_dot_product_attention(query, key, value, is_causal=causal)
-    output, rows = attention.forward(query.detach(), key.detach(), value.detach(), causal)
-    torch.testing.assert_close(output, expected.detach())
-    made = attention.backward(gradient.detach(), query.detach(), key.detach(), value.detach(), output, rows, causal)
-    wanted = torch.autograd.grad(expected, (query, key, value), gradient.detach())
-    torch.testing.assert_close(made, wanted)

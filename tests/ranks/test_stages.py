@@ -177,6 +177,16 @@ def test_options_change_no_number(root, stage: int, options: dict[str, Any]) -> 
     compare(train_here(tables).rows, reference(tables)[1], losses=2e-6, norms=1e-5)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.shown_on(2)
+def test_inputs_of_blocks_in_host_memory_change_no_number(root, stage: int) -> None:
+    tables = job(
+        job={"output_dir": str(root)}, optimizer=SGD, sharding={"stage": stage}, batch={"micro_size": micro_size(True)},
+        activation_checkpointing={"mode": "full", "offload": True},
+    )  # fmt: skip
+    compare(train_here(tables).rows, reference(tables)[1], losses=2e-6, norms=1e-5)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["bf16", thorough("fp16")])
 @pytest.mark.shown_on(3)

@@ -14,7 +14,7 @@ from hpctrain.api import Done, SideStream, is_accelerator
 
 @dataclass(eq=False)
 class Kept:
-    """An activation in host memory."""
+    """An activation of an accelerator in host memory."""
 
     values: Tensor
     device: torch.device
@@ -37,23 +37,25 @@ class HostMemory:
 
     def unpack(self, packed: Any) -> Tensor:
         """The activation on its device."""
-        return self.bring(packed) if isinstance(packed, Kept) else packed
+        return self.bring(packed)
 
     @torch.no_grad()
-    def keep(self, tensor: Tensor) -> Kept:
-        """The tensor in host memory."""
-        values = tensor.detach()
-        if is_accelerator(tensor.device):
-            values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            with self._stream(tensor.device).entered(tensors=[tensor]):
-                values.copy_(tensor, non_blocking=True)
+    def keep(self, tensor: Tensor) -> Tensor | Kept:
+        """The tensor in host memory, where the CPU's are anyway."""
+        if not is_accelerator(tensor.device):
+            return tensor
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with self._stream(tensor.device).entered(tensors=[tensor]):
+            values.copy_(tensor, non_blocking=True)
         kept = Kept(values, tensor.device, self._newest)
         self._newest = weakref.ref(kept)
         return kept
 
     @torch.no_grad()
-    def bring(self, kept: Kept) -> Tensor:
+    def bring(self, kept: Tensor | Kept) -> Tensor:
         """The values on their device; those that backward wants next set off, too."""
+        if isinstance(kept, Tensor):
+            return kept
         tensor, done = self._fetched(kept)
         kept.back = None  # the graph's until it drops it: with a second backward it comes again
         before = None if kept.before is None else kept.before()

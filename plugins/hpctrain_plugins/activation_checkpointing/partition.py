@@ -45,12 +45,10 @@ class Partition:
         """The full tensor. Collective over the group."""
         if not isinstance(packed, Share):
             return packed  # type: ignore[no-any-return]
-        kept = packed.values
-        if isinstance(kept, Kept):
+        mine = packed.values
+        if isinstance(mine, Kept):
             assert self._memory is not None
-            mine = self._memory.bring(kept)
-        else:
-            mine = kept
+            mine = self._memory.bring(mine)
         whole = mine.new_empty(len(mine) * self._group.size())
         dist.all_gather_single(whole, mine, group=self._group)
         return whole[: packed.shape.numel()].view(packed.shape)
