@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpctrain.base.devices import seed_draws
 from hpctrain.base.errors import TrainingError
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.contracts.model import Batch, ModelSpec
@@ -80,7 +81,7 @@ class RunnerParts:
 
         stage: which part of the model this rank has; parts that draw alike would drop the same activations.
         """
-        torch.manual_seed(derive_seed(self.seed, step, micro.place, stage))
+        seed_draws(derive_seed(self.seed, step, micro.place, stage), self.device)
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """The sum of the losses, a plain scalar; call it under `precision.forward`. Raises TrainingError for other shapes."""

@@ -52,6 +52,8 @@ def broadcast_value(value: Any = None, group: dist.ProcessGroup | None = None) -
 
 def sum_of(value: int, group: dist.ProcessGroup | None = None) -> int:
     """The sum of every rank's `value`, on all ranks. Collective over `group`, all ranks by default."""
+    if _group(group).size() == 1:
+        return value
     total = torch.tensor(value, dtype=torch.int64)
     dist.all_reduce(total, group=group)
     return int(total)

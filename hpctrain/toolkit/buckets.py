@@ -109,6 +109,7 @@ class Bucket:
     def __post_init__(self) -> None:
         self._taken: dict[int, BucketEntry] = {}
         self._taken_bytes = 0
+        self._views: dict[tuple[int, int], Tensor] = {}
         end = 0
         for entry in self.entries:
             entry.offset, end = end, end + entry.local.numel()
@@ -164,7 +165,7 @@ class Bucket:
         self._drop_taken()
         views, gradients = [], []
         for entry in entries:
-            view, gradient = entry.view(self.gradients), entry.gradient()
+            view, gradient = self._view_of(entry, self.gradients), entry.gradient()
             if gradient is None:
                 view.zero_()
             else:
@@ -174,6 +175,13 @@ class Bucket:
             entry.filled = True
         if views:
             foreach_copy_(views, gradients)
+
+    def _view_of(self, entry: BucketEntry, flat: Tensor) -> Tensor:
+        """The entry's part of a buffer of gradients, kept: there are few buffers, and many gradients in each step."""
+        place = flat.data_ptr(), entry.offset
+        if place not in self._views:
+            self._views[place] = entry.view(flat)
+        return self._views[place]
 
     def _drop_taken(self) -> None:
         self._taken.clear()

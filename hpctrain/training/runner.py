@@ -50,10 +50,13 @@ class PlainRunner(Runner):
         """survives: whether `train` goes on without memory. The rank then sits out the rest of the step: see
         Sharding.may_sit_out."""
         self._parts, self._survives = parts, survives
+        self._trains = False
 
     def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
         parts, self.out_of_memory = self._parts, None
-        parts.module.train()
+        if not (self._trains and parts.module.training):  # it goes through all modules
+            parts.module.train()
+            self._trains = True
         total = torch.zeros((), dtype=torch.float64, device=parts.device)
         for i, micro in enumerate(micro_batches):
             parts.sharded.begin(last=i == len(micro_batches) - 1)
