@@ -38,10 +38,12 @@ class Loader:
         count: Callable[[Batch], int],
         device: torch.device,
         dtype: torch.dtype,
+        channels_last: bool = False,
     ) -> None:
-        """split: cuts this rank's part out of a micro batch. count: the terms of its loss. dtype: of floating point inputs."""
+        """split: cuts this rank's part out of a micro batch. count: the terms of its loss. dtype: of floating point inputs.
+        channels_last: how those of four dims are laid out."""
         self._pool, self._plan, self._split, self._count = pool, plan, split, count
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._channels_last = device, dtype, channels_last
         self.places: Mapping[int, Place] = {}
         """How far this rank's readers of a stream were at the end of the step that `step` returned last, by their shards."""
         self.indices: list[Sequence[int]] = []
@@ -127,7 +129,11 @@ class Loader:
     def _move(self, value: Any) -> Any:
         """Move tensors to the device, on accelerators through pinned memory; floating point ones get the parameters' dtype."""
         if isinstance(value, Tensor):
-            return to_device(value.to(self._dtype if value.is_floating_point() else value.dtype), self._device)
+            if value.is_floating_point():
+                value = value.to(self._dtype)
+                if self._channels_last and value.dim() == 4:
+                    value = value.contiguous(memory_format=torch.channels_last)
+            return to_device(value, self._device)
         if isinstance(value, dict):
             return {key: self._move(inner) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):

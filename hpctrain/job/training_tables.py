@@ -119,10 +119,13 @@ class BatchTable(Table):
     """Instead of global_size: the most tokens per optimizer step, over all ranks, without padding."""
     micro_tokens: int | None = Field(default=None, ge=1)
     """Instead of micro_size: the most tokens per forward on one rank, padding included."""
+    channels_last: bool = False
+    """Lay images (batch, channels, height, width) out with the channels last, as the convolutions of GPUs want them."""
 
     @model_validator(mode="after")
     def _samples_or_tokens(self) -> BatchTable:
-        found = [key for key in BatchTable.model_fields if getattr(self, key) is not None]
+        sizes = ("global_size", "micro_size", "tokens", "micro_tokens")
+        found = [key for key in sizes if getattr(self, key) is not None]
         if found not in (["global_size", "micro_size"], ["tokens", "micro_tokens"]):
             raise error_of_several_keys(
                 f"expected either global_size and micro_size or tokens and micro_tokens, found {', '.join(found) or 'none'}"

@@ -177,14 +177,15 @@ class Feed:
         """Workers live from the first loader of their data to the end of the run: to start them takes seconds."""
         if which not in self._pools:
             self._pools[which] = make()
-        return make_loader(self._pools[which], plan, split, self._parts, self._device)
+        return make_loader(self._pools[which], plan, split, self._job, self._parts, self._device)
 
 
 def make_loader(
-    pool: Pool, plan: Iterator[Planned], split: Callable[[Batch], Batch], parts: Parts, device: torch.device
+    pool: Pool, plan: Iterator[Planned], split: Callable[[Batch], Batch], job: Job, parts: Parts, device: torch.device
 ) -> Loader:
     """Loads the micro batches of a plan for the job's model. split: cuts this rank's part out of each."""
-    return Loader(pool, plan, split, partial(counted, parts.model), device, parts.precision.parameter_dtype)
+    dtype = parts.precision.parameter_dtype
+    return Loader(pool, plan, split, partial(counted, parts.model), device, dtype, job.batch.channels_last)
 
 
 def counted(spec: ModelSpec, batch: Batch) -> int:

@@ -63,7 +63,7 @@ def answer(
     model = _loaded(TrainedModel(job, parts, meshes, identity.node, device, hooks), question)
     plan = make_plan(job, parts, lengths, meshes.data_rank, layout.data_ranks)
     pool = make_pool(job, parts, samples)
-    loader = make_loader(pool, evaluation_plan(plan, samples), model.split, parts, device)
+    loader = make_loader(pool, evaluation_plan(plan, samples), model.split, job, parts, device)
     try:
         if question.out is None:
             metrics, count = evaluate(model, parts, loader)

@@ -6,6 +6,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -580,6 +581,44 @@ def test_what_a_model_of_ones_own_raises_on_a_batch(model: str, loss: str, sente
     assert first.endswith("on a batch of 0 (2, 4) float32, 1 (2,) int64")
     assert [line.split(", in ")[1] for line in rest if ", in " in line] == frames
     assert "Traceback" in Path("out/log/rank-00000.log").read_text()
+
+
+def test_images_with_their_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The convolution's input is laid out so, and no loss changes."""
+    seen: list[bool] = []
+
+    class Seeing(nn.Conv2d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            seen.append(input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous())
+            return super().forward(input)
+
+    class Images:
+        def __init__(self, split: str) -> None:
+            self.images = torch.randn(40, 3, 6, 8, generator=torch.Generator().manual_seed(1))
+
+        def __len__(self) -> int:
+            return len(self.images)
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.images[index], torch.tensor(index % 2)
+
+    def build() -> nn.Module:
+        return nn.Sequential(Seeing(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+
+    monkeypatch.setitem(sys.modules, "seeing", SimpleNamespace(build=build, Images=Images))
+    losses = {}
+    for last in (False, True):
+        result = hpctrain.run(
+            {
+                "job": {"name": "images", "steps": 4, "output_dir": f"out-{last}"},
+                "model": {"name": "seeing:build", "loss": "torch.nn.functional:cross_entropy"},
+                "dataset": {"name": "seeing:Images"}, "optimizer": {"name": "sgd", "lr": 0.5},
+                "batch": {"global_size": 8, "micro_size": 4, "channels_last": last},
+            }
+        )  # fmt: skip
+        losses[last] = result["losses"]
+        assert seen[-8:] == [last] * 8
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5) and len(losses[True]) == 4
 
 
 @pytest.mark.parametrize(
