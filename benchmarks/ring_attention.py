@@ -47,9 +47,8 @@ def ring(kernel: AttentionKernel, ranks: int, tensors: list[Tensor]) -> None:
 
 def at_once(tensors: list[Tensor]) -> None:
     """torch's own attention over the same tokens, forward and backward."""
-    query, key, value, gradient = tensors
-    leaves = [one.detach().requires_grad_() for one in (query, key, value)]
-    scaled_dot_product_attention(*leaves, is_causal=True).backward(gradient)
+    query, key, value = (one.detach().requires_grad_() for one in tensors[:3])
+    scaled_dot_product_attention(query, key, value, is_causal=True).backward(tensors[3])
 
 
 def measured(work: Callable[[], None], device: torch.device) -> tuple[float, int] | None:

@@ -24,7 +24,7 @@ class Done:
     _event: Any = None
 
     def before_computing(self, tensors: Iterable[Tensor] = ()) -> None:
-        """What this thread launches from now on runs after this point. tensors: made on the side stream, used from now on."""
+        """Run what this thread launches from now on after this point. tensors: made on the side stream, used from now on."""
         if self._event is not None:
             here = torch.accelerator.current_stream()
             here.wait_event(self._event)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import subprocess
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch.distributed as dist
 from hpctrain_plugins.checkpoint.dcp import Dcp
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5, Hdf5Writer
 from torch import Tensor
+from training import own_device
 
 from hpctrain.api import CheckpointError, CheckpointFormat, Piece, State
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.weights import load_weights
+from hpctrain.toolkit.checkpoint.snapshot import Snapshots
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -259,6 +262,33 @@ def test_another_model_on_one_rank_is_refused_on_all(root: Path) -> None:
         one.restore([Piece.whole(name, torch.ones(3))])
     with pytest.raises(CheckpointError, match=f"model/{size() - 1} isn't in the model"):
         one.restore(pieces if rank() < size() - 1 else [])
+
+
+def test_a_snapshot_has_the_values_of_its_moment() -> None:
+    """From any device, whatever training does with the tensors at once; the next one reuses its memory."""
+    shapes = [
+        ((5, 7), torch.float32),
+        ((), torch.float64),
+        ((0, 3), torch.float32),
+        ((33,), torch.bfloat16),
+        ((2, 9), torch.int64),
+    ]
+    live = [torch.arange(prod(shape)).reshape(shape).to(own_device(), dtype) for shape, dtype in shapes]
+    state = State([Piece(f"p{i}", tuple(one.shape), (0,) * one.dim(), one) for i, one in enumerate(live)], {"step": 3})
+    snapshots, places = Snapshots(), []
+    for number in range(2):
+        expected = [one.cpu().clone() + number for one in live]
+        for one in live:
+            one += number
+        made = snapshots.take(state)
+        for one in live:
+            one.zero_()
+        for piece, wanted in zip(made.pieces, expected, strict=True):
+            assert piece.tensor.device.type == "cpu" and torch.equal(piece.tensor, wanted)
+        places.append([piece.tensor.data_ptr() for piece in made.pieces])
+        for one, wanted in zip(live, expected, strict=True):
+            one.copy_(wanted)
+    assert places[0] == places[1]
 
 
 def test_saves_in_the_background(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""What torch and NCCL record of operations that have not ended: torch's flight recorder, and NCCL's own report (RAS)."""
+"""Operations that have not ended, as torch's flight recorder and NCCL's own report (RAS) tell of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.base.torch_private import recorded_operations
 LOG = logging.getLogger("hpctrain")
 
 _RAS = "localhost:28028"
-"""Where NCCL listens from 2.24 on, unless NCCL_RAS_ADDR names another place."""
+"""The address at which NCCL listens from 2.24 on, unless NCCL_RAS_ADDR names another."""
 _ANSWERING = 10.0
 """Seconds for NCCL to ask all ranks, of which some may not answer."""
 

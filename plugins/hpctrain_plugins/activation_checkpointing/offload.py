@@ -19,9 +19,9 @@ class Kept:
     values: Tensor
     device: torch.device
     before: weakref.ref[Kept] | None
-    """The one that forward kept before it: backward wants that next."""
+    """Set by forward: the activation kept before this one, which backward wants next."""
     back: tuple[Tensor, Done] | None = None
-    """Its copy on the device again, and the end of the copying."""
+    """The copy on the device again, and the end of the copying."""
 
 
 class HostMemory:
