@@ -124,12 +124,14 @@ def forked_random_state(device: torch.device) -> AbstractContextManager[None]:
 
 
 def seed_draws(seed: int, device: torch.device) -> None:
-    """Random numbers of the CPU and of `device` follow from `seed` from now on. torch.manual_seed looks for accelerators of every
-    kind each time, which takes 200 times as long."""
+    """Random numbers of the CPU and of `device`, this thread's current one, follow from `seed` from now on.
+
+    torch.manual_seed looks for accelerators of every kind each time, which takes 200 times as long.
+    """
     torch.default_generator.manual_seed(seed)
     if is_accelerator(device):
-        module = torch.get_device_module(device)
-        getattr(module, "manual_seed", module.manual_seed_all)(seed)
+        module: Any = torch.get_device_module(device)
+        (module.manual_seed if hasattr(module, "manual_seed") else module.manual_seed_all)(seed)
 
 
 def mark(device: torch.device) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ class Done:
         if self._event is not None:
             here = torch.accelerator.current_stream()
             here.wait_event(self._event)
-            for one in tensors:
-                one.record_stream(here)
+            if not _recorded(tensors, here):
+                self.wait()
 
     def wait(self) -> None:
         """Wait until the accelerator has come to this point, so that the program may read host memory."""
@@ -56,15 +57,35 @@ class SideStream:
             return
         if after_computing:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            yield
-        for one in tensors:
-            if is_accelerator(one.device):
-                one.record_stream(self._stream)
+        try:
+            with self._stream:
+                yield
+        finally:
+            if not _recorded(tensors, self._stream):
+                self.done().wait()
 
     def done(self) -> Done:
         """The point after all that has been launched here."""
         return Done() if self._stream is None else Done(self._stream.record_event())
+
+
+def _recorded(tensors: Iterable[Tensor], stream: Any) -> bool:
+    """Let no memory of the tensors have another use before `stream` is done. False for kinds of tensors of which torch can't."""
+    can = True
+    for one in tensors:
+        if not is_accelerator(one.device):
+            continue
+        if one.layout == torch.strided and type(one) in (Tensor, torch.nn.Parameter):
+            one.record_stream(stream)
+        else:
+            can = False
+    return can
+
+
+@lru_cache
+def _for_copies(device: torch.device) -> SideStream:
+    """The stream of copies that the program waits for: torch has few streams, and hands them out again."""
+    return SideStream(device)
 
 
 def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -73,7 +94,7 @@ def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if device is None:
         foreach_copy_(list(targets), list(sources))
         return
-    copies = SideStream(device)
+    copies = _for_copies(device)
     with copies.entered(tensors=sources):
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)

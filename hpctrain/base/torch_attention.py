@@ -131,7 +131,8 @@ _KERNELS: dict[SDPBackend, Callable[[], AttentionKernel]] = {
 
 
 def _filled(tensor: Tensor) -> Tensor:
-    return pad(tensor, (0, -tensor.shape[-1] % 8))
+    lacking = -tensor.shape[-1] % 8
+    return pad(tensor, (0, lacking)) if lacking else tensor
 
 
 def _seed(like: Tensor, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.int64) -> Tensor:

@@ -319,12 +319,12 @@ def is_mutable(operator: Any) -> bool:
 
 
 def recorded_operations() -> list[dict[str, Any]]:
-    """torch's flight recorder: the operations of NCCL, or else of gloo, that this process has not seen end, oldest first."""
+    """torch's flight recorders: the operations of NCCL and of gloo that this process has not seen end, each oldest first."""
     recorder: Any = torch._C._distributed_c10d
-    dump = getattr(recorder, "_dump_nccl_trace_json", recorder._dump_fr_trace_json)  # NCCL's is in builds for GPUs only
-    recorded = json.loads(dump(True, True))
-    entries: list[dict[str, Any]] = recorded.get("entries", [])
-    return entries
+    dumps = [recorder._dump_fr_trace_json]
+    if hasattr(recorder, "_dump_nccl_trace_json"):  # in builds for GPUs only
+        dumps.insert(0, recorder._dump_nccl_trace_json)
+    return [entry for dump in dumps for entry in json.loads(dump(True, True)).get("entries", [])]
 
 
 class LateCompiler(ModuleType):

@@ -107,7 +107,7 @@ class Loader:
                 batch = self._split(loaded.batch)
                 terms = self._count(batch)
                 given = list(_tensors(batch))
-                # a dataset may compute on the device, on this thread's own stream
+                # a dataset may compute on the device: then the copy waits for all that is to be computed
                 with copies.entered(any(is_accelerator(one.device) for one in given), given):
                     micro = MicroBatch(self._move(batch), planned.place, planned.counts, terms)
                 end = None if planned.after is None else (planned.after, dict(places))

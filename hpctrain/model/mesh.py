@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -152,6 +153,9 @@ def build_meshes(layout: Layout, device: torch.device) -> Meshes:
     return meshes
 
 
+_LOST = re.compile(r"remote process|clos|reset|refused|peer|time[d ]*out", re.IGNORECASE)
+
+
 def _connect(meshes: Meshes, device: torch.device) -> None:
     """Sum over each group: backends connect at the first use, which without this is in the middle of the first backward."""
     for axis, group in meshes.groups().items():
@@ -159,7 +163,9 @@ def _connect(meshes: Meshes, device: torch.device) -> None:
         try:
             dist.all_reduce(count, group=group)
             found = count.item()
-        except RuntimeError as error:
+        except dist.DistBackendError as error:
+            if _LOST.search(str(error)):  # another rank has ended, and says why
+                raise
             why = f"the ranks of {axis}, {name_ranks(ranks)}, can't communicate on {device.type}: {reason(error)}"
             raise EnvironmentUnfitError(why) from error
         if found != len(ranks):

@@ -8,7 +8,6 @@ slice and updates the slice; then all ranks gather the slices. The optimizer see
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -125,10 +124,10 @@ class PartitionedModel(BucketedModel):
     def _gradients_of(self, bucket: Bucket) -> Tensor:
         """(share,): the memory for the summed gradients of this rank's slice."""
 
-    def _sum_over_replicas(self, begun: list[Callable[[], None]]) -> None:
-        """Hybrid sharding: sum the sums of dp_shard over the replicas. begun: of the first buckets, on their way."""
+    def _sum_over_replicas(self) -> None:
+        """Hybrid sharding: sum the sums of dp_shard over the replicas."""
         if self._replicas > 1:
-            finishes = begun + [part.sum.all_reduce(part.gradients) for part in self._parts[len(begun) :]]
+            finishes = [part.sum.all_reduce(part.gradients) for part in self._parts]
             for finish in finishes:
                 finish()
 

@@ -50,13 +50,12 @@ class PlainRunner(Runner):
         """survives: whether `train` goes on without memory. The rank then sits out the rest of the step: see
         Sharding.may_sit_out."""
         self._parts, self._survives = parts, survives
-        self._trains = False
+        self._modules = list(parts.module.modules())
 
     def train(self, micro_batches: list[MicroBatch], divisor: int, step: int) -> Tensor:
         parts, self.out_of_memory = self._parts, None
-        if not (self._trains and parts.module.training):  # it goes through all modules
+        if not all(one.training for one in self._modules):  # sets an attribute of each, which takes longer than a look
             parts.module.train()
-            self._trains = True
         total = torch.zeros((), dtype=torch.float64, device=parts.device)
         for i, micro in enumerate(micro_batches):
             parts.sharded.begin(last=i == len(micro_batches) - 1)

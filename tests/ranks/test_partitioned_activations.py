@@ -13,6 +13,8 @@ from live_bytes import LiveBytes
 from torch.autograd.graph import saved_tensors_hooks
 from training import job, own_device, session_of
 
+from hpctrain.api import UsageError
+
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 
 LAYERS, HIDDEN, SEQ, ROWS = 3, 64, 32, 4
@@ -48,6 +50,31 @@ def test_each_rank_keeps_its_part_of_the_inputs(root) -> None:
     assert full - partitioned == pytest.approx(saved, rel=0.02), (full, partitioned)
     for one, other in zip(gradients, expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_inputs_come_back_from_host_memory_in_any_order() -> None:
+    """Two of one block, of which backward wants the first one first; and all of them a second time."""
+    memory = HostMemory()
+    given = [torch.full((33,), float(i), device=own_device()).requires_grad_() for i in range(6)]
+    kept = [memory.keep(one) for one in given]
+    for _ in range(2):
+        for number in (4, 5, 2, 3, 0, 1):
+            assert torch.equal(memory.bring(kept[number]), given[number])
+
+
+@pytest.mark.parametrize("later", [0, 2])
+def test_an_input_that_is_changed_while_it_leaves_is_refused(later: int) -> None:
+    if own_device().type == "cpu":
+        pytest.skip("nothing leaves a CPU")
+    memory = HostMemory()
+    given = [torch.ones(33, device=own_device()).requires_grad_() * 1 for _ in range(1 + later)]
+    kept = memory.keep(given[0])
+    with torch.no_grad():
+        given[0] += 1
+    with pytest.raises(UsageError, match="input was changed in place"):
+        for one in given[1:]:
+            memory.keep(one)
+        memory.bring(kept)
 
 
 @pytest.mark.parametrize("offload", [False, True])

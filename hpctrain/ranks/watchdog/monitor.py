@@ -19,12 +19,14 @@ from hpctrain.ranks.watchdog.diagnosis import Silent, sentences
 from hpctrain.ranks.watchdog.position import END, Position, is_unlimited
 from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.ranks.watchdog.status import Beat, RankStatus
-from hpctrain.ranks.watchdog.watcher import IGNORED, Watcher, aside, log_stacks
+from hpctrain.ranks.watchdog.watcher import IGNORED, Watcher, aside, log_nccl, log_stacks
 
 LOG = logging.getLogger("hpctrain")
 
 _LOOK = 2.0
 """Seconds between two looks for alarms and questions, if heartbeats come less often."""
+_NCCL = 12.0
+"""Seconds for NCCL's report, whose ranks may not answer it either."""
 _ANSWERING = 3.0
 """Seconds for the ranks to answer: those that run do so at once."""
 
@@ -139,6 +141,7 @@ class Monitor(Watcher):
     def _end_job(self, why: str, statuses: list[RankStatus], silent: list[Silent], limit: float | None = None) -> None:
         """Print who waits for whom, and end all ranks. limit: 0 if what failed has not waited for as long as phases may take."""
         self._print(why, statuses, silent, self.limit if limit is None else limit)
+        aside(log_nccl, _NCCL)
         self._end_ranks(EXIT_TRAINING, {status.rank for status in statuses})
 
     def _end_ranks(self, code: int, answering: Iterable[int] = ()) -> NoReturn:

@@ -180,22 +180,18 @@ class Watcher:
         self.end(EXIT_TRAINING)
 
 
-def aside(work: Callable[[], None]) -> None:
+def aside(work: Callable[[], None], seconds: float = _LOGGING) -> None:
     """Do `work` that may block, on a thread of its own: a hung file system must not stop the watchdog."""
     thread = threading.Thread(target=work, name="watchdog's log", daemon=True)
     thread.start()
-    thread.join(_LOGGING)
+    thread.join(seconds)
 
 
 def log_stacks() -> None:
-    """Write all Python stacks and unfinished operations into this rank's log, NCCL's report and, with py-spy, the native stacks."""
+    """Write all Python stacks into this rank's log, the native ones with py-spy, and the operations that have not ended."""
     LOG.info("the watchdog asks for all stacks\n%s", all_stacks())
     for process, stack in worker_stacks().items():
         LOG.info("process %d, which loads samples\n%s", process, stack)
-    operations = unfinished()
-    LOG.info("operations that have not ended: %d%s", len(operations), "".join(f"\n{one}" for one in operations))
-    if is_started() and (report := nccl_report()) is not None:
-        LOG.info("NCCL's report\n%s", report)
     spy = shutil.which("py-spy")
     if spy is not None:
         words = [spy, "dump", "--native", "--pid", str(os.getpid())]
@@ -205,3 +201,11 @@ def log_stacks() -> None:
             LOG.info("py-spy failed: %s", error)
         else:
             LOG.info("py-spy, exit %d\n%s%s", done.returncode, done.stdout, done.stderr)
+    operations = unfinished()
+    LOG.info("operations that have not ended: %d%s", len(operations), "".join(f"\n{one}" for one in operations))
+
+
+def log_nccl() -> None:
+    """Write NCCL's report of all ranks into this rank's log."""
+    if is_started() and (report := nccl_report()) is not None:
+        LOG.info("NCCL's report\n%s", report)

@@ -46,27 +46,33 @@ class Snapshots:
 
 def _host_memory(tensors: list[Tensor]) -> list[Tensor]:
     """Memory for a copy of each tensor, pinned for those of an accelerator: it can't copy to other memory at the bus's speed."""
-    chunks = _Chunks(sum(_padded(one) for one in tensors if is_accelerator(one.device)))
+    pinned = [number for number, one in enumerate(tensors) if is_accelerator(one.device)]
+    chunks = _Chunks(sum(_padded(tensors[number]) for number in pinned))
+    taken = {number: chunks.take(tensors[number]) for number in sorted(pinned, key=lambda n: -tensors[n].nbytes)}
     return [
-        chunks.take(one) if is_accelerator(one.device) else torch.empty(one.shape, dtype=one.dtype) for one in tensors
+        taken[number] if number in taken else torch.empty(one.shape, dtype=one.dtype)
+        for number, one in enumerate(tensors)
     ]
 
 
 class _Chunks:
-    """Pinned memory that tensors share."""
+    """Pinned memory that tensors share, the largest first."""
 
     def __init__(self, nbytes: int) -> None:
         """nbytes: what all tensors take."""
-        self._left, self._free = nbytes, torch.empty(0, dtype=torch.uint8)
+        self._left, self._free = nbytes, list[Tensor]()
 
     def take(self, like: Tensor) -> Tensor:
         """Memory of the shape and dtype of a tensor."""
         nbytes = _padded(like)
-        if nbytes > len(self._free):
-            self._free = torch.empty(max(nbytes, min(_CHUNK, self._left)), dtype=torch.uint8, pin_memory=True)
-        mine, self._free = self._free[: like.nbytes], self._free[nbytes:]
+        place = next((place for place, free in enumerate(self._free) if len(free) >= nbytes), len(self._free))
+        if place == len(self._free):
+            size = min(_CHUNK, self._left) if nbytes <= _CHUNK else 1 << (nbytes - 1).bit_length()
+            self._free.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        whole = self._free[place]
+        self._free[place] = whole[nbytes:]
         self._left -= nbytes
-        return mine.view(like.dtype).view(like.shape)
+        return whole[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _padded(tensor: Tensor) -> int:

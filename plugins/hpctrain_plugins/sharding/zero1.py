@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,13 +34,9 @@ class Zero1(Partitioned):
 
 
 class Zero1Model(PartitionedModel):
-    """Full gradients stay in their buckets until the end of the step."""
+    """Full gradients gather in their buckets until the step's last backward sums them."""
 
     options: Zero1Options
-
-    def materialized(self) -> None:
-        super().materialized()
-        self._over_replicas: list[Callable[[], None]] = []
 
     def _gradients_of(self, bucket: Bucket) -> Tensor:
         bucket.gradients = bucket.buffer()
@@ -58,21 +52,10 @@ class Zero1Model(PartitionedModel):
         if bucket.slices > 1:
             assert bucket.sum is not None
             bucket.finish = bucket.sum.reduce_scatter(bucket.own_slice(gradients), gradients)
-        if self._replicas > 1 and self.reduced > 1:
-            self._sum_over_replicas_next()
-
-    def _sum_over_replicas_next(self) -> None:
-        """Hybrid sharding: the bucket before is on its way since this one began to fill, so it goes on between the replicas."""
-        bucket, part = self.buckets[self.reduced - 2], self._parts[self.reduced - 2]
-        if bucket.finish is not None:
-            bucket.finish()
-            bucket.finish = None
-        self._over_replicas.append(part.sum.all_reduce(part.gradients))
 
     def synchronize(self) -> None:
         self.finish_reducing()
-        self._sum_over_replicas(self._over_replicas)
-        self._over_replicas = []
+        self._sum_over_replicas()
         self._hand_over()
 
 

@@ -127,7 +127,7 @@ class Zero2Model(PartitionedModel):
 
     def synchronize(self) -> None:
         self._end_backward()
-        self._sum_over_replicas([])
+        self._sum_over_replicas()
         self._hand_over()
 
 

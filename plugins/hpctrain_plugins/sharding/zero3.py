@@ -45,6 +45,7 @@ from hpctrain_plugins.sharding.wrapping import refuse_mixed, refuse_unseen, unit
 
 _MIN_PARAMETERS = 100_000_000
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_KEEPING_MEANS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Zero3Options(Options):
@@ -123,11 +124,14 @@ class Zero3(Sharding):
             return [Problem(why)]
         products, gathered = plan.precision.product_dtype, _DTYPES.get(self.options.gather_dtype)
         if gathered not in (None, products):
-            why = (
-                f'gather_dtype = "{self.options.gather_dtype}" rounds parameters that [precision] mode = '
-                f'"{plan.precision.name}" uses as they are; use mode = "{self.options.gather_dtype}"'
-            )
-            return [Problem(why)]
+            expected = f'expected [precision] mode = "{self.options.gather_dtype}"'
+            return [Problem(f'gather_dtype = "{self.options.gather_dtype}": {expected}, found "{plan.precision.name}"')]
+        if gathered is not None and plan.outline is not None:
+            norms = [name for name, one in plan.outline.named_modules() if isinstance(one, _KEEPING_MEANS)]
+            if norms:
+                return [
+                    Problem(f"gather_dtype: {norms[0]} has running means, which don't go with parameters in 16 bits")
+                ]
         if plan.outline is not None:
             _refuse_scalars(plan.outline, plan.model)
             if self.options.wrap.startswith("class:"):
@@ -149,6 +153,14 @@ class Zero3(Sharding):
         return memory_advice(self.name, self.options, ranks, device)
 
 
+def _wire(unit: nn.Module, gathered: torch.dtype | None) -> MixedPrecisionPolicy:
+    """The dtype in which a unit is gathered; its gradients are summed in its own."""
+    own = {parameter.dtype for parameter in unit.parameters() if parameter.requires_grad}
+    if gathered is None or len(own) != 1 or not (dtype := own.pop()).is_floating_point:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(gathered, reduce_dtype=dtype, cast_forward_inputs=False)
+
+
 class Zero3Model(ShardedModel):
     """torch's fully_shard, unit by unit."""
 
@@ -167,17 +179,13 @@ class Zero3Model(ShardedModel):
         policy = CPUOffloadPolicy(options.pin_memory) if offloads_parameters else OffloadPolicy()
         units = units_of(module, spec, options.wrap, options.min_parameters or _MIN_PARAMETERS)
         refuse_mixed(module, units)
-        wire = MixedPrecisionPolicy()
-        if options.gather_dtype in _DTYPES:
-            wide = next(module.parameters()).dtype
-            wire = MixedPrecisionPolicy(_DTYPES[options.gather_dtype], reduce_dtype=wide, cast_forward_inputs=False)
         for unit in reversed(units):  # inner ones first
             unit.register_forward_hook(partial(refuse_unseen, type(unit).__name__))
             fully_shard(
                 unit,
                 mesh=mesh["dp_shard"],
                 reshard_after_forward=options.reshard_after_forward,
-                mp_policy=wire,
+                mp_policy=_wire(unit, _DTYPES.get(options.gather_dtype)),
                 offload_policy=policy,
             )
         # Parameters outside of all units are needed again when backward begins. They stay wide: an embedding in 16 bits would

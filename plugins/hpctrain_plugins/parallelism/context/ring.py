@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpctrain.api import AttentionKernel
 from hpctrain_plugins.parallelism.context.attention import kernel_of, merge
 
 
@@ -28,7 +29,8 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: dist.Proces
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (one.to(dtype) if one.dtype == torch.float32 else one for one in (query, key, value))
     apply: Callable[..., Tensor] = _Ring.apply
-    return apply(query, key, value, group)
+    # chosen while gradients are on: not every kernel has a backward for every size
+    return apply(query, key, value, group, kernel_of(query, key, value))
 
 
 class _Pass:
@@ -63,9 +65,10 @@ def _visible(rank: int, owner: int, query: Tensor, both: Tensor) -> tuple[Tensor
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, kernel: AttentionKernel
+    ) -> Tensor:
         rank, size = group.rank(), group.size()
-        kernel = kernel_of(query, key, value)
         both = torch.stack([key, value])
         home = both
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -88,7 +91,7 @@ class _Ring(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, both, output, rows = ctx.saved_tensors
         group: dist.ProcessGroup = ctx.group
         rank, size = group.rank(), group.size()
@@ -116,4 +119,4 @@ class _Ring(torch.autograd.Function):
                 both = passing.wait()
         assert arriving is not None
         home = arriving.wait()
-        return of_query, home[0], home[1], None
+        return of_query, home[0], home[1], None, None
