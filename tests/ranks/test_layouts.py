@@ -13,6 +13,11 @@ from equivalence_table import BOUNDS
 from test_stages import OPTIMIZERS, compare, reference
 from training import job, train_here
 
+from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.checking.check import check
+from hpctrain.job.raw import RawJob
+from hpctrain.model.mesh import build_meshes, layout_of
+
 pytestmark = pytest.mark.usefixtures("world")
 
 TENSOR, SEQUENCE = {"size": 2}, {"size": 2, "sequence_parallel": True}
@@ -254,3 +259,28 @@ def test_evaluation_counts_each_sample_once(root, parallelism) -> None:
     alone["job"]["output_dir"] = str(root / "data")
     (other,) = train_here(alone).evaluations
     assert row["evaluation_loss"] == pytest.approx(other["evaluation_loss"], rel=2e-6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (dist.DistBackendError("Duplicate GPU detected"), "can't communicate on cpu: Duplicate GPU detected"),
+        (None, "each gave 1 to a sum on cpu: found 1, expected"),
+    ],
+)
+def test_a_group_that_can_not_sum_is_named(root, monkeypatch, error: Exception | None, sentence: str) -> None:
+    checked = check(
+        RawJob(job(job={"output_dir": str(root)}, batch={"micro_size": 24 // dist.get_world_size()}), {}, "job"),
+        dist.get_world_size(),
+    )
+
+    def all_reduce(tensor: torch.Tensor, **named: Any) -> None:
+        if error is not None:
+            raise error
+
+    layout = layout_of(checked.job, checked.parts, dist.get_world_size())
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    ranks = f"the ranks of dp_replicate, ranks 0-{dist.get_world_size() - 1}, "
+    with pytest.raises(EnvironmentUnfitError, match=ranks + sentence):
+        build_meshes(layout, torch.device("cpu"))
