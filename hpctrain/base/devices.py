@@ -161,6 +161,11 @@ def is_started() -> bool:
     return kind is not None and bool(getattr(torch.get_device_module(kind), "is_initialized", bool)())
 
 
+def has_cuda_operators(device: torch.device) -> bool:
+    """Whether torch's operators for CUDA serve the device: NVIDIA's and AMD's."""
+    return device.type == "cuda"
+
+
 def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU, such as (9, 0); None for every other device.
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
+from hpctrain.base.devices import has_cuda_operators, is_accelerator
+
 _ON_CPU = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ALIGNMENT = 32
 """CUDA's memory-efficient kernels take rows of a multiple of this length."""
@@ -38,10 +40,10 @@ class AttentionKernel(ABC):
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel | None:
     """The operator that torch's own attention would take, causal or not; None where it would take several."""
-    if query.device.type == "cpu":
+    if not is_accelerator(query.device):
         return _CPUFlash() if query.dtype in _ON_CPU else None
-    if query.device.type != "cuda":
-        return None  # the others' operators are not known to return rows of this meaning
+    if not has_cuda_operators(query.device):
+        return None  # the others' are not known to return rows of this meaning
     choice = SDPBackend(torch._fused_sdp_choice(query, key, value, None, 0.0, True))
     kernel = _KERNELS.get(choice)
     return None if kernel is None else kernel()

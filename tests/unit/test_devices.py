@@ -28,7 +28,7 @@ from hpctrain.training.metrics import memory_bytes
 ROOT = Path(__file__).parent.parent.parent
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
 KINDS = re.compile(r"\b(cuda|xpu|mps|hpu|npu|mtia)\b|is_cuda")
-NVIDIA_OWN = {"hpctrain/base/devices.py": 9, "plugins/hpctrain_plugins/communicator/backends.py": 1}
+NVIDIA_OWN = {"hpctrain/base/devices.py": 10, "plugins/hpctrain_plugins/communicator/backends.py": 1}
 """Lines that name a kind of device: the capability, tf32, NCCL's groups and version, and the one that NCCL serves."""
 
 
@@ -51,7 +51,7 @@ def test_importing_it_takes_torch_only() -> None:
 def test_plugins_get_what_they_need() -> None:
     inside = {
         "deterministic_cudnn", "give_memory_back", "is_started", "memory_left", "nccl_version",
-        "pci_address", "peak_memory", "unusable_accelerator", "use_device",
+        "has_cuda_operators", "pci_address", "peak_memory", "seed_draws", "unusable_accelerator", "use_device",
     }  # fmt: skip
     public = {name for name, one in vars(devices).items() if getattr(one, "__module__", "") == devices.__name__}
     assert public - inside <= set(hpctrain.api.__all__) and not inside & set(hpctrain.api.__all__)
