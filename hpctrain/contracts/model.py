@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -17,6 +17,15 @@ from hpctrain.contracts.plugin import Plugin
 
 Batch = Any
 """The collated samples of a micro batch: a dict of tensors, or a list of tensors whose last is the target."""
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch or of a model's outputs, however nested."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(one)
 
 
 class ModelSpec(Plugin):

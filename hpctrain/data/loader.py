@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.base.devices import is_accelerator, to_device, use_device
 from hpctrain.base.errors import HpctrainError, TrainingError
 from hpctrain.base.side_stream import Done, SideStream
-from hpctrain.contracts.model import Batch
+from hpctrain.contracts.model import Batch, tensors_in
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.batches import Place
 from hpctrain.data.plan import Planned
@@ -74,7 +74,7 @@ class Loader:
         if isinstance(item, BaseException):
             raise TrainingError(f"loading a sample failed: {type(item).__name__}: {item}") from item
         micro, copied, indices, self._step_end = item
-        copied.before_computing(_tensors(micro.batch))
+        copied.before_computing(tensors_in(micro.batch))
         self.indices.append(indices)
         return micro
 
@@ -106,7 +106,7 @@ class Loader:
                 places.update([loaded.place] if loaded.place else [])
                 batch = self._split(loaded.batch)
                 terms = self._count(batch)
-                given = list(_tensors(batch))
+                given = list(tensors_in(batch))
                 # a dataset may compute on the device: then the copy waits for all that is to be computed
                 with copies.entered(any(is_accelerator(one.device) for one in given), given):
                     micro = MicroBatch(self._move(batch), planned.place, planned.counts, terms)
@@ -139,11 +139,3 @@ class Loader:
         if isinstance(value, (list, tuple)):
             return [self._move(inner) for inner in value]
         return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(inner)

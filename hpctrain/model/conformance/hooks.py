@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
-
-from torch import Tensor
 
 from hpctrain.base.errors import ContractError
 from hpctrain.base.torch_private import versions
 from hpctrain.contracts.life_cycle import LiveModel
 from hpctrain.contracts.metric import Metric
+from hpctrain.contracts.model import tensors_in
 from hpctrain.contracts.plugin import broken
 
 
@@ -44,7 +43,7 @@ def _versions(model: LiveModel) -> list[int]:
 @contextmanager
 def tensors_kept(who: str, *values: Any) -> Iterator[None]:
     """A context of a call that must not change the tensors in `values`. Raises ContractError if it did."""
-    tensors = [one for one in _tensors_in(values) if not one.is_inference()]
+    tensors = [one for one in tensors_in(values) if not one.is_inference()]
     before = versions(tensors)
     yield
     if versions(tensors) != before:
@@ -55,14 +54,6 @@ def tensors_kept(who: str, *values: Any) -> Iterator[None]:
 
 def _is_close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(one)
 
 
 def refuse_different_values(metric: Metric, values: Sequence[dict[str, float]]) -> None:
