@@ -73,7 +73,7 @@ class Full(ActivationCheckpointing):
                 "[activation_checkpointing] partition_activations has no effect: no ranks hold the same inputs of blocks, as "
                 "ranks of [parallelism] tensor without sequence_parallel do"
             )
-        return nullcontext if memory is None else partial(saved_tensors_hooks, memory.pack, memory.unpack)
+        return nullcontext if memory is None else partial(saved_tensors_hooks, memory.pack, memory.bring)
 
 
 def _recomputed(

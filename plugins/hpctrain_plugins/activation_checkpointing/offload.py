@@ -31,7 +31,7 @@ class Kept:
 
 
 class HostMemory:
-    """Hooks for `torch.autograd.graph.saved_tensors_hooks`."""
+    """Hooks for `torch.autograd.graph.saved_tensors_hooks`: `pack` and `bring`."""
 
     def __init__(self) -> None:
         self._copies: SideStream | None = None
@@ -41,10 +41,6 @@ class HostMemory:
     def pack(self, tensor: Tensor) -> Any:
         """An activation in host memory; other tensors (a mask, positions) unchanged."""
         return self.keep(tensor) if tensor.requires_grad else tensor
-
-    def unpack(self, packed: Any) -> Tensor:
-        """The activation on its device."""
-        return self.bring(packed)
 
     @torch.no_grad()
     def keep(self, tensor: Tensor) -> Tensor | Kept:

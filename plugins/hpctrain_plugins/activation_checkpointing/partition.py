@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpctrain_plugins.activation_checkpointing.offload import HostMemory, Kept
+from hpctrain_plugins.activation_checkpointing.offload import HostMemory
 
 
 @dataclass(frozen=True)
 class Share:
     """A rank's equal share of a flattened tensor. The last shares may be padded with zeros."""
 
-    values: Tensor | Kept
+    values: Any
+    """A tensor, or what HostMemory keeps of it."""
     shape: torch.Size
 
 
@@ -45,10 +46,7 @@ class Partition:
         """The full tensor. Collective over the group."""
         if not isinstance(packed, Share):
             return packed  # type: ignore[no-any-return]
-        mine = packed.values
-        if isinstance(mine, Kept):
-            assert self._memory is not None
-            mine = self._memory.bring(mine)
+        mine: Tensor = packed.values if self._memory is None else self._memory.bring(packed.values)
         whole = mine.new_empty(len(mine) * self._group.size())
         dist.all_gather_single(whole, mine, group=self._group)
         return whole[: packed.shape.numel()].view(packed.shape)
