@@ -105,11 +105,19 @@ def world(pytestconfig: pytest.Config) -> Iterator[World]:
     torch.set_num_threads(1)
     if pytestconfig.getoption("--late"):
         creation.MPIProcessGroup = LateGroup  # type: ignore[misc]
+        # what a group of its own gets that a program makes for an accelerator: its ranks share this machine's
+        dist.Backend.default_device_backend_map[pytestconfig.getoption("--device")] = hpctrain.mpi.BACKEND
     use_device(training_device(pytestconfig))
     dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://", timeout=timedelta(seconds=LIMIT))
     assert isinstance(dist.group.WORLD, LateGroup) == pytestconfig.getoption("--late")
     yield World(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def device(world: World, pytestconfig: pytest.Config) -> torch.device:
+    """The device on which this rank trains."""
+    return training_device(pytestconfig)
 
 
 def training_device(config: pytest.Config) -> torch.device:

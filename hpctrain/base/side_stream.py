@@ -20,14 +20,19 @@ from hpctrain.base.torch_private import foreach_copy_
 
 @dataclass(frozen=True)
 class Done:
-    """A point of a side stream. On the CPU, where no work is ever left, waiting does nothing."""
+    """A point of a stream. On the CPU, where no work is ever left, waiting does nothing."""
 
     _event: Any = None
+
+    @staticmethod
+    def here(device: torch.device) -> Done:
+        """The point after all that this thread has launched on `device`, on the stream that it computes on."""
+        return Done(torch.accelerator.current_stream(device).record_event()) if is_accelerator(device) else Done()
 
     def before_computing(self, tensors: Iterable[Tensor] = ()) -> None:
         """Run what this thread launches from now on after this point. tensors: made on the side stream, used from now on."""
         if self._event is not None:
-            here = torch.accelerator.current_stream()
+            here = torch.accelerator.current_stream(self._event.device)
             here.wait_event(self._event)
             if not _recorded(tensors, here):
                 self.wait()
@@ -36,6 +41,10 @@ class Done:
         """Wait until the accelerator has come to this point, so that the program may read host memory."""
         if self._event is not None:
             self._event.synchronize()
+
+    def is_over(self) -> bool:
+        """Whether the accelerator has come to this point."""
+        return self._event is None or bool(self._event.query())
 
 
 class SideStream:

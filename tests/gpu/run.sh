@@ -4,7 +4,8 @@
 #   bash tests/gpu/run.sh wheels [3.12]   elsewhere, with network: fetch into wheels/ the packages that the machine may lack,
 #                                         for its version of Python on Linux x86-64
 #   bash tests/gpu/run.sh tests           the tests of this folder
-#   bash tests/gpu/run.sh ranks           tests/ranks on two ranks that share the GPU, over MPI with copies in the host's memory
+#   bash tests/gpu/run.sh ranks           tests/ranks on two ranks that share the GPU, over MPI with copies in the host's memory,
+#                                         and Horovod's operations over NCCL with one rank
 #   bash tests/gpu/run.sh benchmarks      benchmarks/gpu.py
 #
 # Several words do one after the other, in $LIMIT seconds together (570, ten minutes with starting and stopping).
@@ -60,7 +61,7 @@ prepare() {
     echo "packages are missing; fetch them elsewhere with 'bash tests/gpu/run.sh wheels' and bring the folder wheels/" >&2
     exit 3
   fi
-  python3 -m pip --python "$python" install "${own[@]}" --no-deps --no-build-isolation --editable .
+  python3 -m pip --python "$python" install "${own[@]}" --no-deps --no-build-isolation --editable . --editable plugins/hpctrain-horovod
   if is_old; then
     note "torch is older than $OLDEST, the oldest that hpctrain supports: tests/gpu/older_torch.py supplies what it lacks"
     printf '%s\nimport older_torch\n' "$PWD/tests/gpu" \
@@ -137,10 +138,14 @@ ranks() {
   limited "$OUT/ranks.log" "$(dirname "$python")/mpiexec" -n 2 "$python" -m pytest -p no:cacheprovider --late --device cuda \
     -r fE -m "not thorough and not nightly and not large" "${leave_out[@]}" \
     tests/ranks/test_{stages,layouts,pipeline,tensor_plans,hooks_ranks,compression,resharded_training,experts}.py \
-    tests/ranks/test_guard_ranks.py || code=$?
+    tests/ranks/test_guard_ranks.py plugins/hpctrain-horovod/tests/ranks/test_horovod_devices.py || code=$?
   note "ranks: exit $code after $SECONDS s; $(grep -E '(passed|failed)' "$OUT/ranks.log" | tail -n 1)"
   grep -E '^(FAILED|ERROR|not started)' "$OUT/ranks.log" | tee -a "$summary" || true
-  return "$code"
+  local alone=0
+  limited "$OUT/horovod.log" "$(dirname "$python")/mpiexec" -n 1 "$python" -m pytest -p no:cacheprovider --device cuda -r fE \
+    plugins/hpctrain-horovod/tests/ranks/test_horovod_devices.py || alone=$?
+  note "Horovod over NCCL, one rank: exit $alone after $SECONDS s; $(grep -E '(passed|failed)' "$OUT/horovod.log" | tail -n 1)"
+  return "$((code > alone ? code : alone))"
 }
 
 benchmarks() {
@@ -177,7 +182,7 @@ case ${1-} in
     exit "$failed"
     ;;
   *)
-    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,14s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

@@ -39,9 +39,13 @@ class Lane:
         self._group, self._averages = group, averages
         self.rank, self.size = rank, size
 
-    def close(self) -> None:
-        """End the connections, so that a rank that waits for this one notices."""
+    def abort(self) -> None:
+        """End what runs and the connections, so that a rank that waits for this one notices."""
         self._group.abort()
+
+    def close(self) -> None:
+        """Abort, and free the connections' resources."""
+        self.abort()
         del self._group  # gloo's abort does nothing: only the group's end closes its sockets
 
     def all_reduce(self, buffer: Tensor, op: str) -> None:

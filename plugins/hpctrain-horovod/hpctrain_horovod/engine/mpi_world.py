@@ -64,7 +64,7 @@ _opened: dict[tuple[int, ...], MPIWorld] = {}
 
 
 class MPIWorld:
-    """The ranks of an MPI communicator. Their links and groups outlive a shutdown, for the next init."""
+    """The ranks of an MPI communicator. Their links and groups over MPI outlive a shutdown, for the next init."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         """ranks: those of MPI's world, this one among them. Collective over all processes of MPI's world."""
@@ -89,7 +89,9 @@ class MPIWorld:
         self.uses_mpi = True
 
     def close(self) -> None:
-        """Keep everything for the next init."""
+        """Keep everything over MPI for the next init; an accelerator's groups have threads, which must not see Python end."""
+        for key in [key for key in self._lanes if key[1] != "cpu"]:
+            self._lanes.pop(key).close()
 
     def has_updates(self) -> bool:
         """MPI's processes stay the same."""
@@ -131,7 +133,7 @@ class MPIWorld:
 
     def _new_lane(self, ranks: Sequence[int], device: str) -> Lane:
         name = f"{device} {'-'.join(map(str, ranks))}"
-        store = PrefixStore(name, self._store)
+        store = self.store_of(name)
         place = list(ranks).index(self.rank)
         options = SimpleNamespace(
             global_ranks_in_group=[self._ranks[rank] for rank in ranks], group_size=len(ranks), group_rank=place,

@@ -43,7 +43,7 @@ class Runtime:
     def __init__(self, world: World, settings: EngineSettings) -> None:
         """Collective over the world."""
         self.world, self.settings = world, settings
-        self.timeline = Timeline()
+        self.timeline = Timeline("MPI" if world.uses_mpi else "GLOO")
         self._teams: dict[int, Team] = {}
         self._sets: dict[int, list[int]] = {}
         self._next_set = itertools.count()
@@ -65,7 +65,13 @@ class Runtime:
             negotiation = Negotiation(self.world.links(ranks), self.settings.cache_capacity)
             store = self.world.store_of(f"process set {number}")
             self._teams[number] = Team(
-                ranks, negotiation, lambda device: self.world.lane(ranks, device), store, self.settings, self.timeline
+                ranks,
+                negotiation,
+                lambda device: self.world.lane(ranks, device),
+                store,
+                self.settings,
+                self.timeline,
+                may_lose_ranks=not self.world.uses_mpi,
             )
         return number
 
@@ -119,7 +125,7 @@ class Runtime:
         pending = self._handles.get(handle)
         if pending is None:
             raise ValueError(f"found handle {handle}, expected one of an operation that was not synchronized yet")
-        return all(submission.done for submission in pending.submissions)
+        return all(submission.is_over() for submission in pending.submissions)
 
     def synchronize(self, handle: int) -> Any:
         """Wait for an operation; its result, or None if it was synchronized before. Raises HorovodInternalError."""

@@ -10,14 +10,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from hpctrain.mpi import Patience, wait_until
+from hpctrain.toolkit.groups import Done
 from hpctrain_horovod.engine import request as kinds
+from hpctrain_horovod.engine.beside import Beside
 from hpctrain_horovod.engine.errors import HorovodInternalError
 from hpctrain_horovod.engine.execution import Batch, Buffers, fused, run
 from hpctrain_horovod.engine.lane import Lane
@@ -30,6 +31,8 @@ from hpctrain_horovod.engine.timeline import Timeline
 
 _IDLE = 0.1  # seconds between two looks for messages without submissions of this rank
 _LOOK = 1.0  # seconds between two looks at stalled operations
+_CUT_AFTER = 5.0
+"""Seconds in which what runs on an accelerator ends by itself after a rank has ended, which took part in it or is lost."""
 
 
 class Team:
@@ -43,18 +46,23 @@ class Team:
         store: Store,
         settings: EngineSettings,
         timeline: Timeline,
+        *,
+        may_lose_ranks: bool,
     ) -> None:
-        """ranks: the set's members among all ranks. lane_for: the data path of a kind of device; collective."""
+        """ranks: the set's members among all ranks. lane_for: the data path of a kind of device; collective.
+
+        may_lose_ranks: the program goes on without a lost rank, so it must not read what an accelerator never gets.
+        """
         self.ranks = list(ranks)
         self.rank, self.size = negotiation.rank, len(self.ranks)
         self.submitted = 0
         """The number of operations so far, to match those without a name."""
         self.ended: str | None = None
-        self._accelerator: int | None = None
-        """The index of the accelerator that this rank's tensors were on last; a rank that has joined has no tensors."""
+        self._ended_at, self._cut = 0.0, False
         self.run_process_set: Callable[[Agreed], Any] | None = None
         self._negotiation, self._lane_for, self._lanes = negotiation, lane_for, dict[str, Lane]()
-        self._settings, self._timeline, self._buffers = settings, timeline, Buffers()
+        self._settings, self._timeline, self._buffers, self._beside = settings, timeline, Buffers(), Beside()
+        self._may_lose_ranks = may_lose_ranks
         self._stall = StallCheck(store, self.ranks, self.rank, settings)
         self._looked = time.monotonic()
         self._changed = threading.Condition()
@@ -69,6 +77,7 @@ class Team:
 
         Raises HorovodInternalError after a shutdown, ValueError if an operation of the same name is in flight.
         """
+        self._beside.submitted(submissions)
         with self._changed:
             if self.ended is not None:
                 raise HorovodInternalError(self.ended)
@@ -84,18 +93,31 @@ class Team:
                 self._changed.notify_all()
 
     def wait(self, submission: Submission) -> None:
-        """Return when the operation has finished or failed."""
-        if submission.done:
-            return
+        """Return when the result is there, or the operation has failed; `submission.error` tells.
+
+        The result of an accelerator is there for what this thread launches from now on.
+        """
+        if not self._is_there(submission):
+            self._wait(submission)
+        if self._cut and submission.request.device != "cpu" and submission.error is None:
+            submission.error = HorovodInternalError(self.ended)
+        if submission.error is None:
+            results = submission.result if isinstance(submission.result, tuple) else (submission.result,)
+            submission.over.before_computing(one for one in results if isinstance(one, Tensor))
+
+    def _is_there(self, submission: Submission) -> bool:
+        return submission.is_over() if self._may_lose_ranks else submission.done
+
+    def _wait(self, submission: Submission) -> None:
         with self._changed:
             self._waiters += 1
         try:
-            while not submission.done:
+            while not self._is_there(submission):
                 if self._ending:
                     self._rest()
                 elif self._takes_over():
                     try:
-                        self._drive(lambda: submission.done or self._ending, Patience.LONG)
+                        self._drive(lambda: self._is_there(submission) or self._ending, Patience.LONG)
                     finally:
                         self._hand_over()
         finally:
@@ -126,7 +148,7 @@ class Team:
 
     def _has_nothing_left(self) -> bool:
         self._advance()
-        return not self._mine
+        return not self._mine and self._beside.is_over()
 
     def _rest(self) -> None:
         with self._changed:
@@ -182,17 +204,22 @@ class Team:
             self._timeline.mark_cycle()
             for batch in fused(together, self._settings.fusion_bytes):
                 self._run(batch)
-        if self._negotiation.ended is not None and self.ended is None:
-            self._fail_all(self._negotiation.ended)
+        if self._negotiation.ended is not None:
+            if self.ended is None:
+                self._fail_all(self._negotiation.ended)
+            self._cut_off()
 
     def _run(self, batch: Batch) -> None:
         mine = [self._mine.get(one.key) for one in batch]
         begin = time.monotonic()
         error = None if batch[0].error is None else HorovodInternalError(batch[0].error)
         results: list[Any] = [None] * len(batch)
+        over = Done()
         if error is None:
             try:
-                results = self._results(batch, mine)
+                results, over = self._results(batch, mine)
+                if self._timeline.is_on():
+                    over.wait()
             except Exception as failure:
                 error = HorovodInternalError(f"{title(batch[0].key)} failed: {failure}")
                 error.__cause__ = failure
@@ -201,31 +228,39 @@ class Team:
         with self._changed:
             for submission, result in zip(mine, results, strict=True):
                 if submission is not None and self._mine.pop(submission.key, None) is not None:
-                    submission.finish(result, error)
+                    submission.finish(result, error, over)
             self._changed.notify_all()
 
-    def _results(self, batch: Batch, mine: Sequence[Submission | None]) -> list[Any]:
-        first = batch[0]
+    def _results(self, batch: Batch, mine: Sequence[Submission | None]) -> tuple[list[Any], Done]:
+        """The results of a batch, and when they are there."""
+        first, device = batch[0], batch[0].request.device
         if first.request.kind == kinds.BARRIER:
-            return [None]
+            return [None], Done()
         if first.request.kind == kinds.JOIN:
-            return [first.values[0]]
+            return [first.values[0]], Done()
         if first.request.kind == kinds.PROCESS_SET:
             assert self.run_process_set is not None  # only the set of all ranks is asked to
-            return [self.run_process_set(first)]
-        device = first.request.device
-        tensors = [one.tensor for one in mine if one is not None and one.tensor is not None]
-        if device != "cpu" and tensors:
-            self._accelerator = tensors[0].device.index
-        # this thread's own current accelerator may be another one, such as the first, which is torch's default
-        with nullcontext() if device == "cpu" else torch.accelerator.device_index(self._accelerator):
+            return [self.run_process_set(first)], Done()
+
+        def moved() -> list[Any]:
             if device not in self._lanes:
                 self._lanes[device] = self._lane_for(device)
             return run(batch, mine, self._lanes[device], self._buffers)
 
+        return (moved(), Done()) if device == "cpu" else self._beside.launch(device, mine, moved)
+
+    def _cut_off(self) -> None:
+        """End what runs on an accelerator and can't come to its end: a rank that takes part in it is lost."""
+        if self._cut or time.monotonic() - self._ended_at < _CUT_AFTER or self._beside.is_over():
+            return
+        self._cut = True
+        for device, lane in self._lanes.items():
+            if device != "cpu":
+                lane.abort()
+
     def _fail_all(self, reason: str) -> None:
         with self._changed:
-            self.ended = reason
+            self.ended, self._ended_at = reason, time.monotonic()
             for submission in self._mine.values():
                 submission.finish(error=HorovodInternalError(reason))
             self._mine.clear()

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch.distributed as dist
+
 from hpctrain_horovod.engine.negotiation import Agreed
 from hpctrain_horovod.engine.request import Key, title
 from hpctrain_horovod.engine.submission import Submission
@@ -22,7 +24,9 @@ from hpctrain_horovod.engine.submission import Submission
 class Timeline:
     """Two rows of time for each operation's name: its negotiation, and its run. Thread-safe; does nothing until it starts."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_cpu: str) -> None:
+        """of_cpu: the name of what moves the CPU's tensors, such as "MPI"."""
+        self._of_cpu = of_cpu
         self._lock = threading.Lock()
         self._file: TextIO | None = None
         self._marks = False
@@ -47,6 +51,10 @@ class Timeline:
         with self._lock:
             self._close()
 
+    def is_on(self) -> bool:
+        """Whether a file is written: then the operations of an accelerator are waited for, to know how long they take."""
+        return self._file is not None
+
     def mark_cycle(self) -> None:
         """The ranks have agreed on operations."""
         if self._file is not None and self._marks:
@@ -64,9 +72,12 @@ class Timeline:
                 if submission is not None:
                     self._span(one.key, f"NEGOTIATE_{kind}", max(submission.submitted, self._begin), begin)
                 self._span(one.key, kind, begin, end)
-                transport = "MPI" if one.request.device == "cpu" else "NCCL"
-                self._span(one.key, f"{transport}_{kind}", begin, end)
+                self._span(one.key, f"{self._transport(one.request.device)}_{kind}", begin, end)
             self._flush()
+
+    def _transport(self, device: str) -> str:
+        """The name of what moves the data, in capitals as the original writes it."""
+        return self._of_cpu if device == "cpu" else dist.Backend.default_device_backend_map[device].upper()
 
     def _span(self, key: Key, name: str, begin: float, end: float) -> None:
         event = {"name": name, "ph": "X", "pid": self._number(title(key)), "ts": self._since(begin)}
