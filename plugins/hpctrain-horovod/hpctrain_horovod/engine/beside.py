@@ -32,7 +32,9 @@ class Beside:
                 place = one.tensor.device
                 points[place] = one.ready = points.get(place) or Done.here(place)
 
-    def launch(self, kind: str, mine: Sequence[Submission | None], run: Callable[[], list[Any]]) -> tuple[list[Any], Done]:
+    def launch(
+        self, kind: str, mine: Sequence[Submission | None], run: Callable[[], list[Any]]
+    ) -> tuple[list[Any], Done]:
         """Launch one batch on this kind of accelerator: its results, and when they are there. mine: this rank's submissions."""
         given = [one for one in mine if one is not None]
         tensors = [tensor for one in given for tensor in (one.tensor, one.output) if tensor is not None]
