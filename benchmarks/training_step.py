@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.runner import MicroBatch, RunnerParts
-from hpctrain.model.build import build_model
+from hpctrain.model.build import InitialValues, build_model
 from hpctrain.model.gradients.reducer import GradientReducer
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import build_optimizer, parameter_groups
@@ -26,7 +26,7 @@ def make_step(checked: CheckedJob, meshes: Meshes, batch: dict[str, torch.Tensor
     """
     parts = checked.parts
     sums = GradientReducer(parts.compression, meshes, "")
-    built = build_model(checked.job, parts, meshes, sums, CPU)
+    built = build_model(checked.job, parts, meshes, sums, CPU, InitialValues())
     sharded, scaler = built.sharded, parts.precision.start()
     groups = parameter_groups(sharded.pieces(), list(built.trained), [])
     optimizer = sharded.optimizer(groups, partial(build_optimizer, parts.optimizer))

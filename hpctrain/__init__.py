@@ -16,10 +16,11 @@ from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.job.tables import Job
+    from hpctrain.planning.plan import plan
     from hpctrain.training.loading import load
     from hpctrain.training.rank import run
 
-__all__ = ["Job", "__version__", "load", "load_job", "run"]
+__all__ = ["Job", "__version__", "load", "load_job", "plan", "run"]
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -31,7 +32,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def __getattr__(name: str) -> Any:
-    """`Job`, `load` and `run` on first use: importing hpctrain alone must not import torch (`hpctrain --help` is quick)."""
+    """`Job`, `load`, `plan` and `run` on first use: importing hpctrain alone must not import torch (`hpctrain --help` is quick)."""
     if name == "Job":
         from hpctrain.job.tables import Job
 
@@ -40,6 +41,10 @@ def __getattr__(name: str) -> Any:
         from hpctrain.training.loading import load
 
         return load
+    if name == "plan":
+        from hpctrain.planning.plan import plan
+
+        return plan
     if name == "run":
         from hpctrain.training.rank import run
 

@@ -15,6 +15,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -385,3 +386,41 @@ def load_kernels(content: bytes) -> bool:
     else:
         importlib.import_module("torch._dynamo")
     return torch.compiler.load_cache_artifacts(content) is not None
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The group that a functional collective names."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which operators are those of real tensors, also inside a mode that makes fake ones."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    made: AbstractContextManager[Any] = _disable_current_modes()
+    return made
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """A context in which tensors are made without values and without memory; real ones may be mixed in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    made: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    return made
+
+
+def local_tensors(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors with a tensor's memory on this rank: of a DTensor and of other wrappers what they hold."""
+    if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [inner for one in held if isinstance(one, Tensor) for inner in local_tensors(one)]

@@ -19,7 +19,7 @@ from hpctrain.ranks.process import end_process
 from hpctrain.version import __version__
 
 GROUPS = {
-    "Train": ("new", "check", "run"),
+    "Train": ("new", "check", "plan", "run"),
     "On a scheduler": ("submit", "status", "cancel"),
     "With a trained model": ("evaluate", "predict", "sample", "checkpoint"),
     "Machine": ("doctor", "where", "bench"),

@@ -54,14 +54,46 @@ class Built:
     """The names of each tied parameter of the full model, its main name first."""
 
 
-def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, device: torch.device) -> Built:
+class InitialValues:
+    """The memory and the values of a model's parameters: drawn from the seed, the same for every layout."""
+
+    are_real = True
+    """Whether there are values, and ranks to compare them with."""
+
+    def build(self, spec: ModelSpec, seed: int) -> nn.Module:
+        """The full module: on the meta device, or with values that are those of rank 0. Collective."""
+        module = build_on_meta(spec) if isinstance(spec, MetaModel) else _under_seed(spec, seed)
+        refuse_other_model(spec, module)
+        if not isinstance(spec, MetaModel):
+            _share_values(module)
+        return module
+
+    def fill(self, module: nn.Module, spec: ModelSpec, seed: int, home: torch.device) -> None:
+        """Give this rank's part of the module its memory on `home`, and its values."""
+        tied = tied_parameters(module)
+        if isinstance(spec, MetaModel):
+            elements = sum(parameter.numel() for parameter in module.parameters())
+            try:
+                module.to_empty(device=home)
+            except RuntimeError as error:  # torch has no other error for memory on the CPU
+                raise EnvironmentUnfitError(
+                    f"[model] {spec.name}: no memory here for its {elements:,} parameters: {str(error).splitlines()[0]}; choose "
+                    "smaller sizes, or spread it over more ranks"
+                ) from error
+            tie(module, tied)  # materialization gave each place its own parameter
+            refuse_values_by_call(spec, module, seed)
+            initialize(module, spec, seed)
+        module.to(device=home)
+        tie(module, tied)  # on a device that torch knows by a plugin only, this gave each place its own, too
+
+
+def build_model(
+    job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, device: torch.device, values: InitialValues
+) -> Built:
     """Build -> precision -> parallelism -> compile and activation checkpointing -> sharding -> materialize and initialize."""
     spec, dtype = parts.model, parts.precision.parameter_dtype
     with _default_dtype(dtype):
-        module = build_on_meta(spec) if isinstance(spec, MetaModel) else _under_seed(spec, job.job.seed)
-    refuse_other_model(spec, module)
-    if not isinstance(spec, MetaModel):
-        _share_values(module)
+        module = values.build(spec, job.job.seed)
     refuse_blocks(spec, module)
     refuse_unsaved_buffers(module, spec)
     refuse_embeddings(module, spec, meshes.data.size())
@@ -94,20 +126,7 @@ def build_model(job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, devi
     sharded = parts.sharding.shard(module, spec, meshes.data, sums)
     module = sharded.module
     outline.refuse_change(parts.sharding, "shard", module)
-    home, here = parts.sharding.home(device), tied_parameters(module)
-    if isinstance(spec, MetaModel):
-        try:
-            module.to_empty(device=home)
-        except RuntimeError as error:  # torch has no other error for memory on the CPU
-            raise EnvironmentUnfitError(
-                f"[model] {spec.name}: no memory here for its {elements:,} parameters: {str(error).splitlines()[0]}; choose "
-                "smaller sizes, or spread it over more ranks"
-            ) from error
-        tie(module, here)  # materialization gave each place its own parameter
-        refuse_values_by_call(spec, module, job.job.seed)
-        initialize(module, spec, job.job.seed)
-    module.to(device=home)
-    tie(module, here)  # on a device that torch knows by a plugin only, this gave each place its own, too
+    values.fill(module, spec, job.job.seed, parts.sharding.home(device))
     _place_buffers(module, device, job.precision.buffer_dtype)
     sharded.materialized()
     return Built(sharded, axes[::-1], trained, elements, tied)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,10 @@ from torch import Tensor
 from hpctrain.base import errors
 from hpctrain.base.errors import HpctrainError
 from hpctrain.base.json_values import decode, encode
+from hpctrain.base.torch_private import DisableTorchDispatch
 from hpctrain.mpi.errors import CommunicationError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Outcome: TypeAlias = T | Exception
 
@@ -33,6 +36,18 @@ _KNOWN: dict[str, type[Exception]] = {
 }
 
 
+def _of_real_tensors(collective: Callable[P, T]) -> Callable[P, T]:
+    """The collective, whose messages are real tensors, whatever a mode of the caller's makes of its own."""
+
+    @wraps(collective)
+    def run(*args: P.args, **named: P.kwargs) -> T:
+        with DisableTorchDispatch():
+            return collective(*args, **named)
+
+    return run
+
+
+@_of_real_tensors
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value` in rank order, on all ranks. Collective over `group`, all ranks by default."""
     group = _group(group)
@@ -42,6 +57,7 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     return [_decode(one, length) for one, length in zip(received, lengths, strict=True)]
 
 
+@_of_real_tensors
 def broadcast_value(value: Any = None, group: dist.ProcessGroup | None = None) -> Any:
     """The `value` of the group's rank 0, on all ranks. Collective over `group`, all ranks by default."""
     group = _group(group)
@@ -50,6 +66,7 @@ def broadcast_value(value: Any = None, group: dist.ProcessGroup | None = None) -
     return _decode(content, lengths[0])
 
 
+@_of_real_tensors
 def sum_of(value: int, group: dist.ProcessGroup | None = None) -> int:
     """The sum of every rank's `value`, on all ranks. Collective over `group`, all ranks by default."""
     if _group(group).size() == 1:

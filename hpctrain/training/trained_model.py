@@ -24,7 +24,7 @@ from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.runner import Runner, RunnerParts
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
-from hpctrain.model.build import build_model
+from hpctrain.model.build import InitialValues, build_model
 from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.model.conformance.hooks import tensors_kept
 from hpctrain.model.conformance.model import refuse_mean
@@ -50,9 +50,17 @@ class TrainedModel:
     """
 
     def __init__(
-        self, job: Job, parts: Parts, meshes: Meshes, node: str, device: torch.device, hooks: LifeCycle
+        self,
+        job: Job,
+        parts: Parts,
+        meshes: Meshes,
+        node: str,
+        device: torch.device,
+        hooks: LifeCycle,
+        values: InitialValues | None = None,
     ) -> None:
-        """Builds the model. Collective. node: this rank's node, for messages."""
+        """Builds the model. Collective. node: this rank's node, for messages. values: None for those of the seed."""
+        values = values or InitialValues()
         self._job, self._parts, self._hooks, self.meshes = job, parts, hooks, meshes
         self.spec = parts.model
         self.batch_group = meshes.batch_group()
@@ -63,7 +71,7 @@ class TrainedModel:
         """Whether a step of this run has shown that gradients are sums and the module follows the pieces."""
         self._own_axes = {own for _, own in meshes.own_groups}
         self.sums = GradientReducer(parts.compression, meshes, node)
-        built = build_model(job, parts, meshes, self.sums, device)
+        built = build_model(job, parts, meshes, self.sums, device, values)
         self.sharded, self.module, self.tied = built.sharded, built.sharded.module, built.tied
         if not isinstance(parts.precision.forward(device), AbstractContextManager):
             raise broken(
@@ -75,7 +83,7 @@ class TrainedModel:
         axes = [plugin.traits for plugin in parts.parallelism.values()]
         apart = tuple(one.axis for one in axes if one.ranks_have == "other parameters")
         self.pieces = [replace(piece, axes=(*apart, *piece.axes)) for piece in self.sharded.pieces()]
-        if not parts.sharding.ranks_diverge:
+        if values.are_real and not parts.sharding.ranks_diverge:
             refuse_holes(parts.sharding, self.pieces, self.shapes, meshes)
         self.totals = PieceTotals(self.pieces, meshes)
         self._whole = FullParameters(self.pieces, self.shapes, meshes, device)
@@ -86,7 +94,8 @@ class TrainedModel:
         self.loss_share = 0.0 if any(meshes.axis(axis).get_local_rank() for axis in repeated) else 1.0
         self.named_losses = NamedLosses(self.loss_share)
         self.runner = self._make_runner(device)
-        self.sums.try_compressor()
+        if values.are_real:
+            self.sums.try_compressor()
 
     def _make_runner(self, device: torch.device) -> Runner:
         """The runner that an axis brings, or the plain runner."""

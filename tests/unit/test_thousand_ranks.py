@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import counting_group
 import pytest
-import torch.distributed as dist
-from counting_group import Kind
-from torch._C._distributed_c10d import HashStore
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
-from training import job, session_of
+from training import job
 
 from hpctrain.checking.check import check
 from hpctrain.job.raw import RawJob
 from hpctrain.model.build import build_on_meta
-from hpctrain.ranks.detection import detect
-from hpctrain.ranks.signals import StopRequest
-from hpctrain.training.loop import train_step
+from hpctrain.planning.rank_plan import Exchange
+from hpctrain.planning.simulation import plan_rank
 
 FLOAT = 4
 HIDDEN, LAYERS, VOCABULARY, LENGTH = 64, 2, 256, 16
@@ -36,13 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(params=[8, 1024])
-def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    # the other ranks have no pieces that could cover the parameters
-    monkeypatch.setattr("hpctrain.training.trained_model.refuse_holes", lambda *_: None)
-    counting_group.register()
-    dist.init_process_group(counting_group.BACKEND, rank=0, world_size=request.param, store=HashStore())
-    yield request.param
-    dist.destroy_process_group()
+def ranks(request: pytest.FixtureRequest) -> int:
+    return request.param
 
 
 class Step:
@@ -55,34 +44,26 @@ class Step:
             batch={"global_size": ranks, "micro_size": 1},
             **tables,
         )
-        with session_of(made, identity=replace(detect(), size=ranks)) as session:
-            session.model.is_tried = True  # no trial of numbers that mean nothing
-            loader = session.feed.training_loader(session.progress)
-            try:
-                for _ in range(2):
-                    calls, nbytes = counting_group.calls.copy(), counting_group.nbytes.copy()
-                    train_step(session, loader, StopRequest())
-            finally:
-                loader.close()
-        self.calls, self.nbytes = counting_group.calls - calls, counting_group.nbytes - nbytes
-        # the step's own: a sum of the labels over the ranks with other samples, and a row of figures
-        self._take(Kind("all_reduce", ranks // tables.get("parallelism", {}).get("tensor", 1)), 8)
-        self._take(Kind("all_gather", ranks), 7 * 8)
+        planned = plan_rank(check(RawJob(made, {}, "job"), ranks), 0, ranks, per_node=8)
+        self._exchanges = [self._without_figures(one, ranks) for one in planned.exchanges]
 
-    def _take(self, kind: Kind, nbytes: int) -> None:
-        self.calls[kind] -= 1
-        self.nbytes[kind] -= nbytes
+    @staticmethod
+    def _without_figures(one: Exchange, ranks: int) -> Exchange:
+        """The exchange without the row of seven figures that all ranks tell each other in a step."""
+        if (one.operation, one.ranks) != ("all_gather", ranks):
+            return one
+        return replace(one, calls=one.calls - 1, nbytes=one.nbytes - 7 * 8)
 
     def bytes_of(self, operation: str) -> dict[int, int]:
         """Bytes of this rank's inputs, by the number of ranks."""
-        return {kind.ranks: count for kind, count in self.nbytes.items() if kind.operation == operation and count}
+        return {one.ranks: one.nbytes for one in self._exchanges if one.operation == operation and one.calls}
 
     def calls_of(self, operation: str, ranks: int) -> int:
-        return self.calls[Kind(operation, ranks)]
+        return sum(one.calls for one in self._exchanges if (one.operation, one.ranks) == (operation, ranks))
 
     @property
     def operations(self) -> set[str]:
-        return {kind.operation for kind, count in self.calls.items() if count}
+        return {one.operation for one in self._exchanges if one.calls}
 
 
 def shapes() -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,71 @@
+"""What a machine can do: shipped accelerators, and those of a file."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hpctrain.base.errors import UsageError, reason
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Machine(BaseModel):
+    """The accelerators of a machine, as torch sees a device.
+
+    memory: bytes. bandwidth: of the memory, bytes/s. flops: FLOP/s of products by data type. inside, across: bytes/s that a device
+    sends to others of its node, and to other nodes. efficiency: the shares of FLOP/s and of bandwidths that programs reach.
+    latency: seconds of a collective besides its bytes. launch: seconds of an operator at least. per_node: devices of a node.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    memory: Positive
+    bandwidth: Positive
+    flops: dict[str, Positive]
+    inside: Positive
+    across: Positive
+    efficiency: Annotated[float, Field(gt=0, le=1)] = 0.7
+    latency: Positive = 2e-5
+    launch: Positive = 5e-6
+    per_node: Annotated[int, Field(ge=1)] = 8
+
+    def peak(self, dtype: str, tf32: bool) -> float:
+        """FLOP/s of products of a data type; of one that the machine doesn't name, those of float32."""
+        if dtype == "float32" and tf32 and "tf32" in self.flops:
+            return self.flops["tf32"]
+        return self.flops.get(dtype) or self.flops["float32"]
+
+
+def machine_names() -> list[str]:
+    """The shipped machines."""
+    return list(_shipped())
+
+
+def open_machine(name: str) -> Machine:
+    """A shipped machine by its name, or the table [machine] of a TOML file. Raises UsageError."""
+    tables = _shipped()
+    if name.lower() in tables:
+        return Machine(**tables[name.lower()])
+    path = Path(name)
+    try:
+        table = tomli.loads(path.read_text())["machine"]
+    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError, KeyError) as error:
+        why = "it has no table [machine]" if isinstance(error, KeyError) else reason(error)
+        raise UsageError(
+            f"--machine {name}: expected one of {', '.join(tables)}, or a TOML file with a table [machine]: {why}"
+        ) from None
+    try:
+        return Machine(**table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{path}: [machine] {where}: {first['msg']}, found {first['input']!r}") from None
+
+
+def _shipped() -> dict[str, Any]:
+    return tomli.loads(files("hpctrain.planning").joinpath("machines.toml").read_text())
