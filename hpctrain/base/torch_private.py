@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # The options of an all-gather, which torch.distributed exports for every other collective.
-# HashStore is documented as torch.distributed.HashStore, which torch's own types lack.
+# FileStore and HashStore are documented as torch.distributed.FileStore and HashStore, which torch's own types lack.
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
+from torch._C._distributed_c10d import FileStore as FileStore
 from torch._C._distributed_c10d import HashStore as HashStore
 
 # The output of a functional collective before it was waited for: hpctrain.mpi waits for such tensors.
@@ -390,9 +391,11 @@ def load_kernels(content: bytes) -> bool:
 
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The group that a functional collective names."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch._C._distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
+    resolve: Any = _resolve_process_group  # its argument has a type of its own since torch 2.13
+    found: dist.ProcessGroup = resolve(name)
+    return found
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -414,7 +417,18 @@ def fake_tensors() -> AbstractContextManager[Any]:
     """A context in which tensors are made without values and without memory; real ones may be mixed in."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    made: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    class Shapes(FakeTensorMode):
+        """A mode whose cache keeps no storage alive that is an operator's argument."""
+
+        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cached = self.cache_enabled
+            self.cache_enabled = cached and not any(isinstance(one, torch.UntypedStorage) for one in args)
+            try:
+                return super().dispatch(func, types, args, kwargs)
+            finally:
+                self.cache_enabled = cached
+
+    made: AbstractContextManager[Any] = Shapes(allow_non_fake_inputs=True)
     return made
 
 
@@ -424,3 +438,17 @@ def local_tensors(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
     return [inner for one in held if isinstance(one, Tensor) for inner in local_tensors(one)]
+
+
+def storage_number(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has as long as this one lives."""
+    return int(storage._cdata)
+
+
+def operator_of(overload: Any) -> tuple[Any, str]:
+    """The operator of an overload, as torch.utils.flop_counter lists it, and its name."""
+    return overload._overloadpacket, str(overload._opname)
+
+
+READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
+"""The operator of `.item()`."""

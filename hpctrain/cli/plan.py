@@ -11,10 +11,21 @@ import click
 
 from hpctrain.cli.options import example, job_arguments
 
-_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
-class Size(click.ParamType):
+class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """Bytes, such as 80GB (of 10^9 bytes) or 40GiB."""
 
     name = "size"
@@ -30,7 +41,8 @@ class Size(click.ParamType):
 @click.command(
     "plan",
     epilog=example(
-        "hpctrain plan job.toml -n 64 --machine h100", "hpctrain plan job.toml -n 8 --memory 40GB --set sharding.stage=3"
+        "hpctrain plan job.toml -n 64 --machine h100",
+        "hpctrain plan job.toml -n 8 --memory 40GB --set sharding.stage=3",
     ),
 )
 @job_arguments

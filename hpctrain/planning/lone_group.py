@@ -48,7 +48,7 @@ class Traffic:
 
 
 TRAFFIC = Traffic()
-"""That of this process."""
+"""The traffic of this process."""
 
 
 @contextmanager

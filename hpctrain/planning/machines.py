@@ -1,4 +1,4 @@
-"""What a machine can do: shipped accelerators, and those of a file."""
+"""Accelerators and their figures: shipped ones, and those of a file."""
 
 from __future__ import annotations
 

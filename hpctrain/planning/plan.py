@@ -23,7 +23,10 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The needs of a job: one rank for each part of the model. time: None without a machine. memory: bytes of a device, if known."""
+    """The needs of a job: one rank for each part of the model.
+
+    memory: bytes of a device, None if that is not known. time: None without a machine.
+    """
 
     checked: CheckedJob
     ranks: list[RankPlan]
@@ -43,7 +46,7 @@ class JobPlan:
         return None if self.memory is None else self.largest.most <= self.memory
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: bytes, seconds and floating-point operations."""
+        """The plan for JSON, in bytes, seconds and floating-point operations."""
         return {
             "ranks": self.world,
             "axes": self.ranks[0].axes,
@@ -59,16 +62,16 @@ class JobPlan:
         """The plan as a text."""
         parts, size = self.checked.parts, self.ranks[0].axes
         layout = " x ".join(f"{axis} {n}" for axis, n in size.items() if n > 1) or "one rank"
-        yield f"layout        {layout}; sharding {parts.sharding.name}; {parts.precision.mode}"
+        yield f"layout        {layout}; sharding {parts.sharding.name}; {self.checked.job.precision.mode}"
         shown = sorted(self.ranks, key=lambda one: -one.most)[:_SHOWN]
         yield from _memory_lines(sorted(shown, key=lambda one: one.rank), len(self.ranks))
         yield from _exchange_lines(self.largest)
         yield f"computing     {max(one.flops for one in self.ranks) / 1e12:.3g} TFLOP on a rank in a step"
         if self.time is not None:
-            yield (
-                f"step          about {self.time.seconds:.3g} s: computing {self.time.computing:.3g}, communication that it does "
-                f"not hide {self.time.exposed:.3g}, waiting of a pipeline {self.time.waiting:.3g}"
-            )
+            told = f"computing {self.time.computing:.3g}, communication that it does not hide {self.time.exposed:.3g}"
+            if self.time.waiting:
+                told += f", waiting of a pipeline {self.time.waiting:.3g}"
+            yield f"step          about {self.time.seconds:.3g} s: {told}"
         if self.memory is not None:
             word = "fits" if self.fits else "does not fit"
             yield f"memory        {word}: rank {self.largest.rank} needs {_gb(self.largest.most)} of {_gb(self.memory)} GB"
@@ -85,7 +88,7 @@ def make_plan(
     time = None
     if machine is not None:
         data_axes = layout_of(checked.job, checked.parts, world).data_axes
-        time = step_time(ranks, machine, data_axes, checked.parts.precision.mode == "tf32")
+        time = step_time(ranks, machine, data_axes, checked.job.precision.mode == "tf32")
     limit = memory if memory is not None or machine is None else machine.memory
     return JobPlan(checked, ranks, world, on_node, limit, time)
 
@@ -100,8 +103,8 @@ def plan(
 ) -> JobPlan:
     """Plan `job` on so many ranks, as `hpctrain plan` does: memory, communication and computing of a step.
 
-    job: as for `hpctrain.run`. machine: a shipped one's name, a file, or a Machine: then the plan has a time, too. memory: bytes of a
-    device; None for the machine's. Errors that a user can fix are HpctrainErrors.
+    job: as for `hpctrain.run`. machine: a shipped one's name, a file, or a Machine: then the plan has a time, too. memory: bytes
+    of a device; None for the machine's. Errors that a user can fix are HpctrainErrors.
     """
     tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else dict(job)
     of = open_machine(machine) if isinstance(machine, str) else machine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpctrain.planning.watch import Operator
 
@@ -36,6 +36,11 @@ class Exchange:
     inside_node: bool
 
     @property
+    def kind(self) -> tuple[str, str, int]:
+        """The axis, the operation and the number of ranks."""
+        return self.axis, self.operation, self.ranks
+
+    @property
     def sent(self) -> float:
         """Bytes that this rank sends, at least."""
         return self.nbytes * _SENT[self.operation](self.ranks)
@@ -60,6 +65,43 @@ class RankPlan:
     operators: dict[Operator, int]
     exchanges: list[Exchange]
     micro_batches: int
+
+    def with_micro_batches(self, number: int, more_of: RankPlan, fewer: RankPlan) -> RankPlan:
+        """The plan of a step with `number` micro batches: each one that this step has not needs what `more_of` has more than
+        `fewer`."""
+        further, by = number - self.micro_batches, more_of.micro_batches - fewer.micro_batches
+        if further <= 0 or by <= 0:
+            return self
+
+        def more(here: int, there: int, before: int) -> int:
+            return here + max(0, there - before) * further // by
+
+        before, there = ({one.kind: (one.calls, one.nbytes) for one in plan.exchanges} for plan in (fewer, more_of))
+        none = 0, 0
+        sent = [
+            (
+                one,
+                [
+                    more(*at)
+                    for at in zip(
+                        (one.calls, one.nbytes), there.get(one.kind, none), before.get(one.kind, none), strict=True
+                    )
+                ],
+            )
+            for one in self.exchanges
+        ]
+        peak = more(self.peak, more_of.peak, fewer.peak)
+        return replace(
+            self,
+            peak=peak,
+            at_peak={**self.at_peak, OTHERS: self.at_peak[OTHERS] + peak - self.peak},
+            operators={
+                one: more(count, more_of.operators.get(one, 0), fewer.operators.get(one, 0))
+                for one, count in self.operators.items()
+            },
+            exchanges=[replace(one, calls=calls, nbytes=nbytes) for one, (calls, nbytes) in sent],
+            micro_batches=number,
+        )
 
     @property
     def flops(self) -> int:

@@ -9,10 +9,10 @@ import math
 import multiprocessing
 import traceback
 import warnings
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from multiprocessing.connection import wait
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError, UsageError, reason
 from hpctrain.base.torch_private import fake_tensors, without_modes
 from hpctrain.checking.check import CheckedJob
+from hpctrain.checkpoint.state import create_state
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.data.loader import Loader
@@ -28,23 +29,24 @@ from hpctrain.model.build import InitialValues, build_on_meta
 from hpctrain.model.mesh import Layout, Meshes, build_meshes, layout_of
 from hpctrain.model.parameters import tie, tied_parameters
 from hpctrain.planning.lone_group import TRAFFIC, lone_rank, note_functional
-from hpctrain.planning.messages import messages_over
+from hpctrain.planning.messages import Queue, messages_over
 from hpctrain.planning.rank_plan import OTHERS, Exchange, RankPlan
 from hpctrain.planning.watch import Watch
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.rank_channel import RankChannel
-from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed
-from hpctrain.training.figures import exchange_figures
 from hpctrain.training.guard.judging import Guard
 from hpctrain.training.loop import update
-from hpctrain.training.metrics import StepTimes
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
 from hpctrain.training.saving import open_store
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
+
+_FEW = 2, 3, 3
+"""Micro batches of the steps that are run, for each pipeline stage. From the second one on, those of one rank need alike. A
+pipeline's stages tell each other their shapes in a step with another number of micro batches, which the third one has not."""
 
 
 class Shapes(InitialValues):
@@ -81,12 +83,13 @@ def simulate(checked: CheckedJob, size: int, per_node: int) -> list[RankPlan]:
     """
     ranks = different_ranks(layout_of(checked.job, checked.parts, size), checked)
     context = multiprocessing.get_context("fork")
-    with TemporaryDirectory(prefix="hpctrain-plan-") as directory, ExitStack() as stack:
+    with ExitStack() as stack:
+        queues = {rank: context.Queue() for rank in ranks}
         receivers = []
         for rank in ranks:
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_report, args=(sender, checked, rank, size, per_node, Path(directory)), daemon=True
+                target=_report, args=(sender, checked, rank, size, per_node, len(ranks), queues), daemon=True
             )
             process.start()
             stack.callback(process.join)
@@ -123,11 +126,13 @@ def _received(ready: Any) -> RankPlan:
     return found
 
 
-def _report(sender: Any, checked: CheckedJob, rank: int, size: int, per_node: int, directory: Path) -> None:
+def _report(
+    sender: Any, checked: CheckedJob, rank: int, size: int, per_node: int, stages: int, queues: Mapping[int, Queue]
+) -> None:
     """Send the rank's plan, or an error that tells why there is none."""
     try:
-        with messages_over(directory):
-            outcome: Any = plan_rank(checked, rank, size, per_node)
+        with messages_over(queues):
+            outcome: Any = plan_rank(checked, rank, size, per_node, stages)
     except HpctrainError as error:
         outcome = type(error)(str(error))
     except Exception as error:
@@ -139,8 +144,8 @@ def _report(sender: Any, checked: CheckedJob, rank: int, size: int, per_node: in
     sender.send(outcome)
 
 
-def plan_rank(checked: CheckedJob, rank: int, size: int, per_node: int) -> RankPlan:
-    """Run two steps of one rank in this process, which has no torch.distributed; the second one's figures."""
+def plan_rank(checked: CheckedJob, rank: int, size: int, per_node: int, stages: int = 1) -> RankPlan:
+    """Run steps of one rank in this process, which has no torch.distributed. stages: parts of the model on different ranks."""
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
     job, parts, device = checked.job, checked.parts, torch.device("cpu")
     identity = Identity(rank=rank, size=size, local_rank=rank % per_node, local_size=min(size, per_node), node="plan")
@@ -155,19 +160,22 @@ def plan_rank(checked: CheckedJob, rank: int, size: int, per_node: int) -> RankP
         stack.callback(session.close)
         loader = session.feed.training_loader(session.progress)
         stack.callback(loader.close)
+        create_state(model.optimizer)
         start = watch.peak
-        for _ in range(2):
+        found: list[RankPlan] = []
+        for few in _FEW if stages > 1 else _FEW[:2]:
             watch.begin()
             TRAFFIC.clear()
-            micro_batches = _step(session, loader)
-        return _figures(session, watch, meshes, per_node, start, micro_batches)
+            ran, whole = _step(session, loader, few * stages)
+            found.append(_figures(session, watch, meshes, per_node, start, ran))
+        return found[-1].with_micro_batches(whole, found[1], found[0])
 
 
 def _session(
     checked: CheckedJob, identity: Identity, layout: Layout, meshes: Meshes, model: TrainedModel, hooks: LifeCycle,
     device: torch.device,
 ) -> Session:  # fmt: skip
-    """What the loop needs, with a report that nobody reads."""
+    """A session as the loop needs it, with a report that nobody reads."""
     job, parts = checked.job, checked.parts
     feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device, model.split)
     return Session(
@@ -177,24 +185,26 @@ def _session(
     )  # fmt: skip
 
 
-def _step(session: Session, loader: Loader) -> int:
-    """The step of training/loop.py that updates the model, without what reads values."""
+def _step(session: Session, loader: Loader, most: int) -> tuple[int, int]:
+    """The step of training/loop.py that updates the model, without its figures, which ranks read and exchange.
+
+    Of its micro batches at most `most` run; returns how many, and how many a step has.
+    """
     model, step = session.model, session.progress.step
-    micro_batches, seen = loader.step()
+    whole, seen = loader.step()
+    micro_batches = whole[:most]
     model.begin_sums(step)
-    loss = model.runner.train(micro_batches, 1, step)
+    model.runner.train(micro_batches, 1, step)
     model.sharded.synchronize()
     gradients = model.take_gradients()
-    exchange_figures(session, loss, gradients, StepTimes(), StopRequest())
+    model.totals.square(gradients)
     model.set_learning_rate(step, session.progress.steps)
     update(session, gradients, math.inf, None)
     session.progress.advance(seen)
-    return len(micro_batches)
+    return len(micro_batches), len(whole)
 
 
-def _figures(
-    session: Session, watch: Watch, meshes: Meshes, per_node: int, start: int, micro_batches: int
-) -> RankPlan:
+def _figures(session: Session, watch: Watch, meshes: Meshes, per_node: int, start: int, micro_batches: int) -> RankPlan:
     model = session.model
     parameters = [*model.module.parameters(), *(piece.tensor for piece in model.pieces)]
     states = [value for state in model.optimizer.state.values() for value in state.values()]
@@ -217,12 +227,15 @@ def _figures(
 
 
 def _exchanges(meshes: Meshes, per_node: int) -> list[Exchange]:
-    axes = {group.group_name: axis for axis, group in meshes.groups().items()}
+    axes = {str(group.group_name): axis for axis, group in meshes.groups().items()}
+    calls, nbytes = Counter[tuple[str, str, int, bool]](), Counter[tuple[str, str, int, bool]]()
+    for kind, count in TRAFFIC.calls.items():
+        inside = len({rank // per_node for rank in kind.members}) == 1
+        key = axes.get(kind.group, "all ranks"), kind.operation, kind.ranks, inside
+        calls[key] += count
+        nbytes[key] += TRAFFIC.nbytes[kind]
     return [
-        Exchange(
-            axes.get(kind.group, "all ranks"), kind.operation, kind.ranks, calls, TRAFFIC.nbytes[kind],
-            len({rank // per_node for rank in kind.members}) == 1,
-        )
-        for kind, calls in TRAFFIC.calls.items()
-        if kind.ranks > 1
-    ]  # fmt: skip
+        Exchange(axis, operation, ranks, count, nbytes[axis, operation, ranks, inside], inside)
+        for (axis, operation, ranks, inside), count in calls.items()
+        if ranks > 1
+    ]

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hpctrain.base.torch_private import TorchDispatchMode, local_tensors
+from hpctrain.base.torch_private import READS_A_NUMBER, TorchDispatchMode, local_tensors, operator_of, storage_number
 
+_STORAGE: Any = torch.UntypedStorage
 _BLOCK = 512
 """Bytes to which torch's allocators of accelerators round."""
+
 
 class Operator(NamedTuple):
     """The work of an operator: the data type of its input, its floating-point operations, the bytes that it reads and writes."""
@@ -44,8 +46,11 @@ class Watch(TorchDispatchMode):
     peak: the most bytes that lived at once since `begin`. operators: how often each kind has run since then.
     """
 
-    def __init__(self, has_values: bool, collective: Callable[[str, list[Tensor], Any], None] = lambda *_: None) -> None:
-        super().__init__()
+    def __init__(
+        self, has_values: bool, collective: Callable[[str, list[Tensor], Any], None] = lambda *_: None
+    ) -> None:
+        made: Any = super()  # torch leaves the mode's methods without types
+        made.__init__()
         self._has_values, self._collective = has_values, collective
         self._alive: dict[int, _Life] = {}
         self._ended: list[_Life] = []
@@ -54,20 +59,22 @@ class Watch(TorchDispatchMode):
         self.operators: Counter[Operator] = Counter()
 
     def __enter__(self) -> Any:
-        self._resize = resize = torch.UntypedStorage.resize_
+        self._resize = resize = _STORAGE.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             done = resize(storage, size)
             self._see_storage(storage)
             return done
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
-        return super().__enter__()
+        _STORAGE.resize_ = resized
+        made: Any = super()
+        return made.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         assert self._resize is not None
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
+        _STORAGE.resize_ = self._resize
+        made: Any = super()
+        made.__exit__(*error)
 
     def begin(self) -> None:
         """Look for a new peak from here on, and count anew."""
@@ -78,7 +85,7 @@ class Watch(TorchDispatchMode):
     def at_peak(self, of: Mapping[str, Iterable[Tensor]], others: str) -> dict[str, int]:
         """The peak's bytes by what they are of; `others` names those of no tensor in `of`, kept or not."""
         names = {
-            one.untyped_storage()._cdata: name for name, tensors in of.items() for one in flat_locals(tensors)
+            storage_number(one.untyped_storage()): name for name, tensors in of.items() for one in flat_locals(tensors)
         }
         found: Counter[str] = Counter(dict.fromkeys([*of, others], 0))
         for life in [*self._ended, *self._alive.values()]:
@@ -89,30 +96,35 @@ class Watch(TorchDispatchMode):
     @staticmethod
     def bytes_of(tensors: Iterable[Tensor]) -> int:
         """The bytes of the tensors' storages on this rank, each once."""
-        storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in flat_locals(tensors)}
+        storages = {
+            storage_number(one.untyped_storage()): one.untyped_storage().nbytes() for one in flat_locals(tensors)
+        }
         return sum(storages.values())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._has_values and func is torch.ops.aten._local_scalar_dense.default:
+        if func.namespace == "prim":
+            return func(*args, **kwargs)  # asks for a tensor's device
+        if not self._has_values and func is READS_A_NUMBER:
             return _read(args[0].dtype)
         if not self._has_values and func is torch.ops.aten.equal.default:
             return True
         if any(hasattr(one, "__tensor_flatten__") for one in types):
             return NotImplemented  # a tensor that is spread over ranks: its parts on this rank come through here
         found = func(*args, **kwargs)
-        if func.namespace == "_c10d_functional" and func._opname != "wait_tensor":
-            self._collective(func._opname, list(_tensors(args[0])), args[-1])
+        operator, name = operator_of(func)
+        if func.namespace == "_c10d_functional" and name != "wait_tensor":
+            self._collective(name, list(_tensors(args[0])), args[-1])
         results = list(_tensors(found))
         if not func.is_view:
             for tensor in results:
                 self._see(tensor)
             given = list(_tensors((*args, *kwargs.values())))
-            name, flops = func._overloadpacket, 0
-            if name in flop_registry:
-                flops = flop_registry[name](*args, **kwargs, out_val=found)
+            flops = 0
+            if operator in flop_registry:
+                flops = flop_registry[operator](*args, **kwargs, out_val=found)
             dtype = str(given[0].dtype if given else torch.get_default_dtype()).removeprefix("torch.")
             self.operators[Operator(dtype, flops, sum(one.nbytes for one in (*given, *results)))] += 1
         return found
@@ -123,7 +135,7 @@ class Watch(TorchDispatchMode):
                 self._see_storage(one.untyped_storage())
 
     def _see_storage(self, storage: torch.UntypedStorage) -> None:
-        ident, nbytes = storage._cdata, -(-storage.nbytes() // _BLOCK) * _BLOCK
+        ident, nbytes = storage_number(storage), -(-storage.nbytes() // _BLOCK) * _BLOCK
         known = self._alive.get(ident)
         if known is not None and known.nbytes == nbytes:
             return

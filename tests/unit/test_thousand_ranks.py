@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from training import job
 from hpctrain.checking.check import check
 from hpctrain.job.raw import RawJob
 from hpctrain.model.build import build_on_meta
-from hpctrain.planning.rank_plan import Exchange
 from hpctrain.planning.simulation import plan_rank
 
 FLOAT = 4
@@ -44,26 +42,18 @@ class Step:
             batch={"global_size": ranks, "micro_size": 1},
             **tables,
         )
-        planned = plan_rank(check(RawJob(made, {}, "job"), ranks), 0, ranks, per_node=8)
-        self._exchanges = [self._without_figures(one, ranks) for one in planned.exchanges]
-
-    @staticmethod
-    def _without_figures(one: Exchange, ranks: int) -> Exchange:
-        """The exchange without the row of seven figures that all ranks tell each other in a step."""
-        if (one.operation, one.ranks) != ("all_gather", ranks):
-            return one
-        return replace(one, calls=one.calls - 1, nbytes=one.nbytes - 7 * 8)
+        self._exchanges = plan_rank(check(RawJob(made, {}, "job"), ranks), 0, ranks, per_node=8).exchanges
 
     def bytes_of(self, operation: str) -> dict[int, int]:
         """Bytes of this rank's inputs, by the number of ranks."""
-        return {one.ranks: one.nbytes for one in self._exchanges if one.operation == operation and one.calls}
+        return {one.ranks: one.nbytes for one in self._exchanges if one.operation == operation}
 
     def calls_of(self, operation: str, ranks: int) -> int:
         return sum(one.calls for one in self._exchanges if (one.operation, one.ranks) == (operation, ranks))
 
     @property
     def operations(self) -> set[str]:
-        return {one.operation for one in self._exchanges if one.calls}
+        return {one.operation for one in self._exchanges}
 
 
 def shapes() -> dict[str, tuple[int, ...]]:

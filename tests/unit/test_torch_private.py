@@ -28,6 +28,12 @@ ROOT = Path(__file__).parent.parent.parent
 HOMES = [ROOT / "hpctrain" / "base" / name for name in ("torch_private.py", "torch_attention.py")]
 
 OWNERS: dict[str, Any] = {
+    "_cdata": torch.UntypedStorage,
+    "_disable_current_modes": "torch.utils._python_dispatch",
+    "_local_scalar_dense": torch.ops.aten,
+    "_opname": torch.ops.aten.add.Tensor,
+    "_overloadpacket": torch.ops.aten.add.Tensor,
+    "_resolve_process_group": "torch._C._distributed_c10d",
     "_DisableTorchDispatch": "torch._C",
     "_StorageInfo": "torch.distributed.checkpoint.filesystem",
     "_StridedShard": "torch.distributed.tensor.placement_types",

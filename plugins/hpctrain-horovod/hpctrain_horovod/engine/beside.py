@@ -1,4 +1,4 @@
-"""Where operations on accelerators are launched: on a stream beside the one that computes, after what made their tensors.
+"""Launches operations on accelerators on a stream beside the one that computes, after what made their tensors.
 
 So backward computes on while gradients are summed, as in the original. The program waits for a result on its own stream.
 """

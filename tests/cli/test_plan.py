@@ -1,0 +1,90 @@
+"""`hpctrain plan`: the screen, JSON, Python, machines, and jobs that can't be planned. tests/ranks/test_planned.py has runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import JobFile
+from launching import hpctrain, run
+
+import hpctrain as package
+
+MACHINE = """
+[machine]
+memory = 1e6
+bandwidth = 1e12
+flops = { float32 = 1e12 }
+inside = 1e11
+across = 1e10
+per_node = 2
+"""
+
+
+def test_a_plan_says_what_a_rank_needs_and_whether_it_fits(job: JobFile) -> None:
+    (job.directory / "small.toml").write_text(MACHINE)
+    words = ["plan", "job.toml", "-n", "4", "--machine", "small.toml"]
+    done = run(hpctrain(*words), job.directory)
+    assert done.code == 0, done
+    for told in (
+        "layout        dp_replicate 4; sharding zero-0; ",
+        "parameters ",
+        "in all_reduce over dp_replicate, 4 ranks between nodes",
+        "TFLOP on a rank in a step",
+        "step          about ",
+        "memory        fits: rank 0 needs ",
+    ):
+        assert told in done.out, (told, done)
+    small = run(hpctrain(*words, "--memory", "100kB"), job.directory)
+    assert small.code == 1 and "memory        does not fit: rank 0 needs " in small.out, small
+    assert not job.output.exists(), "a plan leaves no files"
+
+
+def test_json_and_python_say_the_same(job: JobFile) -> None:
+    job.set(sharding={"stage": 1})
+    told = json.loads(run(hpctrain("plan", "job.toml", "-n", "3", "--machine", "a100", "--json"), job.directory).out)
+    planned = package.plan(package.load_job(job.path), ranks=3, machine="a100")
+    assert told == json.loads(json.dumps(planned.as_dict()))
+    assert told["fits"] and told["memory_bytes"] == 80e9 and told["axes"] == {"dp_replicate": 1, "dp_shard": 3}
+    sent = {one["operation"]: one for one in told["of_ranks"][0]["exchanges"]}
+    assert sent["reduce_scatter"]["ranks"] == 3 and sent["reduce_scatter"]["inside_node"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--machine", "h900"], "--machine h900: expected one of v100, a100, h100, h200, b200, mi250x, mi300x, pvc, or a TOML"),
+        (["--machine", "bad.toml"], "bad.toml: [machine] bandwidth: Input should be greater than 0, found -1"),
+        (["--memory", "much"], "found 'much', expected bytes such as 80GB or 40GiB"),
+        (["-n", "5"], "[batch] global_size: 12 does not divide over 5"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_mistakes_are_told(job: JobFile, words: list[str], sentence: str) -> None:
+    (job.directory / "bad.toml").write_text(MACHINE.replace("bandwidth = 1e12", "bandwidth = -1"))
+    done = run(hpctrain("plan", "job.toml", *words), job.directory)
+    assert done.code == 2 and sentence in done.err and "Traceback" not in done.err, done
+
+
+def test_a_model_that_needs_values_is_told(tmp_path: Path, job: JobFile) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\n\n"
+        "class Picky(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x[x[:, 0] > 0])\n\n\n"
+        "def samples(split):\n"
+        "    return [(torch.randn(4), torch.randn(2)) for _ in range(24)]\n"
+    )
+    job.tables["model"] = {
+        "name": "mine:Picky",
+        "in_features": 4,
+        "out_features": 2,
+        "loss": "torch.nn.functional:mse_loss",
+    }
+    job.set(dataset={"name": "mine:samples"})
+    job.tables["dataset"].pop("samples")
+    job.write()
+    done = run(hpctrain("plan", "job.toml"), tmp_path)
+    assert done.code == 3 and "this job can't be planned: " in done.err, done
+    assert "needs the values of tensors, and a plan has their shapes only" in done.err, done
