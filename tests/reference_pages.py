@@ -27,6 +27,7 @@ PAGES = Path(__file__).parent.parent / "docs" / "reference"
 LATE = {
     "Job": ("hpctrain.job.tables", "Job"),
     "load": ("hpctrain.training.loading", "load"),
+    "plan": ("hpctrain.planning.plan", "plan"),
     "run": ("hpctrain.training.rank", "run"),
 }
 """Names that importing hpctrain does not import yet."""

@@ -53,7 +53,12 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     help="Estimate the time of a step on this machine: v100, a100, h100, h200, b200, mi250x, mi300x, pvc, or a TOML file with a "
     "table [machine].",
 )
-@click.option("--per-node", type=click.IntRange(min=1), metavar="RANKS", help="Ranks of a node; by default 8.")
+@click.option(
+    "--per-node",
+    type=click.IntRange(min=1),
+    metavar="RANKS",
+    help="Ranks of a node; by default the machine's devices, or 8.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: bytes, seconds, floating-point operations.")
 def command(
     job: Path,

@@ -119,7 +119,7 @@ class LoneGroup(PythonGroup):
 
 def note_functional(name: str, inputs: list[Tensor], group: Any) -> None:
     """Count a functional collective of fake tensors, which reaches no group. group: it, or its name."""
-    operation = next(one for one in _METHODS if name.startswith(one))
+    operation = max((one for one in _METHODS if name.startswith(one)), key=len)
     found = group if isinstance(group, dist.ProcessGroup) else resolve_group(group)
     assert isinstance(found, LoneGroup)  # there is no other one in a plan
     found.note(operation, inputs)

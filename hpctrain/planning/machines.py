@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tomli
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from hpctrain.base.errors import UsageError, reason
 
@@ -34,6 +34,13 @@ class Machine(BaseModel):
     launch: Positive = 5e-6
     per_node: Annotated[int, Field(ge=1)] = 8
 
+    @field_validator("flops")
+    @classmethod
+    def _has_float32(cls, flops: dict[str, float]) -> dict[str, float]:
+        if "float32" not in flops:
+            raise ValueError("expected float32 among them, for what the table does not name")
+        return flops
+
     def peak(self, dtype: str, tf32: bool) -> float:
         """FLOP/s of products of a data type; of one that the machine doesn't name, those of float32."""
         if dtype == "float32" and tf32 and "tf32" in self.flops:
@@ -50,7 +57,7 @@ def open_machine(name: str) -> Machine:
     """A shipped machine by its name, or the table [machine] of a TOML file. Raises UsageError."""
     tables = _shipped()
     if name.lower() in tables:
-        return Machine(**tables[name.lower()])
+        return Machine.model_validate(tables[name.lower()])
     path = Path(name)
     try:
         table = tomli.loads(path.read_text())["machine"]
@@ -60,11 +67,11 @@ def open_machine(name: str) -> Machine:
             f"--machine {name}: expected one of {', '.join(tables)}, or a TOML file with a table [machine]: {why}"
         ) from None
     try:
-        return Machine(**table)
+        return Machine.model_validate(table)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{path}: [machine] {where}: {first['msg']}, found {first['input']!r}") from None
+        where = " ".join(["[machine]", ".".join(map(str, first["loc"]))]).strip()
+        raise UsageError(f"{path}: {where}: {first['msg']}, found {first['input']!r}") from None
 
 
 def _shipped() -> dict[str, Any]:

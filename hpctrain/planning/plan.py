@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
+
+from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.full_check import check_thoroughly
 from hpctrain.job.raw import RawJob
@@ -25,7 +29,7 @@ _SHOWN = 6
 class JobPlan:
     """The needs of a job: one rank for each part of the model.
 
-    memory: bytes of a device, None if that is not known. time: None without a machine.
+    memory: bytes of a device, None if that is not known. time: None without a machine. left_out: what the plan does not have.
     """
 
     checked: CheckedJob
@@ -34,6 +38,7 @@ class JobPlan:
     per_node: int
     memory: float | None
     time: StepTime | None
+    left_out: list[str]
 
     @property
     def largest(self) -> RankPlan:
@@ -55,6 +60,7 @@ class JobPlan:
             "fits": self.fits,
             "step_seconds": None if self.time is None else self.time.seconds,
             "step": None if self.time is None else vars(self.time),
+            "left_out": self.left_out,
             "of_ranks": [_as_dict(one) for one in self.ranks],
         }
 
@@ -72,6 +78,8 @@ class JobPlan:
             if self.time.waiting:
                 told += f", waiting of a pipeline {self.time.waiting:.3g}"
             yield f"step          about {self.time.seconds:.3g} s: {told}"
+        for sentence in self.left_out:
+            yield f"note          {sentence}"
         if self.memory is not None:
             word = "fits" if self.fits else "does not fit"
             yield f"memory        {word}: rank {self.largest.rank} needs {_gb(self.largest.most)} of {_gb(self.memory)} GB"
@@ -82,7 +90,12 @@ def make_plan(
 ) -> JobPlan:
     """Plan the job on `world` ranks. per_node: of a node; None for the machine's devices. memory: bytes of a device; None for the
     machine's. Raises the errors of `hpctrain check`, and EnvironmentUnfitError where a plugin needs the values of tensors."""
-    checked, _ = check_thoroughly(raw, world)
+    if dist.is_initialized():
+        raise UsageError(
+            "a plan sets torch.distributed up itself, but it is set up already; plan before, or in another process"
+        )
+    checked, _ = check_thoroughly(_planned_job(raw, machine), world)
+    _refuse_unplanned(checked)
     on_node = per_node or (machine.per_node if machine is not None else 8)
     ranks = simulate(checked, world, on_node)
     time = None
@@ -90,7 +103,44 @@ def make_plan(
         data_axes = layout_of(checked.job, checked.parts, world).data_axes
         time = step_time(ranks, machine, data_axes, checked.job.precision.mode == "tf32")
     limit = memory if memory is not None or machine is None else machine.memory
-    return JobPlan(checked, ranks, world, on_node, limit, time)
+    return JobPlan(checked, ranks, world, on_node, limit, time, list(_left_out(checked, ranks)))
+
+
+def _planned_job(raw: RawJob, machine: Machine | None) -> RawJob:
+    """The job with the precision that "auto" is on the machine, by default one with bf16, and without processes for samples."""
+    tables = copy.deepcopy(raw.tables)
+    tables.setdefault("dataset", {})["workers"] = 0
+    precision = tables.setdefault("precision", {})
+    if precision.get("mode", "auto") == "auto":
+        has_bf16 = machine is None or machine.peak("bfloat16", False) > machine.peak("float32", False)
+        precision["mode"] = "bf16" if has_bf16 else "fp32"
+    return replace(raw, tables=tables)
+
+
+def _refuse_unplanned(checked: CheckedJob) -> None:
+    """Raises UsageError for settings whose effect a plan does not have: it would be wrong."""
+    given = checked.raw.tables
+    for table in ("sharding", "activation_checkpointing"):
+        asked = [name for name, value in given.get(table, {}).items() if name.startswith("offload") and value]
+        if asked:
+            raise UsageError(
+                f"[{table}] {asked[0]}: a plan runs on the CPU, where nothing is offloaded; plan without it, with --set "
+                f"{table}.{asked[0]}=: the job then needs less"
+            )
+
+
+def _left_out(checked: CheckedJob, ranks: Sequence[RankPlan]) -> Iterator[str]:
+    """Sentences about what the plan does not have."""
+    if checked.job.compile.enabled:
+        yield "[compile]: planned without; compiled kernels keep less memory"
+    if checked.parts.compression.name != "none":
+        yield "[compression]: planned without; less is sent between nodes"
+    guesses = max(one.guesses for one in ranks)
+    if guesses and len(ranks) == 1:
+        yield (
+            f"an integer or a truth value was asked of tensors {guesses} times, and 0 or False was the answer: if shapes depend on "
+            "it, the plan is wrong"
+        )
 
 
 def plan(
@@ -103,8 +153,8 @@ def plan(
 ) -> JobPlan:
     """Plan `job` on so many ranks, as `hpctrain plan` does: memory, communication and computing of a step.
 
-    job: as for `hpctrain.run`. machine: a shipped one's name, a file, or a Machine: then the plan has a time, too. memory: bytes
-    of a device; None for the machine's. Errors that a user can fix are HpctrainErrors.
+    job: as `hpctrain.load_job` gives it, or tables as in a job file. machine: a shipped one's name, a file, or a Machine: then the
+    plan has a time, too. memory: bytes of a device; None for the machine's. Errors that a user can fix are HpctrainErrors.
     """
     tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else dict(job)
     of = open_machine(machine) if isinstance(machine, str) else machine
@@ -116,6 +166,7 @@ def _memory_lines(ranks: Sequence[RankPlan], of: int) -> Iterator[str]:
         "parameters": [one.parameters for one in ranks],
         "gradients": [one.gradients for one in ranks],
         "optimizer state": [one.optimizer_state for one in ranks],
+        "inputs of a step": [one.inputs for one in ranks],
         "peak of a step": [one.peak for one in ranks],
         f"  {OTHERS}": [one.at_peak[OTHERS] for one in ranks],
         "peak of the start": [one.start for one in ranks],
@@ -146,6 +197,7 @@ def _as_dict(plan: RankPlan) -> dict[str, Any]:
         "parameters_bytes": plan.parameters,
         "gradients_bytes": plan.gradients,
         "optimizer_state_bytes": plan.optimizer_state,
+        "inputs_bytes": plan.inputs,
         "peak_bytes": plan.peak,
         "at_peak_bytes": plan.at_peak,
         "start_bytes": plan.start,

@@ -36,9 +36,9 @@ class Exchange:
     inside_node: bool
 
     @property
-    def kind(self) -> tuple[str, str, int]:
-        """The axis, the operation and the number of ranks."""
-        return self.axis, self.operation, self.ranks
+    def kind(self) -> tuple[str, str, int, bool]:
+        """The axis, the operation, the number of ranks and whether they share a node."""
+        return self.axis, self.operation, self.ranks, self.inside_node
 
     @property
     def sent(self) -> float:
@@ -51,7 +51,8 @@ class RankPlan:
     """The needs of one rank in a step that is not the first one.
 
     axes: the size of each axis of the layout. parameters, gradients, optimizer_state: bytes that are held when the step is over.
-    peak: the most bytes that live at once; at_peak: what they are of. start: the most bytes until the first step.
+    inputs: of all micro batches, which lie on the device from the begin of the step. peak: the most bytes that live at once;
+    at_peak: what they are of. start: the most bytes until the first step. guesses: see Watch.
     """
 
     rank: int
@@ -62,7 +63,9 @@ class RankPlan:
     peak: int
     at_peak: dict[str, int]
     start: int
+    inputs: int
     operators: dict[Operator, int]
+    guesses: int
     exchanges: list[Exchange]
     micro_batches: int
 
@@ -111,4 +114,4 @@ class RankPlan:
     @property
     def most(self) -> int:
         """The most bytes that live at once, at the start or in a step."""
-        return max(self.peak, self.start)
+        return max(self.peak + self.inputs, self.start)

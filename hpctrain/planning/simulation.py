@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
+import signal
+import threading
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError, UsageError, reason
@@ -23,7 +28,8 @@ from hpctrain.base.torch_private import fake_tensors, without_modes
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checkpoint.state import create_state
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.model import MetaModel, ModelSpec
+from hpctrain.contracts.model import MetaModel, ModelSpec, tensors_in
+from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.model.build import InitialValues, build_on_meta
 from hpctrain.model.mesh import Layout, Meshes, build_meshes, layout_of
@@ -130,6 +136,8 @@ def _report(
     sender: Any, checked: CheckedJob, rank: int, size: int, per_node: int, stages: int, queues: Mapping[int, Queue]
 ) -> None:
     """Send the rank's plan, or an error that tells why there is none."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         with messages_over(queues):
             outcome: Any = plan_rank(checked, rank, size, per_node, stages)
@@ -144,6 +152,13 @@ def _report(
     sender.send(outcome)
 
 
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def plan_rank(checked: CheckedJob, rank: int, size: int, per_node: int, stages: int = 1) -> RankPlan:
     """Run steps of one rank in this process, which has no torch.distributed. stages: parts of the model on different ranks."""
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
@@ -152,7 +167,8 @@ def plan_rank(checked: CheckedJob, rank: int, size: int, per_node: int, stages: 
     layout = layout_of(job, parts, size)
     with lone_rank(rank, size), ExitStack() as stack:
         meshes = build_meshes(layout, device)
-        hooks = LifeCycle(checked.registry, identity, [])
+        hooks = LifeCycle(checked.registry, identity, parts.hooks)
+        stack.callback(hooks.close)
         watch = Watch(has_values=False, collective=note_functional)
         model = TrainedModel(job, parts, meshes, identity.node, device, hooks, Shapes(stack, watch))
         with without_modes():
@@ -160,15 +176,17 @@ def plan_rank(checked: CheckedJob, rank: int, size: int, per_node: int, stages: 
         stack.callback(session.close)
         loader = session.feed.training_loader(session.progress)
         stack.callback(loader.close)
+        hooks.call("hpctrain_state", job=job, identity=identity, model=model)
         create_state(model.optimizer)
         start = watch.peak
         found: list[RankPlan] = []
         for few in _FEW if stages > 1 else _FEW[:2]:
             watch.begin()
             TRAFFIC.clear()
-            ran, whole = _step(session, loader, few * stages)
-            found.append(_figures(session, watch, meshes, per_node, start, ran))
-        return found[-1].with_micro_batches(whole, found[1], found[0])
+            given = _step(session, loader, few * stages)
+            found.append(_figures(session, watch, meshes, per_node, start, given[: few * stages]))
+        planned = found[-1].with_micro_batches(len(given), found[1], found[0])
+        return replace(planned, inputs=_inputs(given))
 
 
 def _session(
@@ -181,14 +199,14 @@ def _session(
     return Session(
         job, parts, identity, device, layout, hooks, Report(identity, RankChannel(False, False)), model, feed,
         store=open_store(job, parts, device), guard=Guard(job.guard), replicas=None,
-        deadline=deadline_of(None, 0.0, identity), states=[], progress=Progress(feed.steps),
+        deadline=deadline_of(None, 0.0, identity), states=[], progress=Progress(max(feed.steps, len(_FEW))),
     )  # fmt: skip
 
 
-def _step(session: Session, loader: Loader, most: int) -> tuple[int, int]:
+def _step(session: Session, loader: Loader, most: int) -> list[MicroBatch]:
     """The step of training/loop.py that updates the model, without its figures, which ranks read and exchange.
 
-    Of its micro batches at most `most` run; returns how many, and how many a step has.
+    Of its micro batches, which are returned, at most `most` run.
     """
     model, step = session.model, session.progress.step
     whole, seen = loader.step()
@@ -201,10 +219,12 @@ def _step(session: Session, loader: Loader, most: int) -> tuple[int, int]:
     model.set_learning_rate(step, session.progress.steps)
     update(session, gradients, math.inf, None)
     session.progress.advance(seen)
-    return len(micro_batches), len(whole)
+    return whole
 
 
-def _figures(session: Session, watch: Watch, meshes: Meshes, per_node: int, start: int, micro_batches: int) -> RankPlan:
+def _figures(
+    session: Session, watch: Watch, meshes: Meshes, per_node: int, start: int, given: Sequence[MicroBatch]
+) -> RankPlan:
     model = session.model
     parameters = [*model.module.parameters(), *(piece.tensor for piece in model.pieces)]
     states = [value for state in model.optimizer.state.values() for value in state.values()]
@@ -221,9 +241,15 @@ def _figures(session: Session, watch: Watch, meshes: Meshes, per_node: int, star
         start=start,
         operators=dict(watch.operators),
         exchanges=_exchanges(meshes, per_node),
-        micro_batches=micro_batches,
+        micro_batches=len(given),
+        inputs=_inputs(given),
+        guesses=watch.guesses,
         axes=dict(session.layout.axes),
     )
+
+
+def _inputs(micro_batches: Sequence[MicroBatch]) -> int:
+    return sum(one.nbytes for micro in micro_batches for one in tensors_in(micro.batch))
 
 
 def _exchanges(meshes: Meshes, per_node: int) -> list[Exchange]:
@@ -231,7 +257,12 @@ def _exchanges(meshes: Meshes, per_node: int) -> list[Exchange]:
     calls, nbytes = Counter[tuple[str, str, int, bool]](), Counter[tuple[str, str, int, bool]]()
     for kind, count in TRAFFIC.calls.items():
         inside = len({rank // per_node for rank in kind.members}) == 1
-        key = axes.get(kind.group, "all ranks"), kind.operation, kind.ranks, inside
+        key = (
+            axes.get(kind.group, "all ranks" if kind.ranks == dist.get_world_size() else "some ranks"),
+            kind.operation,
+            kind.ranks,
+            inside,
+        )
         calls[key] += count
         nbytes[key] += TRAFFIC.nbytes[kind]
     return [

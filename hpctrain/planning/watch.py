@@ -13,13 +13,29 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hpctrain.base.torch_private import READS_A_NUMBER, TorchDispatchMode, local_tensors, operator_of, storage_number
+from hpctrain.base.torch_private import (
+    READS_A_NUMBER,
+    TorchDispatchMode,
+    is_fake,
+    local_tensors,
+    operator_of,
+    storage_number,
+)
 
 _STORAGE: Any = torch.UntypedStorage
 _BLOCK = 512
 """Bytes to which torch's allocators of accelerators round."""
+
+
+_CPU_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
+}
+"""torch's counter of an operator that its registry lacks, and of how many first arguments it takes the shapes."""
+_MOVE_NOTHING = "empty", "new_empty", "set_", "resize_", "_unsafe_view"
+"""Beginnings of the names of operators that neither read nor write."""
 
 
 class Operator(NamedTuple):
@@ -40,10 +56,11 @@ class _Life:
 
 
 class Watch(TorchDispatchMode):
-    """A mode for the steps of one rank. has_values: False for fake tensors, whose values are read
-    as 1.0, 0 and False. collective: is told of torch's functional collectives: the name, the inputs, the group.
+    """A mode for the steps of one rank.
 
-    peak: the most bytes that lived at once since `begin`. operators: how often each kind has run since then.
+    has_values: False for fake tensors, whose values are read as 1.0, 0 and False. collective: is told of torch's functional
+    collectives: the name, the inputs, the group. Since `begin`, guesses: how often an integer or a truth value was read of a fake
+    tensor; peak: the most bytes that lived at once; operators: how often each kind has run.
     """
 
     def __init__(
@@ -57,6 +74,7 @@ class Watch(TorchDispatchMode):
         self._events = self._at_peak = self._now = self.peak = 0
         self._resize: Callable[..., Any] | None = None
         self.operators: Counter[Operator] = Counter()
+        self.guesses = 0
 
     def __enter__(self) -> Any:
         self._resize = resize = _STORAGE.resize_
@@ -81,6 +99,7 @@ class Watch(TorchDispatchMode):
         self._ended.clear()
         self.peak, self._at_peak = self._now, self._events
         self.operators.clear()
+        self.guesses = 0
 
     def at_peak(self, of: Mapping[str, Iterable[Tensor]], others: str) -> dict[str, int]:
         """The peak's bytes by what they are of; `others` names those of no tensor in `of`, kept or not."""
@@ -107,7 +126,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)  # asks for a tensor's device
-        if not self._has_values and func is READS_A_NUMBER:
+        if func is READS_A_NUMBER and is_fake(args[0]):
+            self.guesses += not args[0].dtype.is_floating_point
             return _read(args[0].dtype)
         if not self._has_values and func is torch.ops.aten.equal.default:
             return True
@@ -118,13 +138,11 @@ class Watch(TorchDispatchMode):
         if func.namespace == "_c10d_functional" and name != "wait_tensor":
             self._collective(name, list(_tensors(args[0])), args[-1])
         results = list(_tensors(found))
-        if not func.is_view:
-            for tensor in results:
-                self._see(tensor)
+        for tensor in results if not func.is_view else ():
+            self._see(tensor)
+        if not (func.is_view or name.startswith(_MOVE_NOTHING)):
             given = list(_tensors((*args, *kwargs.values())))
-            flops = 0
-            if operator in flop_registry:
-                flops = flop_registry[operator](*args, **kwargs, out_val=found)
+            flops = _flops(operator, name, args, kwargs, found)
             dtype = str(given[0].dtype if given else torch.get_default_dtype()).removeprefix("torch.")
             self.operators[Operator(dtype, flops, sum(one.nbytes for one in (*given, *results)))] += 1
         return found
@@ -158,6 +176,14 @@ class Watch(TorchDispatchMode):
             life.death = self._events
             self._now -= life.nbytes
             self._ended.append(life)
+
+
+def _flops(operator: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Any) -> int:
+    """The floating-point operations of an operator, as torch counts them; attention on the CPU like that on accelerators."""
+    if name in _CPU_ATTENTION:
+        count, tensors = _CPU_ATTENTION[name]
+        return int(count(*(one.shape for one in args[:tensors])))
+    return int(flop_registry[operator](*args, **kwargs, out_val=found)) if operator in flop_registry else 0
 
 
 def flat_locals(tensors: Iterable[Tensor]) -> Iterable[Tensor]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import JobFile
 from launching import hpctrain, run
 
@@ -65,6 +66,40 @@ def test_mistakes_are_told(job: JobFile, words: list[str], sentence: str) -> Non
     (job.directory / "bad.toml").write_text(MACHINE.replace("bandwidth = 1e12", "bandwidth = -1"))
     done = run(hpctrain("plan", "job.toml", *words), job.directory)
     assert done.code == 2 and sentence in done.err and "Traceback" not in done.err, done
+
+
+def test_what_a_plan_leaves_out_is_told(tmp_path: Path, job: JobFile) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\n\n"
+        "class Curious(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x if (x > 9).any() else -x)\n\n\n"
+        "def samples(split):\n"
+        "    return [(torch.randn(4), torch.randn(2)) for _ in range(24)]\n"
+    )
+    made = {"name": "mine:Curious", "in_features": 4, "out_features": 2, "loss": "torch.nn.functional:mse_loss"}
+    job.tables.update(model=made, dataset={"name": "mine:samples", "workers": 2}, compile={"enabled": True})
+    job.write()
+    done = run(hpctrain("plan", "job.toml"), tmp_path)
+    assert done.code == 0 and "note          [compile]: planned without" in done.out, done
+    assert "a truth value was asked of tensors 3 times" in done.out, done
+    offloaded = run(
+        hpctrain("plan", "job.toml", "-n", "2", "--set", "sharding={stage = 2, offload_optimizer = true}"), tmp_path
+    )
+    assert offloaded.code == 2 and "where nothing is offloaded; plan without it" in offloaded.err, offloaded
+
+
+def test_attention_and_averages_of_weights_count(job: JobFile) -> None:
+    """The products of a GPT are those that the model itself gives; an average of the weights is held beside them."""
+    plain = package.plan(package.load_job(job.path))
+    model = plain.checked.parts.model
+    step = {"input_ids": torch.zeros(12, 8)}
+    assert plain.largest.flops == pytest.approx(model.flops(step), rel=0.03)
+    job.tables["hook"] = [{"name": "ema", "decay": 0.9}]
+    job.write()
+    averaged = package.plan(package.load_job(job.path))
+    grown = averaged.largest.peak - plain.largest.peak
+    assert plain.largest.parameters <= grown <= 1.5 * plain.largest.parameters + 2**15
 
 
 def test_a_model_that_needs_values_is_told(tmp_path: Path, job: JobFile) -> None:

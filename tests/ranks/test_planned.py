@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 import torch.distributed as dist
 from torch import Tensor
-from training import job, session_of
+from training import job, session_of, thorough
 
 import hpctrain.mpi
 from hpctrain.planning.watch import Watch
@@ -21,13 +21,13 @@ from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train_step
 
 MODEL = {"hidden_size": 64, "layers": 4, "attention_heads": 4, "vocab_size": 512, "max_seq_length": 32}
-JOBS: list[dict[str, Any]] = [
-    {},
-    {"sharding": {"stage": 1}},
-    {"sharding": {"stage": 2}, "precision": {"mode": "bf16"}},
+JOBS: list[Any] = [
+    thorough({}),
+    thorough({"sharding": {"stage": 1}}),
+    thorough({"sharding": {"stage": 2}, "precision": {"mode": "bf16"}}),
     {"sharding": {"stage": 3}},
-    {"parallelism": {"tensor": 2}},
-    {"parallelism": {"context": 2}, "activation_checkpointing": {"mode": "full"}},
+    thorough({"parallelism": {"tensor": 2}}),
+    thorough({"parallelism": {"context": 2}, "activation_checkpointing": {"mode": "full"}}),
     {"parallelism": {"pipeline": 2}, "batch": {"global_size": 64, "micro_size": 4}},
 ]
 SHARES = {

@@ -27,7 +27,7 @@ ACTIVATIONS = LENGTH * HIDDEN * FLOAT
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(params=[8, 1024])
+@pytest.fixture(params=[pytest.param(8, marks=pytest.mark.thorough), 1024])
 def ranks(request: pytest.FixtureRequest) -> int:
     return request.param
 

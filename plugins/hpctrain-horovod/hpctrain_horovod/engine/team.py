@@ -31,7 +31,7 @@ from hpctrain_horovod.engine.timeline import Timeline
 
 _IDLE = 0.1  # seconds between two looks for messages without submissions of this rank
 _LOOK = 1.0  # seconds between two looks at stalled operations
-_CUT_AFTER = 5.0
+_CUT_AFTER = 30.0
 """Seconds in which what runs on an accelerator ends by itself after a rank has ended, which took part in it or is lost."""
 
 
@@ -59,6 +59,8 @@ class Team:
         """The number of operations so far, to match those without a name."""
         self.ended: str | None = None
         self._ended_at, self._cut = 0.0, False
+        self._running: deque[tuple[Batch, Sequence[Submission | None], float, Done]] = deque()
+        """Batches whose results may not be there yet, for the timeline."""
         self.run_process_set: Callable[[Agreed], Any] | None = None
         self._negotiation, self._lane_for, self._lanes = negotiation, lane_for, dict[str, Lane]()
         self._settings, self._timeline, self._buffers, self._beside = settings, timeline, Buffers(), Beside()
@@ -136,6 +138,10 @@ class Team:
             # what the others have been told to run needs this rank
             give_up = time.perf_counter() + grace
             wait_until(self._has_nothing_left, give_up, Patience.LONG, notice_after=grace, notice=lambda: None)
+            # a program may be far ahead of its accelerator, and go on with the results
+            give_up = time.perf_counter() + _CUT_AFTER
+            wait_until(self._is_over, give_up, Patience.LONG, notice_after=_CUT_AFTER, notice=lambda: None)
+            self._cut = self._cut or not self._beside.is_over()
             if self._negotiation.ended is None:
                 self._negotiation.end(reason)
             self._fail_all(reason)
@@ -148,7 +154,11 @@ class Team:
 
     def _has_nothing_left(self) -> bool:
         self._advance()
-        return not self._mine and self._beside.is_over()
+        return not self._mine
+
+    def _is_over(self) -> bool:
+        self._advance()
+        return self._cut or self._beside.is_over()
 
     def _rest(self) -> None:
         with self._changed:
@@ -204,6 +214,7 @@ class Team:
             self._timeline.mark_cycle()
             for batch in fused(together, self._settings.fusion_bytes):
                 self._run(batch)
+        self._record()
         if self._negotiation.ended is not None:
             if self.ended is None:
                 self._fail_all(self._negotiation.ended)
@@ -218,18 +229,23 @@ class Team:
         if error is None:
             try:
                 results, over = self._results(batch, mine)
-                if self._timeline.is_on():
-                    over.wait()
             except Exception as failure:
                 error = HorovodInternalError(f"{title(batch[0].key)} failed: {failure}")
                 error.__cause__ = failure
                 self._negotiation.end(str(error))  # the ranks may no longer be in step
-        self._timeline.record(batch, mine, begin)
+        self._running.append((batch, mine, begin, over))
+        self._record()
         with self._changed:
             for submission, result in zip(mine, results, strict=True):
                 if submission is not None and self._mine.pop(submission.key, None) is not None:
                     submission.finish(result, error, over)
             self._changed.notify_all()
+
+    def _record(self) -> None:
+        """Write the batches that are over into the timeline."""
+        while self._running and self._running[0][-1].is_over():
+            batch, mine, begin, _ = self._running.popleft()
+            self._timeline.record(batch, mine, begin)
 
     def _results(self, batch: Batch, mine: Sequence[Submission | None]) -> tuple[list[Any], Done]:
         """The results of a batch, and when they are there."""

@@ -51,10 +51,6 @@ class Timeline:
         with self._lock:
             self._close()
 
-    def is_on(self) -> bool:
-        """Whether a file is written: then the operations of an accelerator are waited for, to know how long they take."""
-        return self._file is not None
-
     def mark_cycle(self) -> None:
         """The ranks have agreed on operations."""
         if self._file is not None and self._marks:
