@@ -83,9 +83,8 @@ def test_what_a_plan_leaves_out_is_told(tmp_path: Path, job: JobFile) -> None:
     done = run(hpctrain("plan", "job.toml"), tmp_path)
     assert done.code == 0 and "note          [compile]: planned without" in done.out, done
     assert "a truth value was asked of tensors 3 times" in done.out, done
-    offloaded = run(
-        hpctrain("plan", "job.toml", "-n", "2", "--set", "sharding={stage = 2, offload_optimizer = true}"), tmp_path
-    )
+    offload = ["--set", "sharding.stage=2", "--set", "sharding.offload_optimizer=true"]
+    offloaded = run(hpctrain("plan", "job.toml", "-n", "2", *offload), tmp_path)
     assert offloaded.code == 2 and "where nothing is offloaded; plan without it" in offloaded.err, offloaded
 
 
