@@ -405,6 +405,14 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def needs_values(error: Exception) -> bool:
+    """Whether an operator of fake tensors has failed because it needs their values."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    kinds = DataDependentOutputException, DynamicOutputShapeException
+    return isinstance(error, kinds) or "not supported for tensor subclasses" in str(error)
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """A context in which operators are those of real tensors, also inside a mode that makes fake ones."""
     from torch.utils._python_dispatch import _disable_current_modes

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError, UsageError, reason
-from hpctrain.base.torch_private import fake_tensors, without_modes
+from hpctrain.base.torch_private import fake_tensors, needs_values, without_modes
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checkpoint.state import create_state
 from hpctrain.contracts.identity import Identity
@@ -144,10 +144,10 @@ def _report(
     except HpctrainError as error:
         outcome = type(error)(str(error))
     except Exception as error:
+        why = "; a plugin or the model needs the values of tensors, and a plan has their shapes only"
         where = "".join(traceback.format_exception(error)[-2:])
         outcome = EnvironmentUnfitError(
-            f"this job can't be planned: {type(error).__name__}: {reason(error)}; a plugin or the model needs the values of "
-            f"tensors, and a plan has their shapes only\n{where}"
+            f"this job can't be planned: {type(error).__name__}: {reason(error)}{why if needs_values(error) else ''}\n{where}"
         )
     sender.send(outcome)
 
