@@ -9,7 +9,7 @@ notice. As NCCL's do, synchronous operations return no handle.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
+from hpctrain.contracts.model import tensors_in
 from hpctrain.mpi.process_group.group import MPIProcessGroup
 from hpctrain.mpi.process_group.work import settle
 from hpctrain.mpi.transfer.buffers import overlap
@@ -85,15 +86,6 @@ class LateGroup(MPIProcessGroup):
     """`inside` on a thread: whether one of its operations calls another."""
 
 
-def flat(value: Any) -> Iterator[Tensor]:
-    """The tensors of a tensor or of nested lists."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for one in value:
-            yield from flat(one)
-
-
 def copied(value: Any) -> Any:
     """The same structure of copies on the CPU."""
     if isinstance(value, Tensor):
@@ -116,9 +108,9 @@ def late(name: str, outputs: Any, inputs: Any, start: Callable[[Any, Any], Work]
     """Start an operation on copies of its tensors; `spoiled`: whether it writes the outputs on this rank."""
     kept_inputs, kept_outputs = copied(inputs), copied(outputs)
     inner = start(kept_outputs, kept_inputs)
-    written = list(flat(outputs))
+    written = list(tensors_in(outputs))
     # an all-gather may read its input from the place of this rank in its output
-    read = [one for one in flat(inputs) if not any(overlap(one, other) for other in written)]
+    read = [one for one in tensors_in(inputs) if not any(overlap(one, other) for other in written)]
     for tensor in written if spoiled else ():
         spoil(tensor)
     before = [bits(tensor).clone() for tensor in (*written, *read)]
@@ -127,7 +119,7 @@ def late(name: str, outputs: Any, inputs: Any, start: Callable[[Any, Any], Work]
         for tensor, content in zip((*written, *read), before, strict=True):
             if not torch.equal(bits(tensor), content):
                 raise LateError(f"a tensor {tuple(tensor.shape)} of {name} has changed before its wait")
-        for tensor, copy in zip(written, flat(kept_outputs), strict=True):
+        for tensor, copy in zip(written, tensors_in(kept_outputs), strict=True):
             tensor.data.copy_(copy)
 
     return LateWork(inner, outputs, land)
@@ -137,13 +129,13 @@ def _wrapped(name: str, kind: str) -> Callable[..., Any]:
     original = getattr(MPIProcessGroup, name)
 
     def run(self: LateGroup, first: Any, *rest: Any, **named: Any) -> Any:
-        if getattr(self.here, "inside", False) or any(one.layout != torch.strided for one in flat(first)):
+        if getattr(self.here, "inside", False) or any(one.layout != torch.strided for one in tensors_in(first)):
             return original(self, first, *rest, **named)
         self.here.inside = True
         try:
             opts = named.get("opts") or next((one for one in rest if hasattr(one, "asyncOp")), None)
             waits = opts is not None and not opts.asyncOp
-            if waits and all(one.is_cpu for one in flat(first)):
+            if waits and all(one.is_cpu for one in tensors_in(first)):
                 original(self, first, *rest, **named).wait()
                 return None
             if kind == "apart":

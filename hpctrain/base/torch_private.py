@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # The options of an all-gather, which torch.distributed exports for every other collective.
-# FileStore and HashStore are documented as torch.distributed.FileStore and HashStore, which torch's own types lack.
+# HashStore is documented as torch.distributed.HashStore, which torch's own types lack.
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
-from torch._C._distributed_c10d import FileStore as FileStore
 from torch._C._distributed_c10d import HashStore as HashStore
 
 # The output of a functional collective before it was waited for: hpctrain.mpi waits for such tensors.

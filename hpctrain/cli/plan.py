@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import click
 
 from hpctrain.cli.options import example, job_arguments
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 1e3,
-    "MB": 1e6,
-    "GB": 1e9,
-    "TB": 1e12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
 
 
 class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -31,11 +17,14 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-        unit = _UNITS.get(found[2].upper()) if found else None
-        if found is None or unit is None:
+        from hpctrain.contracts.plugin import parse_bytes
+
+        try:
+            found = parse_bytes(str(value))
+        except ValueError:
             self.fail(f"found {value!r}, expected bytes such as 80GB or 40GiB", param, ctx)
-        return float(found[1]) * unit
+        assert isinstance(found, int)
+        return float(found)
 
 
 @click.command(

@@ -77,8 +77,8 @@ class InitialValues:
                 module.to_empty(device=home)
             except RuntimeError as error:  # torch has no other error for memory on the CPU
                 raise EnvironmentUnfitError(
-                    f"[model] {spec.name}: no memory here for its {elements:,} parameters: {str(error).splitlines()[0]}; choose "
-                    "smaller sizes, or spread it over more ranks"
+                    f"[model] {spec.name}: no memory here for this rank's {elements:,} parameters: {str(error).splitlines()[0]}; "
+                    "choose smaller sizes, or spread it over more ranks"
                 ) from error
             tie(module, tied)  # materialization gave each place its own parameter
             refuse_values_by_call(spec, module, seed)

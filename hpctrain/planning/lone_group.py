@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
 from hpctrain.base.torch_private import HashStore, PythonGroup, is_fake, resolve_group, without_modes
+from hpctrain.contracts.model import tensors_in
 
 BACKEND = "lone"
 
@@ -114,7 +115,7 @@ class LoneGroup(PythonGroup):
         """Count an operation."""
         kind = Kind(operation, self.group_name, self._members)
         TRAFFIC.calls[kind] += 1
-        TRAFFIC.nbytes[kind] += sum(one.nbytes for one in _flat(inputs))
+        TRAFFIC.nbytes[kind] += sum(one.nbytes for one in tensors_in(inputs))
 
 
 def note_functional(name: str, inputs: list[Tensor], group: Any) -> None:
@@ -125,18 +126,9 @@ def note_functional(name: str, inputs: list[Tensor], group: Any) -> None:
     found.note(operation, inputs)
 
 
-def _flat(value: Any) -> Iterator[Tensor]:
-    """The tensors of a tensor or of nested lists."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for one in value:
-            yield from _flat(one)
-
-
 def _fill(output: Any, given: Any) -> None:
     """Each rank's part of the output is this rank's input; where it is smaller, the beginning of it."""
-    for target, source in zip(_flat(output), _repeated(given), strict=False):
+    for target, source in zip(tensors_in(output), _repeated(given), strict=False):
         if is_fake(target):
             continue
         with without_modes(), torch.no_grad():
@@ -147,7 +139,7 @@ def _fill(output: Any, given: Any) -> None:
 def _repeated(value: Any) -> Iterator[Tensor]:
     """The tensors, the last one again and again."""
     one = None
-    for one in _flat(value):
+    for one in tensors_in(value):
         yield one
     while one is not None:
         yield one
@@ -157,7 +149,7 @@ def _in_place(name: str) -> Any:
     def run(self: LoneGroup, tensors: Any, *options: Any, **__: Any) -> Work:
         self.note(name, tensors)
         if name == "all_reduce" and options and options[0].reduceOp == dist.ReduceOp.SUM:
-            for one in _flat(tensors):
+            for one in tensors_in(tensors):
                 if one.numel() == 1 and not is_fake(one):  # as if each rank had this one's
                     one.data.mul_(self.size())
         return _Done(tensors)
@@ -178,7 +170,7 @@ def _message(name: str) -> Any:
     def run(self: LoneGroup, tensors: Any, *_: Any, **__: Any) -> Work:
         self.note(name, tensors)
         if name == "recv":
-            for tensor in _flat(tensors):
+            for tensor in tensors_in(tensors):
                 if not is_fake(tensor):
                     tensor.data.zero_()
         return _Done(tensors)

@@ -48,11 +48,6 @@ class Machine(BaseModel):
         return self.flops.get(dtype) or self.flops["float32"]
 
 
-def machine_names() -> list[str]:
-    """The shipped machines."""
-    return list(_shipped())
-
-
 def open_machine(name: str) -> Machine:
     """A shipped machine by its name, or the table [machine] of a TOML file. Raises UsageError."""
     tables = _shipped()

@@ -80,19 +80,12 @@ class RankPlan:
             return here + max(0, there - before) * further // by
 
         before, there = ({one.kind: (one.calls, one.nbytes) for one in plan.exchanges} for plan in (fewer, more_of))
-        none = 0, 0
-        sent = [
-            (
-                one,
-                [
-                    more(*at)
-                    for at in zip(
-                        (one.calls, one.nbytes), there.get(one.kind, none), before.get(one.kind, none), strict=True
-                    )
-                ],
-            )
-            for one in self.exchanges
-        ]
+
+        def scaled(one: Exchange) -> Exchange:
+            seen = there.get(one.kind, (0, 0)), before.get(one.kind, (0, 0))
+            calls, nbytes = (more(*at) for at in zip((one.calls, one.nbytes), *seen, strict=True))
+            return replace(one, calls=calls, nbytes=nbytes)
+
         peak = more(self.peak, more_of.peak, fewer.peak)
         return replace(
             self,
@@ -102,7 +95,7 @@ class RankPlan:
                 one: more(count, more_of.operators.get(one, 0), fewer.operators.get(one, 0))
                 for one, count in self.operators.items()
             },
-            exchanges=[replace(one, calls=calls, nbytes=nbytes) for one, (calls, nbytes) in sent],
+            exchanges=[scaled(one) for one in self.exchanges],
             micro_batches=number,
         )
 

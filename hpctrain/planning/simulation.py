@@ -169,7 +169,7 @@ def plan_rank(checked: CheckedJob, rank: int, size: int, per_node: int, stages: 
         meshes = build_meshes(layout, device)
         hooks = LifeCycle(checked.registry, identity, parts.hooks)
         stack.callback(hooks.close)
-        watch = Watch(has_values=False, collective=note_functional)
+        watch = Watch(note_functional)
         model = TrainedModel(job, parts, meshes, identity.node, device, hooks, Shapes(stack, watch))
         with without_modes():
             session = _session(checked, identity, layout, meshes, model, hooks, device)

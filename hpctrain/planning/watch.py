@@ -23,11 +23,11 @@ from hpctrain.base.torch_private import (
     operator_of,
     storage_number,
 )
+from hpctrain.contracts.model import tensors_in
 
 _STORAGE: Any = torch.UntypedStorage
 _BLOCK = 512
 """Bytes to which torch's allocators of accelerators round."""
-
 
 _CPU_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
@@ -56,19 +56,17 @@ class _Life:
 
 
 class Watch(TorchDispatchMode):
-    """A mode for the steps of one rank.
+    """A mode for the steps of one rank. Values of fake tensors are read as 1.0, 0 and False.
 
-    has_values: False for fake tensors, whose values are read as 1.0, 0 and False. collective: is told of torch's functional
-    collectives: the name, the inputs, the group. Since `begin`, guesses: how often an integer or a truth value was read of a fake
-    tensor; peak: the most bytes that lived at once; operators: how often each kind has run.
+    collective: is told of torch's functional collectives: the name, the inputs, the group. Since `begin`, guesses: how often an
+    integer or a truth value was read of a fake tensor; peak: the most bytes that lived at once; operators: how often each kind has
+    run.
     """
 
-    def __init__(
-        self, has_values: bool, collective: Callable[[str, list[Tensor], Any], None] = lambda *_: None
-    ) -> None:
+    def __init__(self, collective: Callable[[str, list[Tensor], Any], None] = lambda *_: None) -> None:
         made: Any = super()  # torch leaves the mode's methods without types
         made.__init__()
-        self._has_values, self._collective = has_values, collective
+        self._collective = collective
         self._alive: dict[int, _Life] = {}
         self._ended: list[_Life] = []
         self._events = self._at_peak = self._now = self.peak = 0
@@ -129,19 +127,19 @@ class Watch(TorchDispatchMode):
         if func is READS_A_NUMBER and is_fake(args[0]):
             self.guesses += not args[0].dtype.is_floating_point
             return _read(args[0].dtype)
-        if not self._has_values and func is torch.ops.aten.equal.default:
+        if func is torch.ops.aten.equal.default and is_fake(args[0]):
             return True
         if any(hasattr(one, "__tensor_flatten__") for one in types):
             return NotImplemented  # a tensor that is spread over ranks: its parts on this rank come through here
         found = func(*args, **kwargs)
         operator, name = operator_of(func)
         if func.namespace == "_c10d_functional" and name != "wait_tensor":
-            self._collective(name, list(_tensors(args[0])), args[-1])
-        results = list(_tensors(found))
+            self._collective(name, list(tensors_in(args[0])), args[-1])
+        results = list(tensors_in(found))
         for tensor in results if not func.is_view else ():
             self._see(tensor)
         if not (func.is_view or name.startswith(_MOVE_NOTHING)):
-            given = list(_tensors((*args, *kwargs.values())))
+            given = list(tensors_in((*args, *kwargs.values())))
             flops = _flops(operator, name, args, kwargs, found)
             dtype = str(given[0].dtype if given else torch.get_default_dtype()).removeprefix("torch.")
             self.operators[Operator(dtype, flops, sum(one.nbytes for one in (*given, *results)))] += 1
@@ -190,14 +188,6 @@ def flat_locals(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
     """The tensors, and of those that are spread over ranks this rank's parts."""
     for tensor in tensors:
         yield from local_tensors(tensor)
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
 
 
 def _read(dtype: torch.dtype) -> float | int | bool:

@@ -68,18 +68,24 @@ def test_mistakes_are_told(job: JobFile, words: list[str], sentence: str) -> Non
     assert done.code == 2 and sentence in done.err and "Traceback" not in done.err, done
 
 
-def test_what_a_plan_leaves_out_is_told(tmp_path: Path, job: JobFile) -> None:
-    (tmp_path / "mine.py").write_text(
+def with_own_linear(job: JobFile, forward: str, **dataset: int) -> None:
+    """Give the job a layer of its own and samples for it. forward: the layer's result for `x`, (batch, 4)."""
+    (job.directory / "mine.py").write_text(
         "import torch\n\n\n"
-        "class Curious(torch.nn.Linear):\n"
+        "class Own(torch.nn.Linear):\n"
         "    def forward(self, x):\n"
-        "        return super().forward(x if (x > 9).any() else -x)\n\n\n"
+        f"        return {forward}\n\n\n"
         "def samples(split):\n"
         "    return [(torch.randn(4), torch.randn(2)) for _ in range(24)]\n"
     )
-    made = {"name": "mine:Curious", "in_features": 4, "out_features": 2, "loss": "torch.nn.functional:mse_loss"}
-    job.tables.update(model=made, dataset={"name": "mine:samples", "workers": 2}, compile={"enabled": True})
+    made = {"name": "mine:Own", "in_features": 4, "out_features": 2, "loss": "torch.nn.functional:mse_loss"}
+    job.tables.update(model=made, dataset={"name": "mine:samples", **dataset})
     job.write()
+
+
+def test_what_a_plan_leaves_out_is_told(tmp_path: Path, job: JobFile) -> None:
+    with_own_linear(job, "super().forward(x if (x > 9).any() else -x)", workers=2)
+    job.set(compile={"enabled": True})
     done = run(hpctrain("plan", "job.toml"), tmp_path)
     assert done.code == 0 and "note          [compile]: planned without" in done.out, done
     assert "a truth value was asked of tensors 3 times" in done.out, done
@@ -102,23 +108,7 @@ def test_attention_and_averages_of_weights_count(job: JobFile) -> None:
 
 
 def test_a_model_that_needs_values_is_told(tmp_path: Path, job: JobFile) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import torch\n\n\n"
-        "class Picky(torch.nn.Linear):\n"
-        "    def forward(self, x):\n"
-        "        return super().forward(x[x[:, 0] > 0])\n\n\n"
-        "def samples(split):\n"
-        "    return [(torch.randn(4), torch.randn(2)) for _ in range(24)]\n"
-    )
-    job.tables["model"] = {
-        "name": "mine:Picky",
-        "in_features": 4,
-        "out_features": 2,
-        "loss": "torch.nn.functional:mse_loss",
-    }
-    job.set(dataset={"name": "mine:samples"})
-    job.tables["dataset"].pop("samples")
-    job.write()
+    with_own_linear(job, "super().forward(x[x[:, 0] > 0])")
     done = run(hpctrain("plan", "job.toml"), tmp_path)
     assert done.code == 3 and "this job can't be planned: " in done.err, done
     assert "needs the values of tensors, and a plan has their shapes only" in done.err, done

@@ -90,7 +90,7 @@ def plan_of(tables: dict[str, Any], root: Path) -> dict[str, Any]:
 
 def measured(tables: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """The bytes of this rank in the second step, and those of MPI's operations."""
-    watch = Watch(has_values=True)
+    watch = Watch()
     with watch, session_of(tables) as session:
         model = session.model
         model.is_tried = True
