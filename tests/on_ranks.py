@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
         import simulated
 
         simulated.register()
-        LIMIT *= 5  # each operator copies its tensors to the CPU
+        LIMIT *= 10  # each operator copies its tensors to the CPU
     _STDERR = os.fdopen(
         os.dup(2), "w"
     )  # nothing is captured here; in a test, file descriptor 2 leads into pytest's file
@@ -155,6 +155,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--equivalence", type=Path, help="append what the equivalence tests found to this file (JSON lines)"
     )
+    parser.addoption("--planned", type=Path, help="append what the tests of plans found to this file (JSON lines)")
 
 
 @pytest.fixture

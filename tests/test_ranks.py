@@ -65,13 +65,15 @@ def test_results_that_come_late(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(10_000)
 @pytest.mark.parametrize("part", range(SIMULATED))
 def test_on_a_simulated_accelerator(tmp_path: Path, part: int) -> None:
     """Each test of the trainer once on a device whose memory the host can't read, and whose results come late."""
     words = ["-m", "not thorough and not large and not nightly", *OF_TRAINING[part::SIMULATED]]
     for ranks in (3, 2, 4):
         listed = str(tmp_path / "skipped")
-        under_mpiexec(sys.executable, "MPICH", ranks, "--late", "--device", "sim", "--each-once", listed, *words)
+        words_of_all = "--late", "--device", "sim", "--each-once", listed, *words
+        under_mpiexec(sys.executable, "MPICH", ranks, *words_of_all, timeout=3600)
 
 
 @pytest.mark.thorough

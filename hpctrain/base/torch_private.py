@@ -15,7 +15,6 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -395,67 +394,3 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     resolve: Any = _resolve_process_group  # its argument has a type of its own since torch 2.13
     found: dist.ProcessGroup = resolve(name)
     return found
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no values."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
-
-
-def needs_values(error: Exception) -> bool:
-    """Whether an operator of fake tensors has failed because it needs their values."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-    kinds = DataDependentOutputException, DynamicOutputShapeException
-    return isinstance(error, kinds) or "not supported for tensor subclasses" in str(error)
-
-
-def without_modes() -> AbstractContextManager[Any]:
-    """A context in which operators are those of real tensors, also inside a mode that makes fake ones."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    made: AbstractContextManager[Any] = _disable_current_modes()
-    return made
-
-
-def fake_tensors() -> AbstractContextManager[Any]:
-    """A context in which tensors are made without values and without memory; real ones may be mixed in."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    class Shapes(FakeTensorMode):
-        """A mode whose cache keeps no storage alive that is an operator's argument."""
-
-        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            cached = self.cache_enabled
-            self.cache_enabled = cached and not any(isinstance(one, torch.UntypedStorage) for one in args)
-            try:
-                return super().dispatch(func, types, args, kwargs)
-            finally:
-                self.cache_enabled = cached
-
-    made: AbstractContextManager[Any] = Shapes(allow_non_fake_inputs=True)
-    return made
-
-
-def local_tensors(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors with a tensor's memory on this rank: of a DTensor and of other wrappers what they hold."""
-    if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-    return [inner for one in held if isinstance(one, Tensor) for inner in local_tensors(one)]
-
-
-def storage_number(storage: torch.UntypedStorage) -> int:
-    """A number that no other storage has as long as this one lives."""
-    return int(storage._cdata)
-
-
-def operator_of(overload: Any) -> tuple[Any, str]:
-    """The operator of an overload, as torch.utils.flop_counter lists it, and its name."""
-    return overload._overloadpacket, str(overload._opname)
-
-
-READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
-"""The operator of `.item()`."""

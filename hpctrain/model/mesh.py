@@ -142,15 +142,20 @@ class Meshes:
 
 
 def build_meshes(layout: Layout, device: torch.device) -> Meshes:
-    """The meshes over all ranks; collective."""
+    """The meshes over all ranks, with groups that are connected; collective."""
+    meshes = unconnected_meshes(layout, device)
+    _connect(meshes, device)
+    return meshes
+
+
+def unconnected_meshes(layout: Layout, device: torch.device) -> Meshes:
+    """The meshes over all ranks, whose groups connect at their first use; collective."""
     model = _mesh(layout.model_axes, device)
     ranks = model if layout.axes == layout.model_axes else _mesh(layout.axes, device)
     own = {
         (axis, one): _own_group(model, ranks, axis, one) for axis in layout.data_axes for one in sorted(layout.own_axes)
     }
-    meshes = Meshes(model, ranks, layout.data_axes, own)
-    _connect(meshes, device)
-    return meshes
+    return Meshes(model, ranks, layout.data_axes, own)
 
 
 _LOST = re.compile(r"remote process|clos|reset|refused|peer|time[d ]*out", re.IGNORECASE)

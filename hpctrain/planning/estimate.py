@@ -52,7 +52,7 @@ def _computing(plan: RankPlan, machine: Machine, tf32: bool) -> float:
             one.nbytes / machine.bandwidth / reached,
             machine.launch,
         )
-        for one, count in plan.operators.items()
+        for one, count in plan.operators
     )
 
 

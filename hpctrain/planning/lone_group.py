@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
-from hpctrain.base.torch_private import HashStore, PythonGroup, is_fake, resolve_group, without_modes
+from hpctrain.base.torch_fake import is_fake, without_modes
+from hpctrain.base.torch_private import HashStore, PythonGroup, resolve_group
 from hpctrain.contracts.model import tensors_in
 
 BACKEND = "lone"
@@ -53,14 +54,14 @@ TRAFFIC = Traffic()
 
 
 @contextmanager
-def lone_rank(rank: int, size: int) -> Iterator[None]:
-    """Set torch.distributed up for one rank of `size`, of which the others do not exist."""
+def lone_rank(rank: int, size: int, kind: str = "cpu") -> Iterator[None]:
+    """Set torch.distributed up for one rank of `size`, of which the others do not exist. kind: of its device."""
 
     def create(options: Any, _: Any) -> LoneGroup:
         return LoneGroup(options)
 
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=sorted({"cpu", kind}))
     dist.init_process_group(BACKEND, rank=rank, world_size=size, store=HashStore())
     try:
         yield

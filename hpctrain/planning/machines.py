@@ -20,6 +20,7 @@ class Machine(BaseModel):
     memory: bytes. bandwidth: of the memory, bytes/s. flops: FLOP/s of products by data type. inside, across: bytes/s that a device
     sends to others of its node, and to other nodes. efficiency: the shares of FLOP/s and of bandwidths that programs reach.
     latency: seconds of a collective besides its bytes. launch: seconds of an operator at least. per_node: devices of a node.
+    accelerator: whether they are none of its CPUs.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -33,6 +34,7 @@ class Machine(BaseModel):
     latency: Positive = 2e-5
     launch: Positive = 5e-6
     per_node: Annotated[int, Field(ge=1)] = 8
+    accelerator: bool = True
 
     @field_validator("flops")
     @classmethod

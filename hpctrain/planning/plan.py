@@ -17,9 +17,10 @@ from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.model.mesh import layout_of
 from hpctrain.planning.estimate import StepTime, step_time
+from hpctrain.planning.fresh import plan_ranks_apart
 from hpctrain.planning.machines import Machine, open_machine
+from hpctrain.planning.processes import plan_ranks
 from hpctrain.planning.rank_plan import OTHERS, RankPlan
-from hpctrain.planning.simulation import simulate
 
 _SHOWN = 6
 """Ranks of which a table has columns."""
@@ -86,18 +87,27 @@ class JobPlan:
 
 
 def make_plan(
-    raw: RawJob, world: int, per_node: int | None = None, machine: Machine | None = None, memory: float | None = None
+    raw: RawJob,
+    world: int,
+    per_node: int | None = None,
+    machine: Machine | None = None,
+    memory: float | None = None,
+    apart: bool = False,
 ) -> JobPlan:
     """Plan the job on `world` ranks. per_node: of a node; None for the machine's devices. memory: bytes of a device; None for the
-    machine's. Raises the errors of `hpctrain check`, and EnvironmentUnfitError where a plugin needs the values of tensors."""
+    machine's. apart: in a new process of Python, needed where this one may have differentiated before. Raises the errors of
+    `hpctrain check`, and EnvironmentUnfitError where a plugin needs the values of tensors."""
     if dist.is_initialized():
         raise UsageError(
             "a plan sets torch.distributed up itself, but it is set up already; plan before, or in another process"
         )
-    checked, _ = check_thoroughly(_planned_job(raw, machine), world)
-    _refuse_unplanned(checked)
+    raw = _planned_job(raw, machine)
+    checked, _ = check_thoroughly(raw, world)
     on_node = per_node or (machine.per_node if machine is not None else 8)
-    ranks = simulate(checked, world, on_node)
+    if machine is not None and not machine.accelerator:
+        ranks = plan_ranks(checked, world, on_node, on_cpu=True)
+    else:
+        ranks = plan_ranks_apart(raw, world, on_node) if apart else plan_ranks(checked, world, on_node)
     time = None
     if machine is not None:
         data_axes = layout_of(checked.job, checked.parts, world).data_axes
@@ -115,18 +125,6 @@ def _planned_job(raw: RawJob, machine: Machine | None) -> RawJob:
         has_bf16 = machine is None or machine.peak("bfloat16", False) > machine.peak("float32", False)
         precision["mode"] = "bf16" if has_bf16 else "fp32"
     return replace(raw, tables=tables)
-
-
-def _refuse_unplanned(checked: CheckedJob) -> None:
-    """Raises UsageError for settings whose effect a plan does not have: it would be wrong."""
-    given = checked.raw.tables
-    for table in ("sharding", "activation_checkpointing"):
-        asked = [name for name, value in given.get(table, {}).items() if name.startswith("offload") and value]
-        if asked:
-            raise UsageError(
-                f"[{table}] {asked[0]}: a plan runs on the CPU, where nothing is offloaded; plan without it, with --set "
-                f"{table}.{asked[0]}=: the job then needs less"
-            )
 
 
 def _left_out(checked: CheckedJob, ranks: Sequence[RankPlan]) -> Iterator[str]:
@@ -158,7 +156,7 @@ def plan(
     """
     tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else dict(job)
     of = open_machine(machine) if isinstance(machine, str) else machine
-    return make_plan(RawJob(tables, {}, "job").refuse_values(), ranks, per_node, of, memory)
+    return make_plan(RawJob(tables, {}, "job").refuse_values(), ranks, per_node, of, memory, apart=True)
 
 
 def _memory_lines(ranks: Sequence[RankPlan], of: int) -> Iterator[str]:
@@ -170,6 +168,8 @@ def _memory_lines(ranks: Sequence[RankPlan], of: int) -> Iterator[str]:
         "peak of a step": [one.peak for one in ranks],
         f"  {OTHERS}": [one.at_peak[OTHERS] for one in ranks],
         "peak of the start": [one.start for one in ranks],
+        "peak of a save": [one.save.peak for one in ranks],
+        "in the host's memory": [max(one.host, one.save.host) for one in ranks],
     }
     width = max(map(len, rows)) + 2
     more = f", the largest {len(ranks)} of {of} parts of the model" if of > len(ranks) else ""
@@ -190,7 +190,7 @@ def _exchange_lines(plan: RankPlan) -> Iterator[str]:
 
 def _as_dict(plan: RankPlan) -> dict[str, Any]:
     flops: dict[str, int] = defaultdict(int)
-    for one, count in plan.operators.items():
+    for one, count in plan.operators:
         flops[one.dtype] += one.flops * count
     return {
         "rank": plan.rank,

@@ -47,12 +47,23 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Save:
+    """The bytes of a rank's part of a checkpoint, the most on the device while it is saved, and the most in the host's memory."""
+
+    nbytes: int
+    peak: int
+    host: int
+
+
+@dataclass(frozen=True)
 class RankPlan:
     """The needs of one rank in a step that is not the first one.
 
-    axes: the size of each axis of the layout. parameters, gradients, optimizer_state: bytes that are held when the step is over.
-    inputs: of all micro batches, which lie on the device from the begin of the step. peak: the most bytes that live at once;
-    at_peak: what they are of. start: the most bytes until the first step. guesses: see Watch.
+    axes: the size of each axis of the layout. parameters, gradients, optimizer_state: bytes that are held on the device when the
+    step is over. inputs: of all micro batches, which lie on the device from the begin of the step. peak: the most bytes that live
+    at once; at_peak: what they are of; origins: those of `OTHERS` by "module: operator". over_time: the most bytes in each part of
+    the step. host: the most bytes in the host's memory. start: the most bytes until the first step. operators: each kind and its
+    number. guesses: see Watch.
     """
 
     rank: int
@@ -62,12 +73,16 @@ class RankPlan:
     optimizer_state: int
     peak: int
     at_peak: dict[str, int]
+    origins: dict[str, int]
+    over_time: list[int]
+    host: int
     start: int
     inputs: int
-    operators: dict[Operator, int]
+    operators: list[tuple[Operator, int]]
     guesses: int
     exchanges: list[Exchange]
     micro_batches: int
+    save: Save = Save(0, 0, 0)
 
     def with_micro_batches(self, number: int, more_of: RankPlan, fewer: RankPlan) -> RankPlan:
         """The plan of a step with `number` micro batches: each one that this step has not needs what `more_of` has more than
@@ -86,15 +101,16 @@ class RankPlan:
             calls, nbytes = (more(*at) for at in zip((one.calls, one.nbytes), *seen, strict=True))
             return replace(one, calls=calls, nbytes=nbytes)
 
+        of_operators, of_more, of_fewer = (dict(plan.operators) for plan in (self, more_of, fewer))
         peak = more(self.peak, more_of.peak, fewer.peak)
         return replace(
             self,
             peak=peak,
+            host=more(self.host, more_of.host, fewer.host),
             at_peak={**self.at_peak, OTHERS: self.at_peak[OTHERS] + peak - self.peak},
-            operators={
-                one: more(count, more_of.operators.get(one, 0), fewer.operators.get(one, 0))
-                for one, count in self.operators.items()
-            },
+            operators=[
+                (one, more(count, of_more.get(one, 0), of_fewer.get(one, 0))) for one, count in of_operators.items()
+            ],
             exchanges=[scaled(one) for one in self.exchanges],
             micro_batches=number,
         )
@@ -102,9 +118,9 @@ class RankPlan:
     @property
     def flops(self) -> int:
         """Floating-point operations."""
-        return sum(one.flops * count for one, count in self.operators.items())
+        return sum(one.flops * count for one, count in self.operators)
 
     @property
     def most(self) -> int:
-        """The most bytes that live at once, at the start or in a step."""
-        return max(self.peak + self.inputs, self.start)
+        """The most bytes that live on the device at once: at the start, in a step, in a save."""
+        return max(self.peak + self.inputs, self.start, self.save.peak)

@@ -1,42 +1,36 @@
-"""Runs steps of a job's ranks without values: its real plugins, on tensors that have shapes only, in groups without others.
-
-Ranks that differ in their part of the model only run, one for each pipeline stage, each in a process of its own.
-"""
+"""Runs steps and a save of one rank without values: the job's real plugins, on tensors that have shapes only, in groups without
+others."""
 
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-import signal
-import threading
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError, UsageError, reason
-from hpctrain.base.torch_private import fake_tensors, needs_values, without_modes
+from hpctrain.base.devices import is_accelerator
+from hpctrain.base.errors import UsageError
+from hpctrain.base.torch_fake import fake_tensors, foreach_of_fakes, without_modes
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checkpoint.state import create_state
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.model import MetaModel, ModelSpec, tensors_in
+from hpctrain.contracts.pieces import State
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
 from hpctrain.model.build import InitialValues, build_on_meta
-from hpctrain.model.mesh import Layout, Meshes, build_meshes, layout_of
+from hpctrain.model.mesh import Layout, Meshes, layout_of, unconnected_meshes
 from hpctrain.model.parameters import tie, tied_parameters
+from hpctrain.planning.ledger import bytes_of
 from hpctrain.planning.lone_group import TRAFFIC, lone_rank, note_functional
-from hpctrain.planning.messages import Queue, messages_over
-from hpctrain.planning.rank_plan import OTHERS, Exchange, RankPlan
+from hpctrain.planning.rank_plan import OTHERS, Exchange, RankPlan, Save
 from hpctrain.planning.watch import Watch
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.rank_channel import RankChannel
@@ -46,13 +40,16 @@ from hpctrain.training.guard.judging import Guard
 from hpctrain.training.loop import update
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
-from hpctrain.training.saving import open_store
+from hpctrain.training.saving import open_store, pieces_to_save, plugin_states
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
 
 _FEW = 2, 3, 3
 """Micro batches of the steps that are run, for each pipeline stage. From the second one on, those of one rank need alike. A
 pipeline's stages tell each other their shapes in a step with another number of micro batches, which the third one has not."""
+_CPU = torch.device("cpu")
+_POINTS = 200
+"""Points of the memory over a step."""
 
 
 class Shapes(InitialValues):
@@ -82,125 +79,53 @@ class Shapes(InitialValues):
         tie(module, tied)
 
 
-def simulate(checked: CheckedJob, size: int, per_node: int) -> list[RankPlan]:
-    """The needs of one rank for each part of the model, where `size` ranks train, `per_node` on a node.
-
-    Raises the errors of building the model and of its data, and EnvironmentUnfitError for a plugin that needs values.
-    """
-    ranks = different_ranks(layout_of(checked.job, checked.parts, size), checked)
-    context = multiprocessing.get_context("fork")
-    with ExitStack() as stack:
-        queues = {rank: context.Queue() for rank in ranks}
-        receivers = []
-        for rank in ranks:
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_report, args=(sender, checked, rank, size, per_node, len(ranks), queues), daemon=True
-            )
-            process.start()
-            stack.callback(process.join)
-            stack.callback(process.kill)
-            sender.close()
-            receivers.append(stack.enter_context(receiver))
-        found: dict[Any, RankPlan] = {}
-        while len(found) < len(receivers):
-            for ready in wait([one for one in receivers if one not in found]):
-                found[ready] = _received(ready)
-        return [found[one] for one in receivers]
-
-
-def different_ranks(layout: Layout, checked: CheckedJob) -> list[int]:
-    """The first rank with each part of the model."""
-    parts_of = {
-        one.traits.axis for one in checked.parts.parallelism.values() if one.traits.ranks_have == "other parameters"
-    }
-    ranks = [0]
-    for axis, size in layout.axes.items():
-        places = range(size) if axis in parts_of else range(1)
-        ranks = [rank * size + place for rank in ranks for place in places]
-    return ranks
-
-
-def _received(ready: Any) -> RankPlan:
-    try:
-        outcome = ready.recv()
-    except EOFError:
-        raise EnvironmentUnfitError("a process that planned a rank has ended; is there memory left?") from None
-    if isinstance(outcome, Exception):
-        raise outcome
-    found: RankPlan = outcome
-    return found
-
-
-def _report(
-    sender: Any, checked: CheckedJob, rank: int, size: int, per_node: int, stages: int, queues: Mapping[int, Queue]
-) -> None:
-    """Send the rank's plan, or an error that tells why there is none."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        with messages_over(queues):
-            outcome: Any = plan_rank(checked, rank, size, per_node, stages)
-    except HpctrainError as error:
-        outcome = type(error)(str(error))
-    except Exception as error:
-        why = "; a plugin or the model needs the values of tensors, and a plan has their shapes only"
-        where = "".join(traceback.format_exception(error)[-2:])
-        outcome = EnvironmentUnfitError(
-            f"this job can't be planned: {type(error).__name__}: {reason(error)}{why if needs_values(error) else ''}\n{where}"
-        )
-    sender.send(outcome)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def plan_rank(checked: CheckedJob, rank: int, size: int, per_node: int, stages: int = 1) -> RankPlan:
-    """Run steps of one rank in this process, which has no torch.distributed. stages: parts of the model on different ranks."""
+def plan_rank(
+    checked: CheckedJob, rank: int, size: int, per_node: int, stages: int = 1, device: torch.device | None = None
+) -> RankPlan:
+    """Run steps of one rank in this process, which has no torch.distributed. stages: parts of the model on different ranks.
+    device: None for the CPU."""
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-    job, parts, device = checked.job, checked.parts, torch.device("cpu")
+    device = device or _CPU
+    layout = layout_of(checked.job, checked.parts, size)
     identity = Identity(rank=rank, size=size, local_rank=rank % per_node, local_size=min(size, per_node), node="plan")
-    layout = layout_of(job, parts, size)
-    with lone_rank(rank, size), ExitStack() as stack:
-        meshes = build_meshes(layout, device)
-        hooks = LifeCycle(checked.registry, identity, parts.hooks)
-        stack.callback(hooks.close)
-        watch = Watch(note_functional)
-        model = TrainedModel(job, parts, meshes, identity.node, device, hooks, Shapes(stack, watch))
-        with without_modes():
-            session = _session(checked, identity, layout, meshes, model, hooks, device)
-        stack.callback(session.close)
+    with lone_rank(rank, size, device.type), ExitStack() as stack:
+        watch = Watch(device.type, note_functional)
+        session = _session(checked, identity, layout, device, watch, stack)
         loader = session.feed.training_loader(session.progress)
         stack.callback(loader.close)
-        hooks.call("hpctrain_state", job=job, identity=identity, model=model)
-        create_state(model.optimizer)
-        start = watch.peak
+        stack.enter_context(foreach_of_fakes())
+        session.hooks.call("hpctrain_state", job=session.job, identity=identity, model=session.model)
+        create_state(session.model.optimizer)
+        start = watch.device.peak
         found: list[RankPlan] = []
         for few in _FEW if stages > 1 else _FEW[:2]:
             watch.begin()
             TRAFFIC.clear()
             given = _step(session, loader, few * stages)
-            found.append(_figures(session, watch, meshes, per_node, start, given[: few * stages]))
+            found.append(_figures(session, watch, per_node, start, given[: few * stages]))
         planned = found[-1].with_micro_batches(len(given), found[1], found[0])
-        return replace(planned, inputs=_inputs(given))
+        return replace(planned, inputs=_inputs(given), save=_save(session, watch))
 
 
 def _session(
-    checked: CheckedJob, identity: Identity, layout: Layout, meshes: Meshes, model: TrainedModel, hooks: LifeCycle,
-    device: torch.device,
-) -> Session:  # fmt: skip
-    """A session as the loop needs it, with a report that nobody reads."""
+    checked: CheckedJob, identity: Identity, layout: Layout, device: torch.device, watch: Watch, stack: ExitStack
+) -> Session:
+    """A session as the loop needs it, with a report that nobody reads. Its model has no values; its samples have."""
     job, parts = checked.job, checked.parts
-    feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device, model.split)
-    return Session(
-        job, parts, identity, device, layout, hooks, Report(identity, RankChannel(False, False)), model, feed,
-        store=open_store(job, parts, device), guard=Guard(job.guard), replicas=None,
-        deadline=deadline_of(None, 0.0, identity), states=[], progress=Progress(max(feed.steps, len(_FEW))),
-    )  # fmt: skip
+    meshes = unconnected_meshes(layout, device)
+    hooks = LifeCycle(checked.registry, identity, parts.hooks)
+    stack.callback(hooks.close)
+    model = TrainedModel(job, parts, meshes, identity.node, device, hooks, Shapes(stack, watch))
+    watch.name_modules(model.module)
+    with without_modes():
+        feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, _CPU, model.split)
+        session = Session(
+            job, parts, identity, device, layout, hooks, Report(identity, RankChannel(False, False)), model, feed,
+            store=open_store(job, parts, _CPU), guard=Guard(job.guard), replicas=None,
+            deadline=deadline_of(None, 0.0, identity), states=[], progress=Progress(max(feed.steps, len(_FEW))),
+        )  # fmt: skip
+    stack.callback(session.close)
+    return session
 
 
 def _step(session: Session, loader: Loader, most: int) -> list[MicroBatch]:
@@ -210,7 +135,7 @@ def _step(session: Session, loader: Loader, most: int) -> list[MicroBatch]:
     """
     model, step = session.model, session.progress.step
     whole, seen = loader.step()
-    micro_batches = whole[:most]
+    micro_batches = [_on(session.device, micro) for micro in whole[:most]]
     model.begin_sums(step)
     model.runner.train(micro_batches, 1, step)
     model.sharded.synchronize()
@@ -222,30 +147,71 @@ def _step(session: Session, loader: Loader, most: int) -> list[MicroBatch]:
     return whole
 
 
-def _figures(
-    session: Session, watch: Watch, meshes: Meshes, per_node: int, start: int, given: Sequence[MicroBatch]
-) -> RankPlan:
-    model = session.model
-    parameters = [*model.module.parameters(), *(piece.tensor for piece in model.pieces)]
-    states = [value for state in model.optimizer.state.values() for value in state.values()]
-    of = {
-        "parameters": parameters,
-        "gradients": [one.grad for one in parameters if one.grad is not None],
-        "optimizer state": [one for one in states if isinstance(one, Tensor)],
-    }
+def _on(device: torch.device, micro: MicroBatch) -> MicroBatch:
+    """The micro batch on an accelerator."""
+    return replace(micro, batch=_moved(micro.batch, device)) if is_accelerator(device) else micro
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(inner, device) for key, inner in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(inner, device) for inner in value))
+    return type(value)(_moved(inner, device) for inner in value) if isinstance(value, (list, tuple)) else value
+
+
+def _figures(session: Session, watch: Watch, per_node: int, start: int, given: Sequence[MicroBatch]) -> RankPlan:
+    of = _kept(session)
+    here = {name: [one for one in tensors if one.device.type == session.device.type] for name, tensors in of.items()}
+    origins = watch.device.origins_at_peak(here)
     return RankPlan(
         rank=session.identity.rank,
-        **{name.replace(" ", "_"): watch.bytes_of(tensors) for name, tensors in of.items()},
-        peak=watch.peak,
-        at_peak=watch.at_peak(of, OTHERS),
+        parameters=bytes_of(here["parameters"]),
+        gradients=bytes_of(here["gradients"]),
+        optimizer_state=bytes_of(here["optimizer state"]),
+        peak=watch.device.peak,
+        at_peak=watch.device.at_peak(here, OTHERS),
+        origins={f"{one.module}: {one.operator}".removeprefix(": "): nbytes for one, nbytes in origins.items()},
+        over_time=watch.device.over_time(_POINTS),
+        host=watch.host.peak,
         start=start,
-        operators=dict(watch.operators),
-        exchanges=_exchanges(meshes, per_node),
+        operators=list(watch.operators.items()),
+        exchanges=_exchanges(session.model.meshes, per_node),
         micro_batches=len(given),
         inputs=_inputs(given),
         guesses=watch.guesses,
         axes=dict(session.layout.axes),
     )
+
+
+def _kept(session: Session) -> dict[str, list[Tensor]]:
+    """The tensors that stay between steps."""
+    model = session.model
+    parameters = [*model.module.parameters(), *(piece.tensor for piece in model.pieces)]
+    states = [value for state in model.optimizer.state.values() for value in state.values()]
+    return {
+        "parameters": parameters,
+        "gradients": [one.grad for one in parameters if one.grad is not None],
+        "optimizer state": [one for one in states if isinstance(one, Tensor)],
+    }
+
+
+def _save(session: Session, watch: Watch) -> Save:
+    """The memory that a save takes, until its pieces are written."""
+    watch.begin()
+    model = session.model
+    model.sums.consolidate()
+    model.consolidate()
+    pieces = pieces_to_save(model, model.optimizer, plugin_states(session))
+    nbytes, kept = sum(one.tensor.nbytes for one in pieces), None
+    if session.job.checkpoint.asynchronous:
+        kept = session.parts.checkpoint.writer().snapshot(State(pieces, {}))
+    host = watch.host.peak if is_accelerator(session.device) else 0
+    found = Save(nbytes, watch.device.peak, host)
+    del kept
+    return found
 
 
 def _inputs(micro_batches: Sequence[MicroBatch]) -> int:

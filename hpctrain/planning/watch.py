@@ -1,4 +1,4 @@
-"""Watches the operators of a step: the memory of their results, from birth to death, and their floating-point operations.
+"""Watches the operators of a step: the memory of their results, and their floating-point operations.
 
 Works on real tensors and on fake ones (torch's FakeTensor), so that a plan and a run are measured in the same way.
 torch's own MemTracker was tried: it made a step eight times slower, and refuses a module that is called twice in a step.
@@ -6,28 +6,23 @@ torch's own MemTracker was tried: it made a step eight times slower, and refuses
 
 from __future__ import annotations
 
-import weakref
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hpctrain.base.torch_private import (
-    READS_A_NUMBER,
-    TorchDispatchMode,
-    is_fake,
-    local_tensors,
-    operator_of,
-    storage_number,
-)
+from hpctrain.base.torch_fake import PINS, READS_A_NUMBER, WAITS, is_fake, local_tensors, operator_of
+from hpctrain.base.torch_private import TorchDispatchMode
 from hpctrain.contracts.model import tensors_in
+from hpctrain.planning.ledger import Ledger, Origin
 
 _STORAGE: Any = torch.UntypedStorage
-_BLOCK = 512
-"""Bytes to which torch's allocators of accelerators round."""
 
 _CPU_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
@@ -46,77 +41,64 @@ class Operator(NamedTuple):
     nbytes: int
 
 
-class _Life:
-    """The memory of a storage: bytes, and between which events it lived."""
-
-    __slots__ = ("birth", "death", "ident", "nbytes")
-
-    def __init__(self, ident: int, birth: int, nbytes: int) -> None:
-        self.ident, self.birth, self.death, self.nbytes = ident, birth, -1, nbytes
-
-
 class Watch(TorchDispatchMode):
     """A mode for the steps of one rank. Values of fake tensors are read as 1.0, 0 and False.
 
-    collective: is told of torch's functional collectives: the name, the inputs, the group. Since `begin`, guesses: how often an
-    integer or a truth value was read of a fake tensor; peak: the most bytes that lived at once; operators: how often each kind has
-    run.
+    device: the memory of the device that computes. host: that of the CPU beside an accelerator. collective: is told of torch's
+    functional collectives: the name, the inputs, the group. Since `begin`, guesses: how often an integer or a truth value was read
+    of a fake tensor; operators: how often each kind has run.
     """
 
-    def __init__(self, collective: Callable[[str, list[Tensor], Any], None] = lambda *_: None) -> None:
+    def __init__(
+        self, kind: str = "cpu", collective: Callable[[str, list[Tensor], Any], None] = lambda *_: None
+    ) -> None:
+        """kind: of the device that computes."""
         made: Any = super()  # torch leaves the mode's methods without types
         made.__init__()
-        self._collective = collective
-        self._alive: dict[int, _Life] = {}
-        self._ended: list[_Life] = []
-        self._events = self._at_peak = self._now = self.peak = 0
-        self._resize: Callable[..., Any] | None = None
+        self._kind, self._collective = kind, collective
+        self.device, self.host = Ledger(), Ledger()
+        self._names: dict[int, str] = {}
+        self._inside: list[str] = []
+        self._stack = ExitStack()
         self.operators: Counter[Operator] = Counter()
         self.guesses = 0
 
+    def name_modules(self, module: nn.Module) -> None:
+        """Know the module's parts by their names, with "*" for each number in them."""
+        self._names = {id(one): re.sub(r"\d+", "*", name) for name, one in module.named_modules()}
+
     def __enter__(self) -> Any:
-        self._resize = resize = _STORAGE.resize_
+        resize = _STORAGE.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             done = resize(storage, size)
-            self._see_storage(storage)
+            (self.host if self.host.knows(storage) else self.device).see(storage, self._origin("resize"))
             return done
 
+        def restore() -> None:
+            _STORAGE.resize_ = resize
+
         _STORAGE.resize_ = resized
+        self._stack.callback(restore)
+        for handle in (
+            register_module_forward_pre_hook(self._begins),
+            register_module_forward_hook(self._ends, always_call=True),
+        ):
+            self._stack.callback(handle.remove)
         made: Any = super()
         return made.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        assert self._resize is not None
-        _STORAGE.resize_ = self._resize
+        self._stack.close()
         made: Any = super()
         made.__exit__(*error)
 
     def begin(self) -> None:
-        """Look for a new peak from here on, and count anew."""
-        self._ended.clear()
-        self.peak, self._at_peak = self._now, self._events
+        """Look for new peaks from here on, and count anew."""
+        self.device.begin()
+        self.host.begin()
         self.operators.clear()
         self.guesses = 0
-
-    def at_peak(self, of: Mapping[str, Iterable[Tensor]], others: str) -> dict[str, int]:
-        """The peak's bytes by what they are of; `others` names those of no tensor in `of`, kept or not."""
-        names = {
-            storage_number(one.untyped_storage()): name for name, tensors in of.items() for one in flat_locals(tensors)
-        }
-        found: Counter[str] = Counter(dict.fromkeys([*of, others], 0))
-        for life in [*self._ended, *self._alive.values()]:
-            if life.birth <= self._at_peak and (life.death < 0 or life.death > self._at_peak):
-                found[names.get(life.ident, others) if life.death < 0 else others] += life.nbytes
-        return dict(found)
-
-    @staticmethod
-    def bytes_of(tensors: Iterable[Tensor]) -> int:
-        """The bytes of the tensors' storages on this rank, each once."""
-        storages = {
-            storage_number(one.untyped_storage()): one.untyped_storage().nbytes() for one in flat_locals(tensors)
-        }
-        return sum(storages.values())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -124,11 +106,18 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)  # asks for a tensor's device
-        if func is READS_A_NUMBER and is_fake(args[0]):
-            self.guesses += not args[0].dtype.is_floating_point
-            return _read(args[0].dtype)
-        if func is torch.ops.aten.equal.default and is_fake(args[0]):
-            return True
+        if args and isinstance(args[0], Tensor) and is_fake(args[0]):
+            if func is READS_A_NUMBER:
+                self.guesses += not args[0].dtype.is_floating_point
+                return _read(args[0].dtype)
+            if func is torch.ops.aten.equal.default:
+                return True
+            if func is torch.ops.aten.record_stream.default:
+                return None
+            if func is WAITS:
+                return args[0]  # as it does; a fake one would be another tensor
+            if func is PINS:
+                func, args = torch.ops.aten.clone.default, args[:1]
         if any(hasattr(one, "__tensor_flatten__") for one in types):
             return NotImplemented  # a tensor that is spread over ranks: its parts on this rank come through here
         found = func(*args, **kwargs)
@@ -137,7 +126,7 @@ class Watch(TorchDispatchMode):
             self._collective(name, list(tensors_in(args[0])), args[-1])
         results = list(tensors_in(found))
         for tensor in results if not func.is_view else ():
-            self._see(tensor)
+            self._see(tensor, name)
         if not (func.is_view or name.startswith(_MOVE_NOTHING)):
             given = list(tensors_in((*args, *kwargs.values())))
             flops = _flops(operator, name, args, kwargs, found)
@@ -145,35 +134,21 @@ class Watch(TorchDispatchMode):
             self.operators[Operator(dtype, flops, sum(one.nbytes for one in (*given, *results)))] += 1
         return found
 
-    def _see(self, tensor: Tensor) -> None:
+    def _begins(self, module: nn.Module, _: Any) -> None:
+        self._inside.append(self._names.get(id(module), self._inside[-1] if self._inside else ""))
+
+    def _ends(self, *_: Any) -> None:
+        if self._inside:
+            self._inside.pop()
+
+    def _see(self, tensor: Tensor, name: str) -> None:
         for one in local_tensors(tensor):
             if one.device.type != "meta":  # without memory
-                self._see_storage(one.untyped_storage())
+                ledger = self.device if one.device.type == self._kind else self.host
+                ledger.see(one.untyped_storage(), self._origin(name))
 
-    def _see_storage(self, storage: torch.UntypedStorage) -> None:
-        ident, nbytes = storage_number(storage), -(-storage.nbytes() // _BLOCK) * _BLOCK
-        known = self._alive.get(ident)
-        if known is not None and known.nbytes == nbytes:
-            return
-        if known is not None:
-            self._end(ident)
-        if not nbytes:
-            return
-        self._events += 1
-        self._alive[ident] = _Life(ident, self._events, nbytes)
-        self._now += nbytes
-        if self._now > self.peak:
-            self.peak, self._at_peak = self._now, self._events
-        if known is None:
-            weakref.finalize(storage, self._end, ident).atexit = False
-
-    def _end(self, ident: int) -> None:
-        life = self._alive.pop(ident, None)
-        if life is not None:
-            self._events += 1
-            life.death = self._events
-            self._now -= life.nbytes
-            self._ended.append(life)
+    def _origin(self, name: str) -> Origin:
+        return Origin(self._inside[-1] if self._inside else "", name)
 
 
 def _flops(operator: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Any) -> int:
@@ -182,12 +157,6 @@ def _flops(operator: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
         count, tensors = _CPU_ATTENTION[name]
         return int(count(*(one.shape for one in args[:tensors])))
     return int(flop_registry[operator](*args, **kwargs, out_val=found)) if operator in flop_registry else 0
-
-
-def flat_locals(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """The tensors, and of those that are spread over ranks this rank's parts."""
-    for tensor in tensors:
-        yield from local_tensors(tensor)
 
 
 def _read(dtype: torch.dtype) -> float | int | bool:

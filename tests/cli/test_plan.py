@@ -89,9 +89,21 @@ def test_what_a_plan_leaves_out_is_told(tmp_path: Path, job: JobFile) -> None:
     done = run(hpctrain("plan", "job.toml"), tmp_path)
     assert done.code == 0 and "note          [compile]: planned without" in done.out, done
     assert "a truth value was asked of tensors 3 times" in done.out, done
-    offload = ["--set", "sharding.stage=2", "--set", "sharding.offload_optimizer=true"]
-    offloaded = run(hpctrain("plan", "job.toml", "-n", "2", *offload), tmp_path)
-    assert offloaded.code == 2 and "where nothing is offloaded; plan without it" in offloaded.err, offloaded
+
+
+def test_what_is_offloaded_is_in_the_host_s_memory(job: JobFile) -> None:
+    def planned(**tables: dict[str, object]) -> dict[str, int]:
+        job.set(**tables)
+        found = package.plan(package.load_job(job.path), ranks=2).ranks[0]
+        return {"state": found.optimizer_state, "host": found.host, "parameters": found.parameters}
+
+    there = planned(sharding={"stage": 1})
+    here = planned(sharding={"stage": 1, "offload_optimizer": True})
+    assert here["state"] == 0 and here["parameters"] == there["parameters"]
+    # a half of each: parameters in float32 and two moments, then gradients of two micro batches and what AdamW computes with
+    assert 3 <= 2 * (here["host"] - there["host"]) / there["parameters"] <= 6.5
+    spread = planned(sharding={"stage": 3, "offload_optimizer": False, "offload_parameters": True})
+    assert spread["parameters"] == spread["state"] == 0 and spread["host"] > there["state"]
 
 
 def test_attention_and_averages_of_weights_count(job: JobFile) -> None:

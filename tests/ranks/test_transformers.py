@@ -33,6 +33,7 @@ def test_the_llama_example(root, monkeypatch: pytest.MonkeyPatch, layout: dict[s
     tables = {**tomli.loads((EXAMPLE / "llama.toml").read_text()), **layout}
     tables["job"] |= {"steps": 4, "seed": 5, "output_dir": str(root)}
     tables["model"] |= {"hidden_size": 32, "tied": True}
+    tables["precision"] = {"mode": "fp32"}
     tables |= {"optimizer": {"name": "sgd", "lr": 0.3, "momentum": 0.9}, "batch": {"global_size": 8, "micro_size": 2}}
     compare(train_here(tables).rows, alone(tables), losses=2e-6, norms=1e-5)
 

@@ -1,4 +1,4 @@
-"""torch's private names are used in two files of hpctrain/base only, and the installed torch has them."""
+"""torch's private names are used in three files of hpctrain/base only, and the installed torch has them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,19 @@ import hpctrain.api
 from hpctrain.base import torch_private
 
 ROOT = Path(__file__).parent.parent.parent
-HOMES = [ROOT / "hpctrain" / "base" / name for name in ("torch_private.py", "torch_attention.py")]
+HOMES = [ROOT / "hpctrain" / "base" / name for name in ("torch_private.py", "torch_attention.py", "torch_fake.py")]
 
 OWNERS: dict[str, Any] = {
+    "_ExcludeDispatchKeyGuard": torch._C,
+    "_acc": torch._C,
+    "_c10d_functional": torch.ops,
     "_cdata": torch.UntypedStorage,
+    "_dispatch_get_registrations_for_dispatch_key": torch._C,
+    "_foreach_supported_types": "torch.optim.optimizer",
+    "_get_privateuse1_backend_name": torch._C,
+    "_pin_memory": torch.ops.aten,
+    "_scaled_dot_product_attention_math": torch.ops.aten,
+    "_setup_privateuseone_for_python_backend": "torch.utils.backend_registration",
     "_disable_current_modes": "torch.utils._python_dispatch",
     "_local_scalar_dense": torch.ops.aten,
     "_opname": torch.ops.aten.add.Tensor,

@@ -1,0 +1,161 @@
+"""torch's private names around tensors without values: torch's fake ones, and a device that has no memory.
+
+A plan computes on such a device (hpctrain/planning). As in torch_private.py, torch may change these names without notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def needs_values(error: Exception) -> bool:
+    """Whether an operator of fake tensors has failed because it needs their values."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    kinds = DataDependentOutputException, DynamicOutputShapeException
+    return isinstance(error, kinds) or "not supported for tensor subclasses" in str(error)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which operators are those of real tensors, also inside a mode that makes fake ones."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    made: AbstractContextManager[Any] = _disable_current_modes()
+    return made
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """A context in which tensors are made without values and without memory; real ones may be mixed in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Shapes(FakeTensorMode):
+        """A mode whose cache keeps no storage alive that is an operator's argument, and that makes nothing on a device itself: an
+        added one has no operators."""
+
+        avoid_device_init = True
+
+        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cached = self.cache_enabled
+            self.cache_enabled = cached and not any(isinstance(one, torch.UntypedStorage) for one in args)
+            try:
+                return super().dispatch(func, types, args, kwargs)
+            finally:
+                self.cache_enabled = cached
+
+    made: AbstractContextManager[Any] = Shapes(allow_non_fake_inputs=True)
+    return made
+
+
+def local_tensors(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors with a tensor's memory on this rank: of a DTensor and of other wrappers what they hold."""
+    if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [inner for one in held if isinstance(one, Tensor) for inner in local_tensors(one)]
+
+
+def storage_number(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has as long as this one lives."""
+    return int(storage._cdata)
+
+
+def operator_of(overload: Any) -> tuple[Any, str]:
+    """The operator of an overload, as torch.utils.flop_counter lists it, and its name."""
+    return overload._overloadpacket, str(overload._opname)
+
+
+READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
+"""The operator of `.item()`."""
+
+
+def add_device(name: str, module: Any) -> bool:
+    """Give torch a kind of device `name` on which fake tensors can be differentiated, with `module` as its torch.cuda.
+
+    It lasts as long as the process. False if a vendor's package has added a device: torch takes one only.
+    """
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    if torch._C._get_privateuse1_backend_name() != "privateuseone":
+        return False
+    _setup_privateuseone_for_python_backend(name, module)
+    others, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    own.impl("empty.memory_format", _empty, "PrivateUse1")
+    _LIBRARIES.extend((others, own))
+    return True
+
+
+def _empty(size: tuple[int, ...], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """A tensor on the added device outside of the mode that makes fake ones: it has no memory."""
+    made: Tensor = torch._C._acc.create_empty_tensor(size, dtype or torch.get_default_dtype())
+    return made
+
+
+_LIBRARIES: list[torch.library.Library] = []
+"""The implementations of operators last as long as these."""
+
+
+def implement(operators: Iterable[Any], make: Callable[[Any], Callable[..., Any]], autocast: bool) -> None:
+    """Implement operators of the added device: make(operator) is what runs, under autocast or before differentiation."""
+    library = torch.library.Library("aten", "IMPL")
+    for one in operators:
+        library.impl(one, make(one), "AutocastPrivateUse1" if autocast else "AutogradPrivateUse1")
+    _LIBRARIES.append(library)
+
+
+def autocast_operators() -> list[Any]:
+    """The operators that autocast on CUDA knows, which this torch need not be built with."""
+    found = []
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::"):
+            found.append(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+    return found
+
+
+def without_autocast() -> AbstractContextManager[Any]:
+    """A context in which operators of the added device run as outside of autocast."""
+    keys: Any = torch._C.DispatchKey  # its types lack this one
+    key = torch._C.DispatchKeySet(keys.AutocastPrivateUse1)
+    made: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(key)
+    return made
+
+
+def arguments_of(overload: Any) -> list[str]:
+    """The names of an operator's arguments."""
+    return [one.name for one in overload._schema.arguments]
+
+
+@contextmanager
+def foreach_of_fakes() -> Iterator[None]:
+    """Let optimizers treat fake tensors as they treat real ones: several at a time on accelerators."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.optim.optimizer import _foreach_supported_types
+
+    kinds: list[Any] = _foreach_supported_types
+    kinds.append(FakeTensor)
+    try:
+        yield
+    finally:
+        kinds.remove(FakeTensor)
+
+
+PINS = torch.ops.aten._pin_memory.default
+"""The operator of `.pin_memory()`."""
+WAITS = torch.ops._c10d_functional.wait_tensor.default
+"""The operator that waits for a functional collective."""
+FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
+EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention.default
+PLAIN_ATTENTION = torch.ops.aten._scaled_dot_product_attention_math.default
