@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.torch_fake import (
     EFFICIENT_ATTENTION,
     FLASH_ATTENTION,
@@ -52,10 +53,13 @@ _WITH_DTYPE = {"prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum", "li
 """Those that make float32 of inputs of another type. All others get inputs in float32."""
 
 
-def planned_accelerator() -> torch.device | None:
-    """The device, for the rest of this process; None if torch has no room for it beside a vendor's."""
+def planned_accelerator() -> torch.device:
+    """The device, for the rest of this process. Raises EnvironmentUnfitError where torch has no room for it."""
     if not add_device(KIND, _Module()):
-        return None
+        raise EnvironmentUnfitError(
+            "a package has added a device of its vendor to torch, which takes one only, and a plan needs that place; plan in an "
+            "environment without it, or with --machine FILE that has accelerator = false: then the operators are those of the CPU"
+        )
     cache: dict[int, tuple[Tensor, Tensor]] = {}
 
     def autocast(operator: Any) -> Callable[..., Any]:

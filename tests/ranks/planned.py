@@ -29,6 +29,7 @@ CNN = {
     "model": {"name": "planned:cnn", "loss": "torch.nn.functional:cross_entropy"},
     "dataset": {"name": "planned:images"},
 }
+MLP = {**CNN, "model": {"name": "planned:mlp", "loss": "torch.nn.functional:cross_entropy"}}
 LLAMA = {
     "model": {"name": "planned:llama", "loss": "planned:llama_loss"},
     "dataset": {"name": "planned:sentences"},
@@ -69,10 +70,12 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 """The number of ranks and the tables of each job."""
+# The simulated accelerator has no attention of its own.
 OF_ACCELERATORS: dict[str, tuple[int, dict[str, Any]]] = {
-    "stage 1, optimizer in host memory": (2, {"sharding": {"stage": 1, "offload_optimizer": True}}),
-    "stage 3, parameters in host memory": (2, {"sharding": {"stage": 3, "offload_parameters": True}}),
-    "blocks' inputs in host memory": (2, {"activation_checkpointing": {"mode": "full", "offload": True}}),
+    "stage 1, optimizer in host memory": (2, {**MLP, "sharding": {"stage": 1, "offload_optimizer": True}}),
+    "stage 3, optimizer in host memory": (2, {**MLP, "sharding": {"stage": 3, "offload_optimizer": True}}),
+    "stage 3, parameters in host memory": (2, {**MLP, "sharding": {"stage": 3, "offload_parameters": True}}),
+    "blocks' inputs in host memory": (2, {**MLP, "activation_checkpointing": {"mode": "full", "offload": True}}),
 }
 OPERATIONS = {
     "all_reduce": "all_reduce",
@@ -99,6 +102,20 @@ def cnn() -> nn.Module:
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), convolution, nn.GroupNorm(4, 32), nn.ReLU(),
         nn.Flatten(), nn.Linear(32 * 64, 10),
     )  # fmt: skip
+
+
+class Block(nn.Sequential):
+    """A residual block. x: (batch, 128)."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(256, 128), *(Block() for _ in range(6)), nn.Linear(128, 10))
 
 
 def images(split: str) -> list[tuple[Tensor, Tensor]] | None:

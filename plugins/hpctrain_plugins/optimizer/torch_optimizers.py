@@ -45,7 +45,7 @@ class _TorchOptimizer(Optimizer):
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         parameters = [p for group in groups for p in group["params"]]
-        plain = all(type(p) in (torch.Tensor, torch.nn.Parameter) and p.dtype in _FUSED_DTYPES for p in parameters)
+        plain = all(not hasattr(p, "__tensor_flatten__") and p.dtype in _FUSED_DTYPES for p in parameters)  # no DTensor
         speed: dict[str, Any] = {"fused": True} if plain else {"foreach": False}
         return self.algorithm(groups, **speed, **self.options.model_dump())
 
