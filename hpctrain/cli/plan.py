@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli.options import example, job_arguments
+
+if TYPE_CHECKING:
+    from hpctrain.planning.plan import Hardware
 
 
 class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -32,6 +35,7 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     epilog=example(
         "hpctrain plan job.toml -n 64 --machine h100",
         "hpctrain plan job.toml -n 8 --memory 40GB --set sharding.stage=3",
+        "hpctrain plan job.toml -n 8 --machine a100 --fit fitted.toml",
     ),
 )
 @job_arguments
@@ -48,6 +52,13 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     metavar="RANKS",
     help="Ranks of a node; by default the machine's devices, or 8.",
 )
+@click.option(
+    "--fit",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Search layouts, sharding, activation checkpointing and micro batches that fit into the memory of the machine's devices, "
+    "list the fastest, and write the first one to FILE, a job file that extends JOB.toml.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: bytes, seconds, floating-point operations.")
 def command(
     job: Path,
@@ -56,24 +67,53 @@ def command(
     memory: float | None,
     machine: str | None,
     per_node: int | None,
+    fit: Path | None,
     as_json: bool,
 ) -> None:
     """Plan JOB.toml on RANKS ranks: memory, communication and computing of a step, without a GPU and without training.
 
     A step runs with the job's own plugins on tensors that have shapes and no values. Exit code 1 if the memory of a device is
-    known and too small.
+    known and too small, or if nothing fits.
     """
     from hpctrain.job.reading import read_job
     from hpctrain.planning.machines import open_machine
-    from hpctrain.planning.plan import make_plan
+    from hpctrain.planning.plan import Hardware, make_plan
 
-    found = make_plan(
-        read_job(job, overrides), ranks or 1, per_node, None if machine is None else open_machine(machine), memory
-    )
+    hardware = Hardware.of(ranks or 1, per_node, memory, None if machine is None else open_machine(machine))
+    if fit is not None:
+        _fit(job, overrides, hardware, fit, as_json)
+        return
+    found = make_plan(read_job(job, overrides), hardware)
     if as_json:
         click.echo(json.dumps(found.as_dict()))
     else:
         for line in found.lines():
             click.echo(line)
     if found.fits is False:
+        raise SystemExit(1)
+
+
+def _fit(job: Path, overrides: tuple[str, ...], hardware: Hardware, path: Path, as_json: bool) -> None:
+    from hpctrain.base.errors import UsageError
+    from hpctrain.job.reading import read_job
+    from hpctrain.planning.fit import search, shortlist
+    from hpctrain.planning.fitted import as_dict, fitted_text, table, told
+
+    if hardware.machine is None:
+        raise UsageError(
+            "--fit: found no --machine, whose figures tell which settings are the fastest; give one, such as h100"
+        )
+    raw = read_job(job, overrides)
+    trials = search(raw, hardware, lambda trial: click.echo(told(trial), err=True))
+    fitting = shortlist(trials)
+    if fitting:
+        path.write_text(fitted_text(fitting[0], raw, job, overrides, path))
+    if as_json:
+        click.echo(json.dumps(as_dict(trials, fitting)))
+    else:
+        for line in table(trials, fitting, hardware.ranks):
+            click.echo(line)
+        if fitting:
+            click.echo(f"\n{path} has the first one: hpctrain run {path} -n {hardware.ranks}")
+    if not fitting:
         raise SystemExit(1)

@@ -132,6 +132,10 @@ class Runner(ABC):
         see: called with the outputs of each micro batch that counts, where they are on this rank, and with the batch.
         """
 
+    def idle_share(self, micro_batches: int) -> float:
+        """The share of a step of `micro_batches` micro batches in which a rank waits for others of the axis, by its schedule."""
+        return 0.0
+
     def describe(self, micro_batches: int) -> str | None:
         """A line about how `micro_batches` micro batches are run, for the screen."""
         return None

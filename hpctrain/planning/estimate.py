@@ -38,7 +38,8 @@ def step_time(plans: Sequence[RankPlan], machine: Machine, data_axes: Sequence[s
         rest = max(0.0, _sending(hidden, machine) - computing * _HIDDEN_BEHIND)
         found.append((computing, rest + _sending(shown, machine)))
     computing, exposed = max(found, key=sum)
-    waiting = (computing + exposed) * (len(plans) - 1) / max(1, plans[0].micro_batches)
+    idle = max(one.idle for one in plans)
+    waiting = (computing + exposed) * idle / (1 - idle)
     return StepTime(computing, exposed, waiting)
 
 

@@ -63,7 +63,8 @@ class RankPlan:
     step is over. inputs: of all micro batches, which lie on the device from the begin of the step. peak: the most bytes that live
     at once; at_peak: what they are of; origins: those of `OTHERS` by "module: operator". over_time: the most bytes in each part of
     the step. host: the most bytes in the host's memory. start: the most bytes until the first step. operators: each kind and its
-    number. guesses: see Watch.
+    number. idle: the share of the step in which it waits for other parts of the model.
+    guesses: see Watch.
     """
 
     rank: int
@@ -82,11 +83,12 @@ class RankPlan:
     guesses: int
     exchanges: list[Exchange]
     micro_batches: int
+    idle: float = 0.0
     save: Save = Save(0, 0, 0)
 
-    def with_micro_batches(self, number: int, more_of: RankPlan, fewer: RankPlan) -> RankPlan:
-        """The plan of a step with `number` micro batches: each one that this step has not needs what `more_of` has more than
-        `fewer`."""
+    def with_micro_batches(self, number: int, more_of: RankPlan, fewer: RankPlan, peak_grows: bool) -> RankPlan:
+        """The plan of a step with `number` micro batches: each one that this step has not takes what `more_of` has more than
+        `fewer`. peak_grows: whether it takes memory at the peak, too."""
         further, by = number - self.micro_batches, more_of.micro_batches - fewer.micro_batches
         if further <= 0 or by <= 0:
             return self
@@ -102,11 +104,11 @@ class RankPlan:
             return replace(one, calls=calls, nbytes=nbytes)
 
         of_operators, of_more, of_fewer = (dict(plan.operators) for plan in (self, more_of, fewer))
-        peak = more(self.peak, more_of.peak, fewer.peak)
+        peak = more(self.peak, more_of.peak, fewer.peak) if peak_grows else self.peak
         return replace(
             self,
             peak=peak,
-            host=more(self.host, more_of.host, fewer.host),
+            host=more(self.host, more_of.host, fewer.host) if peak_grows else self.host,
             at_peak={**self.at_peak, OTHERS: self.at_peak[OTHERS] + peak - self.peak},
             operators=[
                 (one, more(count, of_more.get(one, 0), of_fewer.get(one, 0))) for one, count in of_operators.items()

@@ -44,9 +44,12 @@ from hpctrain.training.saving import open_store, pieces_to_save, plugin_states
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
 
-_FEW = 2, 3, 3
-"""Micro batches of the steps that are run, for each pipeline stage. From the second one on, those of one rank need alike. A
-pipeline's stages tell each other their shapes in a step with another number of micro batches, which the third one has not."""
+_FEW = 1, 1, 2
+"""Micro batches of the steps that are run. In the first one, caches of torch's fill. A further micro batch takes what the third
+step has more than the second; the peak stays, since each micro batch ends before the next."""
+_FEW_IN_FLIGHT = 2, 3, 3
+"""Those of a pipeline, for each stage. Stages tell each other their shapes in a step with another number of micro batches, which
+the third one has not."""
 _CPU = torch.device("cpu")
 _POINTS = 200
 """Points of the memory over a step."""
@@ -98,13 +101,15 @@ def plan_rank(
         create_state(session.model.optimizer)
         start = watch.device.peak
         found: list[RankPlan] = []
-        for few in _FEW if stages > 1 else _FEW[:2]:
+        for few in _FEW_IN_FLIGHT if stages > 1 else _FEW:
             watch.begin()
             TRAFFIC.clear()
             given = _step(session, loader, few * stages)
             found.append(_figures(session, watch, per_node, start, given[: few * stages]))
-        planned = found[-1].with_micro_batches(len(given), found[1], found[0])
-        return replace(planned, inputs=_inputs(given), save=_save(session, watch))
+        idle = session.model.runner.idle_share(len(given))
+        fewer, more = found[:2] if stages > 1 else found[1:]
+        planned = found[-1].with_micro_batches(len(given), more, fewer, peak_grows=stages > 1)
+        return replace(planned, inputs=_inputs(given), save=_save(session, watch), idle=idle)
 
 
 def _session(
@@ -122,7 +127,7 @@ def _session(
         session = Session(
             job, parts, identity, device, layout, hooks, Report(identity, RankChannel(False, False)), model, feed,
             store=open_store(job, parts, _CPU), guard=Guard(job.guard), replicas=None,
-            deadline=deadline_of(None, 0.0, identity), states=[], progress=Progress(max(feed.steps, len(_FEW))),
+            deadline=deadline_of(None, 0.0, identity), states=[], progress=Progress(max(feed.steps, 3)),
         )  # fmt: skip
     stack.callback(session.close)
     return session

@@ -165,10 +165,13 @@ class PipelineRunner(Runner):
         for stage in self._stages.values():
             stage.micro_batches, stage.outputs = micro_batches, None
 
-    def describe(self, micro_batches: int) -> str:
-        """A line with the bubble: the share of a step in which a rank waits before its first and after its last micro
-        batch (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2)."""
+    def idle_share(self, micro_batches: int) -> float:
+        """The bubble: a rank waits before its first and after its last micro batch (Narayanan et al., "Efficient Large-Scale
+        Language Model Training on GPU Clusters", 2021, section 2.2). A schedule that splits backward waits less."""
         ranks, per_rank = self._group.size(), len(self._stages)
-        bubble = (ranks - 1) / (per_rank * micro_batches + ranks - 1)
+        return (ranks - 1) / (per_rank * micro_batches + ranks - 1)
+
+    def describe(self, micro_batches: int) -> str:
+        bubble = self.idle_share(micro_batches)
         at_most = "at most " if self._record.splits_backward else ""
         return f"{self._record.name}, {self._count} stages, {micro_batches} micro batches, bubble {at_most}{bubble:.0%} of a step"

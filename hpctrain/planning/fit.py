@@ -1,0 +1,175 @@
+"""Searches settings with which a job fits into memory, and is fast: plans of many settings, those of each layout in a process.
+
+A try is a whole plan. The search leaves out what can't be better: settings that need more memory than some that do not fit, and
+ones that are slower and save memory which is not needed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from hpctrain.base.errors import HpctrainError, UsageError
+from hpctrain.checking.check import check
+from hpctrain.job.raw import RawJob
+from hpctrain.planning.job_plan import JobPlan
+from hpctrain.planning.plan import Hardware, plan_checked, planned_job
+from hpctrain.planning.rank_plan import OTHERS
+from hpctrain.planning.settings import Settings, Space
+
+_WORSE = 2
+"""Numbers of ranks that share a model after which the search ends if each brought nothing faster."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Settings and their plan, or why there is none."""
+
+    settings: Settings
+    plan: JobPlan | None
+    why: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as estimated."""
+        assert self.plan is not None and self.plan.time is not None
+        return self.plan.time.seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is known to fit."""
+        return self.plan is not None and bool(self.plan.fits)
+
+    @property
+    def lacks(self) -> float:
+        """The bytes that a device has too few."""
+        assert self.plan is not None and self.plan.memory is not None
+        return self.plan.largest.most - self.plan.memory
+
+
+def search(raw: RawJob, hardware: Hardware, tell: Callable[[Trial], None] = lambda _: None) -> list[Trial]:
+    """Try settings of the job on the hardware, which has a machine; `tell` gets each trial as it ends. Raises UsageError for a job
+    that can't be searched, and the errors of `hpctrain check`."""
+    raw = planned_job(raw, hardware.machine)
+    checked = check(raw, None)
+    samples = checked.job.batch.global_size
+    if samples is None:
+        raise UsageError(
+            "--fit: [batch] tokens: found batches by a budget of tokens, expected global_size and micro_size"
+        )
+    space = Space.of(checked, samples, hardware.ranks, hardware.per_node)
+    found: list[Trial] = []
+    for layouts in (space.layouts, space.long):
+        best, worse = float("inf"), 0
+        for _, level in groupby(layouts, key=lambda axes: prod(axes.values())):
+            new = list(_tried(list(level), space, raw, hardware, tell))
+            found += new
+            fastest = min((one.seconds for one in new if one.fits), default=float("inf"))
+            worse = worse + 1 if best < float("inf") and fastest >= best else 0
+            best = min(best, fastest)
+            if worse == _WORSE:
+                break
+        if best < float("inf"):
+            break
+    return found
+
+
+def shortlist(trials: list[Trial]) -> list[Trial]:
+    """Those that fit, the fastest first, each with less memory than all before it."""
+    found: list[Trial] = []
+    for one in sorted((one for one in trials if one.fits), key=lambda one: (one.seconds, _most(one))):
+        if not found or _most(one) < _most(found[-1]):
+            found.append(one)
+    return found
+
+
+def _most(trial: Trial) -> float:
+    assert trial.plan is not None
+    return trial.plan.largest.most
+
+
+def _tried(
+    layouts: list[dict[str, int]], space: Space, raw: RawJob, hardware: Hardware, tell: Callable[[Trial], None]
+) -> Iterator[Trial]:
+    """The trials of the layouts, as many at once as there are cores."""
+    context, waiting = multiprocessing.get_context("fork"), list(layouts)
+    running: dict[Connection, Any] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_search_layout, args=(sender, waiting.pop(0), space, raw, hardware))
+                process.start()
+                sender.close()
+                running[receiver] = process
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                try:
+                    trial = ready.recv()
+                except EOFError:
+                    running.pop(ready).join()
+                    continue
+                tell(trial)
+                yield trial
+    finally:
+        for process in running.values():
+            process.terminate()
+            process.join()
+
+
+def _search_layout(sender: Connection, axes: Mapping[str, int], space: Space, raw: RawJob, hardware: Hardware) -> None:
+    for trial in trials_of(axes, space, lambda settings: _try(settings, raw, hardware)):
+        sender.send(trial)
+    sender.close()
+
+
+def _try(settings: Settings, raw: RawJob, hardware: Hardware) -> Trial:
+    try:
+        return Trial(settings, plan_checked(check(settings.on(raw), hardware.ranks), hardware))
+    except HpctrainError as error:
+        return Trial(settings, None, str(error))
+
+
+def trials_of(axes: Mapping[str, int], space: Space, attempt: Callable[[Settings], Trial]) -> Iterator[Trial]:
+    """Try one layout: first what needs the least memory; if that fits, the fastest settings on."""
+    sizes, stages = space.micro_sizes(axes), space.stages(axes)
+    if not sizes:
+        return
+    least = attempt(Settings(axes, stages[-1], space.modes[-1], sizes[0]))
+    yield least
+    if not least.fits:
+        if least.plan is not None and stages[-1]:
+            yield attempt(Settings(axes, stages[-1], space.modes[-1], sizes[0], offload=True))
+        return
+    for mode in space.modes:
+        largest = 0
+        for stage in stages:
+            for trial in _micro_sizes(Settings(axes, stage, mode, sizes[0]), sizes, attempt):
+                yield trial
+                largest = max(largest, trial.settings.micro_size if trial.fits else 0)
+            if largest == sizes[-1]:
+                break
+        if largest > 1 or largest == sizes[-1]:
+            return  # recomputing would only be slower
+
+
+def _micro_sizes(first: Settings, sizes: list[int], attempt: Callable[[Settings], Trial]) -> Iterator[Trial]:
+    """Try the smallest micro batch, then the largest that should fit, and smaller ones until one does."""
+    smallest = attempt(first)
+    yield smallest
+    if not smallest.fits or smallest.plan is None or smallest.plan.memory is None:
+        return
+    largest, memory = smallest.plan.largest, smallest.plan.memory
+    others = max(1, largest.at_peak[OTHERS] // sizes[0])
+    room = (memory - (largest.most - largest.at_peak[OTHERS])) // others
+    for size in reversed([size for size in sizes[1:] if size <= 2 * room]):
+        trial = attempt(replace(first, micro_size=size))
+        yield trial
+        if trial.fits:
+            return

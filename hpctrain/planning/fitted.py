@@ -1,0 +1,74 @@
+"""Tells what a search of settings has found: lines, JSON, and a job file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from hpctrain.job.overrides import apply_override
+from hpctrain.job.raw import RawJob, merge
+from hpctrain.planning.fit import Trial
+from hpctrain.planning.job_plan import gigabytes
+
+_REFUSED = 3
+"""Settings that are refused, of which a table says why."""
+
+
+def told(trial: Trial) -> str:
+    """The trial in a line."""
+    plan = trial.plan
+    if plan is None:
+        return f"{trial.settings}: refused"
+    need = f"{gigabytes(plan.largest.most)} GB"
+    if not trial.fits:
+        return f"{trial.settings}: {need}, lacks {gigabytes(trial.lacks)} GB"
+    return f"{trial.settings}: {need}, {trial.seconds:.3g} s"
+
+
+def table(trials: Sequence[Trial], fitting: Sequence[Trial], ranks: int) -> Iterator[str]:
+    """The settings that fit, the fastest first, each with less memory than those before; and what the others lack."""
+    if fitting:
+        yield f"{'seconds':>9}{'GB':>9}  settings on {ranks} ranks, the fastest first, then with less memory"
+        for one in fitting:
+            assert one.plan is not None
+            yield f"{one.seconds:>9.3g}{gigabytes(one.plan.largest.most):>9}  {one.settings}"
+    lacking = sorted((one for one in trials if one.plan is not None and not one.fits), key=lambda one: one.lacks)
+    if lacking:
+        yield f"{len(lacking)} settings do not fit:"
+        for one in lacking:
+            yield f"  lacks {gigabytes(one.lacks)} GB: {one.settings}"
+    refused = [one for one in trials if one.plan is None]
+    if refused:
+        yield f"{len(refused)} settings do not go with the job, such as"
+        for one in refused[:_REFUSED]:
+            yield f"  {one.settings}: {one.why.splitlines()[0]}"
+
+
+def as_dict(trials: Sequence[Trial], fitting: Sequence[Trial]) -> dict[str, Any]:
+    """The trials for JSON, in bytes and seconds, those of the list first."""
+    rest = [one for one in trials if one not in fitting]
+    return {"fitting": [_trial(one) for one in fitting], "others": [_trial(one) for one in rest]}
+
+
+def fitted_text(trial: Trial, raw: RawJob, job: Path, overrides: Sequence[str], path: Path) -> str:
+    """The text of a job file at `path` that extends `job` with the overrides and the trial's settings."""
+    above = RawJob({}, {}, str(path))
+    for one in overrides:
+        if one.partition("=")[2]:  # a key that was taken away can't be told
+            apply_override(above, one)
+    tables = merge(above.tables, trial.settings.tables(raw.tables))
+    extends = os.path.relpath(job, path.parent)
+    return f"# hpctrain plan --fit: {told(trial)}\n" + tomli_w.dumps({"extends": extends, **tables})
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    plan = trial.plan
+    found: dict[str, Any] = {"settings": trial.settings.tables({}), "fits": trial.fits}
+    if plan is None:
+        return {**found, "refused": trial.why}
+    seconds = None if plan.time is None else plan.time.seconds
+    return {**found, "peak_bytes": plan.largest.most, "lacks_bytes": max(0.0, trial.lacks), "step_seconds": seconds}
