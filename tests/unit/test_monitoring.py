@@ -231,9 +231,16 @@ def test_two_runs_of_a_process_have_an_endpoint_each_and_a_port_is_free_at_once(
         os.waitpid(worker, 0)
 
 
-def test_readers_that_break_off_disturb_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+def test_readers_that_break_off_or_wait_disturb_nobody(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hpctrain_plugins.logger import prometheus_server
+
+    monkeypatch.setattr(prometheus_server, "_REQUEST_SECONDS", 1.0)
     writer = logger("prometheus", host="127.0.0.1").open(prepare(), 0)
     host, _, port = json.loads(Path("out/prometheus.json").read_text())[0]["targets"][0].partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as silent:
+        assert silent.recv(1) == b"", "the server waits for a while only"
     silent = socket.create_connection((host, int(port)))
     for words in (b"", b"GET /metrics", b"\xff\x00\r\n\r\n", b"GET /metrics HTTP/1.1\r\n\r\n"):
         with socket.create_connection((host, int(port))) as one:
@@ -365,11 +372,8 @@ def test_a_collector_that_fails_at_first_gets_the_values_later(
     assert not {"hpctrain.loss", "hpctrain.lr"} & found.keys(), "OpenTelemetry has finite numbers only"
     assert found["hpctrain.extra"][2] == {"": 1.5}
     assert found["hpctrain.memory_bytes"][2] == {"rank_max": 5} and found["hpctrain.steps"][2] == {"": 2}
-    told = [record.getMessage() for record in caplog.records if record.name == "hpctrain"]
-    assert (
-        len(told) == 1
-        and "the values were not taken, and are sent again: Failed to export metrics batch code: 400" in told[0]
-    )
+    [told] = [record.getMessage() for record in caplog.records if record.name == "hpctrain"]
+    assert "the values were not taken, and are sent again: Failed to export " in told and "batch code: 400" in told
     assert capfd.readouterr().err == ""
 
 
@@ -386,6 +390,28 @@ def test_a_dead_collector_ends_no_training(
     assert said.count("logger opentelemetry failed and gets no more rows: ConnectionError: ") == 1
     assert all(line.startswith("hpctrain: warning: ") for line in said.splitlines()) and len(said.splitlines()) <= 2
     assert SECRET not in said and no_file_has(SECRET)
+
+
+@pytest.mark.parametrize(("name", "value"), [("COMPRESSION", "zip"), ("TIMEOUT", "soon")])
+def test_a_variable_that_the_library_cannot_read_is_told(
+    name: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Versions of the library differ: one refuses it, another says what it does instead."""
+    monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", value)
+    with receiver() as (uri, got):
+        try:
+            logger("opentelemetry", endpoint=uri).open(prepare(), 0).close()
+        except EnvironmentUnfitError as error:
+            told = [str(error)]
+        else:
+            told = [one.getMessage() for one in caplog.records if one.name == "hpctrain"]
+            assert len(got) == 1
+    assert len(told) == 1 and "opentelemetry" in told[0] and value in told[0]
+    assert capfd.readouterr().err == ""
 
 
 # --- both

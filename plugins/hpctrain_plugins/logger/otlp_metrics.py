@@ -12,11 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.api import EXIT_ENVIRONMENT, Field, Logger, Options, Plan, Problem, hookimpl
+from hpctrain.api import (
+    EXIT_ENVIRONMENT,
+    EnvironmentUnfitError,
+    Field,
+    Logger,
+    Options,
+    Plan,
+    Problem,
+    hookimpl,
+    reason,
+)
 from hpctrain_plugins.logger.addresses import address_problems
 from hpctrain_plugins.logger.periodic import Periodic, Service
 from hpctrain_plugins.logger.series import KIND, Series, run_labels
 
+LOG = logging.getLogger("hpctrain")
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _PATH = "/v1/metrics"
 _SECONDS = 15.0
@@ -52,8 +63,14 @@ class OpenTelemetry(Logger):
         return found
 
     def open(self, output_dir: Path, resumed_step: int) -> Periodic:
+        """Raises EnvironmentUnfitError for a variable that the library can't read."""
         series, labels = Series(), run_labels(output_dir)
-        collector = Collector(self.options.endpoint, series, labels, output_dir)
+        try:
+            collector = Collector(self.options.endpoint, series, labels, output_dir)
+        except (OSError, ValueError) as error:
+            raise EnvironmentUnfitError(
+                f"[[logger]] name = 'opentelemetry': a variable OTEL_* of the environment can't be used: {reason(error)}"
+            ) from error
         return Periodic(self.name, series, collector, _seconds(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "")))
 
 
@@ -66,6 +83,9 @@ class Collector(Service):
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
+        self._said = _Said()
+        logging.getLogger("opentelemetry").addHandler(self._said)
+        self._said.begin()
         url = endpoint and endpoint.rstrip("/").removesuffix(_PATH) + _PATH
         attributes = {"service.name": "hpctrain", "service.instance.id": str(output_dir.absolute())}
         attributes |= {f"hpctrain.{name}": value for name, value in labels.items()}
@@ -76,8 +96,8 @@ class Collector(Service):
         self._meter = self._provider.get_meter("hpctrain")
         self._series = series
         self._known: set[str] = set()
-        self._said = _Said()
-        logging.getLogger("opentelemetry").addHandler(self._said)
+        for text in self._said.texts:
+            LOG.warning("logger opentelemetry: %s", text)
 
     def send(self) -> None:
         self._add_instruments()
@@ -113,28 +133,29 @@ class Collector(Service):
 
 
 class _Said(logging.Handler):
-    """Takes what the library logs about a failed export, which would go to the screen: nothing else tells of it."""
+    """Takes what the library logs, which would go to the screen: nothing else tells of a variable it can't read, or of a failed
+    export."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._thread = 0
-        self._texts: list[str] = []
+        self.texts: list[str] = []
         self._failed = False
 
     def begin(self) -> None:
         """Begin anew, for what this thread sends."""
         self._thread, self._failed = threading.get_ident(), False
-        self._texts.clear()
+        self.texts.clear()
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.thread == self._thread:
-            self._texts.append(record.getMessage())
+            self.texts.append(record.getMessage())
             self._failed |= record.levelno >= logging.ERROR
 
     def raise_failure(self) -> None:
         """Raise ConnectionError if an export failed since `begin`."""
         if self._failed:
-            why = self._texts[0].removeprefix("Transient error ").partition(" encountered while exporting")[0]
+            why = self.texts[0].removeprefix("Transient error ").partition(" encountered while exporting")[0]
             raise ConnectionError(why)
 
 

@@ -55,7 +55,10 @@ class Periodic(LogWriter):
         while not self._ended.wait(self._seconds):
             self._send()
         self._send()
-        self._service.finish()
+        try:
+            self._service.finish()
+        except Exception as error:
+            self._error = self._error or error
 
     def _send(self) -> None:
         before, self._error = self._error, None

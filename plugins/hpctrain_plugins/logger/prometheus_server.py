@@ -73,8 +73,7 @@ class Endpoint(LogWriter):
             self._server.server_close()
             raise
         poll = {"poll_interval": _POLL_SECONDS}
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs=poll, name="prometheus", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, kwargs=poll, name="prometheus", daemon=True).start()
 
     def log(self, row: Mapping[str, Any]) -> None:
         self._series.take(row)

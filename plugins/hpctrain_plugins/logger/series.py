@@ -21,7 +21,7 @@ class Series:
 
     def __init__(self) -> None:
         self.gauges: Mapping[str, Mapping[str, float]] = {}
-        """By name, then by kind; "" is the kind of a number that stands alone."""
+        """Values by name, then by kind; "" is the kind of a number that stands alone."""
         self.totals: Mapping[str, int] = {"steps": 0}
         """Steps, and tokens or samples, since this process began. Steps that are trained again count again."""
 
@@ -49,7 +49,7 @@ def _gauges(row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, float]]]
 
 
 def _name(key: str) -> str:
-    """The key in the characters that every monitoring system takes, with its unit last."""
+    """The name of a key's series, in the characters that every monitoring system takes."""
     name = re.sub(r"\W", "_", key, flags=re.ASCII)
     if name == "time":
         return "last_row_timestamp_seconds"
