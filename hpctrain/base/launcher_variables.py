@@ -49,6 +49,9 @@ _BY_SCHEDULER = (
 )
 """The number of nodes, what only a task has, and the number of tasks, from Flux and srun."""
 
+_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "FLUX_JOB_ID")
+"""Set by schedulers. Flux comes last: it may run in a job of the others."""
+
 
 class RankNumbers(NamedTuple):
     """The numbers of a rank, as variables tell them. renumbered: the launcher has dealt the ranks out to the nodes in turn."""
@@ -235,6 +238,11 @@ def slurm_node(environment: Mapping[str, str]) -> str:
 def slurm_allocation_tasks(environment: Mapping[str, str]) -> int:
     """The tasks of the Slurm job in whose allocation this process runs, as one of them or not; 0 outside."""
     return _number(environment, "SLURM_NTASKS") if "SLURM_JOB_ID" in environment else 0
+
+
+def job_id(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The number of this job of Slurm, PBS or Flux; None outside."""
+    return next((environment[name] for name in _JOB_IDS if environment.get(name)), None)
 
 
 def step_host(environment: Mapping[str, str] = os.environ) -> str:

@@ -52,10 +52,11 @@ class Report:
             self._best.resume(output_dir / "metrics.jsonl")
 
     def go_back(self, output_dir: Path, loggers: Sequence[Logger], step: int) -> None:
-        """Drop the rows after `step`, as a resume does. Raises the errors of `Records`."""
+        """Drop the rows after `step`, as a resume does. Raises UsageError if metrics.jsonl can't be written."""
         if self._records is not None:
             self._records.close()
-        self.open(output_dir, loggers, step)
+            self._records = Records(output_dir, loggers, step, under_way=True)
+            self._best.resume(output_dir / "metrics.jsonl")
 
     def say(self, message: str) -> None:
         """Print a line on the screen."""
@@ -81,8 +82,11 @@ LOG = logging.getLogger("hpctrain")
 class Records:
     """The records of a run, on rank 0."""
 
-    def __init__(self, output_dir: Path, loggers: Sequence[Logger], resumed_step: int) -> None:
-        """Raises UsageError if metrics.jsonl can't be written, EnvironmentUnfitError if a logger's files can't."""
+    def __init__(self, output_dir: Path, loggers: Sequence[Logger], resumed_step: int, under_way: bool = False) -> None:
+        """Raises UsageError if metrics.jsonl can't be written, EnvironmentUnfitError if a logger's files can't.
+
+        under_way: the run has trained already, and does without a logger that can't be opened.
+        """
         path = output_dir / "metrics.jsonl"
         try:
             self._metrics = MetricsFile(path, resumed_step)
@@ -92,8 +96,14 @@ class Records:
         for logger in loggers:
             try:
                 self._writers.append((logger.name, logger.open(output_dir, resumed_step)))
-            except OSError as error:
-                raise EnvironmentUnfitError(f"[[logger]] name = {logger.name!r}: {reason(error)}") from error
+            except Exception as error:
+                if under_way:
+                    _tell_dropped(logger.name, error)
+                    continue
+                self.close()  # the loggers before it have threads, processes and ports
+                if isinstance(error, OSError):
+                    raise EnvironmentUnfitError(f"[[logger]] name = {logger.name!r}: {reason(error)}") from error
+                raise
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Write one row to all destinations."""
@@ -113,8 +123,12 @@ class Records:
                 ask(one)
             except Exception as error:
                 self._writers.remove(writer)
-                LOG.warning("logger %s failed and gets no more rows: %s: %s", name, type(error).__name__, error)
-                LOG.info("where logger %s failed", name, exc_info=error)
+                _tell_dropped(name, error)
+
+
+def _tell_dropped(logger: str, error: Exception) -> None:
+    LOG.warning("logger %s failed and gets no more rows: %s: %s", logger, type(error).__name__, error)
+    LOG.info("where logger %s failed", logger, exc_info=error)
 
 
 class MetricsFile:

@@ -54,9 +54,9 @@ def test_two_ranks_with_evaluation_and_tensorboard(job: JobFile) -> None:
 @pytest.mark.thorough
 def test_two_ranks_with_every_other_logger_say_and_leave_nothing_more(job: JobFile) -> None:
     """wandb has a process of its own; `run` checks that none is left."""
-    for package in ("wandb", "mlflow"):
-        pytest.importorskip(package, reason=f"needs hpctrain[{package}]")
-    job.tables["logger"] = [{"name": name} for name in ("csv", "wandb", "mlflow")]
+    for package in ("wandb", "mlflow", "prometheus_client"):
+        pytest.importorskip(package, reason=f"needs hpctrain[{package.removesuffix('_client')}]")
+    job.tables["logger"] = [{"name": name} for name in ("csv", "wandb", "mlflow", "prometheus")]
     job.write()
     done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
     assert done.code == 0 and done.err == "" and "wandb" not in done.out and "mlflow" not in done.out, done

@@ -1,68 +1,78 @@
-"""What loggers write, read back with the readers of their libraries: a run, its resume, and a service that does not answer."""
+"""What loggers of files and tracking services write, read back with the readers of their libraries: a run that went on after a
+crash, and a service that does not answer.
+"""
 
 from __future__ import annotations
 
-import csv
+import importlib.util
 import json
+import math
+import shutil
 import socket
-import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import TINY
+from logged import forget_checkpoint, histories, logger, prepare, read_offline, rows, scalars, table, train
 
-import hpctrain
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.job.problems import JobError
-from hpctrain.plugins.registry import build_registry
+
+PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+INSTALLED = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package)]
+
+
+def alone(patch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Work in `directory`, without an account of the user's."""
+    patch.chdir(directory)
+    patch.setenv("NETRC", str(directory / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_SERVICE", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        patch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty one, and no account of the user's."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    for name in ("WANDB_API_KEY", "WANDB_SERVICE", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
-        monkeypatch.delenv(name, raising=False)
+    alone(monkeypatch, tmp_path)
 
 
-def train(steps: int, *loggers: dict[str, Any], **tables: dict[str, Any]) -> dict[str, Any]:
-    job = json.loads(json.dumps(TINY)) | {"evaluation": {"every_steps": 2}, "logger": [*loggers], **tables}
-    job["job"]["steps"] = steps
-    job["checkpoint"] = {"every_steps": 2}
-    return hpctrain.run(job)
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that went on: with step 5 from its checkpoint of step 4, when it had trained and logged 6, and to step 8.
+
+    first.jsonl has the rows of the first 6.
+    """
+    directory = tmp_path_factory.mktemp("resumed")
+    with pytest.MonkeyPatch.context() as patch:
+        alone(patch, directory)
+        for steps in (6, 8):
+            train(steps, *({"name": name} for name in ("csv", *INSTALLED)))
+            if steps == 6:
+                forget_checkpoint(6)
+                shutil.copy("out/metrics.jsonl", "first.jsonl")
+    return directory
 
 
-def rows(of: str) -> dict[int, dict[str, Any]]:
-    """The rows of metrics.jsonl that have the key `of`, by step."""
-    found = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row for row in found if of in row}
-
-
-def table(name: str) -> list[dict[str, str]]:
-    with Path("out", name).open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def logger(slot_name: str, **options: Any) -> Any:
-    cls: Any = build_registry().find("logger", slot_name).cls
-    return cls(cls.Options(**options))
+@pytest.fixture
+def run(resumed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of the run that went on, as the current one."""
+    monkeypatch.chdir(resumed)
+    assert [rows(of).keys() for of in ("loss", "evaluation_loss")] == [{*range(1, 9)}, {2, 4, 6, 8}]
+    assert rows("loss")[5]["step_seconds"] != rows("loss", Path("first.jsonl"))[5]["step_seconds"]
+    return resumed
 
 
 # --- csv
 
 
-def test_csv_has_every_value_of_a_run_and_its_resume() -> None:
-    for steps in (4, 6):
-        train(steps, {"name": "csv"})
+@pytest.mark.usefixtures("run")
+def test_csv_has_every_value_of_a_run_that_went_on() -> None:
     steps, evaluations = table("metrics.csv"), table("evaluations.csv")
-    assert [int(row["step"]) for row in steps] == [1, 2, 3, 4, 5, 6]
-    assert [int(row["step"]) for row in evaluations] == [2, 4, 6]
+    assert [int(row["step"]) for row in steps] == [*range(1, 9)]
+    assert [int(row["step"]) for row in evaluations] == [2, 4, 6, 8]
     for row in steps:
         truth = rows("loss")[int(row["step"])]
         memory = truth.pop("memory_bytes")
@@ -114,44 +124,63 @@ def test_csv_follows_no_link_and_keeps_a_file_that_is_none_of_its_own() -> None:
     assert Path("mine.csv").read_text() == "a,b\n1,2\n" and table("metrics.csv") == [{"step": "1"}]
 
 
+# --- TensorBoard
+
+
+@pytest.mark.usefixtures("run")
+def test_tensorboard_shows_each_step_of_a_run_that_went_on_once() -> None:
+    pytest.importorskip("tensorboard", reason="needs hpctrain[tensorboard]")
+    found = scalars(Path("out/events"))
+    for of, keys in (("loss", ("loss", "lr", "step_seconds")), ("evaluation_loss", ("evaluation_loss",))):
+        for key in keys:
+            steps, values = zip(*found[key], strict=True)
+            assert list(steps) == [*rows(of)]
+            assert values == pytest.approx([row[key] for row in rows(of).values()], rel=1e-6)  # in 32 bits
+    memory = [row["memory_bytes"]["rank_max"] for row in rows("loss").values()]
+    assert [value for _, value in found["memory_bytes.rank_max"]] == pytest.approx(memory, rel=1e-6)
+
+
+def test_tensorboard_has_each_row_as_soon_as_it_is_logged() -> None:
+    """A killed process closes nothing, and its checkpoint may be of the last step."""
+    pytest.importorskip("tensorboard", reason="needs hpctrain[tensorboard]")
+    writer = logger("tensorboard").open(Path("out"), 0)
+    for step in (1, 2):
+        writer.log({"step": step, "loss": step / 2, "histograms": {}})
+        assert scalars(Path("out/events")) == {"loss": [(one, one / 2) for one in range(1, step + 1)]}
+    writer.close()
+
+
 # --- MLflow
 
 
-def histories(uri: str) -> tuple[Any, dict[str, dict[int, float]]]:
-    """The only run, and the values of each of its metrics by step."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(tracking_uri=uri)
-    experiment = client.get_experiment_by_name("hpctrain")
-    assert experiment is not None
-    [run] = client.search_runs([experiment.experiment_id])
-    found = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
-    assert all(len({one.step for one in ones}) == len(ones) for ones in found.values())
-    return run, {key: {one.step: one.value for one in ones} for key, ones in found.items()}
-
-
-def test_mlflow_has_a_run_and_its_resume() -> None:
+@pytest.mark.usefixtures("run")
+def test_mlflow_has_each_step_of_a_run_that_went_on_once() -> None:
+    """Of steps that ran twice it has the values of the first time."""
     pytest.importorskip("mlflow", reason="needs hpctrain[mlflow]")
-    for steps in (4, 6):
-        train(steps, {"name": "mlflow"})
     run, found = histories(f"sqlite:///{Path.cwd()}/out/mlflow/mlflow.db")
-    for key in ("loss", "lr", "tokens"):
-        assert found[key] == {step: row[key] for step, row in rows("loss").items()}
-    assert found["evaluation_loss"] == {step: row["evaluation_loss"] for step, row in rows("evaluation_loss").items()}
-    assert found["memory_bytes.rank_max"][6] == rows("loss")[6]["memory_bytes"]["rank_max"]
+    steps, evaluations = (rows(of) | rows(of, Path("first.jsonl")) for of in ("loss", "evaluation_loss"))
+    for key in ("loss", "lr", "tokens", "step_seconds"):
+        assert found[key] == {step: row[key] for step, row in steps.items()}
+    assert found["evaluation_loss"] == {step: row["evaluation_loss"] for step, row in evaluations.items()}
+    assert found["memory_bytes.rank_max"][8] == rows("loss")[8]["memory_bytes"]["rank_max"]
     assert run.info.run_name == "tiny" and run.info.status == "FINISHED"
     params = run.data.params
     assert params["model.hidden_size"] == "16" and params["optimizer.betas"] == "[0.9, 0.999]"
-    assert params["job.steps"] == "4" and run.data.tags["resumed.job.steps"] == "6"
+    assert params["job.steps"] == "6" and run.data.tags["resumed.job.steps"] == "8"
 
 
 def test_mlflow_begins_another_run_if_the_store_does_not_know_the_first() -> None:
     pytest.importorskip("mlflow", reason="needs hpctrain[mlflow]")
-    train(2, {"name": "mlflow"})
+    (prepare() / "mlflow").mkdir()
+    Path("out/mlflow/run-id").write_text("0" * 32 + "\n")
     uri = f"sqlite:///{Path.cwd()}/elsewhere.db"
-    train(4, {"name": "mlflow", "tracking_uri": uri, "run": "again"})
+    writer = logger("mlflow", tracking_uri=uri, run="again").open(Path("out"), 2)
+    for step in (3, 4):
+        writer.log({"step": step, "time": 0.5, "loss": float("nan") if step == 4 else 0.5})
+    writer.close()
     run, found = histories(uri)
-    assert run.info.run_name == "again" and sorted(found["loss"]) == [3, 4]
+    assert run.info.run_name == "again" and run.info.run_id == Path("out/mlflow/run-id").read_text().strip()
+    assert found["loss"][3] == 0.5 and math.isnan(found["loss"][4])
 
 
 def test_a_password_in_a_uri_is_refused_and_not_repeated() -> None:
@@ -163,57 +192,58 @@ def test_a_password_in_a_uri_is_refused_and_not_repeated() -> None:
 # --- Weights & Biases
 
 
-def records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file: a log of LevelDB in blocks of 32 KiB, of protobuf messages. The library has no reader of it."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content, at, message = path.read_bytes(), 7, b""
-    assert content[:4] == b":W&B"
-    while at + 7 <= len(content):
-        if 2**15 - at % 2**15 < 7:
-            at += 2**15 - at % 2**15
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, at)
-        message += content[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            record = Record.FromString(message)
-            message = b""
-            yield record
+def pieces() -> list[Path]:
+    """The files of the run, in the order in which `wandb sync` sends them."""
+    return sorted(Path("out/wandb").glob("offline-*/*.wandb"))
 
 
-def read_offline(path: Path) -> tuple[Any, list[dict[str, Any]]]:
-    """The run's record, and its history."""
-    found = list(records(path))
-    [run] = [one.run for one in found if one.WhichOneof("record_type") == "run"]
-    history = [
-        {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in one.history.item}
-        for one in found
-        if one.WhichOneof("record_type") == "history"
-    ]
-    return run, history
-
-
-def test_wandb_offline_has_a_run_and_its_resume() -> None:
+@pytest.mark.usefixtures("run")
+def test_wandb_offline_has_each_step_of_a_run_that_went_on_once() -> None:
     pytest.importorskip("wandb", reason="needs hpctrain[wandb]")
-    for steps in (4, 6):
-        train(steps, {"name": "wandb", "project": "mine"})
-        time.sleep(1)  # the files' names have seconds
-    (first, before), (second, after) = (
-        read_offline(path) for path in sorted(Path("out/wandb").glob("offline-*/*.wandb"))
-    )
+    (first, before), (second, after) = map(read_offline, pieces())
     assert first.run_id == second.run_id == Path("out/wandb/run-id").read_text().strip()
-    assert first.project == "mine" and first.display_name == "tiny"
+    assert second.resume, "wandb sync adds it to the first"
+    assert first.project == "hpctrain" and first.display_name == "tiny"
     config = {item.key: json.loads(item.value_json) for item in first.config.update}
     assert config["model"]["hidden_size"] == 16 and config["optimizer"]["betas"] == [0.9, 0.999]
     history = before + after
-    assert {row["step"]: row["loss"] for row in history if "loss" in row} == {
-        step: row["loss"] for step, row in rows("loss").items()
-    }
-    assert {row["step"]: row["evaluation_loss"] for row in history if "evaluation_loss" in row} == {
-        step: row["evaluation_loss"] for step, row in rows("evaluation_loss").items()
-    }
-    assert after[0]["step"] == 5 and "memory_bytes.rank_max" in after[0]
+    for of in ("loss", "evaluation_loss"):
+        found = [(row["step"], row[of]) for row in history if of in row]
+        assert found == [(step, row[of]) for step, row in rows(of).items()]
+    assert after[0]["step"] == 5 and after[0]["memory_bytes.rank_max"] == rows("loss")[5]["memory_bytes"]["rank_max"]
+    numbers = [row["_step"] for row in history]
+    assert all(one < other for one, other in pairwise(numbers)), "a server takes no other order"
+
+
+def test_wandb_cuts_no_file_that_a_server_has_nor_one_it_cannot_read(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("wandb", reason="needs hpctrain[wandb]")
+    from hpctrain_plugins.logger.wandb_files import cut_off_after
+
+    prepare()
+    writer = logger("wandb").open(Path("out"), 0)
+    for step in range(1, 400):  # several blocks of the file
+        writer.log(
+            {"step": step, "time": 0.5, "loss": step / 2, "text": "x", "more": {str(key): key for key in range(20)}}
+        )
+    writer.close()
+    [path] = pieces()
+    whole, run_id = path.read_bytes(), Path("out/wandb/run-id").read_text().strip()
+    assert len(whole) > 3 * 2**15 and [row["loss"] for row in read_offline(path)[1]] == [
+        step / 2 for step in range(1, 400)
+    ]
+    mark = path.with_name(f"{path.name}.synced")
+    mark.touch()
+    cut_off_after(Path("out/wandb"), run_id, 2 * 300 + 1)
+    assert path.read_bytes() == whole
+    mark.unlink()
+    path.write_bytes(whole + b"\0\1\2")  # as a crash leaves it
+    cut_off_after(Path("out/wandb"), run_id, 2 * 300 + 1)
+    assert whole.startswith(path.read_bytes()) and [row["step"] for row in read_offline(path)[1]] == [*range(1, 301)]
+    path.write_bytes(damaged := whole[:20] + b"\xff" * 20 + whole[40:])
+    cut_off_after(Path("out/wandb"), run_id, 2 * 300 + 1)
+    assert path.read_bytes() == damaged
+    [told] = [one.getMessage() for one in caplog.records if one.name == "hpctrain"]
+    assert "can't be cut; steps that run again are in it twice: " in told
 
 
 def test_wandb_online_without_a_key_is_told_at_the_start() -> None:

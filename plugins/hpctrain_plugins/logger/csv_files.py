@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.api import Logger, LogWriter, hookimpl, open_regular, reading, replacing
-from hpctrain_plugins.logger.rows import flat
+from hpctrain_plugins.logger.rows import flat, is_evaluation
 
 
 class CSV(Logger):
@@ -33,7 +33,7 @@ class Tables(LogWriter):
         values = {
             key: value for key, value in flat(row) if not isinstance(value, list)
         }  # a histogram's counts fit no field
-        (self._evaluations if "evaluation_loss" in row else self._steps).add(values)
+        (self._evaluations if is_evaluation(row) else self._steps).add(values)
 
 
 class _Table:

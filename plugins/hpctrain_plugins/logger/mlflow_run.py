@@ -78,8 +78,9 @@ class MLflowRun(Run):
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells the screen of the tables that it makes
         self._client = MlflowClient(tracking_uri=uri)
-        self._steps: dict[str, int] = {}  # the last of each metric
         self._run_id = (run_id and self._continued(run_id)) or self._created(options, job["job"]["name"], directory)
+        newest = self._client.get_run(self._run_id).data.to_proto().metrics
+        self._steps: dict[str, int] = {metric.key: metric.step for metric in newest}
         keep_id(directory, self._run_id)
         self._log_job({_name(key): str(value)[:_LONGEST_VALUE] for key, value in flat(job)})
 
@@ -88,11 +89,11 @@ class MLflowRun(Run):
 
         metrics = []
         for row in rows:
-            found = {_name(key): value for key, value in numbers(row).items()}
-            at = round(row["time"] * 1000), row["step"]
-            # an evaluation repeats the epoch of its step
-            metrics += [Metric(key, value, *at) for key, value in found.items() if self._steps.get(key) != row["step"]]
-            self._steps |= dict.fromkeys(found, row["step"])
+            step, found = row["step"], {_name(key): value for key, value in numbers(row).items()}
+            # MLflow takes nothing back: steps that run again stay as they are. An evaluation repeats the epoch of its step.
+            new = {key: value for key, value in found.items() if self._steps.get(key, 0) < step}
+            metrics += [Metric(key, value, round(row["time"] * 1000), step) for key, value in new.items()]
+            self._steps |= dict.fromkeys(new, step)
         for i in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[i : i + _MOST_METRICS])
 

@@ -20,13 +20,17 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_evaluation(row: Mapping[str, Any]) -> bool:
+    return "evaluation_loss" in row
+
+
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """The row's numbers by dotted keys, without the step and the time."""
-    return {
-        key: value
-        for key, value in flat(row)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and key not in ("step", "time")
-    }
+    return {key: value for key, value in flat(row) if is_number(value) and key not in ("step", "time")}
 
 
 def resolved_job(output_dir: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.api import EXIT_ENVIRONMENT, Logger, LogWriter, Plan, Problem, hookimpl, make_directory
+from hpctrain_plugins.logger.rows import numbers
 
 
 class TensorBoard(Logger):
@@ -37,12 +38,12 @@ class EventFiles(LogWriter):
         self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        for key, value in row.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and key not in ("step", "time"):
-                self._writer.add_scalar(key, value, row["step"])
+        for key, value in numbers({key: value for key, value in row.items() if key != "histograms"}).items():
+            self._writer.add_scalar(key, value, row["step"])
         for kind, found in row.get("histograms", {}).items():
             for name, histogram in found.items():
                 self._add_histogram(f"{kind}/{name}", histogram, row["step"])
+        self._writer.flush()  # a checkpoint may follow, and a crash: the run goes on after this row
 
     def _add_histogram(self, tag: str, histogram: Mapping[str, Any], step: int) -> None:
         counts, low, mean = histogram["counts"], histogram["low"], histogram["mean"]

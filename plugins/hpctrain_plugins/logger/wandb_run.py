@@ -22,8 +22,9 @@ from hpctrain.api import (
     make_directory,
 )
 from hpctrain_plugins.logger.background import FINISH_SECONDS, Run, Sender
-from hpctrain_plugins.logger.rows import numbers, resolved_job
+from hpctrain_plugins.logger.rows import is_evaluation, numbers, resolved_job
 from hpctrain_plugins.logger.run_id import keep_id, kept_id
+from hpctrain_plugins.logger.wandb_files import cut_off_after
 
 LOG = logging.getLogger("hpctrain")
 _START_SECONDS = 15.0
@@ -68,14 +69,19 @@ class Wandb(Logger):
         run_id = (kept_id(directory) if resumed_step else None) or secrets.token_hex(4)
         keep_id(directory, run_id)
         job = resolved_job(output_dir)
-        return Sender(lambda: WandbRun(self.options, run_id, job, output_dir), "wandb")
+        return Sender(lambda: WandbRun(self.options, run_id, job, output_dir, resumed_step), "wandb")
 
 
 class WandbRun(Run):
     """A run of wandb's client, which has a process of its own."""
 
-    def __init__(self, options: WandbOptions, run_id: str, job: dict[str, Any], output_dir: Path) -> None:
+    def __init__(
+        self, options: WandbOptions, run_id: str, job: dict[str, Any], output_dir: Path, resumed_step: int
+    ) -> None:
         import wandb
+
+        if resumed_step:
+            cut_off_after(output_dir / "wandb", run_id, _number_of(resumed_step, after_evaluation=True))
 
         def begin(mode: Literal["offline", "online"]) -> Any:
             return wandb.init(
@@ -86,7 +92,7 @@ class WandbRun(Run):
                 config=job,
                 allow_val_change=True,
                 mode=mode,
-                dir=str(output_dir),
+                dir=str(output_dir.absolute()),  # its process may have another current directory
                 settings=settings,
             )
 
@@ -107,15 +113,23 @@ class WandbRun(Run):
             LOG.warning("wandb: the server can't be reached (%s); the run is kept: wandb sync %s", said, kept)
             wandb.teardown()  # its process still has the run
             self._run = begin("offline")
-        # not wandb's own step: that must grow, but a resume may repeat steps, and an evaluation is a row of its own
         self._run.define_metric("*", step_metric="step")
 
     def send(self, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:
-            self._run.log({**numbers(row), "step": row["step"]})
+            number = _number_of(row["step"], is_evaluation(row))
+            self._run.log({**numbers(row), "step": row["step"]}, step=number, commit=True)
 
     def finish(self) -> None:
         self._run.finish()
+
+
+def _number_of(step: int, after_evaluation: bool) -> int:
+    """A row's number in wandb, where each is larger than the one before, also of a resumed run.
+
+    A server leaves out a row whose number is not: steps that run again are in the run once.
+    """
+    return 2 * step + after_evaluation
 
 
 @hookimpl
