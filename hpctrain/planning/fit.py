@@ -23,9 +23,6 @@ from hpctrain.planning.plan import Hardware, plan_checked, planned_job
 from hpctrain.planning.rank_plan import OTHERS
 from hpctrain.planning.settings import Settings, Space
 
-_WORSE = 2
-"""Numbers of ranks that share a model after which the search ends if each brought nothing faster."""
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -66,15 +63,14 @@ def search(raw: RawJob, hardware: Hardware, tell: Callable[[Trial], None] = lamb
     space = Space.of(checked, samples, hardware.ranks, hardware.per_node)
     found: list[Trial] = []
     for layouts in (space.layouts, space.long):
-        best, worse = float("inf"), 0
+        best = float("inf")
         for _, level in groupby(layouts, key=lambda axes: prod(axes.values())):
             new = list(_tried(list(level), space, raw, hardware, tell))
             found += new
             fastest = min((one.seconds for one in new if one.fits), default=float("inf"))
-            worse = worse + 1 if best < float("inf") and fastest >= best else 0
+            if fastest >= best < float("inf"):
+                break  # more ranks that share a model make it slower
             best = min(best, fastest)
-            if worse == _WORSE:
-                break
         if best < float("inf"):
             break
     return found
@@ -131,7 +127,7 @@ def _search_layout(sender: Connection, axes: Mapping[str, int], space: Space, ra
 
 def _try(settings: Settings, raw: RawJob, hardware: Hardware) -> Trial:
     try:
-        return Trial(settings, plan_checked(check(settings.on(raw), hardware.ranks), hardware))
+        return Trial(settings, plan_checked(check(settings.on(raw), hardware.ranks), hardware, quick=True))
     except HpctrainError as error:
         return Trial(settings, None, str(error))
 
@@ -153,10 +149,8 @@ def trials_of(axes: Mapping[str, int], space: Space, attempt: Callable[[Settings
             for trial in _micro_sizes(Settings(axes, stage, mode, sizes[0]), sizes, attempt):
                 yield trial
                 largest = max(largest, trial.settings.micro_size if trial.fits else 0)
-            if largest == sizes[-1]:
-                break
-        if largest > 1 or largest == sizes[-1]:
-            return  # recomputing would only be slower
+            if largest > 1 or largest == sizes[-1]:
+                return  # to save more memory would only be slower
 
 
 def _micro_sizes(first: Settings, sizes: list[int], attempt: Callable[[Settings], Trial]) -> Iterator[Trial]:

@@ -64,9 +64,9 @@ def make_plan(raw: RawJob, hardware: Hardware, apart: bool = False) -> JobPlan:
     return plan_checked(checked, hardware)
 
 
-def plan_checked(checked: CheckedJob, hardware: Hardware) -> JobPlan:
-    """Plan a job that `planned_job` has made and that was checked."""
-    return told_plan(checked, hardware, plan_ranks(checked, hardware.ranks, hardware.per_node, hardware.on_cpu))
+def plan_checked(checked: CheckedJob, hardware: Hardware, quick: bool = False) -> JobPlan:
+    """Plan a job that `planned_job` has made and that was checked. quick: see plan_rank."""
+    return told_plan(checked, hardware, plan_ranks(checked, hardware.ranks, hardware.per_node, hardware.on_cpu, quick))
 
 
 def told_plan(checked: CheckedJob, hardware: Hardware, ranks: list[RankPlan]) -> JobPlan:

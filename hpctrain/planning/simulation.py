@@ -83,10 +83,16 @@ class Shapes(InitialValues):
 
 
 def plan_rank(
-    checked: CheckedJob, rank: int, size: int, per_node: int, stages: int = 1, device: torch.device | None = None
+    checked: CheckedJob,
+    rank: int,
+    size: int,
+    per_node: int,
+    stages: int = 1,
+    device: torch.device | None = None,
+    quick: bool = False,
 ) -> RankPlan:
     """Run steps of one rank in this process, which has no torch.distributed. stages: parts of the model on different ranks.
-    device: None for the CPU."""
+    device: None for the CPU. quick: with a step less, in which caches of torch's fill: a little more is counted."""
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
     device = device or _CPU
     layout = layout_of(checked.job, checked.parts, size)
@@ -101,13 +107,14 @@ def plan_rank(
         create_state(session.model.optimizer)
         start = watch.device.peak
         found: list[RankPlan] = []
-        for few in _FEW_IN_FLIGHT if stages > 1 else _FEW:
+        steps = (_FEW_IN_FLIGHT[:2] if quick else _FEW_IN_FLIGHT) if stages > 1 else _FEW[quick:]
+        for few in steps:
             watch.begin()
             TRAFFIC.clear()
             given = _step(session, loader, few * stages)
             found.append(_figures(session, watch, per_node, start, given[: few * stages]))
         idle = session.model.runner.idle_share(len(given))
-        fewer, more = found[:2] if stages > 1 else found[1:]
+        fewer, more = found[:2] if stages > 1 else found[-2:]
         planned = found[-1].with_micro_batches(len(given), more, fewer, peak_grows=stages > 1)
         return replace(planned, inputs=_inputs(given), save=_save(session, watch), idle=idle)
 
