@@ -54,18 +54,20 @@ def test_where_nothing_fits_each_says_what_it_lacks(job: JobFile) -> None:
     assert not told["fitting"] and all(one["lacks_bytes"] > 0 for one in told["others"])
 
 
+_TOKENS = "batch.global_size=", "batch.micro_size=", "batch.tokens=64", "batch.micro_tokens=16"
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         ([], "--fit: found no --machine, whose figures tell which settings are the fastest; give one, such as h100"),
         (
-            ["--machine", "h100", "--set", "batch.global_size=", "--set", "batch.micro_size=", "--set", "batch.tokens=64"]
-            + ["--set", "batch.micro_tokens=16"],
+            ["--machine", "h100", *(word for one in _TOKENS for word in ("--set", one))],
             "--fit: [batch] tokens: found batches by a budget of tokens, expected global_size and micro_size",
         ),
     ],
     ids=["machine", "tokens"],
-)  # fmt: skip
+)
 def test_mistakes_are_told(job: JobFile, words: list[str], sentence: str) -> None:
     done = run(hpctrain("plan", "job.toml", "-n", "2", "--fit", "fitted.toml", *words), job.directory)
     assert done.code == 2 and sentence in done.err and "Traceback" not in done.err, done

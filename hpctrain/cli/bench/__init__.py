@@ -169,7 +169,6 @@ def machine(ranks: int, output: Path | None, as_json: bool) -> None:
 
 def _meet_on_device() -> tuple[Any, str]:
     """Join the other ranks, each on its accelerator if there are some; the device and the node's name."""
-    import torch
     import torch.distributed as dist
 
     import hpctrain.mpi
