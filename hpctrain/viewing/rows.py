@@ -87,7 +87,9 @@ def _step(step: int, row: Mapping[str, Any]) -> Step:
     seconds = {name: number_of(row.get(f"{name}_seconds")) for name in _PARTS}
     memory = row.get("memory_bytes")
     memory = memory if isinstance(memory, dict) else {}
-    numbers = {key: number_of(row.get(key)) for key in ("time", "epoch", "loss", "lr", "grad_norm", "step_seconds", "mfu")}
+    numbers = {
+        key: number_of(row.get(key)) for key in ("time", "epoch", "loss", "lr", "grad_norm", "step_seconds", "mfu")
+    }
     return Step(
         step,
         **numbers,

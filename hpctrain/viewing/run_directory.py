@@ -5,12 +5,12 @@ It may be another person's, and crafted: what cannot be read counts as absent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli
 from pydantic import ValidationError
 
 from hpctrain.base.errors import UsageError
@@ -19,7 +19,6 @@ from hpctrain.checkpoint.directory import CheckpointDirectory
 from hpctrain.contracts.scheduler import JOB_FILE, RECORD
 from hpctrain.job.run_files import CHECKPOINTS, METRICS, RESOLVED, log_of
 from hpctrain.job.tables import KeepBestTable
-from hpctrain.job.toml import parse
 from hpctrain.starting.scheduler.record import Submission, newest
 from hpctrain.viewing.rows import Evaluation, Step, count_of, is_evaluation, number_of, read_row
 
@@ -87,9 +86,11 @@ class RunDirectory:
         """The job as it ran or was submitted last."""
         paths = [self.path / name for name in (RESOLVED, JOB_FILE)]
         tables: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             path = max(paths, key=lambda path: _changed(path) or 0.0)
-            tables = parse(read_bytes(path).decode())
+            tables = tomli.loads(
+                read_bytes(path).decode()
+            )  # without the checks of a job file, which cost as much again
         job, checkpoint = (tables.get(name) for name in ("job", "checkpoint"))
         if not isinstance(job, dict):
             return JobSeen()

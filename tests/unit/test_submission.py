@@ -487,8 +487,13 @@ def test_the_status_of_a_run_that_nobody_submitted(tmp_path: Path, monkeypatch: 
     resolved.write_text(resolved.read_text().replace("steps = 4", "epochs = 1"))  # 500 samples, 12 a step
     log = Path("out/log/rank-00000.log")
     begun, _, ended = log.read_text().partition(" INFO done ")
-    for end, word in (("", "failed"), (" INFO stopped at step 4 of 41\n", "stopped"),
-                      (" INFO stopped at step 4 of 41, as it was cancelled\n", "cancelled"), (f" INFO done {ended}", "done")):  # fmt: skip
+    stopped = "stopped at step 4 of 41"
+    for end, word in (
+        ("", "failed"),
+        (f" INFO {stopped}\n", "stopped"),
+        (f" INFO {stopped}, as it was cancelled\n", "cancelled"),
+        (f" INFO done {ended}", "done"),
+    ):
         log.write_text(begun + end)
         assert described(Path("out")) == done.replace("done", word).replace("4 of 4", "4, epoch 0.10 of 1")
     log.write_text(begun)

@@ -135,7 +135,9 @@ def ask_about(runs: Sequence[Submitted], seconds: float) -> Answers:
             continue
         answers.states |= {one.directory: found[one.submission.id] for one in group if one.submission.id in found}
         if len(found) < len(ids):
-            answers.complaints.append(f"{target} was asked about {len(found)} of {len(ids)} jobs within {seconds:.0f} s")
+            answers.complaints.append(
+                f"{target} was asked about {len(found)} of {len(ids)} jobs within {seconds:.0f} s"
+            )
     return answers
 
 
