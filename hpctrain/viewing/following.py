@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.base.safe_files import reading
 
-PART_BYTES = 4 * 2**20
+PART_BYTES = 2 * 2**20
 """Read at once, at most; also the longest line."""
 _COMPARED = 64
 """Bytes before the place where reading goes on. They tell another file that got the number of the old one."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from hpctrain.viewing.lines import Room, about, log_line, loss_chart, only_line
+from hpctrain.viewing.lines import OF_LOSS, Room, about, log_line, loss_chart, only_line
 from hpctrain.viewing.watcher import Snapshot
 
 _HINT_FROM = 12
@@ -43,10 +43,10 @@ def _block(seen: Snapshot, room: Room, height: int | None) -> list[Text]:
     if len(lines) > height:
         kept = sorted(range(len(lines)), key=lambda number: (lines[number].importance, number))[:height]
         return [lines[number].text for number in sorted(kept)]
-    left = height - len(lines)
     found = [one.text for one in lines]
-    rows = min(_CHART.stop - 1, left - min(_LOG_FIRST, len(seen.log)))
+    rows = min(_CHART.stop - 1, height - len(lines) - min(_LOG_FIRST, len(seen.log)))
     if rows >= _CHART.start and len(seen.history.losses) > 1:
-        found += loss_chart(seen, room, rows)
-        left -= rows
-    return found + [log_line(text, room) for text in seen.log[len(seen.log) - left :][-left:] if left]
+        place = next(number for number, one in enumerate(lines) if one.importance == OF_LOSS)
+        found[place : place + 1] = loss_chart(seen, room, rows)
+    left = height - len(found)
+    return found + [log_line(text, room) for text in (seen.log[-left:] if left else [])]

@@ -27,6 +27,9 @@ _SILENT = 60.0
 _STEPS = 10
 """A job of long steps may take so many of them."""
 
+OF_LOSS = 2
+"""The importance of the line of the loss."""
+
 Part: TypeAlias = tuple[str, str]
 """A text and its style."""
 
@@ -94,7 +97,7 @@ def only_line(seen: Snapshot, room: Room) -> Text:
     """Everything about a run that has a single line."""
     step = seen.history.step
     name = escaped(str(seen.directory))
-    told = [(f"step {_count(seen, step)}", ""), *_loss(step)] if step is not None else []
+    told = [(f"step {_count(seen, step)}", ""), *_loss(step)] if step else []
     needed = sum(cell_len(text) + 2 for text, _ in told) + len(_state(seen)) + 2
     name = room.end_of(name, max(8, room.width - needed))
     return room.joined([(name, "bold"), (_state(seen), STYLES.get(seen.standing.word, "")), *told])
@@ -116,9 +119,9 @@ def about(seen: Snapshot, room: Room) -> Iterator[Line]:
     ):
         told = f"nothing written for {duration(since)}; ask its ranks: hpctrain where {escaped(str(seen.directory))}"
         yield Line(1, room.joined([(told, "bold yellow")]))
-    yield Line(2, _curve(seen, step, room))
+    yield Line(OF_LOSS, _curve(seen, step, room))
     optional = (
-        (3, _evaluation(seen)),
+        (3, _evaluation(seen, room)),
         (4, _speed(seen, step)),
         (6, _parts(step)),
         (5, [(step.slowest, "yellow")] if step.slowest else []),
@@ -131,15 +134,16 @@ def about(seen: Snapshot, room: Room) -> Iterator[Line]:
 
 
 def loss_chart(seen: Snapshot, room: Room, height: int) -> list[Text]:
-    """The losses in several lines, with the lowest and the highest value of the scale."""
+    """The newest loss, and all losses in lines below it, with the lowest and the highest value of the scale."""
     cells = seen.history.losses.cells(min(_LONGEST_CURVE, room.width - 10))
     low, high = scale(cells)
     rows = list(chart(cells, height, room.ascii_only))
     labels = [f"{high:8.4g}", *[" " * 8] * (height - 2), f"{low:8.4g}"]
-    return [
+    drawn = [
         Text.assemble((label, "dim"), " ", (row, "cyan"), no_wrap=True, end="")
         for label, row in zip(labels, rows, strict=True)
     ]
+    return [room.joined(_loss(seen.history.step)), *drawn]
 
 
 def log_line(text: str, room: Room) -> Text:
@@ -193,23 +197,28 @@ def _curve(seen: Snapshot, step: Step, room: Room) -> Text:
     return line.append(f"  {sparkline(cells, room.ascii_only)}", "cyan") if cells else line
 
 
-def _loss(step: Step) -> list[Part]:
+def _loss(step: Step | None) -> list[Part]:
     """The loss, which may not be finite."""
+    if step is None:
+        return []
     return [(f"loss {step.loss:.4f}", "bold cyan") if step.loss is not None else ("loss not finite", "bold red")]
 
 
-def _evaluation(seen: Snapshot) -> list[Part]:
+def _evaluation(seen: Snapshot, room: Room) -> list[Part]:
+    """The newest evaluation and the best so far, with their steps if there is room."""
     found = seen.history.evaluation
     if found is None:
         return []
-    first = seen.job.keep.metric if seen.job.keep else "loss"
+    first = escaped(seen.job.keep.metric if seen.job.keep else "loss")
     told = {escaped(name): "not finite" if value is None else f"{value:.4f}" for name, value in found.measured.items()}
-    begin = f"evaluation {'' if first == 'loss' else first + ' '}{told.pop(escaped(first), '-')} (step {found.step})"
-    return [
-        (begin, ""),
-        *((escaped(words), "magenta") for words in seen.history.best.words()),
-        *((f"{name} {value}", "") for name, value in told.items()),
-    ]
+    begin = f"evaluation {'' if first == 'loss' else first + ' '}{told.pop(first, '-')}"
+    parts: list[Part] = []
+    for newest, best in ((True, True), (False, True), (False, False)):
+        words = [f"{begin} (step {found.step})" if newest else begin, *map(escaped, seen.history.best.words(best))]
+        parts = [(one, "magenta" * (number > 0)) for number, one in enumerate(words)]
+        if sum(cell_len(one) for one in words) + 2 * len(words) - 2 <= room.width:
+            break
+    return [*parts, *((f"{name} {value}", "") for name, value in told.items())]
 
 
 def _speed(seen: Snapshot, step: Step) -> list[Part]:

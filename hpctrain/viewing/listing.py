@@ -80,7 +80,7 @@ def list_runs(root: Path, load: Sequence[str]) -> Listing:
     asked = {
         one.directory: Submitted(one.directory, one.submission, tuple(load))
         for one in runs
-        if one.submission is not None and one.standing.word not in ("running", "done")
+        if one.submission is not None and (one.standing.word not in ("running", "done") or one.standing.is_guess)
     }
     answers = ask_about(list(asked.values()), _ASKING_SECONDS)
     told = [

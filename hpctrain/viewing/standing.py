@@ -28,6 +28,8 @@ class Standing:
 
     word: Word
     detail: str = ""
+    is_guess: bool = False
+    """Whether a scheduler would know better: the run has written just now, and its lock does not tell."""
 
     def __str__(self) -> str:
         return f"{self.word} ({self.detail})" if self.detail else self.word
@@ -43,12 +45,12 @@ def standing_of(run: RunDirectory, job: JobSeen, newest: Step | None) -> Standin
     holder, why = _holder(run.path)
     if holder is not None and holder.holds:
         return Standing("running", holder.name)
+    if job.is_done(newest):
+        return Standing("done")
     submitted, wrote = run.submitted(), run.wrote()
     if submitted is not None and (wrote is None or wrote < submitted):
         return Standing("pending", "submitted")
     word = last_word(run.log)
-    if job.is_done(newest):
-        return Standing("done")
     if word is None:
         return Standing("unknown", why) if why else Standing("stopped")
     if word != "begun":
@@ -57,7 +59,7 @@ def standing_of(run: RunDirectory, job: JobSeen, newest: Step | None) -> Standin
     since = None if wrote is None else time.time() - wrote
     steps = _STEPS * (newest.step_seconds or 0.0) if newest is not None else 0.0
     if not sees_all and since is not None and since < max(_FRESH, steps):
-        return Standing("running", f"wrote {max(0.0, since):.0f} s ago")
+        return Standing("running", f"wrote {max(0.0, since):.0f} s ago", is_guess=True)
     return Standing("unknown", why) if why else Standing("failed")
 
 
