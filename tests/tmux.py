@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from launching import wait_until
 
 _COLOURED = re.compile("\x1b\\[[0-9;]*\\b(?:3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
@@ -82,7 +83,8 @@ class Terminal:
 @contextmanager
 def terminal(columns: int, lines: int, cwd: Path, env: dict[str, str] | None = None) -> Iterator[Terminal]:
     """A terminal with a shell; ends with what runs in it."""
-    assert shutil.which("tmux"), "these tests need tmux: apt-get install tmux"
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux isn't installed")
     one = Terminal(columns, lines, cwd, env or {})
     try:
         yield one

@@ -18,7 +18,7 @@ from hpctrain.viewing.watcher import Watcher
 
 _BETWEEN = 1.0
 """Seconds between two looks. No file system tells of what other nodes write, so the view asks."""
-_READING_ONCE = 30.0
+_READING_ONCE = 5.0
 """Seconds given to the rows for a single frame."""
 _UNLIMITED = 10_000
 """Columns where the output is no terminal."""
