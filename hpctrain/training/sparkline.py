@@ -12,6 +12,8 @@ _ASCII = " .:#"
 _STEEP = 0.1
 """The first part of a curve, which does not count for the scale: a loss falls from far above all that follows."""
 _CAPACITY = 2048
+_LARGEST = 1e150
+"""Numbers beyond it count as not finite: sums of them may be."""
 
 
 class Series:
@@ -23,7 +25,7 @@ class Series:
 
     def add(self, at: float, value: float | None) -> None:
         """Add a point behind all others. None is a value that was not finite."""
-        self._points.append((at, value if value is not None and math.isfinite(value) else math.nan))
+        self._points.append((at, value if value is not None and abs(value) < _LARGEST else math.nan))
         if len(self._points) > self._capacity:
             *pairs, last = self._points  # the newest stays as it is
             self._points = [*(_merged(pairs[first : first + 2]) for first in range(0, len(pairs), 2)), last]

@@ -57,7 +57,7 @@ class Follower:
     def _read(self, fd: int) -> Part:
         found, anew = os.fstat(fd), False
         number = (found.st_dev, found.st_ino)
-        if number != self._place.number or found.st_size < self._place.at:
+        if number != self._place.number:
             anew = self._begin_anew()
         content = self._behind(fd)
         if content is None:
@@ -72,7 +72,7 @@ class Follower:
         return Part(tuple(lines), anew, max(0, found.st_size - self._place.at) if full else 0)
 
     def _behind(self, fd: int) -> bytes | None:
-        """The part behind the place; None if the bytes before it are not those of earlier."""
+        """The part behind the place; None if the bytes before it are not those of earlier, or gone."""
         before = self._place.before
         content = os.pread(fd, len(before) + self._most, self._place.at - len(before))
         return content[len(before) :] if content.startswith(before) else None

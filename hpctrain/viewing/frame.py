@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from hpctrain.viewing.lines import OF_LOSS, Room, about, log_line, loss_chart, only_line
+from hpctrain.viewing.lines import OF_LOSS, about, log_line, loss_chart, only_line
+from hpctrain.viewing.room import Room
 from hpctrain.viewing.watcher import Snapshot
 
 _HINT_FROM = 12

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 from hpctrain.training.words import slowest_rank
 
-_MOST = 2**63
+MOST = 2**63
+"""More than any count of a run; a crafted file may hold any number."""
 _EVALUATION = "evaluation_"
 _PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint")
 """The parts of a step's time, in their order: keys `NAME_seconds`."""
@@ -108,11 +109,11 @@ def _step(step: int, row: Mapping[str, Any]) -> Step:
 
 def count_of(value: object) -> int | None:
     """An integer of 64 bits that is not negative."""
-    return value if type(value) is int and 0 <= value < _MOST else None
+    return value if type(value) is int and 0 <= value < MOST else None
 
 
 def number_of(value: object) -> float | None:
     """A finite number."""
     if type(value) is int:
-        return float(value) if -_MOST < value < _MOST else None
+        return float(value) if -MOST < value < MOST else None
     return value if isinstance(value, float) and math.isfinite(value) else None

@@ -20,7 +20,7 @@ from hpctrain.contracts.scheduler import JOB_FILE, RECORD
 from hpctrain.job.run_files import CHECKPOINTS, METRICS, RESOLVED, log_of
 from hpctrain.job.tables import KeepBestTable
 from hpctrain.starting.scheduler.record import Submission, newest
-from hpctrain.viewing.rows import Evaluation, Step, count_of, is_evaluation, number_of, read_row
+from hpctrain.viewing.rows import MOST, Evaluation, Step, count_of, is_evaluation, number_of, read_row
 
 _TAILS = (2**16, 2**18, 2**20)
 """Bytes at the end of metrics.jsonl in which the newest rows are looked for; a row has at most the last number."""
@@ -39,10 +39,11 @@ class JobSeen:
 
     def last_step(self, newest: Step | None) -> int | None:
         """The step at which the run ends; of a job of epochs as its newest step lets one expect."""
-        if self.steps is not None or newest is None or not newest.epoch or self.epochs is None:
+        if self.steps is not None or newest is None or self.epochs is None or (newest.epoch or 0.0) <= 0:
             return self.steps
-        # whole global batches only
-        return max(newest.step, int(self.epochs * (1 + 1e-9) / newest.epoch * newest.step))
+        assert newest.epoch is not None
+        last = self.epochs * (1 + 1e-9) / newest.epoch * newest.step  # whole global batches only
+        return max(newest.step, int(last)) if last < MOST else None
 
     def is_done(self, newest: Step | None) -> bool:
         """Whether the last step is trained."""

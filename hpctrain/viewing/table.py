@@ -58,7 +58,11 @@ def _columns(runs: Sequence[RunSeen]) -> list[_Column]:
         ("LOSS", 2, [_number(one.step.loss if one.step else None) for one in runs]),
         ("EVALUATION", 4, [_evaluation(one) for one in runs]),
         ("WROTE", 3, ["-" if one.time is None else ago(now - one.time) for one in runs]),
-        ("JOB", 5, [f"{one.submission.target} {one.submission.id}" if one.submission else "-" for one in runs]),
+        (
+            "JOB",
+            5,
+            [escaped(f"{one.submission.target} {one.submission.id}") if one.submission else "-" for one in runs],
+        ),
         ("CHECKPOINT", 6, [escaped(one.checkpoint.name) if one.checkpoint else "-" for one in runs]),
     ]
     made = []

@@ -11,7 +11,7 @@ from rich.console import Console
 from hpctrain.base.errors import UsageError, reason
 from hpctrain.starting.scheduler.record import newest
 from hpctrain.viewing.frame import frame
-from hpctrain.viewing.lines import Room
+from hpctrain.viewing.room import Room
 from hpctrain.viewing.run_directory import RunDirectory
 from hpctrain.viewing.screen import Screen
 from hpctrain.viewing.watcher import Watcher

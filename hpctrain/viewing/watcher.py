@@ -10,6 +10,7 @@ from pathlib import Path
 from hpctrain.starting.scheduler.record import Submission
 from hpctrain.viewing.history import History
 from hpctrain.viewing.log_tail import last_lines
+from hpctrain.viewing.rows import MOST
 from hpctrain.viewing.run_directory import JobSeen, RunDirectory
 from hpctrain.viewing.standing import Standing, standing_of
 
@@ -38,7 +39,10 @@ class Snapshot:
         """The time until the last step."""
         step, each = self.history.step, self.history.step_seconds
         last = self.job.last_step(step)
-        return None if step is None or last is None or each is None else max(0, last - step.step) * each
+        if step is None or last is None or each is None:
+            return None
+        left = max(0, last - step.step) * each
+        return left if 0 <= left < MOST else None
 
 
 class Watcher:

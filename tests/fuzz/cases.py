@@ -593,6 +593,8 @@ IN_VIEW = [
     *_replaced("hdf5", "run/job.resolved.toml", VIEWING, NO_RUN, a_link_outside=SEEN,
                **{"10_GB_of_nothing": SEEN, "a_megabyte_of_anything": SEEN, "an_empty_file": SEEN}),
     *_replaced("hdf5", "run/submissions.jsonl", VIEWING, {**SEEN, "status": 2}),
+    Case("submissions: escape codes", "hdf5", lambda place: (place.root / "run" / "submissions.jsonl").write_text(
+        '{"target": "\\u001b[2J\\u0007", "id": "17"}\n'), VIEWING, {**SEEN, "status": 2}),
     *(Case(f"rows: {name}", "hdf5", lines(*rows), VIEWING, SEEN) for name, rows in ROWS.items()),
     *(Case(f"resolved: {name}", "hdf5", toml(text), VIEWING, SEEN) for name, text in TOMLS.items()),
     *(

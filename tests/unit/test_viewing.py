@@ -9,7 +9,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from hypothesis import given
@@ -22,9 +22,10 @@ from hpctrain.training.sparkline import Series, chart, sparkline
 from hpctrain.viewing.following import Follower
 from hpctrain.viewing.frame import frame
 from hpctrain.viewing.history import History
-from hpctrain.viewing.lines import Room
 from hpctrain.viewing.listing import list_runs
+from hpctrain.viewing.room import Room
 from hpctrain.viewing.rows import Evaluation, Step, read_row
+from hpctrain.viewing.table import table
 from hpctrain.viewing.watcher import Snapshot, Watcher
 
 NEW_KEYS = {
@@ -56,12 +57,16 @@ def made(directory: Path, *rows: dict[str, Any], steps: int = 100) -> Path:
 
 PART = 64
 """Bytes of a part in these tests, so that many parts are read."""
-LINES = st.binary(max_size=90).map(lambda line: line.replace(b"\n", b""))
+LINES = st.one_of(*(st.binary(min_size=least, max_size=most) for least, most in ((0, 9), (55, 70), (120, 200)))).map(
+    lambda line: line.replace(b"\n", b" ")
+)
 CHANGES = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.lists(LINES, max_size=6).map(lambda lines: b"".join(line + b"\n" for line in lines))),
         st.tuples(st.just("append"), LINES),  # the beginning of a line, or more of it
         st.tuples(st.just("replace"), st.integers(0, 200)),  # so many bytes of the old file, as a resume or a crash leaves them
+        st.tuples(st.just("write over"), st.integers(0, 9)),
+        st.just(("change the first byte", 0)),
         st.tuples(st.just("look"), st.integers(1, 5)),
         st.just(("remove", 0)),
     ),
@@ -74,7 +79,7 @@ def test_each_line_is_read_once_however_the_file_grows_or_is_replaced(
     tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[str, Any]]
 ) -> None:
     path = tmp_path_factory.mktemp("followed") / "metrics.jsonl"
-    follower, read = Follower(path, PART), list[bytes]()
+    follower, read, old = Follower(path, PART), list[bytes](), list[IO[bytes]]()
 
     def look() -> int:
         nonlocal read
@@ -83,18 +88,24 @@ def test_each_line_is_read_once_however_the_file_grows_or_is_replaced(
         read = [*([] if part.anew else read), *part.lines]
         return part.left
 
+    path.write_bytes(b"first\n" + b"".join(b"begin %d\n" % line for line in range(10)))
+    look()
+    look()
     for number, (change, what) in enumerate(changes):
         if change == "append":
             with path.open("ab") as file:
                 file.write(what)
-        elif change == "replace":
-            # a mark in front, as rows have other times: two files may get the same number one after the other
-            content = b"%d\n" % number + (path.read_bytes()[:what] if path.exists() else b"")
+        elif change == "write over":
+            path.write_bytes(b"row %d\n" % number * 10 * what)  # as rows have times, no two files are alike
+        elif change in ("replace", "change the first byte") and path.exists():
+            old.append(path.open("rb"))  # the system gives its number to no other file
+            content = old[-1].read()
             with replacing(path) as new:
-                new.write(content)
-        elif change == "remove":
-            path.unlink(missing_ok=True)
-        else:
+                new.write(content[:what] if change == "replace" else b"%d" % (number % 10) + content[1:])
+        elif change == "remove" and path.exists():
+            old.append(path.open("rb"))
+            path.unlink()
+        elif change == "look":
             for _ in range(what):
                 look()
     for _ in range(10_000):
@@ -103,6 +114,8 @@ def test_each_line_is_read_once_however_the_file_grows_or_is_replaced(
     whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     assert read == [line for line in whole if len(line) < PART]
     assert follower.look().lines == ()
+    for file in old:
+        file.close()
 
 
 def test_a_large_file_is_read_in_parts_and_then_only_what_is_new(tmp_path: Path) -> None:
@@ -245,6 +258,37 @@ def make_seen(factory: pytest.TempPathFactory) -> Snapshot:
         return FRAMES["seen"]
     rows = [row(step, **NEW_KEYS) for step in range(1, 51)]
     return Watcher(made(factory.mktemp("frames") / "a-run-with-a-long-name", *rows)).look()
+
+
+NUMBERS = st.floats() | st.integers() | st.integers(10**300, 10**310)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["rank", "node", "cause", "excess_seconds", "rank_max"]), inner, max_size=4)
+    ),
+    max_leaves=5,
+)
+KEYS = st.sampled_from(
+    [*row(1, **NEW_KEYS), "evaluation_loss", "evaluation_\x1b", "skipped", "skipped_steps", "rollbacks"]
+)
+ROWS = st.fixed_dictionaries({"step": st.integers(0, 2**63 - 1) | ANYTHING}).flatmap(
+    lambda begin: st.dictionaries(KEYS, NUMBERS | ANYTHING).map(lambda more: {**more, **begin})
+)
+
+
+@given(
+    rows=st.lists(ROWS, max_size=6), job=st.sampled_from(["steps = 9", "epochs = 1e308", "epochs = 1", "steps = true"])
+)
+def test_no_row_breaks_the_view(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], job: str) -> None:
+    directory = made(tmp_path_factory.mktemp("rows") / "run", *rows)
+    (directory / "job.resolved.toml").write_text(f"[job]\n{job}\n")
+    seen = Watcher(directory).look()
+    for width, height in ((60, 20), (10_000, None)):
+        assert all(line.plain.isprintable() for line in frame([seen], Room(width), height))
+    (listed,) = list_runs(directory, ()).runs
+    assert all(line.plain.isprintable() for line in table([listed], 80))
+    json.loads(json.dumps(listed.as_json()))
 
 
 def test_a_resume_and_its_fewer_rows_are_followed(tmp_path: Path) -> None:
