@@ -140,7 +140,7 @@ def _newest_of(lines: list[bytes]) -> Newest:
     step: Step | None = None
     evaluation: Evaluation | None = None
     for line in reversed(lines):
-        if step is not None and (evaluation is not None or not is_evaluation(line)):
+        if b'"step"' not in line or (step is not None and not is_evaluation(line)):
             continue
         row = read_row(line)
         if isinstance(row, Step):

@@ -47,6 +47,8 @@ def test_a_training_is_seen_from_another_terminal(job: JobFile, training: Starte
         ):  # fmt: skip
             assert re.search(line, first), (line, first)
         step = int(re.findall(r"step (\d+)/100000", first)[0])
+        (listed,) = json.loads(run(hpctrain("runs", ".", "--json"), job.directory).out)
+        assert listed["state"] == "running" and str(training.process.pid) in listed["detail"], listed
         rows = {row["step"]: row for row in job.rows()}
         assert f"loss {rows[step]['loss']:.4f}" in first
         tmux.resize(40, 10)
@@ -101,6 +103,10 @@ def test_a_view_of_any_size_without_colours(columns: int, lines: int, job: JobFi
             assert len(shown.splitlines()) <= height, shown
         tmux.type("q")
         tmux.wait_for(r"\$ *$")
+        tmux.type("clear; python -m hpctrain runs .", "Enter")
+        head, row = tmux.wait_for(r"^out .*\n\$ *$").splitlines()[:2]
+        assert head.split()[:4] == ["RUN", "STATE", "STEP", "LOSS"] and row.split()[1] == "running", (head, row)
+        assert (len(head.split()) == 4) is (columns == 40) and not tmux.is_coloured, head
 
 
 @pytest.mark.thorough

@@ -362,6 +362,24 @@ def test_the_newest_run_is_first_and_a_large_one_is_read_from_its_end(tmp_path: 
     assert all(one.step is not None and one.step.step == 4999 and one.evaluation is None for one in runs)
 
 
+def test_a_table_leaves_out_what_has_no_room(tmp_path: Path) -> None:
+    made(tmp_path / "a-run-with-a-long-name", row(50), evaluation(50, 1.5))
+    runs = list_runs(tmp_path, ()).runs
+    head, whole = (line.plain for line in table(runs, None))
+    assert whole.split() == [str(runs[0].directory), "stopped", "50/100", "0.1000", "1.5000", "0", "s", "ago", "-", "-"]
+    titles = head.split()
+    for width in range(22, len(head) + 10):
+        shown, line = (line.plain for line in table(runs, width))
+        assert cell_len(line) <= width and cell_len(shown) <= width, (width, line)
+        left = [title for title in titles if title not in shown.split()]
+        dropped = ["CHECKPOINT", "JOB", "EVALUATION", "WROTE", "LOSS", "STEP"]
+        assert sorted(left) == sorted(dropped[: len(left)]) and line.split()[0].endswith("long-name"[-7:]), (
+            width,
+            shown,
+        )
+    assert not left
+
+
 SCHEDULER = """
 import json
 from pathlib import Path
