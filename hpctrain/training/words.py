@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.base.errors import escaped
+
+_LONGEST = 1e9
+"""Seconds."""
 
 
 def duration(seconds: float) -> str:
@@ -24,5 +26,5 @@ def slowest_rank(row: Mapping[str, Any]) -> str:
     node, cause, excess = (found.get(key) for key in ("node", "cause", "excess_seconds"))
     text = f"slowest rank {found['rank']}" + (f" on {escaped(node)}" if isinstance(node, str) else "")
     told = [escaped(cause)] if isinstance(cause, str) else []
-    told += [f"+{excess:.2f} s"] if isinstance(excess, float) and math.isfinite(excess) else []
+    told += [f"+{excess:.2f} s"] if isinstance(excess, (int, float)) and abs(excess) < _LONGEST else []
     return text + (f": {' '.join(told)}" if told else "")

@@ -23,13 +23,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Room:
-    """What a line has. ascii_only: the output has no other characters."""
+    """The room of a line. ascii_only: the output has no other characters."""
 
     width: int
     ascii_only: bool = False
 
     @property
     def ellipsis(self) -> str:
+        """The mark of what is cut off."""
         return "..." if self.ascii_only else "…"
 
     def joined(self, parts: Sequence[Part]) -> Text:

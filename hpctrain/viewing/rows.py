@@ -51,7 +51,7 @@ class Evaluation:
 
     step: int
     measured: Mapping[str, float | None]
-    """By name without `evaluation_`; None for what was not finite."""
+    """Values by name without `evaluation_`; None if not finite."""
 
     @property
     def row(self) -> dict[str, Any]:

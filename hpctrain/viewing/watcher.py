@@ -10,7 +10,7 @@ from pathlib import Path
 from hpctrain.starting.scheduler.record import Submission
 from hpctrain.viewing.history import History
 from hpctrain.viewing.log_tail import last_lines
-from hpctrain.viewing.rows import MOST
+from hpctrain.viewing.rows import MOST, Step
 from hpctrain.viewing.run_directory import JobSeen, RunDirectory
 from hpctrain.viewing.standing import Standing, standing_of
 
@@ -53,6 +53,7 @@ class Watcher:
         self._job = self._run.job()
         self._history = History(self._run.metrics, self._job.keep)
         self._standing = Standing("unknown")
+        self._newest: Step | None = None
         self._submission: Submission | None = None
         self._checkpoint: Path | None = None
         self._log: list[str] = []
@@ -72,7 +73,10 @@ class Watcher:
                 self._history.read()
         if due:
             self._looked = begin
-            self._standing = standing_of(self._run, self._job, self._history.step)
+            goes_on = self._standing.word == "running" and self._history.step != self._newest
+            if not goes_on:  # else nothing is new, and a look at the lock may hold up a run that starts
+                self._standing = standing_of(self._run, self._job, self._history.step)
+            self._newest = self._history.step
             self._submission, self._checkpoint = self._run.submission(), self._run.checkpoint()
             self._log = last_lines(self._run.log, _LOG_LINES)
         return Snapshot(
