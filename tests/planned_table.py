@@ -16,7 +16,8 @@ from typing import Any
 
 HEAD = """# Plans and steps
 
-`tests/planned_table.py` writes this table from `tests/ranks/test_planned.py`: what [`hpctrain plan`](../planning.md) says
+`tests/planned_table.py` writes this table from `tests/ranks/test_planned.py`: what [`hpctrain plan`](../planning.md)
+says
 of rank 0, and what the second step of the same job took there. GPT of 4 layers, 64 wide, unless a model is named. Jobs
 with something in host memory ran on the simulated accelerator of the tests, the others on CPUs.
 

@@ -137,11 +137,14 @@ def trials_of(axes: Mapping[str, int], space: Space, attempt: Callable[[Settings
     sizes, stages = space.micro_sizes(axes), space.stages(axes)
     if not sizes:
         return
-    least = attempt(Settings(axes, stages[-1], space.modes[-1], sizes[0]))
-    yield least
+    for stage in reversed(stages):
+        least = attempt(Settings(axes, stage, space.modes[-1], sizes[0]))
+        yield least
+        if least.plan is not None:
+            break
     if not least.fits:
-        if least.plan is not None and stages[-1]:
-            yield attempt(Settings(axes, stages[-1], space.modes[-1], sizes[0], offload=True))
+        if least.plan is not None and stage:
+            yield attempt(replace(least.settings, offload=True))
         return
     for mode in space.modes:
         largest = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
@@ -90,4 +90,4 @@ def _seconds(action: Callable[[], object], device: torch.device) -> float:
         seconds = seconds_between(begin, end)
         if number > 1:
             taken.append(seconds)
-    return max(gather_values(statistics.median(taken)))
+    return float(max(gather_values(statistics.median(taken))))
