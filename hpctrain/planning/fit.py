@@ -34,7 +34,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Of a step, as estimated."""
+        """The estimated time of a step."""
         assert self.plan is not None and self.plan.time is not None
         return self.plan.time.seconds
 
@@ -77,7 +77,7 @@ def search(raw: RawJob, hardware: Hardware, tell: Callable[[Trial], None] = lamb
 
 
 def shortlist(trials: list[Trial]) -> list[Trial]:
-    """Those that fit, the fastest first, each with less memory than all before it."""
+    """The trials that fit, the fastest first, each with less memory than all before it."""
     found: list[Trial] = []
     for one in sorted((one for one in trials if one.fits), key=lambda one: (one.seconds, _most(one))):
         if not found or _most(one) < _most(found[-1]):

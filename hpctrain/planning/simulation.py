@@ -48,7 +48,7 @@ _FEW = 1, 1, 2
 """Micro batches of the steps that are run. In the first one, caches of torch's fill. A further micro batch takes what the third
 step has more than the second; the peak stays, since each micro batch ends before the next."""
 _FEW_IN_FLIGHT = 2, 3, 3
-"""Those of a pipeline, for each stage. Stages tell each other their shapes in a step with another number of micro batches, which
+"""Micro batches of a pipeline, for each stage. Stages tell each other their shapes in a step with another number of micro batches, which
 the third one has not."""
 _CPU = torch.device("cpu")
 _POINTS = 200

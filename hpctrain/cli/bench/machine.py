@@ -11,7 +11,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
-from hpctrain.base.devices import is_accelerator, mark, memory_left, seconds_between
+from hpctrain.base.devices import allow_tf32, is_accelerator, mark, memory_left, seconds_between
 from hpctrain.ranks.json_collectives import gather_values
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,7 +28,7 @@ def measure(device: torch.device, node: str) -> dict[str, Any]:
     size, copied = (8192, 2**30) if is_accelerator(device) else (1024, 2**26)
     flops = {name: 2 * size**3 / _seconds(_product(size, dtype, device), device) for name, dtype in _DTYPES.items()}
     if is_accelerator(device):
-        torch.backends.cuda.matmul.allow_tf32 = True
+        allow_tf32(device, True)
         flops["tf32"] = 2 * size**3 / _seconds(_product(size, torch.float32, device), device)
     source = torch.ones(copied // 4, device=device)
     target, one = torch.empty_like(source), torch.ones(1, device=device)
