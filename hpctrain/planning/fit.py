@@ -10,18 +10,23 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from math import prod
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from hpctrain.base.errors import HpctrainError, UsageError
+import torch
+
+from hpctrain.base.errors import HpctrainError, UsageError, reason
 from hpctrain.checking.check import check
 from hpctrain.job.raw import RawJob
 from hpctrain.planning.job_plan import JobPlan
 from hpctrain.planning.plan import Hardware, plan_checked, planned_job
 from hpctrain.planning.rank_plan import OTHERS
 from hpctrain.planning.settings import Settings, Space
+
+_OF_LIBRARIES = 0.03
+"""The share of an accelerator's memory that is left to CUDA, NCCL and the like."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Trial:
 def search(raw: RawJob, hardware: Hardware, tell: Callable[[Trial], None] = lambda _: None) -> list[Trial]:
     """Try settings of the job on the hardware, which has a machine; `tell` gets each trial as it ends. Raises UsageError for a job
     that can't be searched, and the errors of `hpctrain check`."""
+    if hardware.memory is not None and not hardware.on_cpu:
+        hardware = replace(hardware, memory=hardware.memory * (1 - _OF_LIBRARIES))
     raw = planned_job(raw, hardware.machine)
     checked = check(raw, None)
     samples = checked.job.batch.global_size
@@ -68,7 +75,7 @@ def search(raw: RawJob, hardware: Hardware, tell: Callable[[Trial], None] = lamb
             new = list(_tried(list(level), space, raw, hardware, tell))
             found += new
             fastest = min((one.seconds for one in new if one.fits), default=float("inf"))
-            if fastest >= best < float("inf"):
+            if any(one.fits for one in new) and fastest >= best:
                 break  # more ranks that share a model make it slower
             best = min(best, fastest)
         if best < float("inf"):
@@ -120,8 +127,18 @@ def _tried(
 
 
 def _search_layout(sender: Connection, axes: Mapping[str, int], space: Space, raw: RawJob, hardware: Hardware) -> None:
-    for trial in trials_of(axes, space, lambda settings: _try(settings, raw, hardware)):
-        sender.send(trial)
+    torch.set_num_threads(1)  # a fork has none of the threads of torch's pool
+    known: dict[str, Trial] = {}
+
+    def attempt(settings: Settings) -> Trial:
+        name = str(settings)
+        if name not in known:
+            known[name] = _try(settings, raw, hardware)
+            sender.send(known[name])
+        return known[name]
+
+    for _ in trials_of(axes, space, attempt):
+        pass
     sender.close()
 
 
@@ -130,6 +147,8 @@ def _try(settings: Settings, raw: RawJob, hardware: Hardware) -> Trial:
         return Trial(settings, plan_checked(check(settings.on(raw), hardware.ranks), hardware, quick=True))
     except HpctrainError as error:
         return Trial(settings, None, str(error))
+    except Exception as error:  # a plugin's
+        return Trial(settings, None, f"{type(error).__name__}: {reason(error)}")
 
 
 def trials_of(axes: Mapping[str, int], space: Space, attempt: Callable[[Settings], Trial]) -> Iterator[Trial]:
@@ -137,13 +156,13 @@ def trials_of(axes: Mapping[str, int], space: Space, attempt: Callable[[Settings
     sizes, stages = space.micro_sizes(axes), space.stages(axes)
     if not sizes:
         return
-    for stage in reversed(stages):
-        least = attempt(Settings(axes, stage, space.modes[-1], sizes[0]))
+    for mode, stage in product(reversed(space.modes), reversed(stages)):
+        least = attempt(Settings(axes, stage, mode, sizes[0]))
         yield least
         if least.plan is not None:
             break
     if not least.fits:
-        if least.plan is not None and stage:
+        if least.plan is not None and least.settings.stage:
             yield attempt(replace(least.settings, offload=True))
         return
     for mode in space.modes:

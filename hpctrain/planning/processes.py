@@ -84,6 +84,8 @@ def _report(
 ) -> None:
     """Send the rank's plan, or an error that tells why there is none. asked: the first arguments of plan_rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process
+    os.dup2(2, 1)  # plugins may print, and standard output is the plan's
+    torch.set_num_threads(1)  # a fork has none of the threads of torch's pool, for which it would wait
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         device = torch.device("cpu") if on_cpu else planned_accelerator()
@@ -91,6 +93,10 @@ def _report(
             outcome: Any = plan_rank(*asked, device, quick)
     except HpctrainError as error:
         outcome = type(error)(str(error))
+    except SystemExit as error:
+        outcome = EnvironmentUnfitError(
+            f"this job can't be planned: a plugin or the model has ended its process with {error.code!r}"
+        )
     except Exception as error:
         why = "; a plugin or the model needs the values of tensors, and a plan has their shapes only"
         where = "".join(traceback.format_exception(error)[-2:])

@@ -45,13 +45,37 @@ def test_a_job_that_does_not_fit_becomes_one_that_does(job: JobFile) -> None:
     assert trained.code == 0, trained
 
 
+def test_a_model_without_blocks_and_overrides(job: JobFile) -> None:
+    """Nothing can be recomputed there; and FILE has what the command line has changed."""
+    (job.directory / "own.py").write_text(
+        "import torch\n\n\ndef build():\n    return torch.nn.Linear(40_000, 2)\n\n\n"
+        "def samples(split):  # large enough for several threads\n"
+        "    return [(torch.zeros(40_000), torch.zeros(2))] * 24 if split == 'train' else None\n"
+    )
+    job.tables.update(
+        model={"name": "own:build", "loss": "torch.nn.functional:mse_loss"},
+        dataset={"name": "own:samples"},
+        hook=[{"name": "ema", "decay": 0.9}],
+    )
+    job.write()
+    words = ["plan", "job.toml", "--machine", machine(job.directory, memory=1e8), "--fit", "fitted.toml"]
+    done = run(hpctrain(*words, "--set", "hook.0.decay=0.5"), job.directory, 200)
+    assert done.code == 0, done
+    told = tomli.loads((job.directory / "fitted.toml").read_text())
+    assert told["hook"] == [{"name": "ema", "decay": 0.5}] and told["model"]["name"] == "own:build"
+    checked = run(hpctrain("check", "fitted.toml"), job.directory)
+    assert checked.code == 0, checked
+
+
 def test_where_nothing_fits_each_says_what_it_lacks(job: JobFile) -> None:
     job.set(model=MODEL, batch={"global_size": 2, "micro_size": 2})
     of, fitted = machine(job.directory, memory=1e6), job.directory / "fitted.toml"
     done = run(hpctrain("plan", "job.toml", "--machine", of, "--fit", str(fitted), "--json"), job.directory, 200)
     assert done.code == 1 and not fitted.exists(), done
     told = json.loads(done.out)
-    assert not told["fitting"] and all(one["lacks_bytes"] > 0 for one in told["others"])
+    assert told["others"] and not told["fitting"] and all(one["lacks_bytes"] > 0 for one in told["others"])
+    again = run(hpctrain("plan", "job.toml", "--machine", of, "--fit", "job.toml"), job.directory)
+    assert again.code == 2 and "found a file that exists, expected the name of a new file" in again.err, again
 
 
 _TOKENS = "batch.global_size=", "batch.micro_size=", "batch.tokens=64", "batch.micro_tokens=16"
