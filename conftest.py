@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import gettempdir
@@ -175,6 +175,16 @@ def imports_are_no_garbage() -> None:
     """`hpctrain.run` ends with a collection, which would take a fifth of a second to look through torch."""
     gc.collect()  # only through what came since the last module
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _modules_end_with_their_test() -> Iterator[None]:
+    """A test's own modules are forgotten: the next one may have another of the same name."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(gettempdir()):
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,15 @@ class Terminal:
 
     def __init__(self, columns: int, lines: int, cwd: Path, env: dict[str, str]) -> None:
         self._name = f"hpctrain-{uuid.uuid4().hex[:12]}"
-        settings = {"LC_ALL": "C.UTF-8", "PS1": "$ ", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **env}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # `python` is this one
+        settings = {
+            "LC_ALL": "C.UTF-8",
+            "PS1": "$ ",
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "PATH": path,
+            **env,
+        }
         variables = [word for name, value in settings.items() for word in ("-e", f"{name}={value}")]
         size = ["-x", str(columns), "-y", str(lines)]
         shell = ["bash", "--norc", "--noprofile"]

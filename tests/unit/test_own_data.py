@@ -197,7 +197,6 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.delitem(sys.modules, "own", raising=False)
 
 
 def tables(output: str, dataset: dict[str, Any], **more: dict[str, Any]) -> dict[str, Any]:

@@ -69,11 +69,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     monkeypatch.syspath_prepend(str(tmp_path))
-    before = set(sys.modules)
-    yield Site(tmp_path)
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(str(tmp_path)):
-            del sys.modules[name]
+    return Site(tmp_path)
 
 
 def fault(registry: Registry, entry_point: str) -> str:

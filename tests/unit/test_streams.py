@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -217,7 +216,6 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "flows.py").write_text(OWN)
-    monkeypatch.delitem(sys.modules, "flows", raising=False)
 
 
 def tables(output: str, name: str, steps: int = 9, **more: dict[str, Any]) -> dict[str, Any]:

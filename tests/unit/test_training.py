@@ -233,7 +233,6 @@ def hpctrain_optimizer():
 """
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "lions", raising=False)
     table = {"name": "lion", "lr": 1e-3, "momentum": 0.8, "groups": [{"pattern": "*norm*", "momentum": 0.7}]}
     tables = {**job(), "optimizer": table, "plugins": {"load": ["lions"]}}
     if told is not None:
@@ -634,7 +633,6 @@ def test_images_with_their_channels_last(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_losses_that_are_none(loss: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raw logits and losses per token would train as sums, with many times the gradient."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "odd_losses", raising=False)
     (tmp_path / "odd_losses.py").write_text(
         "import torch\n"
         "def build(): return torch.nn.Linear(4, 3)\n"
