@@ -23,15 +23,7 @@ class Terminal:
 
     def __init__(self, columns: int, lines: int, cwd: Path, env: dict[str, str]) -> None:
         self._name = f"hpctrain-{uuid.uuid4().hex[:12]}"
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # `python` is this one
-        settings = {
-            "LC_ALL": "C.UTF-8",
-            "PS1": "$ ",
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": "1",
-            "PATH": path,
-            **env,
-        }
+        settings = {"LC_ALL": "C.UTF-8", "PS1": "$ ", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **env}
         variables = [word for name, value in settings.items() for word in ("-e", f"{name}={value}")]
         size = ["-x", str(columns), "-y", str(lines)]
         shell = ["bash", "--norc", "--noprofile"]
@@ -79,9 +71,9 @@ class Terminal:
         return screen
 
     def _tmux(self, *words: str) -> str:
-        own = {
-            name: value for name, value in os.environ.items() if name not in ("TMUX", "NO_COLOR", "COLUMNS", "LINES")
-        }
+        left_out = ("TMUX", "NO_COLOR", "COLUMNS", "LINES")
+        own = {name: value for name, value in os.environ.items() if name not in left_out}
+        own["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{own['PATH']}"  # `python` is that of the tests
         done = subprocess.run(
             ["tmux", "-u", "-L", self._name, "-f", "/dev/null", *words],
             env=own, check=True, capture_output=True, text=True, timeout=30,
