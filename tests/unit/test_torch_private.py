@@ -95,6 +95,8 @@ OWNERS: dict[str, Any] = {
     "_thread": torch.multiprocessing.get_context().Queue(),
     "_unpickler": "torch.distributed.distributed_c10d",
     "_values": torch.Tensor,
+    "_dump_snapshot": "torch.cuda.memory",
+    "_record_memory_history": "torch.cuda.memory",
     "_torchdynamo_orig_callable": lambda: torch.compile(nn.Linear(1, 1).forward, backend="eager"),
     "_version": torch.Tensor,
     "_worker_info": "torch.utils.data._utils.worker",

@@ -1,0 +1,140 @@
+"""Records the steps of a window on one rank, with torch.profiler."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
+
+from hpctrain.api import MemoryHistory, is_accelerator, profiler_ranges
+from hpctrain_plugins.profile.layout import SNAPSHOT, TRACE
+from hpctrain_plugins.profile.options import TorchProfilerOptions
+
+LOG = logging.getLogger("hpctrain")
+
+_LEVEL = 3
+"""Of gzip: half the time of the default for a tenth more bytes."""
+_PIECE = 2**20
+_EVENTS = 100_000
+"""The newest events that a snapshot of memory has; torch says "several KB" each."""
+
+
+class Ranges:
+    """Named ranges around phases. A phase that fails ends without a call, so an outer one's end ends it."""
+
+    def __init__(self, begin: Callable[[str], object], end: Callable[[], object]) -> None:
+        self._begin, self._end = begin, end
+        self._open: list[str] = []
+
+    @staticmethod
+    def of_vendor(device: torch.device) -> Ranges | None:
+        """Those that profilers of the device's vendor show."""
+        found = profiler_ranges(device)
+        return None if found is None else Ranges(*found)
+
+    @staticmethod
+    def in_trace() -> Ranges:
+        """Those that torch.profiler records."""
+        entered: list[record_function] = []
+
+        def begin(name: str) -> None:
+            entered.append(record_function(name))
+            entered[-1].__enter__()
+
+        return Ranges(begin, lambda: entered.pop().__exit__(None, None, None))
+
+    def begin(self, name: str) -> None:
+        """A range begins."""
+        self._open.append(name)
+        self._begin(name)
+
+    def end(self, name: str) -> None:
+        """The newest range of this name ends, and those in it."""
+        while name in self._open:
+            self._end()
+            if self._open.pop() == name:
+                return
+
+    def end_all(self) -> None:
+        """Every range ends."""
+        while self._open:
+            self._open.pop()
+            self._end()
+
+
+class Recording:
+    """The profiler of a window on this rank."""
+
+    def __init__(self, options: TorchProfilerOptions, device: torch.device) -> None:
+        of_device = supported_activities() - {ProfilerActivity.CPU} if is_accelerator(device) else set()
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, *of_device],
+            record_shapes=options.shapes, profile_memory=options.memory, with_stack=options.stacks,
+        )  # fmt: skip
+        self._history = MemoryHistory(device) if options.snapshot else None
+        if self._history is not None and not self._history.is_kept:
+            LOG.warning(
+                "[profile] snapshot: torch keeps no history of the memory of %s; no snapshot is written", device.type
+            )
+            self._history = None
+        self._ranges = Ranges.in_trace()
+        self.begin = 0
+        """The time at which recording began, in ns by this node's clock; 0 before."""
+        self.end = 0
+
+    def warm_up(self) -> None:
+        """Start the profiler; it keeps nothing yet."""
+        self._profile.prepare_trace()
+
+    def record(self) -> None:
+        """Keep what happens from now on."""
+        self._profile.start_trace()
+        self.begin = time.time_ns()
+        if self._history is not None:
+            self._history.begin(_EVENTS)
+
+    def begin_step(self, step: int) -> None:
+        """Step `step` begins, counted from 1. Under this name, TensorBoard's plugin and HTA know steps."""
+        self._ranges.begin(f"ProfilerStep#{step}")
+
+    def end_step(self) -> None:
+        """The step is done."""
+        self._ranges.end_all()
+
+    def begin_phase(self, phase: str) -> None:
+        """A phase begins."""
+        self._ranges.begin(phase)
+
+    def end_phase(self, phase: str) -> None:
+        """The phase is over."""
+        self._ranges.end(phase)
+
+    def stop(self) -> None:
+        """The window is over."""
+        self._ranges.end_all()
+        if not self.begin:
+            self._profile.start_trace()  # else the next profiler would find this one
+        self._profile.stop_trace()
+        self.end = time.time_ns()
+
+    def write(self, directory: Path, stem: str) -> list[Path]:
+        """Write the files of the window; none if it ended while the profiler warmed up. Raises OSError."""
+        if not self.begin:
+            return []
+        whole, trace = directory / f"{stem}.json", directory / f"{stem}{TRACE}"
+        self._profile.export_chrome_trace(str(whole))
+        with open(whole, "rb") as source, gzip.open(trace, "wb", _LEVEL) as target:
+            shutil.copyfileobj(source, target, _PIECE)
+        whole.unlink()
+        if self._history is None:
+            return [trace]
+        snapshot = directory / f"{stem}{SNAPSHOT}"
+        self._history.write(str(snapshot))
+        self._history.end()
+        return [trace, snapshot]
