@@ -55,6 +55,7 @@ from hpctrain.base.torch_private import (
     is_mutable,
     is_view,
     move_local,
+    profiler_settings,
     storage_record,
     version_of,
 )
@@ -256,6 +257,7 @@ __all__ = [
     "open_regular",
     "pieces_of",
     "profiler_ranges",
+    "profiler_settings",
     "read_all",
     "reading",
     "reason",

@@ -327,6 +327,11 @@ def recorded_operations() -> list[dict[str, Any]]:
     return [entry for dump in dumps for entry in json.loads(dump(True, True)).get("entries", [])]
 
 
+def profiler_settings() -> Any:
+    """torch.profiler's settings for an accelerator: with the events of synchronization, which a critical path needs."""
+    return torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)
+
+
 class MemoryHistory:
     """Who takes and gives back memory of an accelerator, with the stacks in Python."""
 

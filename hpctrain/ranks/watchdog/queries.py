@@ -197,7 +197,7 @@ def silence(directory: Path, seconds: float) -> UsageError:
 
 
 def ask(directory: Path, patience: float) -> list[str]:
-    """What `hpctrain where` says of the job that runs in `directory`. Raises UsageError if none answers within `patience` seconds."""
+    """The lines of `hpctrain where` on the job that runs in `directory`. Raises UsageError if none comes in `patience` seconds."""
     with asked(directory, _WHERE, {}) as job:
         found = next(job.answers(patience), None)
     if found is None:

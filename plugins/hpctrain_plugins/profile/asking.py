@@ -63,8 +63,8 @@ def _not_done(run: Path, newest: Mapping[str, Any] | None, ranks: list[int], wai
     come = newest["come"] if newest is not None and newest["state"] == "gathering" else []
     missing = [rank for rank in ranks if rank not in come]
     return UsageError(
-        f"{run}: the traces of {_named(missing)} have not come within {wait:g} s; what was recorded will be in {run}/profile if the "
-        f"job goes on{_positions(run)}"
+        f"{run}: the traces of {_named(missing)} have not come within {wait:g} s; if the job goes on, they will be in {run}/profile"
+        f"{_positions(run)}"
     )
 
 

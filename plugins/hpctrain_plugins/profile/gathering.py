@@ -48,7 +48,12 @@ class Share:
 
 
 def gather(
-    mine: Share, local: Path, window: Path, about: Mapping[str, Any], busy: Callable[[], None], come: Callable[[int], None]
+    mine: Share,
+    local: Path,
+    window: Path,
+    about: Mapping[str, Any],
+    busy: Callable[[], None],
+    come: Callable[[int], None],
 ) -> tuple[Path, dict[str, Any]] | None:
     """Copy the files of all ranks, which lie in each one's `local`, into the new directory `window` of rank 0. Collective.
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from hpctrain.toolkit.commands import UsageError, reason
 from hpctrain_plugins.profile.layout import MERGED
-from hpctrain_plugins.profile.traces import Events, StoredWindow, Traced
+from hpctrain_plugins.profile.traces import Events, StoredWindow, Traced, told
 
 _SORTED = 128 * 2**20
 """Bytes of events that are sorted in memory at a time."""
@@ -23,7 +23,9 @@ _LEVEL = 3
 _LONGEST = 10**15
 """Nanoseconds: more than any event takes."""
 _TIME, _KEY = 20, 36
-"""Places of a time in ns, and of the whole key by which events are sorted: the time, then the longer one first."""
+"""Digits of a time in ns, and of the whole key by which events are sorted: the time, then the longer one first."""
+_TOGETHER = 4096
+"""Events that are packed at once."""
 
 
 def write_merged(window: StoredWindow, path: Path | None) -> tuple[Path, int]:
@@ -31,7 +33,7 @@ def write_merged(window: StoredWindow, path: Path | None) -> tuple[Path, int]:
     target = path or window.directory / MERGED
     between = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with open(between, "xb") as file:
+        with open(between, "xb") as file, told(window.directory):
             count = merge(window, file, target.parent)
         between.replace(target)
     except OSError as error:
@@ -47,24 +49,25 @@ def merge(window: StoredWindow, target: BinaryIO, scratch: Path) -> int:
     processes = _Processes()
     with ExitStack() as closing, gzip.GzipFile(fileobj=target, mode="wb", compresslevel=_LEVEL, mtime=0) as out:
         pieces = list(_sorted_pieces(_lines(window, processes), scratch, closing))
-        count, first = 0, 0
-        for line in heapq.merge(*pieces):
-            time = int(line[:_TIME])
-            if not count:
-                first = time
-                out.write(_head(window, first, processes))
-            after = time - first
-            out.write(b',\n{"ts":%d.%03d,' % (after // 1000, after % 1000))
-            out.write(line[_KEY + 1 : -1])
-            count += 1
-        if not count:
-            out.write(_head(window, 0, processes))
+        lines = heapq.merge(*pieces)
+        line = next(lines, b"")
+        first, count = int(line[:_TIME] or 0), 0
+        out.write(_head(window, first, processes))
+        while line:
+            written = []
+            while line and len(written) < _TOGETHER:
+                after = int(line[:_TIME]) - first
+                written.append(b',\n{"ts":%d.%03d,%b' % (after // 1000, after % 1000, line[_KEY + 1 : -1]))
+                line = next(lines, b"")
+            out.write(b"".join(written))
+            count += len(written)
         out.write(b"\n]}\n")
     return count
 
 
 def _lines(window: StoredWindow, processes: _Processes) -> Iterator[bytes]:
     """The events of all ranks, each as its key and JSON without its time."""
+    encode = json.JSONEncoder(separators=(",", ":")).encode
     for of in window.ranks:
         events = Events(of.trace)
         for event in events:
@@ -73,13 +76,12 @@ def _lines(window: StoredWindow, processes: _Processes) -> Iterator[bytes]:
                 continue
             if "ts" not in event:
                 continue
-            time = events.base_ns + round(float(event.pop("ts")) * 1000) - of.offset_ns
+            time = events.base_ns + round(event.pop("ts") * 1000) - of.offset_ns
             event["pid"] = processes.number(of, event.get("pid"))
             if "id" in event:  # arrows between events of a rank
                 event["id"] = f"{of.rank}.{event['id']}"
-            length = min(_LONGEST, round(float(event.get("dur", 0)) * 1000))
-            key = f"{time:0{_TIME}d}{_LONGEST - length:0{_KEY - _TIME}d}"
-            yield f"{key}{json.dumps(event, separators=(',', ':'))}\n".encode()
+            length = min(_LONGEST, round(event.get("dur", 0) * 1000))
+            yield b"%020d%016d%b\n" % (time, _LONGEST - length, encode(event).encode())
 
 
 def _sorted_pieces(lines: Iterable[bytes], scratch: Path, closing: ExitStack) -> Iterator[Iterable[bytes]]:
@@ -91,9 +93,9 @@ def _sorted_pieces(lines: Iterable[bytes], scratch: Path, closing: ExitStack) ->
         size += len(line)
         if size >= _SORTED:
             piece.sort()
-            file = closing.enter_context(tempfile.TemporaryFile(dir=scratch))
+            file = closing.enter_context(tempfile.TemporaryFile(dir=scratch))  # noqa: SIM115 - open until it is merged
             with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) as packed:
-                packed.writelines(piece)
+                packed.write(b"".join(piece))
             file.seek(0)
             yield closing.enter_context(gzip.GzipFile(fileobj=file, mode="rb"))
             piece, size = [], 0
@@ -112,7 +114,7 @@ def _head(window: StoredWindow, first_ns: int, processes: _Processes) -> bytes:
         ],
     }
     named = ",\n".join(json.dumps(one, separators=(",", ":")) for one in processes.named())
-    return f"{json.dumps(head)[:-1]}, \"traceEvents\":[\n{named}".encode()
+    return f'{json.dumps(head)[:-1]}, "traceEvents":[\n{named}'.encode()
 
 
 class _Processes:

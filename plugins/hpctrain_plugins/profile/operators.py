@@ -16,6 +16,11 @@ _ELSEWHERE = "[memory]"
 """The name for what is taken and given back outside of operators."""
 
 
+def is_of_device(event: Mapping[str, Any]) -> bool:
+    """Whether it is work of an accelerator."""
+    return event.get("ph") == "X" and event.get("cat") in _ON_DEVICE
+
+
 @dataclass
 class Operator:
     """The figures of an operator; those of itself leave out the operators that it calls."""
@@ -60,11 +65,11 @@ class _Seen:
         self._threads: dict[tuple[Any, Any], int] = {}
         self._of_id: dict[int, int] = {}
         """The operator by the number that kernels refer to."""
-        self._calls = [array("q"), array("d"), array("d"), array("q")]
+        self._calls: list[array[Any]] = [array("q"), array("d"), array("d"), array("q")]
         """Thread, begin, duration and name of each operator's call."""
-        self._memory = [array("q"), array("d"), array("q"), array("q")]
+        self._memory: list[array[Any]] = [array("q"), array("d"), array("q"), array("q")]
         """Thread, time, bytes, and whether it is a device's memory."""
-        self._kernels = [array("q"), array("q"), array("d")]
+        self._kernels: list[array[Any]] = [array("q"), array("q"), array("d")]
         """The number of the operator, the kernel's own name, and its duration."""
 
     def take(self, event: Mapping[str, Any]) -> None:
@@ -73,10 +78,10 @@ class _Seen:
             name = self._name(event)
             if kind == "cpu_op":
                 self._of_id[event.get("args", {}).get("External id", 0)] = name
-            self._add(self._calls, self._thread(event), event["ts"], event["dur"], name)
-        elif phase == "X" and kind in _ON_DEVICE:
+            self._add(self._calls, self._thread(event), event.get("ts", 0), event.get("dur", 0), name)
+        elif is_of_device(event):
             of = event.get("args", {}).get("External id", 0)
-            self._add(self._kernels, of, self._name(event), event["dur"])
+            self._add(self._kernels, of, self._name(event), event.get("dur", 0))
         elif phase == "i" and event.get("name") == "[memory]":
             args = event["args"]
             self._add(self._memory, self._thread(event), event["ts"], args["Bytes"], int(args["Device Type"] != 0))
@@ -112,11 +117,14 @@ class _Seen:
                 one.self_cpu_bytes += int(taken) * (1 - int(on_device))
                 continue
             duration, operator = float(length[at]), found[calls[3][at]]
-            operator.calls += 1
-            operator.cpu_us += duration
-            operator.self_cpu_us += duration
-            if around:
-                around[-1][2].self_cpu_us -= duration
+            if (
+                not around or around[-1][2] is not operator
+            ):  # an overload that calls another one of its name counts once
+                operator.calls += 1
+                operator.cpu_us += duration
+                operator.self_cpu_us += duration
+                if around:
+                    around[-1][2].self_cpu_us -= duration
             around.append((here, now + duration, operator))
 
     def _name(self, event: Mapping[str, Any]) -> int:

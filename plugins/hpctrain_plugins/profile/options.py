@@ -19,7 +19,9 @@ class TorchProfilerOptions(Options):
         default=1, ge=0, description="steps at the begin of a window that are not kept: the profiler's start slows them"
     )
     record: int = Field(
-        default=0, ge=0, description="steps that a window keeps; 0: there are no windows but those of `hpctrain profile --now`"
+        default=0,
+        ge=0,
+        description="steps that a window keeps; 0: there are no windows but those of `hpctrain profile --now`",
     )
     repeat: int = Field(default=1, ge=0, description="number of windows; 0: until the job ends")
     ranks: Literal["all"] | list[int] = Field(default="all", description='ranks that are traced: "all", or a list')
@@ -54,7 +56,9 @@ class TorchProfilerOptions(Options):
             merged = self.model_validate({**self.model_dump(), "record": self.record or 1, **values, "wait": 0})
         except ValidationError as error:
             first = error.errors()[0]
-            raise UsageError(f"{'.'.join(map(str, first['loc'][:1]))}: {first['msg']}, found {first['input']!r}") from None
+            raise UsageError(
+                f"{'.'.join(map(str, first['loc'][:1]))}: {first['msg']}, found {first['input']!r}"
+            ) from None
         refused = merged.refusal(size) or (None if merged.record else "expected at least one step to record, found 0")
         if refused is not None:
             raise UsageError(refused)

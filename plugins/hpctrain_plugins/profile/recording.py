@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gzip
 import logging
+import os
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
-from hpctrain.api import MemoryHistory, is_accelerator, profiler_ranges
+from hpctrain.api import MemoryHistory, is_accelerator, profiler_ranges, profiler_settings
 from hpctrain_plugins.profile.layout import SNAPSHOT, TRACE
 from hpctrain_plugins.profile.options import TorchProfilerOptions
 
@@ -21,8 +24,24 @@ LOG = logging.getLogger("hpctrain")
 _LEVEL = 3
 """Of gzip: half the time of the default for a tenth more bytes."""
 _PIECE = 2**20
+_PROBE = re.compile(rb"^USDT:.*profiler_(start|stop)\n?", re.MULTILINE)
 _EVENTS = 100_000
 """The newest events that a snapshot of memory has; torch says "several KB" each."""
+
+
+@contextmanager
+def _without_probes() -> Iterator[None]:
+    """Keep the lines with which Kineto marks the begin and the end of a trace off the screen; pass on what else comes meanwhile."""
+    screen, kept = os.dup(2), os.memfd_create("kineto")
+    os.dup2(kept, 2)
+    try:
+        yield
+    finally:
+        os.dup2(screen, 2)
+        content = os.pread(kept, os.fstat(kept).st_size, 0)
+        os.write(2, _PROBE.sub(b"", content))
+        os.close(kept)
+        os.close(screen)
 
 
 class Ranges:
@@ -72,10 +91,11 @@ class Recording:
     """The profiler of a window on this rank."""
 
     def __init__(self, options: TorchProfilerOptions, device: torch.device) -> None:
-        of_device = supported_activities() - {ProfilerActivity.CPU} if is_accelerator(device) else set()
+        has_device = is_accelerator(device)
         self._profile = profile(
-            activities=[ProfilerActivity.CPU, *of_device],
+            activities=supported_activities() if has_device else [ProfilerActivity.CPU],
             record_shapes=options.shapes, profile_memory=options.memory, with_stack=options.stacks,
+            experimental_config=profiler_settings() if has_device else None,
         )  # fmt: skip
         self._history = MemoryHistory(device) if options.snapshot else None
         if self._history is not None and not self._history.is_kept:
@@ -94,7 +114,8 @@ class Recording:
 
     def record(self) -> None:
         """Keep what happens from now on."""
-        self._profile.start_trace()
+        with _without_probes():
+            self._profile.start_trace()
         self.begin = time.time_ns()
         if self._history is not None:
             self._history.begin(_EVENTS)
@@ -118,9 +139,10 @@ class Recording:
     def stop(self) -> None:
         """The window is over."""
         self._ranges.end_all()
-        if not self.begin:
-            self._profile.start_trace()  # else the next profiler would find this one
-        self._profile.stop_trace()
+        with _without_probes():
+            if not self.begin:
+                self._profile.start_trace()  # else the next profiler would find this one
+            self._profile.stop_trace()
         self.end = time.time_ns()
 
     def write(self, directory: Path, stem: str) -> list[Path]:
@@ -132,9 +154,13 @@ class Recording:
         with open(whole, "rb") as source, gzip.open(trace, "wb", _LEVEL) as target:
             shutil.copyfileobj(source, target, _PIECE)
         whole.unlink()
+        return [trace, *self._write_history(directory / f"{stem}{SNAPSHOT}")]
+
+    def _write_history(self, snapshot: Path) -> list[Path]:
         if self._history is None:
-            return [trace]
-        snapshot = directory / f"{stem}{SNAPSHOT}"
-        self._history.write(str(snapshot))
-        self._history.end()
-        return [trace, snapshot]
+            return []
+        try:
+            self._history.write(str(snapshot))
+        finally:
+            self._history.end()
+        return [snapshot]

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hpctrain.toolkit.commands import escaped
+from hpctrain.toolkit.commands import UsageError, escaped
 from hpctrain_plugins.profile.operators import Operator, operators_in, summed
-from hpctrain_plugins.profile.traces import Events, StoredWindow
+from hpctrain_plugins.profile.traces import Events, StoredWindow, told
 
 _WIDEST = 60
 """Characters of an operator's name; names of kernels have hundreds."""
@@ -20,9 +20,16 @@ class Figures:
     def __init__(self, window: StoredWindow, ranks: Sequence[int]) -> None:
         """ranks: those that count; none for all."""
         self.window = window
-        self.of_ranks = {
-            one.rank: operators_in(Events(one.trace)) for one in window.ranks if not ranks or one.rank in ranks
-        }
+        self.of_ranks: dict[int, dict[str, Operator]] = {}
+        for one in window.ranks:
+            if not ranks or one.rank in ranks:
+                with told(one.trace):
+                    self.of_ranks[one.rank] = operators_in(Events(one.trace))
+        if not self.of_ranks:
+            there = ", ".join(str(one.rank) for one in window.ranks) or "none"
+            raise UsageError(
+                f"{window.directory}: found the traces of ranks {there}, expected one of {', '.join(map(str, ranks))}"
+            )
         self.total = summed(self.of_ranks.values())
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,7 +72,7 @@ class Figures:
                 [*row, _ms(one.self_device_us), f"{100 * one.self_device_us / device:.1f}"]
                 for row, one in zip(rows, ordered, strict=False)
             ]
-        return _aligned([head, *rows])
+        return aligned([head, *rows])
 
     def _by_memory(self, most: int) -> list[str]:
         held = [one for one in self.total.values() if one.self_cpu_bytes or one.self_device_bytes]
@@ -74,7 +81,7 @@ class Figures:
             [one.name, str(one.calls), f"{one.self_cpu_bytes / 2**20:.2f}", f"{one.self_device_bytes / 2**20:.2f}"]
             for one in ordered[:most]
         ]
-        return _aligned([["operator", "calls", "self CPU MiB", "self device MiB"], *rows])
+        return aligned([["operator", "calls", "self CPU MiB", "self device MiB"], *rows])
 
 
 def _rows(operators: Iterable[Operator]) -> list[dict[str, Any]]:
@@ -85,12 +92,14 @@ def _ms(microseconds: float) -> str:
     return f"{microseconds / 1000:.3f}"
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
-    """The first column to the left, figures to the right."""
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: the first column to the left, figures to the right."""
     named = [[_short(escaped(row[0])), *row[1:]] for row in rows]
     widths = [max(map(len, column)) for column in zip(*named, strict=True)]
     return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
         for row in named
     ]
 

@@ -8,6 +8,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -89,6 +90,17 @@ def _window(directory: Path, index: Mapping[str, Any]) -> StoredWindow:
     return StoredWindow(directory, int(index["first"]), int(index["last"]), int(index["size"]), ranks, missing)
 
 
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """A context in which content that torch.profiler does not write becomes a UsageError about `path`."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: {reason(error)}; expected a trace of torch.profiler") from None
+
+
 class Events:
     """The events of a Chrome trace, one after the other. Iterate once."""
 
@@ -112,15 +124,23 @@ class Events:
             if key == "traceEvents":
                 text.expect("[")
                 while not text.comes("]"):
-                    event = text.value()
-                    if not isinstance(event, dict):
-                        raise ValueError(f"found {event!r:.40} among its events")
-                    yield event
+                    yield _event(text.value())
                 text.expect("]")
             else:
                 value = text.value()
                 if key == "baseTimeNanoseconds":
                     self.base_ns = int(value)
+
+
+def _event(found: Any) -> dict[str, Any]:
+    """The event. Raises ValueError for anything else."""
+    if (
+        not isinstance(found, dict)
+        or not all(isinstance(found.get(key, 0), (int, float)) for key in ("ts", "dur"))
+        or not isinstance(found.get("args", {}), dict)
+    ):
+        raise ValueError(f"found {found!r:.60} among its events")
+    return found
 
 
 class _Text:

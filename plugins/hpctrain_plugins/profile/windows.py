@@ -34,6 +34,8 @@ class Window:
         self.is_asked = answer is not None
         self.first, self.last = 0, 0
         """The steps that are kept, counted from 1; 0 before the first."""
+        self.why = ""
+        """A clause if this rank should be traced and can't be."""
         self._done, self._steps = done, 0
 
     @hookimpl
@@ -63,11 +65,15 @@ class Window:
             self.first = step
         if self.recording is None:
             return
-        if not self._steps:
-            self.recording.warm_up()
-        if kept:
-            self.recording.record()
-        self.recording.begin_step(step)
+        try:
+            if not self._steps:
+                self.recording.warm_up()
+            if kept:
+                self.recording.record()
+            self.recording.begin_step(step)
+        except Exception as error:  # a trace must not end a training: the job's own code may have a profiler at work
+            LOG.info("a trace failed", exc_info=True)
+            self.recording, self.why = None, f"torch.profiler did not start: {reason(error)}"
 
 
 class _Counter:
@@ -162,7 +168,9 @@ class Profiling:
         if ranges is not None:
             self._membership.join(_Marks(ranges))
         elif self._identity.rank == 0:
-            LOG.warning("[profile] ranges: no profiler of a vendor's shows ranges of %s ranks; none are made", device.type)
+            LOG.warning(
+                "[profile] ranges: no profiler of a vendor's shows ranges of %s ranks; none are made", device.type
+            )
 
     def _wait(self) -> None:
         """Begin the next window of the job in some steps, or later: when one that was asked for is done."""
@@ -189,7 +197,7 @@ class Profiling:
         assert window is not None
         self._membership.leave(window)
         self._membership.busy("profile")
-        share = Share(self._identity.rank, self._identity.node, self._model.place)
+        share = Share(self._identity.rank, self._identity.node, self._model.place, why=window.why)
         local = None if window.recording is None else self._write(window.recording, share)
         if window.first:
             share.offset_ns, share.error_ns = clock_offset()
