@@ -81,9 +81,9 @@ class Control:
 class Membership(Protocol):
     """A plugin's way to take part for a while, and to tell that it is at work."""
 
-    def join(self, part: object) -> None:
-        """Call the life-cycle hooks of `part`, too, from now on; all ranks join the same hooks. What nobody has joined costs a
-        step nothing."""
+    def join(self, part: object, after: int = 0) -> None:
+        """Call the life-cycle hooks of `part`, too: from now on, or when so many more steps are done, which costs a step nothing
+        until then. All ranks join the same hooks."""
 
     def leave(self, part: object) -> None:
         """Call the hooks of `part` no more."""

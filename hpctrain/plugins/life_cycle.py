@@ -38,6 +38,8 @@ class LifeCycle:
         self._manager, self._hooks = registry.manager, registry.manager.hook
         self._here = f", on rank {identity.rank} on {identity.node}" if identity.size > 1 else ""
         self._sources = {source.key: str(source) for source in registry.sources}
+        self._steps, self._later = 0, list[tuple[int, object]]()
+        """Steps of this run so far; parts of the run that join later, and when."""
         profilers = [] if profiler is None else [profiler]
         self._chosen: Sequence[Hook] = [*hooks, *profilers]
         self._started = [self._start(registry, f"[[hook]] {number}", "hook", hook) for number, hook in enumerate(hooks)]
@@ -95,8 +97,11 @@ class LifeCycle:
         for started in self._started:
             self._manager.unregister(started)
 
-    def join(self, part: object) -> None:
-        """Call the hooks of `part`, too, from now on."""
+    def join(self, part: object, after: int = 0) -> None:
+        """Call the hooks of `part`, too, from now on or when so many more steps are done."""
+        if after > 0:
+            self._later.append((self._steps + after, part))
+            return
         fault = hook_fault(self._manager, part)
         if fault is not None:
             raise TypeError(f"{type(part).__qualname__} can't join the run: {fault}")
@@ -105,6 +110,15 @@ class LifeCycle:
         self._manager.register(part, name=key)
         self._started.append(part)
         self._look()
+
+    def step_done(self) -> None:
+        """A step is over: let those join that have waited for it."""
+        self._steps += 1
+        if self._later:
+            due = [part for step, part in self._later if step <= self._steps]
+            self._later = [one for one in self._later if one[0] > self._steps]
+            for part in due:
+                self.join(part)
 
     def leave(self, part: object) -> None:
         """Call the hooks of `part` no more."""

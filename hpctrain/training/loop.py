@@ -133,6 +133,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
 
     row, remark = step_row(session, ranks, found, verdict, lr, count, times.seconds)
     show_model(session, "hpctrain_step_end", step=progress.step, metrics=row, control=session.control)
+    session.hooks.step_done()
     if any(one.request for one in ranks):
         take_request(session)
     session.report.row(row, progress.steps, parts.model.counts, remark)

@@ -54,7 +54,7 @@ def merge(window: StoredWindow, target: BinaryIO, scratch: Path) -> int:
         first, count = int(line[:_TIME] or 0), 0
         out.write(_head(window, first, processes))
         while line:
-            written = []
+            written: list[bytes] = []
             while line and len(written) < _TOGETHER:
                 after = int(line[:_TIME]) - first
                 written.append(b',\n{"ts":%d.%03d,%b' % (after // 1000, after % 1000, line[_KEY + 1 : -1]))

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
-from hpctrain.api import MemoryHistory, is_accelerator, profiler_ranges, profiler_settings
+from hpctrain.api import MemoryHistory, is_accelerator, is_profiling, profiler_ranges, profiler_settings
 from hpctrain_plugins.profile.layout import SNAPSHOT, TRACE
 from hpctrain_plugins.profile.options import TorchProfilerOptions
 
@@ -109,7 +109,9 @@ class Recording:
         self.end = 0
 
     def warm_up(self) -> None:
-        """Start the profiler; it keeps nothing yet."""
+        """Start the profiler; it keeps nothing yet. Raises RuntimeError if there is another one."""
+        if is_profiling():
+            raise RuntimeError("another profiler of torch is at work in this process")
         self._profile.prepare_trace()
 
     def record(self) -> None:

@@ -25,22 +25,26 @@ class Window:
     def __init__(
         self,
         options: TorchProfilerOptions,
-        recording: Recording | None,
+        begin: Callable[[Window], bool],
         done: Callable[[], None],
-        answer: Callable[[dict[str, Any]], None] | None,
+        answer: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        """recording: None on ranks that are not traced. done: called after the last step. answer: to the one who has asked."""
-        self.options, self.recording, self.answer = options, recording, answer or (lambda told: None)
-        self.is_asked = answer is not None
-        self.first, self.last = 0, 0
-        """The steps that are kept, counted from 1; 0 before the first."""
+        """begin: called before the first step; whether the window may begin. done: called after the last step. answer: to the one
+        who has asked for it."""
+        self.options, self.answer, self.is_asked = options, answer or (lambda told: None), answer is not None
+        self.recording: Recording | None = None
+        """None on ranks that are not traced."""
         self.why = ""
         """A clause if this rank should be traced and can't be."""
-        self._done, self._steps = done, 0
+        self.first, self.last = 0, 0
+        """The steps that are kept, counted from 1; 0 before the first."""
+        self._begin, self._done = begin, done
+        self._has_begun, self._steps = False, 0
 
     @hookimpl
     def hpctrain_phase_begin(self, phase: str, step: int) -> None:
         if phase == "data":  # the first one of a step
+            self._has_begun = self._has_begun or self._begin(self)
             self._begin_step(step + 1)
         if self.recording is not None:
             self.recording.begin_phase(phase)
@@ -60,6 +64,8 @@ class Window:
             self._done()
 
     def _begin_step(self, step: int) -> None:
+        if not self._has_begun:
+            return
         kept = self._steps == self.options.warmup
         if kept:
             self.first = step
@@ -74,19 +80,6 @@ class Window:
         except Exception as error:  # a trace must not end a training: the job's own code may have a profiler at work
             LOG.info("a trace failed", exc_info=True)
             self.recording, self.why = None, f"torch.profiler did not start: {reason(error)}"
-
-
-class _Counter:
-    """Steps before a window. until: called after each step from then on; it takes this part out of the run."""
-
-    def __init__(self, steps: int, until: Callable[[], None]) -> None:
-        self._left, self._until = steps, until
-
-    @hookimpl
-    def hpctrain_step_end(self) -> None:
-        self._left -= 1
-        if self._left <= 0:
-            self._until()
 
 
 class _Marks:
@@ -135,7 +128,8 @@ class Profiling:
             return True
         first, ranks = step + 1 + options.warmup, options.chosen(self._identity.size)
         request.answer({"state": "taken", "first": first, "last": first + options.record - 1, "ranks": ranks})
-        self._begin(options, request.answer)
+        self._window = Window(options, self._begin, self._finish, request.answer)
+        self._membership.join(self._window)
         return True
 
     @hookimpl
@@ -173,23 +167,19 @@ class Profiling:
             )
 
     def _wait(self) -> None:
-        """Begin the next window of the job in some steps, or later: when one that was asked for is done."""
+        """Let the next window of the job begin in some steps."""
+        self._membership.join(Window(self._options, self._begin, self._finish), after=self._options.wait)
 
-        def begin() -> None:
-            if self._window is None:
-                self._membership.leave(counter)
-                self._begin(self._options, None)
-
-        counter = _Counter(self._options.wait, begin)
-        self._membership.join(counter)
-        if not self._options.wait:
-            begin()
-
-    def _begin(self, options: TorchProfilerOptions, answer: Callable[[dict[str, Any]], None] | None) -> None:
-        chosen = self._identity.rank in options.chosen(self._identity.size)
-        recording = Recording(options, self._model.device) if chosen else None
-        self._window = Window(options, recording, self._finish, answer)
-        self._membership.join(self._window)
+    def _begin(self, window: Window) -> bool:
+        """Begin a window, or put it off by a step while one is open that was asked for."""
+        if self._window not in (None, window):
+            self._membership.leave(window)
+            self._membership.join(window, after=1)
+            return False
+        self._window = window
+        if self._identity.rank in window.options.chosen(self._identity.size):
+            window.recording = Recording(window.options, self._model.device)
+        return True
 
     def _finish(self, cut: bool = False) -> None:
         """Bring the traces of the open window together. Collective."""
