@@ -26,9 +26,9 @@ _DAY = 24 * 3600
 _UNKNOWN = 20.0
 """Seconds of a test that has no time yet."""
 _COMMANDS = {
-    "cli": {"cli", "starting", "scheduler", "job", "checking", "doctor", "training", "hpctrain_horovod"},
+    "cli": {"cli", "starting", "scheduler", "job", "checking", "doctor", "training", "viewing", "hpctrain_horovod"},
     "faults": {"starting", "watchdog", "ranks", "mpi", "hpctrain_horovod", "checkpoint"},
-    "slurm": {"starting", "scheduler", "ranks", "store", "watchdog", "doctor"},
+    "slurm": {"starting", "scheduler", "viewing", "ranks", "store", "watchdog", "doctor"},
     "outside": {"plugins", "contracts", "toolkit", "user_code"},
     "fuzz": {"job", "checking", "checkpoint", "hdf5"},
     "test_ranks.py": {

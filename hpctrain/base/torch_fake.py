@@ -81,7 +81,7 @@ READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def add_device(name: str, module: Any) -> bool:
-    """Give torch a kind of device `name` on which fake tensors can be differentiated, with `module` as its torch.cuda.
+    """Give torch a kind of device `name` on which fake tensors can be differentiated, with `module` as torch's module for it.
 
     It lasts as long as the process. False if a vendor's package has added a device: torch takes one only.
     """

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from hpctrain.checking.check import CheckedJob, check
-from hpctrain.checking.resolved import FILE_NAME, refuse_other_job, resolved_tables
+from hpctrain.checking.resolved import refuse_other_job, resolved_tables
 from hpctrain.checking.trial import open_outside
 from hpctrain.checkpoint.state import create_state
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.data.opening import Data
 from hpctrain.job.problems import JobError
 from hpctrain.job.raw import RawJob
+from hpctrain.job.run_files import RESOLVED
 from hpctrain.model.parameters import trained_names
 
 _SIDE = 64
@@ -29,7 +30,7 @@ def check_thoroughly(raw: RawJob, ranks: int | None) -> tuple[CheckedJob, Data]:
     data, problems = open_outside(checked.job, checked.parts)
     if data is None or problems:
         raise JobError(checked.raw, problems)
-    refuse_other_job(checked.job.output_dir / FILE_NAME, resolved_tables(checked))
+    refuse_other_job(checked.job.output_dir / RESOLVED, resolved_tables(checked))
     return checked, data
 
 

@@ -15,10 +15,10 @@ from hpctrain.base.safe_files import read_bytes, replacing
 from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.job.output_lock import OutputLock
+from hpctrain.job.run_files import RESOLVED
 from hpctrain.job.toml import written
 from hpctrain.plugins.slots import TABLES
 
-FILE_NAME = "job.resolved.toml"
 _IDENTITY = ("job.name", "job.seed", "model", "dataset")
 """Keys that must match for a directory's checkpoints to belong to this job."""
 _FREE = (
@@ -59,7 +59,7 @@ def _options(plugin: Plugin) -> dict[str, Any]:
 def write_resolved(checked: CheckedJob, ranks: int, lock: OutputLock) -> None:
     """Lock the output directory and write the file. Raises UsageError if it holds another job's files or is in use."""
     directory, tables = checked.job.output_dir, resolved_tables(checked)
-    path = directory / FILE_NAME
+    path = directory / RESOLVED
     refuse_other_job(path, tables)
     try:
         directory.mkdir(checked.job.job.mode, parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def refuse_other_run(checkpoint: Path, tables: dict[str, Any]) -> None:
 
     Tensor shapes are not enough: they are the same with another number of attention heads.
     """
-    path = Path(os.path.realpath(checkpoint)).parent.parent / FILE_NAME
+    path = Path(os.path.realpath(checkpoint)).parent.parent / RESOLVED
     try:
         different = _differences(path, tables, _TRAINED)
     except (OSError, ValueError, RecursionError):

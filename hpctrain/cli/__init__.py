@@ -20,9 +20,10 @@ from hpctrain.version import __version__
 
 GROUPS = {
     "Train": ("new", "check", "plan", "run"),
-    "On a scheduler": ("submit", "status", "cancel"),
+    "See runs": ("runs", "top", "status", "where"),
+    "On a scheduler": ("submit", "cancel"),
     "With a trained model": ("evaluate", "predict", "sample", "checkpoint"),
-    "Machine": ("doctor", "where", "bench"),
+    "Machine": ("doctor", "bench"),
     "More": ("plugins", "schema"),
 }
 """The commands as the help shows them."""

@@ -94,7 +94,7 @@ def command(
 
 
 def _fit(job: Path, overrides: tuple[str, ...], hardware: Hardware, path: Path, as_json: bool) -> None:
-    from hpctrain.base.errors import UsageError
+    from hpctrain.base.errors import UsageError, reason
     from hpctrain.job.reading import read_job
     from hpctrain.planning.fit import search, shortlist
     from hpctrain.planning.fitted import as_dict, fitted_text, table, told
@@ -103,17 +103,21 @@ def _fit(job: Path, overrides: tuple[str, ...], hardware: Hardware, path: Path, 
         raise UsageError(
             "--fit: found no --machine, whose figures tell which settings are the fastest; give one, such as h100"
         )
+    if path.exists() or not path.parent.is_dir():
+        found = "a file that exists" if path.exists() else f"no directory {path.parent}"
+        raise UsageError(f"--fit {path}: found {found}, expected the name of a new file")
     raw = read_job(job, overrides)
     trials = search(raw, hardware, lambda trial: click.echo(told(trial), err=True))
     fitting = shortlist(trials)
-    if fitting:
-        path.write_text(fitted_text(fitting[0], raw, job, overrides, path))
     if as_json:
         click.echo(json.dumps(as_dict(trials, fitting)))
     else:
         for line in table(trials, fitting, hardware.ranks):
             click.echo(line)
-        if fitting:
-            click.echo(f"\n{path} has the first one: hpctrain run {path} -n {hardware.ranks}")
     if not fitting:
         raise SystemExit(1)
+    try:
+        path.write_text(fitted_text(fitting[0], raw, job, overrides, path))
+    except OSError as error:
+        raise UsageError(f"--fit {path} cannot be written: {reason(error)}") from None
+    click.echo(f"{path} has the first one: hpctrain run {path} -n {hardware.ranks}", err=True)

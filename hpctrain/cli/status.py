@@ -14,23 +14,25 @@ from hpctrain.cli.options import example, load_option
 @click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @load_option
 def command(directory: Path, load: tuple[str, ...]) -> None:
-    """Say whether the run in RUN_DIR is running or done, its last step and its newest checkpoint.
+    """Say whether the run in RUN_DIR is running, done, stopped or failed, its last step and its newest checkpoint.
 
     Of a run that `hpctrain submit` submitted, say what the scheduler says: pending, running, done, failed or cancelled. For the
     directory of an array there is a line for each run.
     """
     from hpctrain.starting.scheduler.asking import submitted
     from hpctrain.starting.scheduler.record import newest
-    from hpctrain.starting.scheduler.standing import standing
+    from hpctrain.viewing.run_directory import RunDirectory
+    from hpctrain.viewing.standing import described
 
     if newest(directory) is None:
-        told = standing(directory)
+        told = described(directory)
         if told is None:
             what = "no run in it" if directory.is_dir() else "no directory"
             raise UsageError(f"{directory}: found {what}, expected the directory of a run, such as runs/NAME")
         click.echo(escaped(f"{directory}: {told}"))
         return
     for one in submitted(directory, load):
-        state, progress = one.state(), one.progress()
+        state, run = one.state(), RunDirectory(one.directory)
+        progress = run.job().progress(run.newest_rows().step)
         words = " ".join(word for word in (state.word, state.detail) if word)
         click.echo(escaped(f"{one.directory}: {one}: {words}" + (f", {progress}" if progress else "")))

@@ -1,9 +1,9 @@
-"""The slot `scheduler`: where `hpctrain submit` sends a job, and how `hpctrain status` and `cancel` ask about it."""
+"""The slot `scheduler`: where `hpctrain submit` sends a job, and how `hpctrain status`, `runs` and `cancel` ask about it."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -133,6 +133,11 @@ class Scheduler(Plugin):
     @abstractmethod
     def state(self, id: str) -> JobState:
         """How the job is."""
+
+    def states(self, ids: Sequence[str]) -> Mapping[str, JobState]:
+        """How several jobs are, for `hpctrain runs`, which asks about each by `state` unless a scheduler overrides this method:
+        where one command tells all. Jobs that it has forgotten may be absent."""
+        return {id: self.state(id) for id in ids}
 
     @abstractmethod
     def cancel(self, id: str, directory: Path) -> None:

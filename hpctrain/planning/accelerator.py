@@ -48,9 +48,9 @@ _WIDEST = {
     "index_put",
     "tensordot",
 } | {"scatter_add"}
-"""Those whose inputs get the widest type among them."""
+"""Operators whose inputs get the widest type among them."""
 _WITH_DTYPE = {"prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum", "linalg_vector_norm", "linalg_matrix_norm"}
-"""Those that make float32 of inputs of another type. All others get inputs in float32."""
+"""Operators that make float32 of inputs of another type. All others get inputs in float32."""
 
 
 def planned_accelerator() -> torch.device:
@@ -100,7 +100,7 @@ class _Stream(torch.Stream):
 
 
 class _Module:
-    """The module of the device, as torch.cuda is CUDA's. Work is done when it is launched."""
+    """The module of the device, as torch has one for each kind. Work is done when it is launched."""
 
     Stream, Event = _Stream, _Event
 

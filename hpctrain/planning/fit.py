@@ -10,12 +10,14 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from math import prod
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from hpctrain.base.errors import HpctrainError, UsageError
+import torch
+
+from hpctrain.base.errors import HpctrainError, UsageError, reason
 from hpctrain.checking.check import check
 from hpctrain.job.raw import RawJob
 from hpctrain.planning.job_plan import JobPlan
@@ -23,8 +25,8 @@ from hpctrain.planning.plan import Hardware, plan_checked, planned_job
 from hpctrain.planning.rank_plan import OTHERS
 from hpctrain.planning.settings import Settings, Space
 
-_WORSE = 2
-"""Numbers of ranks that share a model after which the search ends if each brought nothing faster."""
+_OF_LIBRARIES = 0.03
+"""The share of an accelerator's memory that is left to CUDA, NCCL and the like."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Of a step, as estimated."""
+        """The estimated time of a step."""
         assert self.plan is not None and self.plan.time is not None
         return self.plan.time.seconds
 
@@ -56,6 +58,8 @@ class Trial:
 def search(raw: RawJob, hardware: Hardware, tell: Callable[[Trial], None] = lambda _: None) -> list[Trial]:
     """Try settings of the job on the hardware, which has a machine; `tell` gets each trial as it ends. Raises UsageError for a job
     that can't be searched, and the errors of `hpctrain check`."""
+    if hardware.memory is not None and not hardware.on_cpu:
+        hardware = replace(hardware, memory=hardware.memory * (1 - _OF_LIBRARIES))
     raw = planned_job(raw, hardware.machine)
     checked = check(raw, None)
     samples = checked.job.batch.global_size
@@ -66,22 +70,21 @@ def search(raw: RawJob, hardware: Hardware, tell: Callable[[Trial], None] = lamb
     space = Space.of(checked, samples, hardware.ranks, hardware.per_node)
     found: list[Trial] = []
     for layouts in (space.layouts, space.long):
-        best, worse = float("inf"), 0
+        best = float("inf")
         for _, level in groupby(layouts, key=lambda axes: prod(axes.values())):
             new = list(_tried(list(level), space, raw, hardware, tell))
             found += new
             fastest = min((one.seconds for one in new if one.fits), default=float("inf"))
-            worse = worse + 1 if best < float("inf") and fastest >= best else 0
+            if any(one.fits for one in new) and fastest >= best:
+                break  # more ranks that share a model make it slower
             best = min(best, fastest)
-            if worse == _WORSE:
-                break
         if best < float("inf"):
             break
     return found
 
 
 def shortlist(trials: list[Trial]) -> list[Trial]:
-    """Those that fit, the fastest first, each with less memory than all before it."""
+    """The trials that fit, the fastest first, each with less memory than all before it."""
     found: list[Trial] = []
     for one in sorted((one for one in trials if one.fits), key=lambda one: (one.seconds, _most(one))):
         if not found or _most(one) < _most(found[-1]):
@@ -124,16 +127,28 @@ def _tried(
 
 
 def _search_layout(sender: Connection, axes: Mapping[str, int], space: Space, raw: RawJob, hardware: Hardware) -> None:
-    for trial in trials_of(axes, space, lambda settings: _try(settings, raw, hardware)):
-        sender.send(trial)
+    torch.set_num_threads(1)  # a fork has none of the threads of torch's pool
+    known: dict[str, Trial] = {}
+
+    def attempt(settings: Settings) -> Trial:
+        name = str(settings)
+        if name not in known:
+            known[name] = _try(settings, raw, hardware)
+            sender.send(known[name])
+        return known[name]
+
+    for _ in trials_of(axes, space, attempt):
+        pass
     sender.close()
 
 
 def _try(settings: Settings, raw: RawJob, hardware: Hardware) -> Trial:
     try:
-        return Trial(settings, plan_checked(check(settings.on(raw), hardware.ranks), hardware))
+        return Trial(settings, plan_checked(check(settings.on(raw), hardware.ranks), hardware, quick=True))
     except HpctrainError as error:
         return Trial(settings, None, str(error))
+    except Exception as error:  # a plugin's
+        return Trial(settings, None, f"{type(error).__name__}: {reason(error)}")
 
 
 def trials_of(axes: Mapping[str, int], space: Space, attempt: Callable[[Settings], Trial]) -> Iterator[Trial]:
@@ -141,11 +156,14 @@ def trials_of(axes: Mapping[str, int], space: Space, attempt: Callable[[Settings
     sizes, stages = space.micro_sizes(axes), space.stages(axes)
     if not sizes:
         return
-    least = attempt(Settings(axes, stages[-1], space.modes[-1], sizes[0]))
-    yield least
+    for mode, stage in product(reversed(space.modes), reversed(stages)):
+        least = attempt(Settings(axes, stage, mode, sizes[0]))
+        yield least
+        if least.plan is not None:
+            break
     if not least.fits:
-        if least.plan is not None and stages[-1]:
-            yield attempt(Settings(axes, stages[-1], space.modes[-1], sizes[0], offload=True))
+        if least.plan is not None and least.settings.stage:
+            yield attempt(replace(least.settings, offload=True))
         return
     for mode in space.modes:
         largest = 0
@@ -153,10 +171,8 @@ def trials_of(axes: Mapping[str, int], space: Space, attempt: Callable[[Settings
             for trial in _micro_sizes(Settings(axes, stage, mode, sizes[0]), sizes, attempt):
                 yield trial
                 largest = max(largest, trial.settings.micro_size if trial.fits else 0)
-            if largest == sizes[-1]:
-                break
-        if largest > 1 or largest == sizes[-1]:
-            return  # recomputing would only be slower
+            if largest > 1 or largest == sizes[-1]:
+                return  # to save more memory would only be slower
 
 
 def _micro_sizes(first: Settings, sizes: list[int], attempt: Callable[[Settings], Trial]) -> Iterator[Trial]:

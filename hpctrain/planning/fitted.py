@@ -9,7 +9,6 @@ from typing import Any
 
 import tomli_w
 
-from hpctrain.job.overrides import apply_override
 from hpctrain.job.raw import RawJob, merge
 from hpctrain.planning.fit import Trial
 from hpctrain.planning.job_plan import gigabytes
@@ -55,14 +54,14 @@ def as_dict(trials: Sequence[Trial], fitting: Sequence[Trial]) -> dict[str, Any]
 
 
 def fitted_text(trial: Trial, raw: RawJob, job: Path, overrides: Sequence[str], path: Path) -> str:
-    """The text of a job file at `path` that extends `job` with the overrides and the trial's settings."""
-    above = RawJob({}, {}, str(path))
-    for one in overrides:
-        if one.partition("=")[2]:  # a key that was taken away can't be told
-            apply_override(above, one)
-    tables = merge(above.tables, trial.settings.tables(raw.tables))
-    extends = os.path.relpath(job, path.parent)
-    return f"# hpctrain plan --fit: {told(trial)}\n" + tomli_w.dumps({"extends": extends, **tables})
+    """The text of a job file at `path` with the trial's settings: it extends `job`, or is whole where `job` is no file or was
+    changed by overrides."""
+    tables = trial.settings.tables(raw.tables)
+    if overrides or not job.is_file():
+        tables = merge(raw.tables, tables)
+    else:
+        tables = {"extends": os.path.relpath(os.path.realpath(job), os.path.realpath(path.parent)), **tables}
+    return f"# hpctrain plan --fit: {told(trial)}\n" + tomli_w.dumps(tables)
 
 
 def _trial(trial: Trial) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import tomli
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from hpctrain.base.errors import UsageError, reason
+from hpctrain.job.toml import LimitError, parse
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -47,6 +48,8 @@ class Machine(BaseModel):
         """FLOP/s of products of a data type; of one that the machine doesn't name, those of float32."""
         if dtype == "float32" and tf32 and "tf32" in self.flops:
             return self.flops["tf32"]
+        if dtype.startswith("float8"):
+            return next((rate for name, rate in self.flops.items() if name.startswith("float8")), self.flops["float32"])
         return self.flops.get(dtype) or self.flops["float32"]
 
 
@@ -57,8 +60,8 @@ def open_machine(name: str) -> Machine:
         return Machine.model_validate(tables[name.lower()])
     path = Path(name)
     try:
-        table = tomli.loads(path.read_text())["machine"]
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError, KeyError) as error:
+        table = parse(path.read_text())["machine"]
+    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError, LimitError, KeyError) as error:
         why = "it has no table [machine]" if isinstance(error, KeyError) else reason(error)
         raise UsageError(
             f"--machine {name}: expected one of {', '.join(tables)}, or a TOML file with a table [machine]: {why}"

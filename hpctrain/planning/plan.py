@@ -37,9 +37,13 @@ class Hardware:
 
     @staticmethod
     def of(ranks: int, per_node: int | None, memory: float | None, machine: Machine | None) -> Hardware:
-        """Take what is not given from the machine."""
+        """Take what is not given from the machine. Raises UsageError for a number that is not positive."""
+        for name, value in (("ranks", ranks), ("ranks of a node", per_node), ("memory", memory)):
+            if value is not None and value <= 0:
+                raise UsageError(f"{name}: found {value:g}, expected more than 0")
         if machine is not None:
-            return Hardware(ranks, per_node or machine.per_node, memory or machine.memory, machine)
+            of_device = machine.memory if memory is None else memory
+            return Hardware(ranks, per_node or machine.per_node, of_device, machine)
         return Hardware(ranks, per_node or _PER_NODE, memory, None)
 
     @property
@@ -64,9 +68,9 @@ def make_plan(raw: RawJob, hardware: Hardware, apart: bool = False) -> JobPlan:
     return plan_checked(checked, hardware)
 
 
-def plan_checked(checked: CheckedJob, hardware: Hardware) -> JobPlan:
-    """Plan a job that `planned_job` has made and that was checked."""
-    return told_plan(checked, hardware, plan_ranks(checked, hardware.ranks, hardware.per_node, hardware.on_cpu))
+def plan_checked(checked: CheckedJob, hardware: Hardware, quick: bool = False) -> JobPlan:
+    """Plan a job that `planned_job` has made and that was checked. quick: see plan_rank."""
+    return told_plan(checked, hardware, plan_ranks(checked, hardware.ranks, hardware.per_node, hardware.on_cpu, quick))
 
 
 def told_plan(checked: CheckedJob, hardware: Hardware, ranks: list[RankPlan]) -> JobPlan:
@@ -105,6 +109,11 @@ def _left_out(checked: CheckedJob, ranks: Sequence[RankPlan]) -> Iterator[str]:
         yield "[compile]: planned without; compiled kernels keep less memory"
     if checked.parts.compression.name != "none":
         yield "[compression]: planned without; less is sent between nodes"
+    if any(one.uneven for one in ranks):
+        yield (
+            "micro batches of a step have different shapes: the largest ones were planned, so it computes and sends less than is "
+            "told here"
+        )
     guesses = max(one.guesses for one in ranks)
     if guesses and len(ranks) == 1:
         yield (

@@ -24,8 +24,11 @@ from hpctrain.planning.rank_plan import RankPlan
 from hpctrain.planning.simulation import plan_rank
 
 
-def plan_ranks(checked: CheckedJob, size: int, per_node: int, on_cpu: bool = False) -> list[RankPlan]:
+def plan_ranks(
+    checked: CheckedJob, size: int, per_node: int, on_cpu: bool = False, quick: bool = False
+) -> list[RankPlan]:
     """The needs of one rank for each part of the model, where `size` ranks train, `per_node` on a node, on accelerators or CPUs.
+    quick: see plan_rank.
 
     Raises the errors of building the model and of its data, and EnvironmentUnfitError for a plugin that needs values.
     """
@@ -37,7 +40,9 @@ def plan_ranks(checked: CheckedJob, size: int, per_node: int, on_cpu: bool = Fal
         for rank in ranks:
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_report, args=(sender, checked, rank, size, per_node, len(ranks), on_cpu, queues), daemon=True
+                target=_report,
+                args=(sender, queues, on_cpu, (checked, rank, size, per_node, len(ranks)), quick),
+                daemon=True,
             )
             process.start()
             stack.callback(process.join)
@@ -75,24 +80,23 @@ def _received(ready: Any) -> RankPlan:
 
 
 def _report(
-    sender: Any,
-    checked: CheckedJob,
-    rank: int,
-    size: int,
-    per_node: int,
-    stages: int,
-    on_cpu: bool,
-    queues: Mapping[int, Queue],
+    sender: Any, queues: Mapping[int, Queue], on_cpu: bool, asked: tuple[CheckedJob, int, int, int, int], quick: bool
 ) -> None:
-    """Send the rank's plan, or an error that tells why there is none."""
+    """Send the rank's plan, or an error that tells why there is none. asked: the first arguments of plan_rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process
+    os.dup2(2, 1)  # plugins may print, and standard output is the plan's
+    torch.set_num_threads(1)  # a fork has none of the threads of torch's pool, for which it would wait
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         device = torch.device("cpu") if on_cpu else planned_accelerator()
         with messages_over(queues):
-            outcome: Any = plan_rank(checked, rank, size, per_node, stages, device)
+            outcome: Any = plan_rank(*asked, device, quick)
     except HpctrainError as error:
         outcome = type(error)(str(error))
+    except SystemExit as error:
+        outcome = EnvironmentUnfitError(
+            f"this job can't be planned: a plugin or the model has ended its process with {error.code!r}"
+        )
     except Exception as error:
         why = "; a plugin or the model needs the values of tensors, and a plan has their shapes only"
         where = "".join(traceback.format_exception(error)[-2:])

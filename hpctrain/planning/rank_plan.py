@@ -63,7 +63,8 @@ class RankPlan:
     step is over. inputs: of all micro batches, which lie on the device from the begin of the step. peak: the most bytes that live
     at once; at_peak: what they are of; origins: those of `OTHERS` by "module: operator". over_time: the most bytes in each part of
     the step. host: the most bytes in the host's memory. start: the most bytes until the first step. operators: each kind and its
-    number. idle: the share of the step in which it waits for other parts of the model.
+    number. idle: the share of the step in which it waits for other parts of the model. waiting_inputs: the
+    inputs that the peak does not have. uneven: whether micro batches differ in their shapes.
     guesses: see Watch.
     """
 
@@ -79,11 +80,13 @@ class RankPlan:
     host: int
     start: int
     inputs: int
+    waiting_inputs: int
     operators: list[tuple[Operator, int]]
     guesses: int
     exchanges: list[Exchange]
     micro_batches: int
     idle: float = 0.0
+    uneven: bool = False
     save: Save = Save(0, 0, 0)
 
     def with_micro_batches(self, number: int, more_of: RankPlan, fewer: RankPlan, peak_grows: bool) -> RankPlan:
@@ -125,4 +128,4 @@ class RankPlan:
     @property
     def most(self) -> int:
         """The most bytes that live on the device at once: at the start, in a step, in a save."""
-        return max(self.peak + self.inputs, self.start, self.save.peak)
+        return max(self.peak + self.waiting_inputs, self.start, self.save.peak)

@@ -48,8 +48,8 @@ _FEW = 1, 1, 2
 """Micro batches of the steps that are run. In the first one, caches of torch's fill. A further micro batch takes what the third
 step has more than the second; the peak stays, since each micro batch ends before the next."""
 _FEW_IN_FLIGHT = 2, 3, 3
-"""Those of a pipeline, for each stage. Stages tell each other their shapes in a step with another number of micro batches, which
-the third one has not."""
+"""Micro batches of a pipeline, for each stage. Stages tell each other their shapes in a step with another number of micro batches,
+which the third one has not."""
 _CPU = torch.device("cpu")
 _POINTS = 200
 """Points of the memory over a step."""
@@ -83,10 +83,16 @@ class Shapes(InitialValues):
 
 
 def plan_rank(
-    checked: CheckedJob, rank: int, size: int, per_node: int, stages: int = 1, device: torch.device | None = None
+    checked: CheckedJob,
+    rank: int,
+    size: int,
+    per_node: int,
+    stages: int = 1,
+    device: torch.device | None = None,
+    quick: bool = False,
 ) -> RankPlan:
     """Run steps of one rank in this process, which has no torch.distributed. stages: parts of the model on different ranks.
-    device: None for the CPU."""
+    device: None for the CPU. quick: with a step less, in which caches of torch's fill: a little more is counted."""
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
     device = device or _CPU
     layout = layout_of(checked.job, checked.parts, size)
@@ -101,15 +107,21 @@ def plan_rank(
         create_state(session.model.optimizer)
         start = watch.device.peak
         found: list[RankPlan] = []
-        for few in _FEW_IN_FLIGHT if stages > 1 else _FEW:
+        steps = (_FEW_IN_FLIGHT[:2] if quick else _FEW_IN_FLIGHT) if stages > 1 else _FEW[quick:]
+        for few in steps:
             watch.begin()
             TRAFFIC.clear()
             given = _step(session, loader, few * stages)
             found.append(_figures(session, watch, per_node, start, given[: few * stages]))
         idle = session.model.runner.idle_share(len(given))
-        fewer, more = found[:2] if stages > 1 else found[1:]
+        fewer, more = found[:2] if stages > 1 else found[-2:]
         planned = found[-1].with_micro_batches(len(given), more, fewer, peak_grows=stages > 1)
-        return replace(planned, inputs=_inputs(given), save=_save(session, watch), idle=idle)
+        seen = _inputs(given[: found[-1].micro_batches]) if is_accelerator(device) else 0
+        uneven = len({_inputs([micro]) for micro in given}) > 1
+        return replace(
+            planned, inputs=_inputs(given), waiting_inputs=_inputs(given) - seen, save=_save(session, watch), idle=idle,
+            uneven=uneven,
+        )  # fmt: skip
 
 
 def _session(
@@ -140,6 +152,7 @@ def _step(session: Session, loader: Loader, most: int) -> list[MicroBatch]:
     """
     model, step = session.model, session.progress.step
     whole, seen = loader.step()
+    whole = sorted(whole, key=lambda micro: -_inputs([micro]))  # those that need the most
     micro_batches = [_on(session.device, micro) for micro in whole[:most]]
     model.begin_sums(step)
     model.runner.train(micro_batches, 1, step)
@@ -186,6 +199,7 @@ def _figures(session: Session, watch: Watch, per_node: int, start: int, given: S
         exchanges=_exchanges(session.model.meshes, per_node),
         micro_batches=len(given),
         inputs=_inputs(given),
+        waiting_inputs=0,
         guesses=watch.guesses,
         axes=dict(session.layout.axes),
     )
@@ -227,7 +241,7 @@ def _exchanges(meshes: Meshes, per_node: int) -> list[Exchange]:
     axes = {str(group.group_name): axis for axis, group in meshes.groups().items()}
     calls, nbytes = Counter[tuple[str, str, int, bool]](), Counter[tuple[str, str, int, bool]]()
     for kind, count in TRAFFIC.calls.items():
-        inside = len({rank // per_node for rank in kind.members}) == 1
+        inside = _stays_in_nodes(kind.members, per_node)
         key = (
             axes.get(kind.group, "all ranks" if kind.ranks == dist.get_world_size() else "some ranks"),
             kind.operation,
@@ -241,3 +255,10 @@ def _exchanges(meshes: Meshes, per_node: int) -> list[Exchange]:
         for (axis, operation, ranks, inside), count in calls.items()
         if ranks > 1
     ]
+
+
+def _stays_in_nodes(members: Sequence[int], per_node: int) -> bool:
+    """Whether this group of an axis and all others like it lie in a node each."""
+    if dist.get_world_size() <= per_node or len(members) == 1:
+        return True
+    return per_node % (len(members) * (members[1] - members[0])) == 0

@@ -14,13 +14,13 @@ from torch import nn
 from hpctrain.base.errors import UsageError
 from hpctrain.base.torch_private import HashStore
 from hpctrain.checking.check import check
-from hpctrain.checking.resolved import FILE_NAME
 from hpctrain.checkpoint.conversion import writing
 from hpctrain.checkpoint.directory import behind_name
 from hpctrain.checkpoint.weights import load_weights
 from hpctrain.contracts.pieces import Piece
 from hpctrain.job.raw import RawJob
 from hpctrain.job.reading import read_job
+from hpctrain.job.run_files import RESOLVED
 from hpctrain.job.tables import Job
 from hpctrain.model.build import build_whole
 from hpctrain.model.parameters import named_tensors, tied_parameters
@@ -60,7 +60,7 @@ def load(
     """
     path = behind_name(Path(checkpoint))
     tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else job
-    beside = path.absolute().parent.parent / FILE_NAME
+    beside = path.absolute().parent.parent / RESOLVED
     if tables is None and not beside.is_file():
         raise UsageError(f"load: {path} has no {beside}, which its run would have; give the job: load(checkpoint, job)")
     with given_objects(tables or {}) as plain:

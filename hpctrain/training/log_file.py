@@ -12,9 +12,19 @@ from typing import TextIO
 from hpctrain.base.errors import UsageError, escaped, reason
 from hpctrain.base.safe_files import make_directory, open_to_change
 from hpctrain.contracts.identity import Identity
+from hpctrain.job.run_files import log_of
 from hpctrain.ranks.prints import Labelled, tell
 
 LOG = logging.getLogger("hpctrain")
+
+BEGUN = "rank 0 of "
+"""Begins the first line of a start in rank 0's log. `hpctrain runs` reads these words, too."""
+DONE = "done         step "
+"""Begins the line of a run that has ended; no other comes after it but where the results are."""
+STOPPED = "stopped at step "
+"""Begins the line of a run that was stopped and has saved."""
+AS_CANCELLED = ", as it was cancelled"
+"""Part of the line of a stopped run that `hpctrain cancel` ended."""
 
 
 class _LogFile(logging.StreamHandler[TextIO]):
@@ -51,7 +61,7 @@ class _Escaped(logging.Formatter):
 @contextmanager
 def logged_to_file(output_dir: Path, identity: Identity) -> Iterator[None]:
     """Write every rank's log to its own file, and rank 0's warnings to the screen, too."""
-    path = output_dir / "log" / f"rank-{identity.rank:05d}.log"
+    path = log_of(output_dir, identity.rank)
     try:
         file = _LogFile(path)
     except OSError as error:

@@ -27,6 +27,7 @@ from hpctrain.data.pool import refuse_in_worker
 from hpctrain.job.environment import described, exported, in_effect
 from hpctrain.job.output_lock import OutputLock, put_back, set_aside
 from hpctrain.job.raw import RawJob
+from hpctrain.job.run_files import METRICS
 from hpctrain.job.tables import Job
 from hpctrain.model.conformance.trials import try_communicator
 from hpctrain.plugins.blame import retell_plugin_error
@@ -51,7 +52,7 @@ from hpctrain.training.assembly import assemble
 from hpctrain.training.determinism import deterministic
 from hpctrain.training.inference import Question, answer
 from hpctrain.training.kernels import cached_on_node, load_kernels
-from hpctrain.training.log_file import logged_to_file
+from hpctrain.training.log_file import AS_CANCELLED, DONE, STOPPED, logged_to_file
 from hpctrain.training.loop import train
 from hpctrain.training.session import Session
 from hpctrain.training.starts import note_start
@@ -286,7 +287,7 @@ def _taken_back(aside: Sequence[Path], directory: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        metrics = directory / "metrics.jsonl"
+        metrics = directory / METRICS
         if aside and not (metrics.exists() and metrics.stat().st_size):
             with suppress(OSError):
                 failed = put_back(aside[0], directory)
@@ -365,11 +366,9 @@ def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) ->
     directory = session.job.output_dir
     if result["exit_code"] in (EXIT_STOPPED, EXIT_CANCELLED):
         cancelled = result["exit_code"] == EXIT_CANCELLED
-        why = (
-            ", as it was cancelled" if cancelled else ", as its time is nearly over" if session.deadline.is_near else ""
-        )
+        why = AS_CANCELLED if cancelled else ", as its time is nearly over" if session.deadline.is_near else ""
         session.report.say(
-            f"stopped at step {result['step']} of {session.progress.steps}{why}, saved in {session.saved.newest}"
+            f"{STOPPED}{result['step']} of {session.progress.steps}{why}, saved in {session.saved.newest}"
         )
         return
     if session.progress.step == session.progress.first_step:
@@ -378,7 +377,7 @@ def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) ->
             if session.progress.ended
             else "nothing left to train: raise [job] steps or epochs to continue"
         )
-        session.report.say(f"done         step {result['step']}, {ended}")
+        session.report.say(f"{DONE}{result['step']}, {ended}")
     else:
-        session.report.say(f"done         step {result['step']}, loss {result['loss']:.4f}, {seconds:.0f} s")
+        session.report.say(f"{DONE}{result['step']}, loss {result['loss']:.4f}, {seconds:.0f} s")
     session.report.say(f"results      {directory / 'metrics.jsonl'}, {session.saved.newest}")

@@ -20,6 +20,7 @@ from hpctrain.base.errors import EnvironmentUnfitError, TrainingError, UsageErro
 from hpctrain.base.safe_files import open_regular, reading, replacing
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.logger import Logger, LogWriter
+from hpctrain.job.run_files import METRICS
 from hpctrain.job.tables import KeepBestTable
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.training.console import Console
@@ -49,14 +50,14 @@ class Report:
         """Open the records for rows after `step`. Raises the errors of `Records`."""
         if self._speaks:
             self._records = Records(output_dir, loggers, step)
-            self._best.resume(output_dir / "metrics.jsonl")
+            self._best.resume(output_dir / METRICS)
 
     def go_back(self, output_dir: Path, loggers: Sequence[Logger], step: int) -> None:
         """Drop the rows after `step`, as a resume does. Raises UsageError if metrics.jsonl can't be written."""
         if self._records is not None:
             self._records.close()
             self._records = Records(output_dir, loggers, step, under_way=True)
-            self._best.resume(output_dir / "metrics.jsonl")
+            self._best.resume(output_dir / METRICS)
 
     def say(self, message: str) -> None:
         """Print a line on the screen."""
@@ -87,7 +88,7 @@ class Records:
 
         under_way: the run has trained already, and does without a logger that can't be opened.
         """
-        path = output_dir / "metrics.jsonl"
+        path = output_dir / METRICS
         try:
             self._metrics = MetricsFile(path, resumed_step)
         except OSError as error:

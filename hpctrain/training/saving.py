@@ -21,6 +21,7 @@ from hpctrain.checkpoint.weights import PLUGIN, TIED
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece, State
 from hpctrain.job.parts import Parts
+from hpctrain.job.run_files import CHECKPOINTS
 from hpctrain.job.tables import Job
 from hpctrain.model.conformance.trials import refuse_lossy_scaler
 from hpctrain.ranks.json_collectives import broadcast_value, together, world_group
@@ -39,7 +40,7 @@ def open_store(job: Job, parts: Parts, device: torch.device) -> CheckpointStore:
     assert not isinstance(behind, int)  # torch returns an int on ranks that are not in the group
     keep = table.keep_best
     best = None if keep is None else Best(keep.count, keep.metric, keep.mode == "max")
-    directory = job.output_dir.absolute() / "checkpoints"
+    directory = job.output_dir.absolute() / CHECKPOINTS
     return CheckpointStore(
         directory, parts.checkpoint, parts.formats, table.keep, world, behind, table.keep_every, best, device
     )

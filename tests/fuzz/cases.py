@@ -7,7 +7,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import crafting as c
@@ -25,6 +25,7 @@ LOOKING = [
 RESUMING = [*LOOKING[1:4], ["run", "3.toml", "--resume", CHECKPOINT]]
 RUNNING = [["run", "3.toml"], ["checkpoint", "list", "run"]]
 ONLY_RUNNING = RUNNING[:1]
+VIEWING = [["runs", "run"], ["top", "run"], ["status", "run"]]
 Codes = dict[str, int]
 """By the command's word."""
 REFUSED: Codes = {"verify": 5, "show": 5, "diff": 5, "list": 0, "export": 5, "restore": 5, "run": 5, "import": 5}
@@ -42,6 +43,7 @@ class Case:
     change: Callable[[Place], Any]
     commands: list[list[str]]
     codes: Codes
+    thorough: bool = False
 
 
 def _replaced(base: str, file: str, commands: list[list[str]], codes: Codes, **special: Codes) -> list[Case]:
@@ -583,5 +585,35 @@ def _old(place: Place, made: bytes) -> None:
     path.write_bytes(file.getvalue()[: file.tell()] + made)
 
 
-CASES = [*IN_RUN, *HDF5, *DCP, *WEIGHTS]
+# ------------------------------------------------------------------ run directories that are only looked at
+
+SEEN: Codes = dict.fromkeys(("runs", "top", "status"), 0)
+NO_RUN: Codes = {**SEEN, "top": 2, "status": 2}
+IN_VIEW = [
+    *(one for file in ("metrics.jsonl", "lock", "log/rank-00000.log") for one in _replaced("hdf5", f"run/{file}", VIEWING, SEEN)),
+    *_replaced("hdf5", "run/job.resolved.toml", VIEWING, NO_RUN, a_link_outside=SEEN,
+               **{"10_GB_of_nothing": SEEN, "a_megabyte_of_anything": SEEN, "an_empty_file": SEEN}),
+    *_replaced("hdf5", "run/submissions.jsonl", VIEWING, {**SEEN, "status": 2}),
+    Case("submissions: escape codes", "hdf5", lambda place: (place.root / "run" / "submissions.jsonl").write_text(
+        '{"target": "\\u001b[2J\\u0007", "id": "17"}\n'), VIEWING, {**SEEN, "status": 2}),
+    *(Case(f"rows: {name}", "hdf5", lines(*rows), VIEWING, SEEN) for name, rows in ROWS.items()),
+    *(Case(f"resolved: {name}", "hdf5", toml(text), VIEWING, SEEN) for name, text in TOMLS.items()),
+    *(
+        Case(f"{name}: a directory outside", "hdf5", c.directory_outside(f"run/{name}"), VIEWING, SEEN)
+        for name in ("log", "checkpoints")
+    ),
+]  # fmt: skip
+
+
+def _looked_at(cases: list[Case]) -> list[Case]:
+    """A file in another one's place is refused where all files are opened: with one of them the default tests do."""
+    return [
+        replace(
+            one, name=f"looked at, {one.name}", thorough=one.name.startswith("run/") and "submissions" not in one.name
+        )
+        for one in cases
+    ]
+
+
+CASES = [*IN_RUN, *_looked_at(IN_VIEW), *HDF5, *DCP, *WEIGHTS]
 assert len({(case.base, case.name) for case in CASES}) == len(CASES)

@@ -24,7 +24,11 @@ def bases(server: Confined, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return make_bases(tmp_path_factory.mktemp("bases"), server)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.base}, {case.name}".replace("/", " "))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.thorough] * case.thorough) for case in CASES],
+    ids=lambda case: f"{case.base}, {case.name}".replace("/", " "),
+)
 def test_crafted(case: Case, server: Confined, bases: dict[str, Path], tmp_path: Path) -> None:
     root = tmp_path / "x"
     shutil.copytree(bases[case.base], root)

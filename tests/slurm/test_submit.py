@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,9 @@ def test_a_job_that_fails_and_one_that_waits(cluster: Cluster, job: JobFile) -> 
     number, *_ = submit(cluster, job, "--set", "plugins.load=['faulty']", "--set", "scheduler.slurm.mpi=none")
     assert status(cluster, job, "later") == [f"slurm job {waiting}: pending (BeginTime)"]
     wait_for_state(cluster, number, "FAILED")
+    listed = ask(cluster, job, "runs", ".", "--json")
+    states = {one["job"]["id"]: (one["state"], one["detail"]) for one in json.loads(listed.out)}
+    assert states == {waiting: ("pending", "(BeginTime)"), number: ("failed", "(FAILED)")} and listed.err == "", listed
     (said,) = status(cluster, job)
     assert re.match(rf"slurm job {number}: failed \(FAILED, exit code \d+\)", said), output(job, number)
     refused = ask(cluster, job, "submit", "job.toml", *TO, "--set", "job.output_dir=next", "--after", "out")
@@ -118,6 +122,8 @@ def test_an_array_of_three(cluster: Cluster, job: JobFile) -> None:
     assert status(cluster, job) == [f"slurm job {number}: done, step 4 of 4" for number in numbers]
     found = [job.rows(f"out/optimizer.lr={rate}")[-1]["lr"] for rate in rates]
     assert found == [float(rate) for rate in rates]
+    listed = {one["job"]["id"]: one for one in json.loads(ask(cluster, job, "runs", "out", "--json").out)}
+    assert {id: one["state"] for id, one in listed.items()} == dict.fromkeys(numbers, "done"), listed
     assert status(cluster, job, "out/optimizer.lr=0.01") == [f"slurm job {numbers[1]}: done, step 4 of 4"]
 
 

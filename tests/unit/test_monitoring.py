@@ -6,13 +6,14 @@ import gzip
 import json
 import math
 import os
+import random
 import signal
 import socket
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -129,12 +130,19 @@ def hpctrain_step_end(step):
 """Reads the endpoint from inside the run, when it has the rows of the step before."""
 
 
+def free_port() -> int:
+    """A port that nobody uses, below those that systems give to connections: it is still free for the second start."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def test_prometheus_reads_the_newest_values_of_a_run_and_of_its_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("scrapes.py").write_text(SCRAPES)
     monkeypatch.syspath_prepend(".")
     monkeypatch.setenv("PBS_JOBID", "12.pbs")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     for steps in (6, 8):
         train(steps, {**LOCAL, "port": port}, plugins={"load": ["scrapes"]})
         assert not Path("out/prometheus.json").exists(), "nothing serves any more"

@@ -51,6 +51,24 @@ def test_the_bar_is_one_line_that_leaves_out_what_has_no_room(
         assert "\x1b[3" in bar  # colour
 
 
+def test_a_wide_bar_has_the_losses_as_a_curve_and_the_slowest_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    row = {"lr": 1e-4, "grad_norm": 0.01, "tokens_per_second": 1000.0, "epoch": 2.5, "step_seconds": 1.0}
+    slowest = {"straggler": {"rank": 5, "node": "node2", "cause": "data", "excess_seconds": 0.31}}
+    for columns, curve, told in ((80, False, False), (135, True, False), (150, False, True), (190, True, True)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        console = Console(Identity(), RankChannel(terminal=True))
+        for step in range(1, 101):
+            console.progress({**row, **slowest, "loss": 100.0 - step, "step": step}, 100, "tokens", "")
+        console.close()
+        *_, bar = capsys.readouterr().out.rstrip("\n").split(CLEAR_LINE)
+        shown = re.sub("\x1b\\[[0-9;]*m", "", bar)
+        assert (re.search(r"━{8,}  █[▁▂▃▄▅▆▇█]{6,22}▁  loss 0\.0000", shown) is not None) is curve, (columns, shown)
+        assert ("slowest rank 5 on node2: data +0.31 s" in shown) is told and len(shown) < columns, (columns, shown)
+
+
 def test_a_rank_s_log_has_what_is_printed_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rank = Identity(1, 2)
     echo = logging.StreamHandler(

@@ -6,9 +6,11 @@ import errno
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,8 @@ from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.starting.scheduler.record import cancelled
-from hpctrain.starting.scheduler.standing import standing
 from hpctrain.training.rank import run_rank
+from hpctrain.viewing.standing import described
 
 MISTAKES = {
     "no target": ([], 2, "the job has no table such as [scheduler.slurm]; say where to submit it, for instance --to slurm"),
@@ -461,12 +463,12 @@ def no_locks(*_: Any) -> None:
 
 def test_the_status_of_a_run_that_nobody_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert standing(Path("out")) is None
+    assert described(Path("out")) is None
     job = {**TINY, "checkpoint": {"every_steps": 3}}
     loss = hpctrain.run(job)["loss"]
     newest = Path("out/checkpoints/step-00000004")
     done = f"done, step 4 of 4, loss {loss:.4f}, newest checkpoint {newest}"
-    assert standing(Path("out")) == done
+    assert described(Path("out")) == done
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDS],
         stdin=subprocess.PIPE,
@@ -476,26 +478,47 @@ def test_the_status_of_a_run_that_nobody_submitted(tmp_path: Path, monkeypatch: 
     )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "taken\n"
-        found = standing(Path("out")) or ""
+        found = described(Path("out")) or ""
         assert found.startswith(f"running (process {holder.pid} on ") and found.endswith(done.removeprefix("done"))
     finally:
         holder.communicate("\n", timeout=60)
-    assert standing(Path("out")) == done
+    assert described(Path("out")) == done
     resolved = Path("out/job.resolved.toml")
     resolved.write_text(resolved.read_text().replace("steps = 4", "epochs = 1"))  # 500 samples, 12 a step
-    assert standing(Path("out")) == done.replace("done", "not running").replace("4 of 4", "4, epoch 0.10 of 1")
+    log = Path("out/log/rank-00000.log")
+    begun, _, ended = log.read_text().partition(" INFO done ")
+    stopped = "stopped at step 4 of 41"
+    for end, word in (
+        ("", "failed"),
+        (f" INFO {stopped}\n", "stopped"),
+        (f" INFO {stopped}, as it was cancelled\n", "cancelled"),
+        (f" INFO done {ended}", "done"),
+    ):
+        log.write_text(begun + end)
+        assert described(Path("out")) == done.replace("done", word).replace("4 of 4", "4, epoch 0.10 of 1")
+    log.write_text(begun)
     resolved.write_text(resolved.read_text().replace("epochs = 1", "epochs = 0.1"))
-    assert (standing(Path("out")) or "").startswith("done, step 4, epoch 0.10 of 0.1")
-    with monkeypatch.context() as patched:
+    assert (described(Path("out")) or "").startswith("done, step 4, epoch 0.10 of 0.1")
+    resolved.write_text(resolved.read_text().replace("epochs = 0.1", "epochs = 1"))
+    lock = Path("out/lock")
+    with monkeypatch.context() as patched:  # what only tells where no lock does: whether it has written within a minute
         patched.setattr(fcntl, "lockf", no_locks)
-        resolved.write_text(resolved.read_text().replace("epochs = 0.1", "epochs = 1"))
-        assert (standing(Path("out")) or "").startswith("running or stopped (its lock cannot tell: No locks available")
+        assert re.match(r"running \(wrote \d+ s ago\), step 4", described(Path("out")) or "")
+        for path in (log, resolved, Path("out/metrics.jsonl")):
+            os.utime(path, (time.time() - 100, time.time() - 100))
+        expected = "unknown (running or stopped: its lock cannot tell: No locks available), step 4"
+        assert (described(Path("out")) or "").startswith(expected)
+    lock.write_text("process 12 on another-node\n")  # whose locks may not be seen here
+    assert (described(Path("out")) or "").startswith("failed, step 4")
+    os.utime(log)
+    assert (described(Path("out")) or "").startswith("running (wrote ")
+    log.unlink()
     metrics = Path("out/metrics.jsonl")
     metrics.write_text(f'{{"step": {"9" * 400}, "epoch": 1.0}}\n')
-    assert standing(Path("out")) == f"not running, before its first step, newest checkpoint {newest}"
+    assert described(Path("out")) == f"stopped, before its first step, newest checkpoint {newest}"
     metrics.write_text('{"step": 4, "epoch": 0.5}\n')
     resolved.write_text(resolved.read_text().replace("epochs = 1", f"epochs = {'9' * 400}"))
-    assert standing(Path("out")) == f"not running, step 4, newest checkpoint {newest}"
+    assert described(Path("out")) == f"stopped, step 4, newest checkpoint {newest}"
     resolved.write_text("[job")
     Path("out/metrics.jsonl").write_text('{"step": "\x1b"}\n[1]\n')
-    assert standing(Path("out")) == f"not running, before its first step, newest checkpoint {newest}"
+    assert described(Path("out")) == f"stopped, before its first step, newest checkpoint {newest}"

@@ -135,6 +135,57 @@ def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, a
         tell_measured(rows, lines, as_json)
 
 
+@command.command("machine", epilog=example("hpctrain bench machine -n 4 --output machine.toml"))
+@click.option("-n", "ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the table to this file, for plan --machine.",
+)
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of TOML.")
+def machine(ranks: int, output: Path | None, as_json: bool) -> None:
+    """Measure this machine's figures for `hpctrain plan`: products, memory, collectives, with all ranks at work.
+
+    Under mpiexec or srun every process is a rank, on as many nodes as there are; otherwise the command starts its own ranks here.
+    """
+    from hpctrain.base.launcher_variables import launched
+
+    if not launched():
+        words = ["machine", *(["--output", str(output)] if output else [])]
+        sys.exit(start_measuring(ranks, words, as_json))
+    import tomli_w
+    import torch.distributed as dist
+
+    from hpctrain.cli.bench.machine import measure
+
+    device, node = _meet_on_device()
+    found = measure(device, node)
+    if dist.get_rank() == 0:
+        text = tomli_w.dumps({"machine": found})
+        if output is not None:
+            output.write_text(text)
+        click.echo(json.dumps(found) if as_json else text, nl=False)
+
+
+def _meet_on_device() -> tuple[Any, str]:
+    """Join the other ranks, each on its accelerator if there are some; the device and the node's name."""
+    import torch.distributed as dist
+
+    import hpctrain.mpi
+    from hpctrain.base.devices import device_of_rank, is_accelerator, use_device
+    from hpctrain.ranks.detection import detect
+
+    identity = detect()
+    device = device_of_rank(identity.local_rank)
+    use_device(device)
+    if is_accelerator(device):
+        name = dist.Backend.default_device_backend_map[device.type]
+        dist.init_process_group(f"cpu:{hpctrain.mpi.BACKEND},{device.type}:{name}", init_method="mpi://")
+    else:
+        _meet()
+    return device, identity.node
+
+
 def _meet() -> None:
     """Join the other ranks over MPI, with one thread."""
     import torch

@@ -5,15 +5,17 @@ The directory may be another person's: no code that its job names is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from pydantic import ValidationError
 
-from hpctrain.base.errors import UsageError, reason, shown
+from hpctrain.base.errors import HpctrainError, UsageError, reason, shown
 from hpctrain.base.safe_files import read_bytes
 from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.scheduler import JOB_FILE, RECORD, JobState, Scheduler
@@ -22,7 +24,6 @@ from hpctrain.job.rank_tables import SchedulerTable
 from hpctrain.job.raw import RawJob
 from hpctrain.job.toml import parse
 from hpctrain.starting.scheduler.record import Submission, cancelled, newest
-from hpctrain.starting.scheduler.standing import last_row
 
 if TYPE_CHECKING:
     from hpctrain.plugins.registry import Registry
@@ -44,25 +45,13 @@ class Submitted:
 
     def state(self) -> JobState:
         """How the scheduler says it is."""
-        with self._scheduler() as scheduler:
-            state = scheduler.state(self.submission.id)
-            if not isinstance(state, JobState) or state.word not in _WORDS:
-                raise broken(
-                    scheduler, f"gave the state {shown(state)}", f"a JobState whose word is one of {', '.join(_WORDS)}"
-                )
-            return state
+        with self.scheduler() as scheduler:
+            return _kept(scheduler, scheduler.state(self.submission.id))
 
     def cancel(self) -> None:
         """End it; its ranks don't ask to be started again."""
-        with self._scheduler() as scheduler, cancelled(self.directory):
+        with self.scheduler() as scheduler, cancelled(self.directory):
             scheduler.cancel(self.submission.id, self.directory.absolute())
-
-    def progress(self) -> str:
-        """ "step 17 of 40"; empty before the first step."""
-        step = (last_row(self.directory / "metrics.jsonl") or {}).get("step")
-        job = self._tables().get("job")
-        steps = job.get("steps") if isinstance(job, dict) else None
-        return "" if step is None else f"step {step}" + (f" of {steps}" if isinstance(steps, int) else "")
 
     def _tables(self) -> dict[str, Any]:
         """The job that was submitted. Raises UsageError."""
@@ -73,25 +62,32 @@ class Submitted:
             raise UsageError(f"{path} cannot be read: {reason(error)}; submit the job again") from None
 
     @contextmanager
-    def _scheduler(self) -> Iterator[Scheduler]:
+    def scheduler(self) -> Iterator[Scheduler]:
+        """The scheduler. Its errors become sentences."""
         from hpctrain.plugins.registry import build_registry  # here: with the plugins it imports torch
 
-        plugins = self._tables().get("plugins")
-        lists = [plugins.get(key) if isinstance(plugins, dict) else None for key in ("block", "prefer")]
-        block, prefer = (
-            [one for one in names if isinstance(one, str)] if isinstance(names, list) else [] for names in lists
-        )
+        _, block, prefer = self.choice()
         registry = build_registry(self.load, block, prefer)
         with blamed(registry):
             yield self._made(registry)
 
-    def _made(self, registry: Registry) -> Scheduler:
-        target = self.submission.target
-        entry, tables = registry.find("scheduler", target), self._tables().get("scheduler")
-        table = tables.get(target) if isinstance(tables, dict) else None
+    def choice(self) -> tuple[dict[str, Any], list[str], list[str]]:
+        """The keys of the job that make its scheduler: the target's own options, [plugins] block and prefer. Raises UsageError."""
+        tables = self._tables()
+        plugins, targets = tables.get("plugins"), tables.get("scheduler")
+        lists = [plugins.get(key) if isinstance(plugins, dict) else None for key in ("block", "prefer")]
+        block, prefer = (
+            [one for one in names if isinstance(one, str)] if isinstance(names, list) else [] for names in lists
+        )
+        table = targets.get(self.submission.target) if isinstance(targets, dict) else None
         own = (
             {k: v for k, v in table.items() if k not in SchedulerTable.model_fields} if isinstance(table, dict) else {}
         )
+        return own, block, prefer
+
+    def _made(self, registry: Registry) -> Scheduler:
+        target = self.submission.target
+        entry, own = registry.find("scheduler", target), self.choice()[0]
         try:
             scheduler: Scheduler = registry.make(entry.cls, validate(entry.cls.Options, own))
         except ValidationError as error:
@@ -100,6 +96,62 @@ class Submitted:
                 f"{self.directory / JOB_FILE}: [scheduler.{target}] does not fit the installed plugin: {wrong}"
             ) from None
         return scheduler
+
+
+def _kept(scheduler: Scheduler, state: object) -> JobState:
+    """The state that a scheduler gave. Raises ContractError for anything else."""
+    if not isinstance(state, JobState) or state.word not in _WORDS:
+        raise broken(
+            scheduler, f"gave the state {shown(state)}", f"a JobState whose word is one of {', '.join(_WORDS)}"
+        )
+    return state
+
+
+@dataclass
+class Answers:
+    """The schedulers' answers about many runs. complaints: why some are missing."""
+
+    states: dict[Path, JobState] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
+
+
+def ask_about(runs: Sequence[Submitted], seconds: float) -> Answers:
+    """Ask each scheduler once about all of its jobs; where it takes one at a time, about as many as `seconds` allow."""
+    answers, groups = Answers(), dict[str, list[Submitted]]()
+    for one in runs:
+        try:
+            groups.setdefault(json.dumps([one.submission.target, one.choice()], default=str), []).append(one)
+        except UsageError as error:
+            answers.complaints.append(str(error))
+    until = time.monotonic() + seconds
+    for group in groups.values():
+        ids = [one.submission.id for one in group]
+        target = group[0].submission.target
+        try:
+            with group[0].scheduler() as scheduler:
+                found = _states(scheduler, ids, until)
+        except HpctrainError as error:
+            answers.complaints.append(f"{target} cannot be asked about {len(ids)} job{'s' * (len(ids) > 1)}: {error}")
+            continue
+        answers.states |= {one.directory: found[one.submission.id] for one in group if one.submission.id in found}
+        if len(found) < len(ids):
+            answers.complaints.append(
+                f"{target} was asked about {len(found)} of {len(ids)} jobs within {seconds:.0f} s"
+            )
+    return answers
+
+
+def _states(scheduler: Scheduler, ids: Sequence[str], until: float) -> Mapping[str, JobState]:
+    """The states of jobs; those that the scheduler has forgotten are "unknown", those it was not asked about are absent."""
+    if type(scheduler).states is not Scheduler.states:
+        told = scheduler.states(ids)
+        return {id: _kept(scheduler, told.get(id, JobState("unknown"))) for id in ids}
+    found: dict[str, JobState] = {}
+    for id in ids:
+        if found and time.monotonic() > until:
+            break
+        found[id] = _kept(scheduler, scheduler.state(id))
+    return found
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.api import Field, JobState, Launch, Scheduler, hookimpl
@@ -21,6 +22,8 @@ _WAITS = (
     "SPECIAL_EXIT",
     "SUSPENDED",
 )
+_AT_ONCE = 1000
+"""Jobs that one squeue is asked about: a command line has limits."""
 _RUNS = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING")
 
 
@@ -71,23 +74,47 @@ class Slurm(Scheduler):
     def state(self, id: str) -> JobState:
         shown = asked(["scontrol", "show", "job", "--oneliner", id])
         if shown is None:
-            return _in_accounting(id)
+            return _in_accounting([id]).get(id) or JobState("unknown", "Slurm has forgotten the job")
         fields = dict(re.findall(r"\b(JobState|Reason|NodeList|RunTime|ExitCode|Restarts)=(\S*)", shown))
         restarts = fields.get("Restarts", "0")
         again = f", {restarts} restart{'s' * (restarts != '1')}" if restarts != "0" else ""
         return _state(fields["JobState"], fields, again)
 
+    def states(self, ids: Sequence[str]) -> Mapping[str, JobState]:
+        found: dict[str, JobState] = {}
+        for first in range(0, len(ids), _AT_ONCE):
+            some = ids[first : first + _AT_ONCE]
+            found |= _in_queue(some)
+            found |= _in_accounting([id for id in some if id not in found])
+        return found
+
     def cancel(self, id: str, directory: Path) -> None:
         told_by(["scancel", id], f"scancel refused to end job {id}")
 
 
-def _in_accounting(id: str) -> JobState:
-    """The state that sacct tells of a job that the controller has forgotten: by default five minutes after its end."""
-    shown = asked(["sacct", "--jobs", id, "--allocations", "--noheader", "--parsable2", "--format=State,ExitCode"])
-    state, _, code = (shown or "").partition("\n")[0].partition("|")
-    if not state:
-        return JobState("unknown", "Slurm has forgotten the job")
-    return _state(state.split()[0], {"ExitCode": code}, "")  # "CANCELLED by 1000"
+def _in_queue(ids: Sequence[str]) -> dict[str, JobState]:
+    """The states that squeue tells of those jobs that the controller knows, by id."""
+    what = ["--noheader", "--array", "--states=all", "--format=%i|%T|%r|%N|%M"]
+    shown = asked(["squeue", *what, f"--jobs={','.join(ids)}"])  # it fails for a single job that is forgotten
+    found = {}
+    for line in (shown or "").splitlines():
+        id, word, reason, nodes, seconds = [*line.split("|"), "", "", "", ""][:5]
+        found[id] = _state(word, {"Reason": reason, "NodeList": nodes, "RunTime": seconds}, "")
+    return found
+
+
+def _in_accounting(ids: Sequence[str]) -> dict[str, JobState]:
+    """The states that sacct tells of jobs that the controller has forgotten: by default five minutes after their end."""
+    if not ids:
+        return {}
+    what = ["--allocations", "--noheader", "--parsable2", "--format=JobID,State,ExitCode"]
+    shown = asked(["sacct", *what, f"--jobs={','.join(ids)}"])
+    found = {}
+    for line in (shown or "").splitlines():
+        id, state, code = [*line.split("|"), "", ""][:3]
+        if state:
+            found[id] = _state(state.split()[0], {"ExitCode": code}, "")  # "CANCELLED by 1000"
+    return found
 
 
 def _state(word: str, fields: dict[str, str], again: str) -> JobState:
@@ -100,7 +127,7 @@ def _state(word: str, fields: dict[str, str], again: str) -> JobState:
     if word == "CANCELLED":
         return JobState("cancelled")
     code = fields.get("ExitCode", "").partition(":")[0]
-    return JobState("failed", f"({word}, exit code {code})" if word == "FAILED" else f"({word})")
+    return JobState("failed", f"({word}, exit code {code})" if word == "FAILED" and code else f"({word})")
 
 
 @hookimpl

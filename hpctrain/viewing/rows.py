@@ -1,0 +1,119 @@
+"""Rows of metrics.jsonl as typed values. The file may be another person's: what has not the right type counts as absent."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from hpctrain.training.words import slowest_rank
+
+MOST = 2**63
+"""More than any count of a run; a crafted file may hold any number."""
+_EVALUATION = "evaluation_"
+_PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint")
+"""The parts of a step's time, in their order: keys `NAME_seconds`."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The row of an optimizer step; docs/metrics.md describes its keys."""
+
+    step: int
+    time: float | None = None
+    epoch: float | None = None
+    loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    step_seconds: float | None = None
+    counts: str = "samples"
+    """The unit of `per_second`: "tokens" or "samples"."""
+    per_second: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the parts of the step, by name without `_seconds`, in their order."""
+    memory_max: float | None = None
+    memory_mean: float | None = None
+    mfu: float | None = None
+    flops: float | None = None
+    """The model's operations per second."""
+    slowest: str = ""
+    """The slowest rank in words."""
+    skipped: bool = False
+    skipped_steps: int | None = None
+    rollbacks: int | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The row of an evaluation."""
+
+    step: int
+    measured: Mapping[str, float | None]
+    """Values by name without `evaluation_`; None if not finite."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row as metrics.jsonl has it, for BestSoFar."""
+        return {"step": self.step, **{f"{_EVALUATION}{name}": value for name, value in self.measured.items()}}
+
+
+Row: TypeAlias = Step | Evaluation
+
+
+def is_evaluation(line: bytes) -> bool:
+    """Whether a line may be an evaluation's row; cheap."""
+    return b'"evaluation_' in line
+
+
+def read_row(line: bytes) -> Row | None:
+    """The row in a line; None if there is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = count_of(row.get("step")) if isinstance(row, dict) else None
+    if step is None:
+        return None
+    measured = {name.removeprefix(_EVALUATION): value for name, value in row.items() if name.startswith(_EVALUATION)}
+    if measured:
+        shown = {name: number_of(value) for name, value in measured.items() if name not in ("tokens", "samples")}
+        return Evaluation(step, shown)
+    return _step(step, row)
+
+
+def _step(step: int, row: Mapping[str, Any]) -> Step:
+    counts = "tokens" if "tokens_per_second" in row else "samples"
+    seconds = {name: number_of(row.get(f"{name}_seconds")) for name in _PARTS}
+    memory = row.get("memory_bytes")
+    memory = memory if isinstance(memory, dict) else {}
+    numbers = {
+        key: number_of(row.get(key)) for key in ("time", "epoch", "loss", "lr", "grad_norm", "step_seconds", "mfu")
+    }
+    return Step(
+        step,
+        **numbers,
+        counts=counts,
+        per_second=number_of(row.get(f"{counts}_per_second")),
+        parts={name: value for name, value in seconds.items() if value is not None},
+        memory_max=number_of(memory.get("rank_max")),
+        memory_mean=number_of(memory.get("rank_mean")),
+        flops=number_of(row.get("model_flops_per_second")),
+        slowest=slowest_rank(row),
+        skipped=row.get("skipped") is True,
+        skipped_steps=count_of(row.get("skipped_steps")),
+        rollbacks=count_of(row.get("rollbacks")),
+    )
+
+
+def count_of(value: object) -> int | None:
+    """An integer of 64 bits that is not negative."""
+    return value if type(value) is int and 0 <= value < MOST else None
+
+
+def number_of(value: object) -> float | None:
+    """A finite number."""
+    if type(value) is int:
+        return float(value) if -MOST < value < MOST else None
+    return value if isinstance(value, float) and math.isfinite(value) else None

@@ -1,0 +1,107 @@
+"""`hpctrain plan --fit`: the list, what does not fit, the job file that it writes; and `hpctrain bench machine`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+from conftest import JobFile
+from launching import hpctrain, run
+
+import hpctrain as package
+
+MODEL = {"hidden_size": 64, "layers": 4, "attention_heads": 4, "vocab_size": 512, "max_seq_length": 32}
+CPUS: dict[str, Any] = {
+    "accelerator": False, "memory": 6e6, "bandwidth": 1e10, "flops": {"float32": 1e11}, "inside": 1e9, "across": 1e9,
+    "latency": 1e-4, "per_node": 4,
+}  # fmt: skip
+
+
+def machine(directory: Path, **figures: Any) -> str:
+    lines = [f"{name} = {json.dumps(value)}" for name, value in (CPUS | figures).items() if name != "flops"]
+    (directory / "machine.toml").write_text("\n".join(["[machine]", *lines, "flops = { float32 = 1e11 }", ""]))
+    return str(directory / "machine.toml")
+
+
+def test_a_job_that_does_not_fit_becomes_one_that_does(job: JobFile) -> None:
+    job.set(model=MODEL, batch={"global_size": 32, "micro_size": 16}, precision={"mode": "fp32"})
+    of, fitted = machine(job.directory), job.directory / "fits" / "fitted.toml"
+    fitted.parent.mkdir()
+    naive = run(hpctrain("plan", "job.toml", "-n", "2", "--machine", of), job.directory)
+    assert naive.code == 1 and "does not fit" in naive.out, naive
+    done = run(hpctrain("plan", "job.toml", "-n", "2", "--machine", of, "--fit", str(fitted)), job.directory, 200)
+    assert done.code == 0 and "settings do not fit:\n  lacks " in done.out, done
+    listed = [line.split(maxsplit=2) for line in done.out.splitlines()[1:] if line[:9].strip()[:1].isdigit()]
+    listed = listed[: next((i for i, one in enumerate(listed) if one[1] == "settings"), len(listed))]
+    seconds, needs = [float(one[0]) for one in listed], [float(one[1]) for one in listed]
+    assert seconds == sorted(seconds) and needs == sorted(needs, reverse=True) and max(needs) <= 6e6 / 1e9
+    assert tomli.loads(fitted.read_text())["extends"] == "../job.toml"
+    chosen = run(hpctrain("plan", str(fitted), "-n", "2", "--machine", of), job.directory)
+    assert chosen.code == 0 and "memory        fits" in chosen.out, chosen
+    trained = run(hpctrain("run", str(fitted), "-n", "2", "--set", "job.steps=2"), job.directory, 120)
+    assert trained.code == 0, trained
+
+
+def test_a_model_without_blocks_and_overrides(job: JobFile) -> None:
+    """Nothing can be recomputed there; and FILE has what the command line has changed."""
+    (job.directory / "own.py").write_text(
+        "import torch\n\n\ndef build():\n    return torch.nn.Linear(40_000, 2)\n\n\n"
+        "def samples(split):  # large enough for several threads\n"
+        "    return [(torch.zeros(40_000), torch.zeros(2))] * 24 if split == 'train' else None\n"
+    )
+    job.tables.update(
+        model={"name": "own:build", "loss": "torch.nn.functional:mse_loss"},
+        dataset={"name": "own:samples"},
+        hook=[{"name": "ema", "decay": 0.9}],
+    )
+    job.write()
+    words = ["plan", "job.toml", "--machine", machine(job.directory, memory=1e8), "--fit", "fitted.toml"]
+    done = run(hpctrain(*words, "--set", "hook.0.decay=0.5"), job.directory, 200)
+    assert done.code == 0, done
+    told = tomli.loads((job.directory / "fitted.toml").read_text())
+    assert told["hook"] == [{"name": "ema", "decay": 0.5}] and told["model"]["name"] == "own:build"
+    checked = run(hpctrain("check", "fitted.toml"), job.directory)
+    assert checked.code == 0, checked
+
+
+def test_where_nothing_fits_each_says_what_it_lacks(job: JobFile) -> None:
+    job.set(model=MODEL, batch={"global_size": 2, "micro_size": 2})
+    of, fitted = machine(job.directory, memory=1e6), job.directory / "fitted.toml"
+    done = run(hpctrain("plan", "job.toml", "--machine", of, "--fit", str(fitted), "--json"), job.directory, 200)
+    assert done.code == 1 and not fitted.exists(), done
+    told = json.loads(done.out)
+    assert told["others"] and not told["fitting"] and all(one["lacks_bytes"] > 0 for one in told["others"])
+    again = run(hpctrain("plan", "job.toml", "--machine", of, "--fit", "job.toml"), job.directory)
+    assert again.code == 2 and "found a file that exists, expected the name of a new file" in again.err, again
+
+
+_TOKENS = "batch.global_size=", "batch.micro_size=", "batch.tokens=64", "batch.micro_tokens=16"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "--fit: found no --machine, whose figures tell which settings are the fastest; give one, such as h100"),
+        (
+            ["--machine", "h100", *(word for one in _TOKENS for word in ("--set", one))],
+            "--fit: [batch] tokens: found batches by a budget of tokens, expected global_size and micro_size",
+        ),
+    ],
+    ids=["machine", "tokens"],
+)
+def test_mistakes_are_told(job: JobFile, words: list[str], sentence: str) -> None:
+    done = run(hpctrain("plan", "job.toml", "-n", "2", "--fit", "fitted.toml", *words), job.directory)
+    assert done.code == 2 and sentence in done.err and "Traceback" not in done.err, done
+
+
+def test_a_measured_machine_plans(job: JobFile) -> None:
+    done = run(hpctrain("bench", "machine", "-n", "2", "--output", "measured.toml"), job.directory, 200)
+    assert done.code == 0, done
+    told = tomli.loads((job.directory / "measured.toml").read_text())
+    assert told == tomli.loads(done.out) and told["machine"]["per_node"] == 2
+    assert told["machine"]["flops"]["float32"] > 1e8 and told["machine"]["inside"] > 1e6
+    planned = package.plan(package.load_job(job.path), ranks=2, machine=str(job.directory / "measured.toml"))
+    assert planned.fits and planned.time is not None and 0 < planned.time.seconds < 60
