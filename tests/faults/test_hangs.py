@@ -106,7 +106,9 @@ def test_a_request_to_a_job_that_hangs_or_has_ended(tmp_path: Path) -> None:
     with started(words, tmp_path, environment("sleep")):
         wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), 60, "training")
         hanging = run(asking, tmp_path, 60)
-    assert hanging.code == 2 and "the job runs, but ended no step within 8 s: rank 0 is in step 2" in hanging.err, hanging
+    assert hanging.code == 2 and "the job runs, but ended no step within 8 s: rank 0 is in step 2" in hanging.err, (
+        hanging
+    )
     assert "rank 1 on" in hanging.err and "time.sleep(10_000)  # in a forward" in hanging.err, hanging
     left = [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith("profile.")]
     ended = run(asking, tmp_path, 60)

@@ -238,7 +238,7 @@ def test_every_first_party_plugin_is_an_entry_point(project: Path) -> None:
         str(file.relative_to(home).with_suffix("")).replace("/", ".").removesuffix(".__init__")
         for folder in folders
         for file in folder.glob("**/*.py")
-        if "@hookimpl" in file.read_text()
+        if re.search("^@hookimpl", file.read_text(), re.MULTILINE)
     }
     assert with_hook == set(points.values())
     for point, module in points.items():

@@ -61,7 +61,7 @@ class Queries:
         """Questions by token, oldest first; a thread replaces the whole table when questions come or are withdrawn."""
         self._seen: set[str] = set()
         self._answers: dict[str, Mapping[str, Any]] = {}
-        """Those to be written, by token."""
+        """Answers to be written, by token."""
         self._writers: list[threading.Thread] = []
         self._lock, self._writing = threading.Lock(), threading.Lock()
 

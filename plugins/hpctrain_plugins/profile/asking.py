@@ -69,7 +69,7 @@ def _not_done(run: Path, newest: Mapping[str, Any] | None, ranks: list[int], wai
 
 
 def _positions(run: Path) -> str:
-    """Where the ranks stand, in lines of their own; nothing if the job is silent."""
+    """The positions of the ranks, in lines of their own."""
     try:
         return "".join(f"\n  {line}" for line in ask(run, _WHERE))
     except UsageError:

@@ -27,7 +27,7 @@ _PIECE = 8 * 2**20
 
 @dataclass
 class Share:
-    """What a rank gives to a window: notes on it, and the names and sizes of its files. why: a clause if it has none."""
+    """A rank's part of a window: notes on it, and the names and sizes of its files. why: a clause if it has none."""
 
     rank: int
     node: str

@@ -17,7 +17,7 @@ _STEP = "ProfilerStep"
 
 
 class Report:
-    """What HTA says of a window."""
+    """HTA's analyses of a window."""
 
     def __init__(self, window: StoredWindow) -> None:
         """Raises EnvironmentUnfitError without HTA, UsageError if no rank had an accelerator."""

@@ -58,7 +58,7 @@ def operators_in(events: Iterable[Mapping[str, Any]]) -> dict[str, Operator]:
 
 
 class _Seen:
-    """What counts of the events seen so far: numbers only, since there may be millions."""
+    """Numbers of the events seen so far, of which there may be millions."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}

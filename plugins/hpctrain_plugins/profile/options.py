@@ -1,4 +1,4 @@
-"""What a window records: the table [profile], and the request of `hpctrain profile --now`."""
+"""Options of a window: the table [profile], and the request of `hpctrain profile --now`."""
 
 from __future__ import annotations
 

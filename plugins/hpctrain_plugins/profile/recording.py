@@ -22,7 +22,7 @@ from hpctrain_plugins.profile.options import TorchProfilerOptions
 LOG = logging.getLogger("hpctrain")
 
 _LEVEL = 3
-"""Of gzip: half the time of the default for a tenth more bytes."""
+"""The level of gzip: a ninth of the time of the default for a third more bytes."""
 _PIECE = 2**20
 _PROBE = re.compile(rb"^USDT:.*profiler_(start|stop)\n?", re.MULTILINE)
 _EVENTS = 100_000
@@ -53,13 +53,13 @@ class Ranges:
 
     @staticmethod
     def of_vendor(device: torch.device) -> Ranges | None:
-        """Those that profilers of the device's vendor show."""
+        """Ranges that profilers of the device's vendor show; None where there are none."""
         found = profiler_ranges(device)
         return None if found is None else Ranges(*found)
 
     @staticmethod
     def in_trace() -> Ranges:
-        """Those that torch.profiler records."""
+        """Ranges that torch.profiler records."""
         entered: list[record_function] = []
 
         def begin(name: str) -> None:

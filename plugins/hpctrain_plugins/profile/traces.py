@@ -107,7 +107,7 @@ class Events:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.base_ns = 0
-        """What every time counts from; known when the first event comes."""
+        """The time from which every other one counts; known when the first event comes."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         try:
