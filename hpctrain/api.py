@@ -12,6 +12,7 @@ from hpctrain.base.devices import (
     is_accelerator,
     mark,
     nvidia_capability,
+    profiler_ranges,
     seconds_between,
     takes_bf16,
     to_device,
@@ -44,6 +45,7 @@ from hpctrain.base.safe_files import (
 from hpctrain.base.side_stream import Done, SideStream, copy_to_host
 from hpctrain.base.torch_attention import AttentionKernel, fused_attention
 from hpctrain.base.torch_private import (
+    MemoryHistory,
     PythonGroup,
     TorchDispatchMode,
     buffers_of,
@@ -51,8 +53,10 @@ from hpctrain.base.torch_private import (
     foreach_copy_,
     foreach_mul_,
     is_mutable,
+    is_profiling,
     is_view,
     move_local,
+    profiler_settings,
     storage_record,
     version_of,
 )
@@ -79,7 +83,7 @@ from hpctrain.contracts.dataset import (
     Weights,
 )
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.life_cycle import Control, Hook, LiveModel, PluginState
+from hpctrain.contracts.life_cycle import Control, Hook, LiveModel, Membership, PluginState, Request
 from hpctrain.contracts.logger import Logger, LogWriter
 from hpctrain.contracts.metric import Metric, RunningMetric, SummedMetric
 from hpctrain.contracts.model import (
@@ -100,6 +104,7 @@ from hpctrain.contracts.pipeline_schedule import PipelineSchedule
 from hpctrain.contracts.plan import Plan
 from hpctrain.contracts.plugin import ByteSize, Machine, Options, Plugin, Problem
 from hpctrain.contracts.precision import LossScaler, Precision
+from hpctrain.contracts.profile import Profiler
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts, See
 from hpctrain.contracts.scheduler import JobState, Launch, Scheduler, Stage, SubmittedRun
 from hpctrain.contracts.sharding import ShardedModel, Sharding
@@ -165,6 +170,8 @@ __all__ = [
     "LossyCompression",
     "MPISettings",
     "Machine",
+    "Membership",
+    "MemoryHistory",
     "MetaModel",
     "Metric",
     "MicroBatch",
@@ -183,7 +190,9 @@ __all__ = [
     "PluginState",
     "Precision",
     "Problem",
+    "Profiler",
     "PythonGroup",
+    "Request",
     "Residual",
     "Runner",
     "RunnerParts",
@@ -240,6 +249,7 @@ __all__ = [
     "hookimpl",
     "is_accelerator",
     "is_mutable",
+    "is_profiling",
     "is_view",
     "make_directory",
     "mark",
@@ -248,6 +258,8 @@ __all__ = [
     "nvidia_capability",
     "open_regular",
     "pieces_of",
+    "profiler_ranges",
+    "profiler_settings",
     "read_all",
     "reading",
     "reason",

@@ -129,6 +129,10 @@ def commands_page() -> Iterator[str]:
             command = cli.get_command(context, name)
             assert command is not None
             yield from _command(command, f"hpctrain {name}", context)
+    yield "## Of plugins\n"
+    for offer in cli.offers(context):
+        if offer.source.distribution == "hpctrain":
+            yield from _command(offer.load(), f"hpctrain {offer.name}", context)
 
 
 def _command(command: click.Command, name: str, parent: click.Context) -> Iterator[str]:

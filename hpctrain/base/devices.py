@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,13 @@ def seconds_between(begin: Any, end: Any) -> float:
         return float(end - begin)
     end.synchronize()
     return float(begin.elapsed_time(end) / 1000)
+
+
+def profiler_ranges(device: torch.device) -> tuple[Callable[[str], object], Callable[[], object]] | None:
+    """Functions that begin a named range and end the newest one, as profilers of the device's vendor show them: NVTX on NVIDIA's,
+    ROCTX on AMD's. None where torch has none."""
+    found: Any = getattr(torch.get_device_module(device), "nvtx", None) if is_accelerator(device) else None
+    return None if found is None else (found.range_push, found.range_pop)
 
 
 # Specific to NVIDIA: other vendors have neither these formats nor these numbers.

@@ -327,6 +327,37 @@ def recorded_operations() -> list[dict[str, Any]]:
     return [entry for dump in dumps for entry in json.loads(dump(True, True)).get("entries", [])]
 
 
+def is_profiling() -> bool:
+    """Whether a profiler of torch's is at work in this process: a second one would end it."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def profiler_settings() -> Any:
+    """torch.profiler's settings for an accelerator: with the events of synchronization, which a critical path needs."""
+    return torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)
+
+
+class MemoryHistory:
+    """Who takes and gives back memory of an accelerator, with the stacks in Python."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory: Any = getattr(torch.get_device_module(device), "memory", None)
+        self.is_kept = device.type != "cpu" and hasattr(self.memory, "_record_memory_history")
+        """Whether torch keeps any for this kind of device."""
+
+    def begin(self, most: int) -> None:
+        """Record from now on; keep so many of the newest events."""
+        self.memory._record_memory_history(stacks="python", max_entries=most)
+
+    def write(self, path: str) -> None:
+        """Write a file that pytorch.org/memory_viz shows."""
+        self.memory._dump_snapshot(path)
+
+    def end(self) -> None:
+        """Record no more."""
+        self.memory._record_memory_history(enabled=None)
+
+
 class LateCompiler(ModuleType):
     """A stand-in for torch._dynamo until it is needed.
 

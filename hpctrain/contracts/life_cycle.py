@@ -42,6 +42,14 @@ class LiveModel(Protocol):
         """The optimizer over the pieces' tensors. A resume may replace it after `hpctrain_state`."""
 
     @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+
+    @property
+    def place(self) -> Mapping[str, tuple[int, int]]:
+        """This rank's place on each axis of the mesh, from 0, and the size of the axis; outermost first."""
+
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The name and the shape of every trained parameter of the full model, equal on all ranks."""
 
@@ -68,6 +76,34 @@ class Control:
         One rank's call is enough. To end a run as a failure, raise hpctrain.api.TrainingError instead.
         """
         self.reasons.append(reason)
+
+
+class Membership(Protocol):
+    """A plugin's way to take part for a while, and to tell that it is at work."""
+
+    def join(self, part: object, after: int = 0) -> None:
+        """Call the life-cycle hooks of `part`, too: from now on, or when so many more steps are done, which costs a step nothing
+        until then. All ranks join the same hooks."""
+
+    def leave(self, part: object) -> None:
+        """Call the hooks of `part` no more."""
+
+    def busy(self, doing: str) -> None:
+        """Tell the watchdog and `hpctrain where` what this rank does. A hook that takes long calls it again and again: a rank that
+        has not moved for `[watchdog] timeout_seconds` counts as hanging."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Something that another terminal asks of the running job, through files in the run's directory.
+
+    name: says of which kind it is, such as "profile". values: JSON of the asking side, which a plugin has to check. answer: gives
+    the terminal a JSON object, in place of the one before; it does nothing on ranks other than 0, and if nobody waits any more.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    answer: Callable[[dict[str, Any]], None]
 
 
 def _forget(values: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.optimization import Optimizer, Schedule
 from hpctrain.contracts.parallelism import Parallelism
 from hpctrain.contracts.precision import Precision
+from hpctrain.contracts.profile import Profiler
 from hpctrain.contracts.scheduler import Scheduler
 from hpctrain.contracts.sharding import Sharding
 
@@ -39,6 +40,7 @@ class Parts:
     compression: Compression
     checkpoint: CheckpointFormat
     communicator: Communicator
+    profile: Profiler
     loggers: list[Logger]
     hooks: list[Hook]
     metrics: list[Metric]

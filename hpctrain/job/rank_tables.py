@@ -144,6 +144,13 @@ class WatchdogTable(Table):
     where (default: 0.9 of timeout_seconds of [communicator])."""
 
 
+class ProfileTable(SlotTable):
+    """[profile]"""
+
+    name: str = "torch"
+    """A profiler plugin."""
+
+
 def _time(text: str) -> str:
     seconds_of(text)
     return text

@@ -18,6 +18,7 @@ from hpctrain.job.rank_tables import (
     ElasticTable,
     GuardTable,
     PrecisionTable,
+    ProfileTable,
     SchedulerTable,
     ShardingTable,
     WatchdogTable,
@@ -188,6 +189,7 @@ class Job(Table):
     guard: GuardTable = GuardTable()
     communicator: CommunicatorTable = CommunicatorTable()
     watchdog: WatchdogTable = WatchdogTable()
+    profile: ProfileTable = ProfileTable()
     elastic: ElasticTable | None = None
     logger: list[LoggerTable] = []
     hook: list[HookTable] = []

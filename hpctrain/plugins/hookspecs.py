@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpctrain.contracts.compression import Compression
     from hpctrain.contracts.dataset import Dataset
     from hpctrain.contracts.identity import Identity
-    from hpctrain.contracts.life_cycle import Control, Hook, LiveModel, PluginState
+    from hpctrain.contracts.life_cycle import Control, Hook, LiveModel, Membership, PluginState, Request
     from hpctrain.contracts.logger import Logger
     from hpctrain.contracts.metric import Metric
     from hpctrain.contracts.model import Batch, ModelSpec
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hpctrain.contracts.parallelism import Parallelism
     from hpctrain.contracts.pipeline_schedule import PipelineSchedule
     from hpctrain.contracts.precision import Precision
+    from hpctrain.contracts.profile import Profiler
     from hpctrain.contracts.scheduler import Scheduler
     from hpctrain.contracts.sharding import Sharding
     from hpctrain.job.tables import Job
@@ -102,6 +103,10 @@ class RegistrationHooks:
         """Life-cycle hooks that a job turns on."""
 
     @hookspec
+    def hpctrain_profile(self) -> list[type[Profiler]]:
+        """Profilers."""
+
+    @hookspec
     def hpctrain_metric(self) -> list[type[Metric]]:
         """Metrics of evaluations."""
 
@@ -119,7 +124,9 @@ class LifeCycleHooks:
         """The model is built, but nothing is restored yet. Returns the state that this plugin keeps in checkpoints."""
 
     @hookspec
-    def hpctrain_job_start(self, job: Job, identity: Identity, step: int, model: LiveModel, control: Control) -> None:
+    def hpctrain_job_start(
+        self, job: Job, identity: Identity, step: int, model: LiveModel, control: Control, membership: Membership
+    ) -> None:
         """Everything is built and restored; training begins after `step`, which is 0 in a new run."""
 
     @hookspec
@@ -155,6 +162,10 @@ class LifeCycleHooks:
     @hookspec
     def hpctrain_checkpoint_saved(self, step: int, path: Path) -> None:
         """The checkpoint of `step` is complete on disk."""
+
+    @hookspec
+    def hpctrain_request(self, request: Request, step: int, model: LiveModel) -> bool | None:
+        """Another terminal asks something of the job, after `step`. Returns whether this plugin takes the request."""
 
     @hookspec
     def hpctrain_exception(self, exception: BaseException, identity: Identity) -> None:

@@ -16,6 +16,7 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.life_cycle import Hook
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.plugin import broken
+from hpctrain.contracts.profile import Profiler
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.discovery import hook_fault
 from hpctrain.plugins.registry import Registry
@@ -28,24 +29,35 @@ LOG = logging.getLogger("hpctrain")
 class LifeCycle:
     """The hooks of one job's plugins."""
 
-    def __init__(self, registry: Registry, identity: Identity, hooks: Sequence[Hook]) -> None:
-        """hooks: the hooks that the job turns on; they start here."""
+    def __init__(
+        self, registry: Registry, identity: Identity, hooks: Sequence[Hook], profiler: Profiler | None = None
+    ) -> None:
+        """hooks: the hooks that the job turns on; they start here, and so does the profiler."""
         self.position = Position()
         """This rank's position in the training."""
         self._manager, self._hooks = registry.manager, registry.manager.hook
         self._here = f", on rank {identity.rank} on {identity.node}" if identity.size > 1 else ""
         self._sources = {source.key: str(source) for source in registry.sources}
-        self._chosen = hooks
-        self._started = [self._start(registry, number, hook) for number, hook in enumerate(hooks)]
+        self._steps, self._later = 0, list[tuple[int, object]]()
+        """Steps of this run so far; parts of the run that join later, and when."""
+        profilers = [] if profiler is None else [profiler]
+        self._chosen: Sequence[Hook] = [*hooks, *profilers]
+        self._started = [self._start(registry, f"[[hook]] {number}", "hook", hook) for number, hook in enumerate(hooks)]
+        self._started += [self._start(registry, "[profile]", "profile", one) for one in profilers]
+        self._look()
+
+    def _look(self) -> None:
+        """Note which hooks anything implements: the others cost nothing."""
         self._watched = any(self._implementations("hpctrain_phase_begin", "hpctrain_phase_end"))
         self._shown_outputs = bool(self._implementations("hpctrain_outputs"))
         ending = self._implementations("hpctrain_job_start", "hpctrain_step_end", "hpctrain_evaluation")
         self.can_end = any("control" in one.argnames for one in ending)
         """Whether any plugin takes a Control, which lets it end the run."""
 
-    def _start(self, registry: Registry, number: int, hook: Hook) -> object:
-        key = f"[[hook]] {number} {hook.name}"
-        self._sources[key] = f"{hook.name} of {registry.find('hook', hook.name).source}"
+    def _start(self, registry: Registry, place: str, slot: str, hook: Hook) -> object:
+        """place: of the hook in the job."""
+        key = f"{place} {hook.name}"
+        self._sources[key] = f"{hook.name} of {registry.find(slot, hook.name).source}"
         try:
             started = hook.start()
         except HpctrainError:
@@ -62,7 +74,7 @@ class LifeCycle:
                 else None
             )
         if fault is not None:
-            raise UsageError(f"[[hook]] name = {hook.name!r}: {fault}")
+            raise UsageError(f"{place.partition(' ')[0]} name = {hook.name!r}: {fault}")
         self._manager.register(started, name=key)
         return started
 
@@ -84,6 +96,39 @@ class LifeCycle:
         """The run is over."""
         for started in self._started:
             self._manager.unregister(started)
+
+    def join(self, part: object, after: int = 0) -> None:
+        """Call the hooks of `part`, too, from now on or when so many more steps are done."""
+        if after > 0:
+            self._later.append((self._steps + after, part))
+            return
+        fault = hook_fault(self._manager, part)
+        if fault is not None:
+            raise TypeError(f"{type(part).__qualname__} can't join the run: {fault}")
+        key = f"{type(part).__module__}.{type(part).__qualname__} {id(part)}"
+        self._sources[key] = key.partition(" ")[0]
+        self._manager.register(part, name=key)
+        self._started.append(part)
+        self._look()
+
+    def step_done(self) -> None:
+        """A step is over: let those join that have waited for it."""
+        self._steps += 1
+        if self._later:
+            due = [part for step, part in self._later if step <= self._steps]
+            self._later = [one for one in self._later if one[0] > self._steps]
+            for part in due:
+                self.join(part)
+
+    def leave(self, part: object) -> None:
+        """Call the hooks of `part` no more."""
+        self._manager.unregister(part)
+        self._started.remove(part)
+        self._look()
+
+    def busy(self, doing: str) -> None:
+        """Tell the watchdog what this rank does."""
+        self.position.move(doing)
 
     def _implementations(self, *hooks: str) -> list[pluggy.HookImpl]:
         return [one for hook in hooks for one in getattr(self._hooks, hook).get_hookimpls()]

@@ -21,6 +21,7 @@ from hpctrain.contracts.parallelism import Parallelism
 from hpctrain.contracts.pipeline_schedule import PipelineSchedule
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.contracts.precision import Precision
+from hpctrain.contracts.profile import Profiler
 from hpctrain.contracts.scheduler import Scheduler
 from hpctrain.contracts.sharding import Sharding
 from hpctrain.job.rank_tables import AxisTable, SchedulerTable
@@ -64,6 +65,7 @@ SLOTS: dict[str, Slot] = {
         Slot("compression", "name", Compression),
         Slot("checkpoint", "format", CheckpointFormat),
         Slot("communicator", "name", Communicator),
+        Slot("profile", "name", Profiler),
         Slot("logger", "name", Logger, many=True),
         Slot("hook", "name", Hook, many=True),
         Slot("metric", "name", Metric, many=True, takes_user_code=True),

@@ -3,7 +3,7 @@
 Imports no torch, since the help imports every command.
 """
 
-from hpctrain.base.errors import EXIT_TRAINING, EnvironmentUnfitError, UsageError
+from hpctrain.base.errors import EXIT_TRAINING, EnvironmentUnfitError, UsageError, escaped, reason
 from hpctrain.cli.bench import start_measuring, tell_measured
 from hpctrain.cli.options import example
 from hpctrain.plugins.hookspecs import hookimpl
@@ -12,8 +12,10 @@ __all__ = [
     "EXIT_TRAINING",
     "EnvironmentUnfitError",
     "UsageError",
+    "escaped",
     "example",
     "hookimpl",
+    "reason",
     "start_measuring",
     "tell_measured",
 ]

@@ -15,6 +15,7 @@ from hpctrain.model.conformance.trials import refuse_impure_schedule
 from hpctrain.model.mesh import build_meshes, layout_of
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.meeting import World
+from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed
 from hpctrain.training.guard.judging import Guard
@@ -29,11 +30,17 @@ from hpctrain.training.trained_model import TrainedModel
 
 
 def assemble(
-    checked: CheckedJob, world: World, device: torch.device, resume: str, hooks: LifeCycle, begin: float | None = None
+    checked: CheckedJob,
+    world: World,
+    device: torch.device,
+    resume: str,
+    hooks: LifeCycle,
+    begin: float | None = None,
+    queries: Queries | None = None,
 ) -> Session:
     """The session that the loop works with. Collective.
 
-    resume: "auto", "never" or a path. begin: of the run, on time.monotonic(); None: now.
+    resume: "auto", "never" or a path. begin: of the run, on time.monotonic(); None: now. queries: of other terminals.
     """
     job, parts, identity = checked.job, checked.parts, world.identity
     refuse_machine(job, parts, Machine(identity, device), checked.registry)
@@ -57,7 +64,7 @@ def assemble(
         replicas=Replicas(model.module, meshes, identity) if job.guard.replica_check_every else None,
         deadline=deadline_of(job.job.time_limit, time.monotonic() if begin is None else begin, identity),
         states=[*guard.state(), *told],
-        progress=progress,
+        progress=progress, queries=queries,
     )  # fmt: skip
     with memory_explained(job, parts, identity, device, "while the optimizer's state was made", has_batch=False):
         restore(session, resume)

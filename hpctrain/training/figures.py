@@ -44,6 +44,9 @@ class RankFigures(Generic[T]):
     stop: T
     """The level of a request to stop, 0 for none."""
 
+    request: T
+    """1 if another terminal has asked something of this rank."""
+
     of_runner: Sequence[T]
     """Runner.figures: as many on every rank."""
 
@@ -78,6 +81,7 @@ def exchange_figures(
             communication_seconds=times.communication,
             memory_bytes=memory_bytes(session.device),
             stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
+            request=float(session.queries is not None and session.queries.has_request),
             of_runner=model.runner.figures(),
             named_losses=model.named_losses.figures(whole=not lacks_memory),
         ).exchanged(session.device)

@@ -32,6 +32,7 @@ from hpctrain.training.metrics import (
     StepRow,
     StepTimes,
 )
+from hpctrain.training.requests import take_request
 from hpctrain.training.saving import save_before_evaluation, save_if_due
 from hpctrain.training.session import Session
 
@@ -46,7 +47,12 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     losses: list[float] = []
     stops, begun = 0, progress.step
     world = world_group()
-    start: dict[str, Any] = {"job": session.job, "identity": session.identity, "control": session.control}
+    start: dict[str, Any] = {
+        "job": session.job,
+        "identity": session.identity,
+        "control": session.control,
+        "membership": hooks,
+    }
     together(world, lambda: show_model(session, "hpctrain_job_start", step=progress.step, **start))
     look(session)
     if progress.step and progress.evaluation is None:
@@ -127,6 +133,9 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
 
     row, remark = step_row(session, ranks, found, verdict, lr, count, times.seconds)
     show_model(session, "hpctrain_step_end", step=progress.step, metrics=row, control=session.control)
+    session.hooks.step_done()
+    if any(one.request for one in ranks):
+        take_request(session)
     session.report.row(row, progress.steps, parts.model.counts, remark)
     return row, int(max(one.stop for one in ranks)), verdict
 

@@ -46,6 +46,7 @@ from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.restricted_pickle import allow_objects
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.ranks.watchdog.position import BETWEEN, END
+from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.ranks.watchdog.watch import watched
 from hpctrain.training.assembly import assemble
 from hpctrain.training.determinism import deterministic
@@ -198,9 +199,10 @@ def _train(
         job, position = checked.job, hooks.position
         limit = job.watchdog.timeout_seconds or _EARLIER * job.communicator.timeout_seconds
         position.compiles = job.compile.enabled
-        with watched(world, position, limit, job.output_dir) as alarmed:
+        queries = Queries(job.output_dir)
+        with watched(world, position, limit, queries) as alarmed:
             with alarmed():
-                session = assemble(checked, world, device, resume, hooks, begin)
+                session = assemble(checked, world, device, resume, hooks, begin, queries)
             try:
                 checked.registry.refuse_unfit_parts()
                 with alarmed():
@@ -258,7 +260,7 @@ def _communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJ
         with bound(world, device, checked.job.job.cpu_bind) as binding:  # before there are threads that compute
             start_communication(world, checked.parts.communicator, _patience(checked.job), _wrap(checked.job))
             try_communicator(checked.parts.communicator, device)
-            hooks = LifeCycle(checked.registry, identity, checked.parts.hooks)
+            hooks = LifeCycle(checked.registry, identity, checked.parts.hooks, checked.parts.profile)
             if checked.job.compile.enabled and load_kernels(checked.job.output_dir):
                 _say(identity, "compile", "with the kernels that an earlier start has made")
             try:

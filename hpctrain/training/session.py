@@ -16,6 +16,7 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.model.mesh import Layout
 from hpctrain.plugins.life_cycle import LifeCycle
+from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.training.deadline import Deadline
 from hpctrain.training.feed import Feed
 from hpctrain.training.guard.judging import Guard
@@ -60,6 +61,8 @@ class Session:
     progress: Progress
     saved: Saved = field(default_factory=Saved)
     control: Control = field(default_factory=Control)
+    queries: Queries | None = None
+    """Questions of other terminals; those of rank 0 count."""
 
     def close(self) -> None:
         """End background work, and close rank 0's outputs."""

@@ -206,6 +206,12 @@ class TrainedModel:
 
         return self._whole.of(name, gradient_of)
 
+    @property
+    def place(self) -> dict[str, tuple[int, int]]:
+        """This rank's place on each axis of the mesh, and the axis's size; outermost first."""
+        ranks = self.meshes.ranks
+        return {axis: (ranks[axis].get_local_rank(), ranks[axis].size()) for axis in ranks.mesh_dim_names or ()}
+
     def consolidate(self) -> None:
         """Copy the buffers that forwards changed (BatchNorm's means) from the first data-parallel rank to the others, so that
         all ranks evaluate and save one model. Collective."""

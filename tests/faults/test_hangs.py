@@ -96,3 +96,22 @@ def test_another_terminal_asks_where_a_job_stands(tmp_path: Path) -> None:
     answer = run(asking, tmp_path)
     assert answer.code == 2 and "no job answered in out within 2 s" in answer.err, answer
     assert run(hpctrain("where", "nowhere"), tmp_path).code == 2
+
+
+@pytest.mark.thorough
+def test_a_request_to_a_job_that_hangs_or_has_ended(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    asking = hpctrain("profile", "out", "--now", "--timeout", "8")
+    words = hpctrain("run", "job.toml", "-n", "2", "--set", "watchdog.timeout_seconds=100")
+    with started(words, tmp_path, environment("sleep")):
+        wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), 60, "training")
+        hanging = run(asking, tmp_path, 60)
+    assert hanging.code == 2 and "the job runs, but ended no step within 8 s: rank 0 is in step 2" in hanging.err, (
+        hanging
+    )
+    assert "rank 1 on" in hanging.err and "time.sleep(10_000)  # in a forward" in hanging.err, hanging
+    left = [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith("profile.")]
+    ended = run(asking, tmp_path, 60)
+    assert not left and ended.code == 2 and "no job answered in out within 8 s; it has ended" in ended.err, ended
+    nowhere = run(hpctrain("profile", "nowhere", "--now"), tmp_path)
+    assert nowhere.code == 2 and "nowhere is no directory" in nowhere.err, nowhere

@@ -18,7 +18,7 @@ from hpctrain.ranks.prints import tell
 from hpctrain.ranks.watchdog.diagnosis import Silent, sentences
 from hpctrain.ranks.watchdog.position import END, Position, is_unlimited
 from hpctrain.ranks.watchdog.queries import Queries
-from hpctrain.ranks.watchdog.status import Beat, RankStatus
+from hpctrain.ranks.watchdog.status import Beat, RankStatus, beat_of
 from hpctrain.ranks.watchdog.watcher import IGNORED, Watcher, aside, log_nccl, log_stacks
 
 LOG = logging.getLogger("hpctrain")
@@ -60,6 +60,11 @@ class Monitor(Watcher):
             self._print(why, *self._ask(stacks=True), self.limit)
         elif self._asked.is_waiting:
             self._asked.answer(sentences(*self._ask(stacks=False), self.limit))
+        self._asked.acknowledge(self._where())
+
+    def _where(self) -> str:
+        idle = self.position.idle
+        return beat_of(self.position, 0).where + (f" for {idle:.0f} s" if idle >= 1 else "")
 
     def _look_into(self, alarm: dict[str, Any]) -> None:
         """End the job because of an alarm, unless a rank that has failed is the reason and may still end it in order."""

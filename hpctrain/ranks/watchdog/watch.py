@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 
 from hpctrain.mpi.errors import OperationMismatchError
 from hpctrain.ranks.meeting import World
@@ -29,20 +28,21 @@ _FAILED = re.compile(
 
 @contextmanager
 def watched(
-    world: World, position: Position, limit: float, directory: Path
+    world: World, position: Position, limit: float, queries: Queries
 ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Watch the run in this context. limit: seconds that a phase may take, or a rank may be silent.
+    """Watch the run in this context. limit: seconds that a phase may take, or a rank may be silent. queries: those to rank 0.
 
     Gives a context for work that communicates: if communication fails there, by its own time limit or because a rank is gone, rank
     0 says where all ranks stand.
     """
     is_chief = world.identity.rank == 0
-    watcher = Monitor(world, position, limit, Queries(directory)) if is_chief else Watcher(world, position, limit)
+    watcher = Monitor(world, position, limit, queries) if is_chief else Watcher(world, position, limit)
     watcher.start()
     try:
         yield partial(_alarmed, watcher)
     finally:
         watcher.close()
+        queries.close(f"the job ends after step {position.step + 1}")
 
 
 @contextmanager

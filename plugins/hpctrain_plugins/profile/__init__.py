@@ -1,0 +1,1 @@
+"""Profilers of trainings, and what is made of their traces."""

@@ -1,0 +1,108 @@
+"""The tables of operators that take most time and most memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hpctrain.toolkit.commands import UsageError, escaped
+from hpctrain_plugins.profile.operators import Operator, operators_in, summed
+from hpctrain_plugins.profile.traces import Events, StoredWindow, told
+
+_WIDEST = 60
+"""Characters of an operator's name; names of kernels have hundreds."""
+
+
+class Figures:
+    """The operators of a window: of each chosen rank, and of all of them."""
+
+    def __init__(self, window: StoredWindow, ranks: Sequence[int]) -> None:
+        """ranks: those that count; none for all."""
+        self.window = window
+        self.of_ranks: dict[int, dict[str, Operator]] = {}
+        for one in window.ranks:
+            if not ranks or one.rank in ranks:
+                with told(one.trace):
+                    self.of_ranks[one.rank] = operators_in(Events(one.trace))
+        if not self.of_ranks:
+            there = ", ".join(str(one.rank) for one in window.ranks) or "none"
+            raise UsageError(
+                f"{window.directory}: found the traces of ranks {there}, expected one of {', '.join(map(str, ranks))}"
+            )
+        self.total = summed(self.of_ranks.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as JSON."""
+        labels = {one.rank: one.label for one in self.window.ranks}
+        return {
+            "window": self.window.directory.name,
+            "first": self.window.first,
+            "last": self.window.last,
+            "operators": _rows(self.total.values()),
+            "ranks": [
+                {"rank": rank, "label": labels[rank], "operators": _rows(operators.values())}
+                for rank, operators in self.of_ranks.items()
+            ],
+        }
+
+    def lines(self, most: int) -> list[str]:
+        """Two tables of the `most` operators: by time, and by memory if that was recorded."""
+        ranks = [*self.of_ranks]
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks together"
+        on_device = any(one.self_device_us for one in self.total.values())
+        lines = [f"By time{' on the device' if on_device else ''}, {who}", *self._by_time(most, on_device)]
+        if any(one.self_cpu_bytes or one.self_device_bytes for one in self.total.values()):
+            lines += ["", f"By memory, {who}", *self._by_memory(most)]
+        return lines
+
+    def _by_time(self, most: int, on_device: bool) -> list[str]:
+        cpu, device = (
+            sum(getattr(one, key) for one in self.total.values()) or 1.0 for key in ("self_cpu_us", "self_device_us")
+        )
+        ordered = sorted(self.total.values(), key=lambda one: (-one.self_device_us, -one.self_cpu_us))
+        head = ["operator", "calls", "self CPU ms", "%", "CPU ms"]
+        rows = [
+            [one.name, str(one.calls), _ms(one.self_cpu_us), f"{100 * one.self_cpu_us / cpu:.1f}", _ms(one.cpu_us)]
+            for one in ordered[:most]
+        ]
+        if on_device:
+            head += ["self device ms", "%"]
+            rows = [
+                [*row, _ms(one.self_device_us), f"{100 * one.self_device_us / device:.1f}"]
+                for row, one in zip(rows, ordered, strict=False)
+            ]
+        return aligned([head, *rows])
+
+    def _by_memory(self, most: int) -> list[str]:
+        held = [one for one in self.total.values() if one.self_cpu_bytes or one.self_device_bytes]
+        ordered = sorted(held, key=lambda one: (-one.self_device_bytes, -one.self_cpu_bytes))
+        rows = [
+            [one.name, str(one.calls), f"{one.self_cpu_bytes / 2**20:.2f}", f"{one.self_device_bytes / 2**20:.2f}"]
+            for one in ordered[:most]
+        ]
+        return aligned([["operator", "calls", "self CPU MiB", "self device MiB"], *rows])
+
+
+def _rows(operators: Iterable[Operator]) -> list[dict[str, Any]]:
+    return [asdict(one) for one in sorted(operators, key=lambda one: (-one.self_device_us, -one.self_cpu_us))]
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1000:.3f}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: the first column to the left, figures to the right."""
+    named = [[_short(escaped(row[0])), *row[1:]] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*named, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in named
+    ]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _WIDEST else f"{name[: _WIDEST - 3]}..."
