@@ -1,12 +1,14 @@
 """The cost of communication in this process: seconds that callers were blocked, and bytes per kind of operation.
 
-Counters are cumulative and process-wide; take two snapshots and subtract. Imports nothing of hpctrain.
+Counters are cumulative and process-wide; take two snapshots and subtract. Imports nothing else of hpctrain than the count of waits.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+
+from hpctrain.base.waiting import note_waited
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ def record(name: str, nbytes: int, seconds: float) -> None:
 def record_blocked(seconds: float) -> None:
     """Count the time a caller was blocked."""
     global _blocked_seconds
+    note_waited(seconds)
     with _lock:
         _blocked_seconds += seconds
 

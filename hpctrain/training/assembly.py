@@ -14,8 +14,10 @@ from hpctrain.contracts.plugin import Machine
 from hpctrain.model.conformance.trials import refuse_impure_schedule
 from hpctrain.model.mesh import build_meshes, layout_of
 from hpctrain.plugins.life_cycle import LifeCycle
+from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.watchdog.queries import Queries
+from hpctrain.training.clock import Clock
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed
 from hpctrain.training.guard.judging import Guard
@@ -26,6 +28,7 @@ from hpctrain.training.report import Report
 from hpctrain.training.restoring import restore
 from hpctrain.training.saving import open_store
 from hpctrain.training.session import Session
+from hpctrain.training.stragglers import Stragglers
 from hpctrain.training.trained_model import TrainedModel
 
 
@@ -64,7 +67,7 @@ def assemble(
         replicas=Replicas(model.module, meshes, identity) if job.guard.replica_check_every else None,
         deadline=deadline_of(job.job.time_limit, time.monotonic() if begin is None else begin, identity),
         states=[*guard.state(), *told],
-        progress=progress, queries=queries,
+        progress=progress, queries=queries, clock=Clock(device), stragglers=Stragglers(gather_values(identity.node)),
     )  # fmt: skip
     with memory_explained(job, parts, identity, device, "while the optimizer's state was made", has_batch=False):
         restore(session, resume)

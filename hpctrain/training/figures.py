@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from hpctrain.job.parts import Parts
 from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.ranks.signals import STOPPED, StopRequest
 from hpctrain.training.guard.judging import StepFigures
-from hpctrain.training.metrics import Figure, StepTimes, gather_row, memory_bytes
+from hpctrain.training.metrics import Figure, gather_row, memory_bytes
 from hpctrain.training.session import Session
 
 T = TypeVar("T")
@@ -37,8 +38,6 @@ class RankFigures(Generic[T]):
     out_of_memory: T
     """1 if a forward or backward ran out of memory."""
 
-    data_seconds: T
-    communication_seconds: T
     memory_bytes: T
 
     stop: T
@@ -46,6 +45,12 @@ class RankFigures(Generic[T]):
 
     request: T
     """1 if another terminal has asked something of this rank."""
+
+    seconds: Sequence[T]
+    """Times.parts."""
+
+    own_seconds: Sequence[T]
+    """Times.own."""
 
     of_runner: Sequence[T]
     """Runner.figures: as many on every rank."""
@@ -55,33 +60,38 @@ class RankFigures(Generic[T]):
 
     def exchanged(self, device: torch.device) -> list[RankFigures[float]]:
         """Each rank's figures, equal on all ranks. Collective."""
-        names = [one.name for one in fields(self)][:-2]
-        first, second = len(names), len(names) + len(self.of_runner)
-        values = [*(getattr(self, name) for name in names), *self.of_runner, *self.named_losses]
+        names = [one.name for one in fields(self)]
+        given: list[Any] = [getattr(self, name) for name in names]
+        values = [one for value in given for one in (value if isinstance(value, Sequence) else [value])]
         made: list[RankFigures[float]] = []
         for row in gather_row(values, device):
-            scalars: dict[str, Any] = dict(zip(names, row, strict=False))
-            made.append(RankFigures(**scalars, of_runner=row[first:second], named_losses=row[second:]))
+            left = iter(row)
+            found: dict[str, Any] = {
+                name: list(islice(left, len(value))) if isinstance(value, Sequence) else next(left)
+                for name, value in zip(names, given, strict=True)
+            }
+            made.append(RankFigures(**found))
         return made
 
 
 def exchange_figures(
-    session: Session, loss_sum: Tensor, gradients: list[Tensor], times: StepTimes, stop: StopRequest
+    session: Session, loss_sum: Tensor, gradients: list[Tensor], stop: StopRequest
 ) -> list[RankFigures[float]]:
     """Tell all ranks this one's loss, norm, memory and requests to stop, in one exchange (0033). The loop waits for the device
     here alone (0079)."""
     model = session.model
     lacks_memory = model.runner.out_of_memory is not None
+    times = session.clock.take()
     with session.hooks.position.inside("exchange of figures", session.progress.step):
         return RankFigures[Figure](
             loss=loss_sum * model.loss_share,
             square=model.totals.square(gradients),
             out_of_memory=float(lacks_memory),
-            data_seconds=times.data,
-            communication_seconds=times.communication,
             memory_bytes=memory_bytes(session.device),
             stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
             request=float(session.queries is not None and session.queries.has_request),
+            seconds=times.parts,
+            own_seconds=times.own,
             of_runner=model.runner.figures(),
             named_losses=model.named_losses.figures(whole=not lacks_memory),
         ).exchanged(session.device)

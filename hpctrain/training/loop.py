@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.model.conformance.hooks import weights_kept
 from hpctrain.ranks.json_collectives import gather_values, sum_of, together, world_group
 from hpctrain.ranks.signals import INTERRUPTED, StopRequest
+from hpctrain.training.clock import PARTS
 from hpctrain.training.evaluation import evaluate, refuse_unmeasured
 from hpctrain.training.figures import RankFigures, exchange_figures, step_figures
 from hpctrain.training.guard.judging import StepFigures, Verdict
@@ -30,11 +32,12 @@ from hpctrain.training.metrics import (
     EvaluationRow,
     Moment,
     StepRow,
-    StepTimes,
 )
 from hpctrain.training.requests import take_request
 from hpctrain.training.saving import save_before_evaluation, save_if_due
 from hpctrain.training.session import Session
+
+LOG = logging.getLogger("hpctrain")
 
 
 def train(session: Session, stop: StopRequest) -> dict[str, Any]:
@@ -58,6 +61,8 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     if progress.step and progress.evaluation is None:
         evaluate_if_due(session)  # skipped at a signal, to save first
     session.model.split_counts = []  # the look's are over
+    session.clock.restart()
+    hooks.position.entered = session.clock.enter
     loader = session.feed.training_loader(progress)
     try:
         end_if_asked(session)
@@ -93,11 +98,11 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
 
 def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dict[str, Any], int, Verdict | None]:
     """Run one optimizer step; return its row, the strongest request to stop on any rank (0 is none), and the guard's verdict."""
-    parts, model, progress, times = session.parts, session.model, session.progress, StepTimes()
+    parts, model, progress, begin = session.parts, session.model, session.progress, time.perf_counter()
     step, phase, position = progress.step, session.hooks.phase, session.hooks.position
-    with times.waiting_for_data(), phase("data", step):
+    with phase("data", step):
         micro_batches, samples_seen = loader.step()
-    with times.communicating(), position.inside("counting", step):
+    with position.inside("counting", step):
         # the divisor is known before the first backward, and is the same on every layout (0004)
         count = model.sum_over_batch(sum(micro.terms for micro in micro_batches))
     if count == 0:
@@ -108,14 +113,14 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     loss_sum = model.runner.train(micro_batches, count, step)  # forward and backward; buckets are summed as they fill
     if trial is not None:
         trial.forwarded(loss_sum.item())
-    with times.communicating(), position.inside("sums of gradients", step):
+    with position.inside("sums of gradients", step):
         model.sharded.synchronize()
 
     # unscale -> norm -> guard -> clip -> step: the norm is finite only if every gradient is
     gradients = model.take_gradients()
     if session.replicas is not None and (step + 1) % session.job.guard.replica_check_every == 0:
         session.replicas.check(step)
-    ranks = exchange_figures(session, loss_sum, gradients, times, stop)
+    ranks = exchange_figures(session, loss_sum, gradients, stop)
     found = step_figures(session, ranks, count, trial)
     verdict = session.guard.judge(found)
     if verdict is not None:
@@ -131,7 +136,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     progress.advance(samples_seen)
     progress.loss = found.loss
 
-    row, remark = step_row(session, ranks, found, verdict, lr, count, times.seconds)
+    row, remark = step_row(session, ranks, found, verdict, lr, count, time.perf_counter() - begin)
     show_model(session, "hpctrain_step_end", step=progress.step, metrics=row, control=session.control)
     session.hooks.step_done()
     if any(one.request for one in ranks):
@@ -158,6 +163,9 @@ def step_row(
     model, memory = session.model, [one.memory_bytes for one in ranks]
     of_runner, remark = model.runner.metrics(torch.tensor([one.of_runner for one in ranks], dtype=torch.float64))
     named = model.named_losses.means([one.named_losses for one in ranks], count)
+    slow = session.stragglers.see([one.own_seconds for one in ranks], seconds)
+    if session.stragglers.is_news(slow):
+        LOG.warning("%s", slow)
     row = StepRow(
         loss=found.loss,
         named_losses={} if found.out_of_memory else named,  # they lack what some micro batches would have added
@@ -166,8 +174,8 @@ def step_row(
         count=count,
         step_seconds=seconds,
         per_second=count / seconds,
-        data_seconds=max(one.data_seconds for one in ranks),
-        communication_seconds=max(one.communication_seconds for one in ranks),
+        seconds={part: mean(one.seconds[place] for one in ranks) for place, part in enumerate(PARTS)},
+        straggler=None if slow is None else slow.as_dict(),
         memory_bytes={"rank_max": int(max(memory)), "rank_mean": int(mean(memory))},
         of_runner=of_runner,
         skipped=not is_taken(found, verdict),

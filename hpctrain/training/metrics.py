@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -61,11 +59,15 @@ class StepRow:
     per_second: float
     """Key `tokens_per_second` or `samples_per_second`: the throughput of all ranks together."""
 
-    data_seconds: float
-    """Seconds that the slowest rank waited for its samples."""
+    seconds: Mapping[str, float]
+    """Keys `data_seconds`, `forward_seconds`, `backward_seconds`, `communication_seconds`, `optimizer_seconds`,
+    `checkpoint_seconds`, `evaluation_seconds` and `other_seconds`: the time since the row before, as the mean over the ranks, to which
+    they add up; it begins and ends when the ranks exchange figures, before the optimizer. Communication is what computing does not
+    hide. On accelerators it is the time of the step before, and communication inside of forward and backward counts there."""
 
-    communication_seconds: float
-    """Seconds that the slowest rank waited for other ranks, without the communication that backward hides."""
+    straggler: Mapping[str, Any] | None
+    """The rank that the others wait for: `rank`, `node`, `cause` ("data", "compute", "save" or "host") and `excess_seconds`, by
+    which it takes longer than the others in a step; absent if there is none."""
 
     memory_bytes: Mapping[str, int]
     """Peak memory so far, on the accelerator or else of the process: `rank_max` and `rank_mean`."""
@@ -92,8 +94,8 @@ class StepRow:
             counts: self.count,
             "step_seconds": self.step_seconds,
             f"{counts}_per_second": self.per_second,
-            "data_seconds": self.data_seconds,
-            "communication_seconds": self.communication_seconds,
+            **{f"{part}_seconds": seconds for part, seconds in self.seconds.items()},
+            **({} if self.straggler is None else {"straggler": dict(self.straggler)}),
             "memory_bytes": dict(self.memory_bytes),
             **self.of_runner,
             **({"skipped": True} if self.skipped else {}),
@@ -132,34 +134,6 @@ def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[floa
     dist.all_gather_single(everyone, mine[None])
     found: list[list[float]] = everyone.tolist()
     return found
-
-
-@dataclass
-class StepTimes:
-    """Seconds that the current step waited for data and for communication."""
-
-    data: float = 0.0
-    communication: float = 0.0
-    begin: float = field(default_factory=time.perf_counter)
-
-    @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """Time the loop waits for samples."""
-        begin = time.perf_counter()
-        yield
-        self.data += time.perf_counter() - begin
-
-    @contextmanager
-    def communicating(self) -> Iterator[None]:
-        """Time the loop waits for other ranks, without communication that overlaps with backward."""
-        begin = time.perf_counter()
-        yield
-        self.communication += time.perf_counter() - begin
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self.begin
 
 
 def memory_bytes(device: torch.device) -> int:

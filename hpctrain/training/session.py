@@ -17,12 +17,14 @@ from hpctrain.job.tables import Job
 from hpctrain.model.mesh import Layout
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.watchdog.queries import Queries
+from hpctrain.training.clock import Clock
 from hpctrain.training.deadline import Deadline
 from hpctrain.training.feed import Feed
 from hpctrain.training.guard.judging import Guard
 from hpctrain.training.guard.replicas import Replicas
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
+from hpctrain.training.stragglers import Stragglers
 from hpctrain.training.trained_model import TrainedModel
 
 
@@ -59,6 +61,8 @@ class Session:
     states: Sequence[PluginState]
     """State that checkpoints keep: the guard's and that of life-cycle plugins."""
     progress: Progress
+    clock: Clock
+    stragglers: Stragglers
     saved: Saved = field(default_factory=Saved)
     control: Control = field(default_factory=Control)
     queries: Queries | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 BETWEEN = "between phases"
@@ -35,6 +35,8 @@ class Position:
         """The thread that trains."""
         self.failure: str | None = None
         """The line at which communication has failed."""
+        self.entered: Callable[[str], None] = lambda _: None
+        """Is told of each phase that begins."""
         self._moved = time.monotonic()
         self._entered: set[str] = set()
 
@@ -47,6 +49,7 @@ class Position:
         """Something has happened: training is in `phase` now."""
         self._moved = time.monotonic()
         self.phase = phase
+        self.entered(phase)
         if step is not None:
             self.step = step
 

@@ -1,0 +1,81 @@
+"""Splits a rank's time among the parts of the training, without waiting for an accelerator."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hpctrain.base.devices import is_accelerator, mark, seconds_between
+from hpctrain.base.waiting import waited
+
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "other")
+"""The parts, which add up to the time."""
+_PART_OF = {
+    "data": "data",
+    "counting": "communication",
+    "forward": "forward",
+    "backward": "backward",
+    "sums of gradients": "communication",
+    "exchange of figures": "communication",
+    "optimizer": "optimizer",
+    "save": "checkpoint",
+    "evaluation": "evaluation",
+}
+"""The part that each phase of the position counts to; all others to "other"."""
+_MIXED = ("forward", "backward", "optimizer", "other")
+"""Parts whose waits for other ranks count as communication."""
+
+
+class Clock:
+    """The time between two calls of `take`, by parts.
+
+    A part ends where the next phase begins. On the CPU, waits for other ranks inside of one count as communication. An accelerator
+    has its own time: a mark is where its stream gets to, and `take` tells of the time before the last call, which is over.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._lags = device, is_accelerator(device)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew, with "other"."""
+        self._part, self._over = "other", list[tuple[str, Any, Any, float]]()
+        self._spans = list[tuple[str, Any, Any, float]]()
+        self._begin, self._waited = mark(self._device), waited()
+
+    def enter(self, phase: str) -> None:
+        """A phase begins; `phase` may have more words behind a comma."""
+        now, waits = mark(self._device), waited()
+        self._spans.append((self._part, self._begin, now, waits - self._waited))
+        self._part, self._begin, self._waited = _PART_OF.get(phase.partition(",")[0], "other"), now, waits
+
+    def take(self) -> Times:
+        """The times since the last call, or of an accelerator those before it."""
+        self.enter(_PHASE_OF[self._part])
+        ready, self._over = (self._over, self._spans) if self._lags else (self._spans, [])
+        self._spans = []
+        parts, own = defaultdict[str, float](float), defaultdict[str, float](float)
+        for part, begin, end, waits in ready:
+            seconds = seconds_between(begin, end)
+            own[part] += max(0.0, seconds - waits)
+            if part in _MIXED:
+                waits = min(waits, seconds)
+                parts["communication"] += waits
+                parts[part] += seconds - waits
+            else:
+                parts[part] += seconds
+        return Times(parts, own)
+
+
+_PHASE_OF = {part: phase for phase, part in reversed(_PART_OF.items())} | {"other": "other"}
+
+
+class Times:
+    """Seconds by part; and `own`, without waits for other ranks."""
+
+    def __init__(self, parts: Mapping[str, float], own: Mapping[str, float]) -> None:
+        self.parts = [parts.get(name, 0.0) for name in PARTS]
+        self.own = [own.get(name, 0.0) for name in PARTS]

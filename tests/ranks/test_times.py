@@ -1,0 +1,125 @@
+"""The times of a step in its row: they add up, and a slow rank is named with what is slow about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from training import Rows, job, session_of, thorough
+
+from hpctrain.plugins.hookspecs import hookimpl
+from hpctrain.ranks.signals import StopRequest
+from hpctrain.training.clock import PARTS
+from hpctrain.training.loop import train
+from hpctrain.training.session import Session
+
+pytestmark = pytest.mark.usefixtures("world")
+NAP, LONG_NAP = 0.15, 0.6
+"""Seconds: of a step, and of a save, for which rank 0 takes a while itself."""
+
+
+class Observer(Rows):
+    """Keeps the rows, and when each step ended."""
+
+    def __init__(self, begin: Callable[[Any], None] = lambda _: None) -> None:
+        super().__init__(None)
+        self.ends: list[float] = []
+        self._begin = begin
+
+    @hookimpl
+    def hpctrain_job_start(self, model: Any) -> None:
+        self._begin(model)
+
+    @hookimpl
+    def hpctrain_step_end(self, step: int, metrics: dict[str, Any]) -> None:
+        self.ends.append(time.perf_counter())
+        self.rows.append(dict(metrics))
+
+
+def trained(tables: dict[str, Any], observer: Observer, change: Callable[[Session], None] = lambda _: None) -> Observer:
+    with session_of(tables, observer) as session:
+        change(session)
+        train(session, StopRequest())
+    return observer
+
+
+def nap_on_the_last(*_: Any, seconds: float = NAP) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(seconds)
+
+
+def slow_data(session: Session) -> None:
+    """Each micro batch of the last rank takes longer than all that is loaded ahead hides."""
+    training = session.feed._training
+    of_class = type(training)
+    fetch = of_class.__getitem__
+
+    class Slow(of_class):  # type: ignore[misc, valid-type]
+        def __getitem__(self, index: Any) -> Any:
+            nap_on_the_last()
+            return fetch(self, index)
+
+    training.__class__ = Slow
+
+
+def slow_compute(model: Any) -> None:
+    model.module.register_forward_pre_hook(nap_on_the_last)
+
+
+def slow_save(session: Session) -> None:
+    write = session.store._writer.write
+
+    def slowly(*arguments: Any) -> None:
+        nap_on_the_last(seconds=LONG_NAP)
+        write(*arguments)
+
+    session.store._writer.write = slowly  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, thorough({"sharding": {"stage": 3}}), thorough({"sharding": {"stage": 1}})], ids=str
+)
+def test_the_times_add_up(root, layout: dict[str, Any]) -> None:
+    tables = job(
+        job={"output_dir": str(root), "steps": 8},
+        evaluation={"every_steps": 3},
+        checkpoint={"every_steps": 4},
+        dataset={"validation_samples": 10},
+        **layout,
+    )
+    found = trained(tables, Observer(slow_compute))
+    sums = [sum(row[f"{part}_seconds"] for part in PARTS) for row in found.rows]
+    # the figures are exchanged before the row is made, by as much in each step
+    assert sum(sums[2:]) == pytest.approx(found.ends[-1] - found.ends[1], rel=0.02)
+    assert found.rows[3]["evaluation_seconds"] > 0 and found.rows[4]["checkpoint_seconds"] > 0
+    if dist.get_world_size() > 1:  # the others wait
+        share = NAP * (dist.get_world_size() - 1) / dist.get_world_size()
+        assert all(row["communication_seconds"] > 0.5 * share for row in found.rows)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("cause", ["data", "compute", "save"])
+def test_a_slow_rank_is_named(root, cause: str, caplog: pytest.LogCaptureFixture) -> None:
+    tables = job(job={"output_dir": str(root), "steps": 14}, checkpoint={"every_steps": 4})
+    changes = {"data": slow_data, "save": slow_save}
+    observer = Observer(slow_compute) if cause == "compute" else Observer()
+    found = trained(tables, observer, changes.get(cause, lambda _: None))
+    told = [row["straggler"] for row in found.rows if "straggler" in row]
+    assert told, found.rows
+    worst = max(told, key=lambda one: one["excess_seconds"])  # a busy machine may slow another one
+    assert (worst["rank"], worst["cause"]) == (dist.get_world_size() - 1, cause), told
+    assert 0.3 * NAP < worst["excess_seconds"] < 30 * NAP
+    of_it = f"rank {worst['rank']} on {worst['node']} is slow: its {cause} "
+    said = [record for record in caplog.records if record.getMessage().startswith(of_it)]
+    assert len(said) == 1 or len({one["rank"] for one in told}) > 1, "a warning that doesn't repeat"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.thorough  # needs a core for each rank
+@pytest.mark.parametrize("run", range(10))
+def test_no_rank_is_named_where_none_is_slow(root, run: int) -> None:
+    found = trained(job(job={"output_dir": str(root), "steps": 20, "seed": run}), Observer())
+    assert not [row["straggler"] for row in found.rows if "straggler" in row]
