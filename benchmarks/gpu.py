@@ -28,7 +28,7 @@ from mfu import mfu, peak_of
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hpctrain.base.devices import accelerator, device_name, is_accelerator, peak_memory
+from hpctrain.base.devices import accelerator, device_name, is_accelerator
 from hpctrain.base.errors import HpctrainError
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.contracts.identity import Identity
@@ -190,8 +190,6 @@ def report(what: str, bench: Bench, names: list[str], seconds: Tensor, losses: T
             apart = ((losses[number] - losses[0]) / losses[0]).abs().max().item()
             line += f"  {min(ratios):.3f} - {max(ratios):.3f} of {names[0]}'s time, losses within {apart:.1e}"
         lines.append(line)
-    if is_accelerator(bench.device):
-        lines.append(f"memory {peak_memory(bench.device) / 1e9:.1f} GB at most, of all kinds together")
     return lines
 
 

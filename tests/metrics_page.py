@@ -15,6 +15,8 @@ SOURCE, PAGE = ROOT / "hpctrain" / "training" / "metrics.py", ROOT / "docs" / "m
 ROWS = {
     "Every row": "Moment",
     "A step": "StepRow",
+    "Measurements": "MeasuredRow",
+    "Rank 0's own": "OwnRow",
     "An evaluation": "EvaluationRow",
 }
 HEAD = """# The metrics of a run

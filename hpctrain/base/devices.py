@@ -97,9 +97,27 @@ def takes_bf16(device: torch.device) -> bool:
     return bool(supported(including_emulation=False) if emulated else supported())
 
 
-def peak_memory(device: torch.device) -> int:
-    """The peak of the bytes that this process's tensors have taken on an accelerator."""
-    return torch.accelerator.max_memory_allocated(device)
+def memory_since(device: torch.device) -> tuple[int, int, int, int]:
+    """Bytes of this process on an accelerator: the peak of its tensors since the last call, what they take, what torch holds, and
+    of that what it can't use because tensors split it."""
+    found = torch.accelerator.memory_stats(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    names = ("allocated_bytes.all.peak", "allocated_bytes.all.current", "reserved_bytes.all.current")
+    peak, allocated, reserved = (int(found.get(name, 0)) for name in names)
+    split = int(found.get("inactive_split_bytes.all.current", 0))
+    return peak, allocated, reserved, split
+
+
+def device_load(device: torch.device) -> tuple[float, float] | None:
+    """The share of the last moment in which an accelerator computed, and the watts that it takes; None for the CPU and where torch,
+    or the vendor's library that it asks, can't tell."""
+    if not is_accelerator(device):
+        return None
+    module: Any = torch.get_device_module(device)
+    try:
+        return module.utilization(device) / 100, module.power_draw(device) / 1000
+    except Exception:  # each vendor's library raises its own
+        return None
 
 
 def memory_left(device: torch.device) -> tuple[int, int] | None:

@@ -25,12 +25,14 @@ class MicroBatch:
     """Collated samples, the place of the first one in the global batch, and whether their loss counts.
 
     terms: what ModelSpec.count said of the batch before it moved to the device, so that no step waits for the answer.
+    flops: what ModelSpec.flops said of the batch before any axis cut it.
     """
 
     batch: Batch
     place: int
     counts: bool = True
     terms: int = 0
+    flops: int | None = None
 
 
 See = Callable[[Any, Batch], None]

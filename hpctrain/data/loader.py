@@ -36,13 +36,14 @@ class Loader:
         plan: Iterator[Planned],
         split: Callable[[Batch], Batch],
         count: Callable[[Batch], int],
+        flops: Callable[[Batch], int | None],
         device: torch.device,
         dtype: torch.dtype,
         channels_last: bool = False,
     ) -> None:
-        """split: cuts this rank's part out of a micro batch. count: the terms of its loss. dtype: of floating point inputs.
-        channels_last: how those of four dims are laid out."""
-        self._pool, self._plan, self._split, self._count = pool, plan, split, count
+        """split: cuts this rank's part out of a micro batch. count: the terms of its loss. flops: the model's operations on a
+        whole one. dtype: of floating point inputs. channels_last: how those of four dims are laid out."""
+        self._pool, self._plan, self._split, self._count, self._flops = pool, plan, split, count, flops
         self._device, self._dtype, self._channels_last = device, dtype, channels_last
         self.places: Mapping[int, Place] = {}
         """How far this rank's readers of a stream were at the end of the step that `step` returned last, by their shards."""
@@ -105,11 +106,11 @@ class Loader:
                 planned = loaded.planned
                 places.update([loaded.place] if loaded.place else [])
                 batch = self._split(loaded.batch)
-                terms = self._count(batch)
+                terms, flops = self._count(batch), self._flops(loaded.batch)
                 given = list(tensors_in(batch))
                 # a dataset may compute on the device: then the copy waits for all that is to be computed
                 with copies.entered(any(is_accelerator(one.device) for one in given), given):
-                    micro = MicroBatch(self._move(batch), planned.place, planned.counts, terms)
+                    micro = MicroBatch(self._move(batch), planned.place, planned.counts, terms, flops)
                 end = None if planned.after is None else (planned.after, dict(places))
                 self._put((micro, copies.done(), planned.indices, end))
                 if self._closed.is_set():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.planning.machines import Machine
+from hpctrain.job.machines import Machine
 from hpctrain.planning.rank_plan import Exchange, RankPlan
 
 _HIDDEN_BEHIND = 2 / 3

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.full_check import check_thoroughly
+from hpctrain.job.machines import Machine, open_machine
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
 from hpctrain.model.mesh import layout_of
 from hpctrain.planning.estimate import step_time
 from hpctrain.planning.fresh import plan_ranks_apart
 from hpctrain.planning.job_plan import JobPlan
-from hpctrain.planning.machines import Machine, open_machine
 from hpctrain.planning.processes import plan_ranks
 from hpctrain.planning.rank_plan import RankPlan
 

@@ -34,16 +34,15 @@ from hpctrain.planning.rank_plan import OTHERS, Exchange, RankPlan, Save
 from hpctrain.planning.watch import Watch
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.rank_channel import RankChannel
-from hpctrain.training.clock import Clock
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed
 from hpctrain.training.guard.judging import Guard
 from hpctrain.training.loop import update
+from hpctrain.training.meters.meters import Meters
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
 from hpctrain.training.saving import open_store, pieces_to_save, plugin_states
 from hpctrain.training.session import Session
-from hpctrain.training.stragglers import Stragglers
 from hpctrain.training.trained_model import TrainedModel
 
 _FEW = 1, 1, 2
@@ -142,7 +141,7 @@ def _session(
             job, parts, identity, device, layout, hooks, Report(identity, RankChannel(False, False)), model, feed,
             store=open_store(job, parts, _CPU), guard=Guard(job.guard), replicas=None,
             deadline=deadline_of(None, 0.0, identity), states=[], progress=Progress(max(feed.steps, 3)),
-            clock=Clock(_CPU), stragglers=Stragglers([]),
+            meters=Meters(_CPU, parts.precision, [], {}, copies=1, countable=False),
         )  # fmt: skip
     stack.callback(session.close)
     return session

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from hpctrain.base.flops import operator_flops
 from hpctrain.base.torch_fake import PINS, READS_A_NUMBER, WAITS, is_fake, local_tensors, operator_of
 from hpctrain.base.torch_private import TorchDispatchMode
 from hpctrain.contracts.model import tensors_in
@@ -24,11 +24,6 @@ from hpctrain.planning.ledger import Ledger, Origin
 
 _STORAGE: Any = torch.UntypedStorage
 
-_CPU_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
-}
-"""torch's counter of an operator that its registry lacks, and of how many first arguments it takes the shapes."""
 _MOVE_NOTHING = "empty", "new_empty", "set_", "resize_", "_unsafe_view"
 """Beginnings of the names of operators that neither read nor write."""
 
@@ -121,7 +116,7 @@ class Watch(TorchDispatchMode):
         if any(hasattr(one, "__tensor_flatten__") for one in types):
             return NotImplemented  # a tensor that is spread over ranks: its parts on this rank come through here
         found = func(*args, **kwargs)
-        operator, name = operator_of(func)
+        name = operator_of(func)[1]
         if func.namespace == "_c10d_functional" and name != "wait_tensor":
             self._collective(name, list(tensors_in(args[0])), args[-1])
         results = list(tensors_in(found))
@@ -129,7 +124,7 @@ class Watch(TorchDispatchMode):
             self._see(tensor, name)
         if not (func.is_view or name.startswith(_MOVE_NOTHING)):
             given = list(tensors_in((*args, *kwargs.values())))
-            flops = _flops(operator, name, args, kwargs, found)
+            flops = operator_flops(func, args, kwargs, found)
             dtype = str(given[0].dtype if given else torch.get_default_dtype()).removeprefix("torch.")
             self.operators[Operator(dtype, flops, sum(one.nbytes for one in (*given, *results)))] += 1
         return found
@@ -149,14 +144,6 @@ class Watch(TorchDispatchMode):
 
     def _origin(self, name: str) -> Origin:
         return Origin(self._inside[-1] if self._inside else "", name)
-
-
-def _flops(operator: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Any) -> int:
-    """The floating-point operations of an operator, as torch counts them; attention on the CPU like that on accelerators."""
-    if name in _CPU_ATTENTION:
-        count, tensors = _CPU_ATTENTION[name]
-        return int(count(*(one.shape for one in args[:tensors])))
-    return int(flop_registry[operator](*args, **kwargs, out_val=found)) if operator in flop_registry else 0
 
 
 def _read(dtype: torch.dtype) -> float | int | bool:

@@ -17,18 +17,18 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.watchdog.queries import Queries
-from hpctrain.training.clock import Clock
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed
 from hpctrain.training.guard.judging import Guard
 from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.guard.replicas import Replicas
+from hpctrain.training.look import is_compiled
+from hpctrain.training.meters.meters import Meters
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
 from hpctrain.training.restoring import restore
 from hpctrain.training.saving import open_store
 from hpctrain.training.session import Session
-from hpctrain.training.stragglers import Stragglers
 from hpctrain.training.trained_model import TrainedModel
 
 
@@ -59,6 +59,12 @@ def assemble(
         feed.refuse_stream()
     refuse_impure_schedule(parts.schedule, feed.steps)
     progress, guard = Progress(feed.steps), Guard(job.guard)
+    meters = Meters(
+        device, parts.precision, gather_values(identity.node), meshes.groups(),
+        copies=identity.size // layout.data_ranks,
+        countable=not (job.compile.enabled or is_compiled(model.module)),
+        is_forward=lambda: hooks.position.phase.startswith("forward"),
+    )  # fmt: skip
     told = hooks.call("hpctrain_state", job=job, identity=identity, model=model)
     session = Session(
         job, parts, identity, device, layout, hooks, report, model, feed,
@@ -67,7 +73,8 @@ def assemble(
         replicas=Replicas(model.module, meshes, identity) if job.guard.replica_check_every else None,
         deadline=deadline_of(job.job.time_limit, time.monotonic() if begin is None else begin, identity),
         states=[*guard.state(), *told],
-        progress=progress, queries=queries, clock=Clock(device), stragglers=Stragglers(gather_values(identity.node)),
+        progress=progress, queries=queries,
+        meters=meters,
     )  # fmt: skip
     with memory_explained(job, parts, identity, device, "while the optimizer's state was made", has_batch=False):
         restore(session, resume)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -185,7 +186,8 @@ def make_loader(
 ) -> Loader:
     """Loads the micro batches of a plan for the job's model. split: cuts this rank's part out of each."""
     dtype = parts.precision.parameter_dtype
-    return Loader(pool, plan, split, partial(counted, parts.model), device, dtype, job.batch.channels_last)
+    count, flops = partial(counted, parts.model), partial(flops_of, parts.model)
+    return Loader(pool, plan, split, count, flops, device, dtype, job.batch.channels_last)
 
 
 def counted(spec: ModelSpec, batch: Batch) -> int:
@@ -200,6 +202,20 @@ def counted(spec: ModelSpec, batch: Batch) -> int:
     if not isinstance(count, Integral) or count < 0:
         raise broken(spec, f"counted {count!r} {spec.counts} in a micro batch", "a whole number, zero or more")
     return int(count)
+
+
+def flops_of(spec: ModelSpec, batch: Batch) -> int | None:
+    """The model's operations on a batch. Raises ContractError for what is no count, TrainingError if `flops` fails."""
+    try:
+        found = spec.flops(batch)
+    except (HpctrainError, MemoryError):
+        raise
+    except Exception as error:
+        why = f"[model] name = {spec.name!r}: its `flops` failed on a micro batch: {reason(error)}"
+        raise TrainingError(why) from error
+    if found is not None and (not isinstance(found, Real) or not 0 <= float(found) < math.inf):
+        raise broken(spec, f"counted {found!r} operations on a micro batch", "a number, zero or more, or None")
+    return None if found is None else int(found)
 
 
 def make_pool(job: Job, parts: Parts, source: Samples | Stream) -> Pool:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from hpctrain.contracts.plugin import broken
+from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.parts import Parts
 from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.ranks.signals import STOPPED, StopRequest
 from hpctrain.training.guard.judging import StepFigures
-from hpctrain.training.metrics import Figure, gather_row, memory_bytes
+from hpctrain.training.metrics import Figure, gather_row
 from hpctrain.training.session import Session
 
 T = TypeVar("T")
@@ -38,7 +39,8 @@ class RankFigures(Generic[T]):
     out_of_memory: T
     """1 if a forward or backward ran out of memory."""
 
-    memory_bytes: T
+    terms: T
+    """Tokens or samples that the rank's losses are summed over; 0 where another rank counts them."""
 
     stop: T
     """The level of a request to stop, 0 for none."""
@@ -46,11 +48,8 @@ class RankFigures(Generic[T]):
     request: T
     """1 if another terminal has asked something of this rank."""
 
-    seconds: Sequence[T]
-    """Times.parts."""
-
-    own_seconds: Sequence[T]
-    """Times.own."""
+    of_meters: Sequence[T]
+    """Meters.figures."""
 
     of_runner: Sequence[T]
     """Runner.figures: as many on every rank."""
@@ -75,23 +74,26 @@ class RankFigures(Generic[T]):
 
 
 def exchange_figures(
-    session: Session, loss_sum: Tensor, gradients: list[Tensor], stop: StopRequest
+    session: Session,
+    micro_batches: Sequence[MicroBatch],
+    loss_sum: Tensor,
+    gradients: list[Tensor],
+    stop: StopRequest,
 ) -> list[RankFigures[float]]:
     """Tell all ranks this one's loss, norm, memory and requests to stop, in one exchange (0033). The loop waits for the device
     here alone (0079)."""
     model = session.model
     lacks_memory = model.runner.out_of_memory is not None
-    times = session.clock.take()
+    measured = session.meters.figures(micro_batches)
     with session.hooks.position.inside("exchange of figures", session.progress.step):
         return RankFigures[Figure](
             loss=loss_sum * model.loss_share,
             square=model.totals.square(gradients),
             out_of_memory=float(lacks_memory),
-            memory_bytes=memory_bytes(session.device),
+            terms=sum(micro.terms for micro in micro_batches) * model.loss_share,
             stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
             request=float(session.queries is not None and session.queries.has_request),
-            seconds=times.parts,
-            own_seconds=times.own,
+            of_meters=measured,
             of_runner=model.runner.figures(),
             named_losses=model.named_losses.figures(whole=not lacks_memory),
         ).exchanged(session.device)

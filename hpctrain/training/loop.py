@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from statistics import fmean as mean
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from torch import Tensor
 
 from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
 from hpctrain.base.torch_private import foreach_mul_
+from hpctrain.contracts.precision import LossScaler
 from hpctrain.data.loader import Loader
 from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.model.conformance.hooks import weights_kept
 from hpctrain.ranks.json_collectives import gather_values, sum_of, together, world_group
 from hpctrain.ranks.signals import INTERRUPTED, StopRequest
-from hpctrain.training.clock import PARTS
 from hpctrain.training.evaluation import evaluate, refuse_unmeasured
 from hpctrain.training.figures import RankFigures, exchange_figures, step_figures
 from hpctrain.training.guard.judging import StepFigures, Verdict
@@ -61,8 +60,8 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     if progress.step and progress.evaluation is None:
         evaluate_if_due(session)  # skipped at a signal, to save first
     session.model.split_counts = []  # the look's are over
-    session.clock.restart()
-    hooks.position.entered = session.clock.enter
+    session.meters.clock.restart()
+    hooks.position.entered = session.meters.clock.enter
     loader = session.feed.training_loader(progress)
     try:
         end_if_asked(session)
@@ -110,7 +109,10 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
 
     model.begin_sums(step)
     trial = model.first_step()
-    loss_sum = model.runner.train(micro_batches, count, step)  # forward and backward; buckets are summed as they fill
+    with session.meters.counting(micro_batches):
+        loss_sum = model.runner.train(
+            micro_batches, count, step
+        )  # forward and backward; buckets are summed as they fill
     if trial is not None:
         trial.forwarded(loss_sum.item())
     with position.inside("sums of gradients", step):
@@ -120,7 +122,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     gradients = model.take_gradients()
     if session.replicas is not None and (step + 1) % session.job.guard.replica_check_every == 0:
         session.replicas.check(step)
-    ranks = exchange_figures(session, loss_sum, gradients, stop)
+    ranks = exchange_figures(session, micro_batches, loss_sum, gradients, stop)
     found = step_figures(session, ranks, count, trial)
     verdict = session.guard.judge(found)
     if verdict is not None:
@@ -141,7 +143,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     session.hooks.step_done()
     if any(one.request for one in ranks):
         take_request(session)
-    session.report.row(row, progress.steps, parts.model.counts, remark)
+    session.report.row({**row, **session.meters.traffic()}, progress.steps, parts.model.counts, remark)
     return row, int(max(one.stop for one in ranks)), verdict
 
 
@@ -160,12 +162,10 @@ def step_row(
     seconds: float,
 ) -> tuple[dict[str, Any], str]:
     """The row of the step, and the runner's remark for the screen."""
-    model, memory = session.model, [one.memory_bytes for one in ranks]
+    model = session.model
+    means = [one.loss / one.terms for one in ranks if one.terms and one.loss]  # a pipeline's first ranks have none
     of_runner, remark = model.runner.metrics(torch.tensor([one.of_runner for one in ranks], dtype=torch.float64))
     named = model.named_losses.means([one.named_losses for one in ranks], count)
-    slow = session.stragglers.see([one.own_seconds for one in ranks], seconds)
-    if session.stragglers.is_news(slow):
-        LOG.warning("%s", slow)
     row = StepRow(
         loss=found.loss,
         named_losses={} if found.out_of_memory else named,  # they lack what some micro batches would have added
@@ -174,9 +174,12 @@ def step_row(
         count=count,
         step_seconds=seconds,
         per_second=count / seconds,
-        seconds={part: mean(one.seconds[place] for one in ranks) for place, part in enumerate(PARTS)},
-        straggler=None if slow is None else slow.as_dict(),
-        memory_bytes={"rank_max": int(max(memory)), "rank_mean": int(mean(memory))},
+        ranks=len(ranks),
+        rank_loss={"rank_min": min(means), "rank_max": max(means)}
+        if len(means) > 1 and not found.out_of_memory
+        else {},
+        loss_scale=None if type(model.scaler) is LossScaler else model.scaler.scale,
+        measured=session.meters.row([one.of_meters for one in ranks], seconds, partial(LOG.warning, "%s")),
         of_runner=of_runner,
         skipped=not is_taken(found, verdict),
         of_guard=session.guard.metrics(verdict),

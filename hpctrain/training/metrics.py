@@ -5,8 +5,6 @@ The docstrings of the rows' fields are the page docs/metrics.md (tests/metrics_p
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.base.devices import is_accelerator, peak_memory, to_device
+from hpctrain.base.devices import to_device
 from hpctrain.base.errors import TrainingError
 from hpctrain.ranks.json_collectives import gather_values
 
@@ -32,6 +30,54 @@ class Moment:
 
     time: float
     """Seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """The keys of a step's row that say how the machine did. Times, rates and loads are those of a step, not of the run."""
+
+    seconds: Mapping[str, float]
+    """The time since the row before by `data`, `forward`, `backward`, `communication`, `optimizer`, `checkpoint`, `evaluation` and
+    `other`, as means over the ranks, which add up to it. A row's time ends where the ranks exchange figures, before the optimizer.
+    `communication` is what computing does not hide. On accelerators it is the time of the step before, and communication inside of
+    forward and backward counts there."""
+
+    straggler: Mapping[str, Any] | None
+    """The rank that the others wait for: `rank`, `node`, `cause` ("data", "compute", "save" or "host") and `excess_seconds`, by
+    which it takes longer than the others in a step; absent if there is none."""
+
+    model_flops_per_second: float | None
+    """Floating-point operations per second of all ranks together, as the model needs them: `ModelSpec.flops`, else three times what
+    torch counts in the forwards of the first step. What is computed again doesn't count. Absent if nobody has counted."""
+
+    mfu: float | None
+    """The same as a share of what the accelerators' vendor states for the precision (Chowdhery et al., "PaLM", 2022); absent on
+    CPUs and unknown accelerators."""
+
+    memory: Mapping[str, Mapping[str, float]]
+    """Keys `memory_bytes`, `allocated_bytes`, `reserved_bytes`, `fragmented_bytes` and `host_bytes`, each with `rank_max` and
+    `rank_mean`: of an accelerator the peak since the row before, what tensors take now, what torch holds, and of that what it can't
+    use because tensors split it; the process's memory now. On CPUs `memory_bytes` is the process's peak so far."""
+
+    utilization: Mapping[str, float]
+    """The share of the time in which accelerators computed, `rank_max` and `rank_mean`, asked of the vendor's library once a
+    second; absent without it."""
+
+    watts: Mapping[str, float]
+    """The power of an accelerator, as above."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The keys of the row."""
+        found: dict[str, Any] = {
+            "seconds": dict(self.seconds),
+            "straggler": None if self.straggler is None else dict(self.straggler),
+            "model_flops_per_second": self.model_flops_per_second,
+            "mfu": self.mfu,
+            **{f"{kind}_bytes": dict(values) for kind, values in self.memory.items()},
+            "utilization": dict(self.utilization),
+            "watts": dict(self.watts),
+        }
+        return {key: value for key, value in found.items() if value not in (None, {})}
 
 
 @dataclass(frozen=True)
@@ -59,18 +105,18 @@ class StepRow:
     per_second: float
     """Key `tokens_per_second` or `samples_per_second`: the throughput of all ranks together."""
 
-    seconds: Mapping[str, float]
-    """Keys `data_seconds`, `forward_seconds`, `backward_seconds`, `communication_seconds`, `optimizer_seconds`,
-    `checkpoint_seconds`, `evaluation_seconds` and `other_seconds`: the time since the row before, as the mean over the ranks, to which
-    they add up; it begins and ends when the ranks exchange figures, before the optimizer. Communication is what computing does not
-    hide. On accelerators it is the time of the step before, and communication inside of forward and backward counts there."""
+    ranks: int
+    """Key `tokens_per_second_per_rank` or `samples_per_second_per_rank`: the throughput divided by the number of ranks."""
 
-    straggler: Mapping[str, Any] | None
-    """The rank that the others wait for: `rank`, `node`, `cause` ("data", "compute", "save" or "host") and `excess_seconds`, by
-    which it takes longer than the others in a step; absent if there is none."""
+    rank_loss: Mapping[str, float]
+    """The smallest and the largest mean of a rank's own part of the batch, `rank_min` and `rank_max`; absent if one
+    rank has all."""
 
-    memory_bytes: Mapping[str, int]
-    """Peak memory so far, on the accelerator or else of the process: `rank_max` and `rank_mean`."""
+    loss_scale: float | None
+    """The factor on the loss of a precision that scales it; absent for others."""
+
+    measured: MeasuredRow
+    """The keys of [the measurements](#measurements)."""
 
     of_runner: Mapping[str, float]
     """Keys `pipeline_bubble` and others: figures of an axis that runs the micro batches itself. A pipeline's bubble is the share of
@@ -94,13 +140,33 @@ class StepRow:
             counts: self.count,
             "step_seconds": self.step_seconds,
             f"{counts}_per_second": self.per_second,
-            **{f"{part}_seconds": seconds for part, seconds in self.seconds.items()},
-            **({} if self.straggler is None else {"straggler": dict(self.straggler)}),
-            "memory_bytes": dict(self.memory_bytes),
+            f"{counts}_per_second_per_rank": self.per_second / self.ranks,
+            **({"rank_loss": dict(self.rank_loss)} if self.rank_loss else {}),
+            **({} if self.loss_scale is None else {"loss_scale": self.loss_scale}),
+            **self.measured.as_dict(),
             **self.of_runner,
             **({"skipped": True} if self.skipped else {}),
             **self.of_guard,
         }
+
+
+@dataclass(frozen=True)
+class OwnRow:
+    """The keys of a step's row that rank 0 adds of its own. Hooks don't see them."""
+
+    goodput: float | None
+    """The share of the wall time since the first start of the run, over all restarts, that went into steps that count: their
+    forward, backward, communication, optimizer and other seconds. Steps that a resume drops don't count."""
+
+    exposed_seconds: Mapping[str, float]
+    """Seconds that rank 0 waited for communication, by "AXIS.OPERATION", such as `tensor.all_reduce`; "world" are all ranks. Known
+    where ranks talk over MPI; so are the next two."""
+
+    hidden_seconds: Mapping[str, float]
+    """Seconds of communication behind which rank 0 computed; without those that had none."""
+
+    bytes_per_second: Mapping[str, float]
+    """The bandwidth that rank 0's operations on an axis achieved: bytes of their input to their running time."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +200,6 @@ def gather_row(values: Sequence[Figure], device: torch.device) -> list[list[floa
     dist.all_gather_single(everyone, mine[None])
     found: list[list[float]] = everyone.tolist()
     return found
-
-
-def memory_bytes(device: torch.device) -> int:
-    """The peak memory of this rank: on its accelerator, else of the process."""
-    if is_accelerator(device):
-        return peak_memory(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class NamedLosses:

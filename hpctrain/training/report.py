@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,9 @@ from hpctrain.job.run_files import METRICS
 from hpctrain.job.tables import KeepBestTable
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.training.console import Console
+from hpctrain.training.meters.goodput import Goodput, first_start
 from hpctrain.training.progress import BestSoFar
+from hpctrain.training.starts import note_lost
 
 _LONGEST_ROW = 2**20
 """The longest line of metrics.jsonl, in bytes."""
@@ -66,7 +69,7 @@ class Report:
     def row(self, row: Mapping[str, Any], steps: int, counts: str, remark: str = "") -> None:
         """Report a row of metrics. counts: "tokens" or "samples". remark: extra text for the screen."""
         if self._records is not None:
-            row = plain_row(row)
+            row = self._records.with_goodput(plain_row(row))
             self._records.write(row)
             self._console.progress(row, steps, counts, remark)
 
@@ -88,11 +91,14 @@ class Records:
 
         under_way: the run has trained already, and does without a logger that can't be opened.
         """
-        path = output_dir / METRICS
+        path, now = output_dir / METRICS, time.time()
+        self._goodput = Goodput(first_start(output_dir, now))
         try:
-            self._metrics = MetricsFile(path, resumed_step)
+            self._metrics = MetricsFile(path, resumed_step, self._goodput)
         except OSError as error:
             raise UsageError(f"[job] output_dir: {path} cannot be written: {reason(error)}") from None
+        if self._goodput.lost_steps:
+            note_lost(output_dir, resumed_step, self._goodput.lost_steps, self._goodput.lost_seconds)
         self._writers: list[tuple[str, LogWriter]] = []  # with the logger's name
         for logger in loggers:
             try:
@@ -105,6 +111,12 @@ class Records:
                 if isinstance(error, OSError):
                     raise EnvironmentUnfitError(f"[[logger]] name = {logger.name!r}: {reason(error)}") from error
                 raise
+
+    def with_goodput(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row of a step with the goodput until then."""
+        self._goodput.see(row)
+        share = self._goodput.share(time.time()) if "seconds" in row else None
+        return row if share is None else {**row, "goodput": share}
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Write one row to all destinations."""
@@ -135,11 +147,12 @@ def _tell_dropped(logger: str, error: Exception) -> None:
 class MetricsFile:
     """metrics.jsonl on rank 0: a JSON object per line. Non-finite numbers are null."""
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
-        """Drops the rows after `resumed_step`: their steps run again. Raises OSError if the file can't be written."""
+    def __init__(self, path: Path, resumed_step: int, goodput: Goodput) -> None:
+        """Drops the rows after `resumed_step`: their steps run again. Raises OSError if the file can't be written. goodput: sees
+        the rows that stay, and loses the others."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
-            file.writelines(_rows_until(path, resumed_step) if resumed_step else [])
+            file.writelines(_rows_until(path, resumed_step, goodput))
         self._path = path
         # open for the whole run
         self._file = open(open_regular(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: SIM115
@@ -203,9 +216,10 @@ class _ResumedRow(BaseModel):
     """The parts of a row that a resume reads."""
 
     step: StrictInt
+    seconds: Any = None
 
 
-def _rows_until(path: Path, step: int) -> Iterator[bytes]:
+def _rows_until(path: Path, step: int, goodput: Goodput) -> Iterator[bytes]:
     """The complete lines; fragments left by a crash or a power failure are dropped."""
     if not os.path.lexists(path):
         return
@@ -214,5 +228,9 @@ def _rows_until(path: Path, step: int) -> Iterator[bytes]:
             if not line.endswith(b"\n"):  # cut short, or not a row: the rest may be endless
                 return
             with suppress(ValidationError):
-                if _ResumedRow.model_validate_json(line).step <= step:
+                row = _ResumedRow.model_validate_json(line)
+                if row.step <= step:
+                    goodput.see(vars(row))
                     yield line
+                else:
+                    goodput.lose(vars(row))

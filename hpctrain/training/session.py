@@ -17,14 +17,13 @@ from hpctrain.job.tables import Job
 from hpctrain.model.mesh import Layout
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.watchdog.queries import Queries
-from hpctrain.training.clock import Clock
 from hpctrain.training.deadline import Deadline
 from hpctrain.training.feed import Feed
 from hpctrain.training.guard.judging import Guard
 from hpctrain.training.guard.replicas import Replicas
+from hpctrain.training.meters.meters import Meters
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
-from hpctrain.training.stragglers import Stragglers
 from hpctrain.training.trained_model import TrainedModel
 
 
@@ -61,8 +60,7 @@ class Session:
     states: Sequence[PluginState]
     """State that checkpoints keep: the guard's and that of life-cycle plugins."""
     progress: Progress
-    clock: Clock
-    stragglers: Stragglers
+    meters: Meters
     saved: Saved = field(default_factory=Saved)
     control: Control = field(default_factory=Control)
     queries: Queries | None = None
@@ -72,4 +70,5 @@ class Session:
         """End background work, and close rank 0's outputs."""
         self.feed.close()
         self.model.sums.close()
+        self.meters.close()
         self.report.close()

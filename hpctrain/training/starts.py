@@ -1,4 +1,5 @@
-"""How a run was started: RUN/starts.jsonl has a line for each start, with versions, command, hosts and the git commit."""
+"""How a run was started: RUN/starts.jsonl has a line for each start, with versions, command, hosts and the git commit, and one for
+each time that steps were lost."""
 
 from __future__ import annotations
 
@@ -32,10 +33,23 @@ _OF_THE_STARTER = ("--started-by", "--begun")
 _GIT_SECONDS = 3.0
 
 
-def note_start(output_dir: Path, identity: Identity, hosts: Sequence[str], plugins: Sequence[str]) -> None:
-    """Append a line. hosts: of every rank. plugins: distributions with versions. Raises UsageError if it can't be written."""
-    path = output_dir / FILE_NAME
-    line = json.dumps(describe_start(identity, hosts, plugins)) + "\n"
+def note_start(
+    output_dir: Path, identity: Identity, hosts: Sequence[str], plugins: Sequence[str], begin: float | None = None
+) -> None:
+    """Append a line for this start. hosts: of every rank. plugins: distributions with versions. begin: of the run, in seconds since
+    1970; None: now. Raises UsageError if it can't be written."""
+    _append(output_dir, describe_start(identity, hosts, plugins, time.time() if begin is None else begin))
+
+
+def note_lost(output_dir: Path, step: int, steps: int, seconds: float) -> None:
+    """Append a line for steps after `step` whose rows are dropped, since they are trained again."""
+    _append(
+        output_dir, {"time": _written(time.time()), "back_to_step": step, "lost_steps": steps, "lost_seconds": seconds}
+    )
+
+
+def _append(output_dir: Path, content: Mapping[str, Any]) -> None:
+    path, line = output_dir / FILE_NAME, json.dumps(content) + "\n"
     try:
         fd = open_to_change(path, os.O_WRONLY | os.O_APPEND)
         with open(fd, "a", encoding="utf-8") as file:
@@ -44,10 +58,14 @@ def note_start(output_dir: Path, identity: Identity, hosts: Sequence[str], plugi
         raise UsageError(f"[job] output_dir: {path} cannot be written: {reason(error)}") from None
 
 
-def describe_start(identity: Identity, hosts: Sequence[str], plugins: Sequence[str]) -> dict[str, Any]:
+def _written(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
+
+
+def describe_start(identity: Identity, hosts: Sequence[str], plugins: Sequence[str], begin: float) -> dict[str, Any]:
     """The line's content."""
     return {
-        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "time": _written(begin),
         "command": shlex.join(_command()),
         "directory": os.getcwd(),
         "ranks": identity.size,

@@ -11,6 +11,8 @@ from hpctrain.viewing.rows import Step
 from hpctrain.viewing.watcher import Snapshot
 
 _GIB = 2**30
+_SEEN = 0.005
+"""The share of the time from which on a part is shown."""
 
 
 def loss(step: Step | None) -> list[Part]:
@@ -44,21 +46,19 @@ def speed(seen: Snapshot, step: Step) -> list[Part]:
         *([(f"{step.per_second:,.0f} {step.counts}/s", "")] if step.per_second is not None else []),
         *([] if each is None else [(f"{each:.3g} s a step" if each >= 0.1 else f"{1000 * each:.3g} ms a step", "")]),
         *([(f"mfu {step.mfu:.1%}", "")] if step.mfu is not None else []),
+        *([(f"goodput {step.goodput:.0%}", "")] if step.goodput is not None else []),
         *([(f"{step.flops / 1e12:,.3g} TFLOP/s", "")] if step.flops is not None else []),
     ]
 
 
 def parts(step: Step) -> list[Part]:
-    """The parts of the step's time, the largest first."""
-    if not step.parts or not step.step_seconds:
+    """The parts of the time since the step before, the largest first."""
+    whole = sum(step.parts.values())
+    if whole <= 0:
         return []
-    shares = {name: seconds / step.step_seconds for name, seconds in step.parts.items()}
-    rest = 1.0 - sum(shares.values())
-    if rest > 0:
-        shares["other" if "forward" in shares else "computing"] = rest
-    largest = sorted(shares.items(), key=lambda one: -one[1])
-    (name, share), *others = largest
-    return [(f"time: {name} {share:.0%}", ""), *((f"{name} {share:.0%}", "") for name, share in others)]
+    largest = sorted(step.parts.items(), key=lambda one: -one[1])
+    shares = [f"{escaped(name)} {seconds / whole:.0%}" for name, seconds in largest if seconds >= _SEEN * whole]
+    return [(f"time: {shares[0]}", ""), *((share, "") for share in shares[1:])]
 
 
 def rates(step: Step) -> list[Part]:

@@ -13,8 +13,6 @@ from hpctrain.training.words import slowest_rank
 MOST = 2**63
 """More than any count of a run; a crafted file may hold any number."""
 _EVALUATION = "evaluation_"
-_PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint")
-"""The parts of a step's time, in their order: keys `NAME_seconds`."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +30,13 @@ class Step:
     """The unit of `per_second`: "tokens" or "samples"."""
     per_second: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the parts of the step, by name without `_seconds`, in their order."""
+    """Seconds of the parts of the time since the row before."""
     memory_max: float | None = None
     memory_mean: float | None = None
     mfu: float | None = None
     flops: float | None = None
     """The model's operations per second."""
+    goodput: float | None = None
     slowest: str = ""
     """The slowest rank in words."""
     skipped: bool = False
@@ -85,18 +84,17 @@ def read_row(line: bytes) -> Row | None:
 
 def _step(step: int, row: Mapping[str, Any]) -> Step:
     counts = "tokens" if "tokens_per_second" in row else "samples"
-    seconds = {name: number_of(row.get(f"{name}_seconds")) for name in _PARTS}
-    memory = row.get("memory_bytes")
-    memory = memory if isinstance(memory, dict) else {}
+    seconds, memory = (found if isinstance(found := row.get(key), dict) else {} for key in ("seconds", "memory_bytes"))
     numbers = {
-        key: number_of(row.get(key)) for key in ("time", "epoch", "loss", "lr", "grad_norm", "step_seconds", "mfu")
+        key: number_of(row.get(key))
+        for key in ("time", "epoch", "loss", "lr", "grad_norm", "step_seconds", "mfu", "goodput")
     }
     return Step(
         step,
         **numbers,
         counts=counts,
         per_second=number_of(row.get(f"{counts}_per_second")),
-        parts={name: value for name, value in seconds.items() if value is not None},
+        parts={name: value for name, one in seconds.items() if (value := number_of(one)) is not None},
         memory_max=number_of(memory.get("rank_max")),
         memory_mean=number_of(memory.get("rank_mean")),
         flops=number_of(row.get("model_flops_per_second")),

@@ -14,8 +14,8 @@ from conftest import JobFile
 from launching import INTERRUPT, KILL, SOON, TERMINATE, hpctrain, run, started, wait_until
 
 KEYS = {
-    "step", "epoch", "time", "loss", "lr", "grad_norm", "tokens", "step_seconds", "tokens_per_second", "data_seconds",
-    "communication_seconds", "memory_bytes",
+    "step", "epoch", "time", "loss", "lr", "grad_norm", "tokens", "step_seconds", "tokens_per_second", "tokens_per_second_per_rank",
+    "seconds", "model_flops_per_second", "memory_bytes", "host_bytes", "goodput",
 }  # fmt: skip
 
 

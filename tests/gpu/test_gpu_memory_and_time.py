@@ -31,17 +31,18 @@ PARAMETERS = 6_515_200
 
 
 def peak(rows: list[dict[str, Any]]) -> int:
-    return int(rows[-1]["memory_bytes"]["rank_max"])
+    return max(int(row["memory_bytes"]["rank_max"]) for row in rows)
 
 
 def test_memory_in_the_metrics_is_torch_s(tmp_path: Path) -> None:
     rows = trained(job(tmp_path, **MIDDLING))
     found = [row["memory_bytes"] for row in rows]
     assert all(one["rank_max"] == one["rank_mean"] for one in found), "of one rank"
-    assert found == sorted(found, key=lambda one: one["rank_max"]), "a peak never falls"
-    assert peak(rows) <= torch.accelerator.max_memory_allocated()
     assert peak(rows) > 16 * PARAMETERS, "parameters, gradients and two moments in float32"
-    torch.accelerator.reset_peak_memory_stats()
+    for row in rows:
+        kinds = [row[f"{kind}_bytes"]["rank_max"] for kind in ("allocated", "memory", "reserved")]
+        assert kinds == sorted(kinds) and row["host_bytes"]["rank_max"] > 0, row
+    torch.accelerator.reset_peak_memory_stats()  # that of each row ends with it
     plain(job(tmp_path, **MIDDLING))
     assert peak(rows) < 1.25 * torch.accelerator.max_memory_allocated(), "a plain loop's"
 

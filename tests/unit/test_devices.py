@@ -23,7 +23,7 @@ from hpctrain.base import devices
 from hpctrain.contracts import plugin
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plugin import Options
-from hpctrain.training.metrics import memory_bytes
+from hpctrain.training.meters.memory import memory_of
 
 ROOT = Path(__file__).parent.parent.parent
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
@@ -50,8 +50,8 @@ def test_importing_it_takes_torch_only() -> None:
 
 def test_plugins_get_what_they_need() -> None:
     inside = {
-        "deterministic_cudnn", "give_memory_back", "is_started", "memory_left", "nccl_version",
-        "has_cuda_operators", "pci_address", "peak_memory", "seed_draws", "unusable_accelerator", "use_device",
+        "deterministic_cudnn", "give_memory_back", "device_load", "is_started", "memory_left", "nccl_version",
+        "has_cuda_operators", "pci_address", "memory_since", "seed_draws", "unusable_accelerator", "use_device",
     }  # fmt: skip
     public = {name for name, one in vars(devices).items() if getattr(one, "__module__", "") == devices.__name__}
     assert public - inside <= set(hpctrain.api.__all__) and not inside & set(hpctrain.api.__all__)
@@ -107,6 +107,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.current: dict[int, torch.device] = {}
+        self.peaks_reset: list[torch.device] = []
         self.random = {0: torch.tensor(0), 1: torch.tensor(1)}
         self.bf16, self.emulates = True, True
         self.module = SimpleNamespace(
@@ -131,7 +132,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         "current_accelerator": lambda check_available=False: torch.device("xpu"),
         "device_count": lambda: 2,
         "set_device_index": made.set_device_index,
-        "max_memory_allocated": lambda device: 4096 + device.index,
+        "memory_stats": lambda device: {"allocated_bytes.all.peak": 4096 + device.index, "reserved_bytes.all.current": 8192},
+        "reset_peak_memory_stats": made.peaks_reset.append,
     }
     for name, function in accelerators.items():
         monkeypatch.setattr(torch.accelerator, name, function)
@@ -144,7 +146,7 @@ def test_an_accelerator_of_another_maker(machine: Machine) -> None:
     assert devices.device_of_rank(1) == XPU and devices.is_accelerator(XPU)
     devices.use_device(XPU)
     assert machine.current == {threading.get_ident(): XPU}
-    assert memory_bytes(XPU) == 4097
+    assert memory_of(XPU)[:4] == [4097, 0, 8192, 0] and machine.peaks_reset == [XPU]
     begin, end = devices.mark(XPU), devices.mark(XPU)
     assert devices.seconds_between(begin, end) == 0.5
     with devices.forked_random_state(XPU):

@@ -152,11 +152,12 @@ def test_prometheus_reads_the_newest_values_of_a_run_and_of_its_resume(monkeypat
     run = (("job_id", "12.pbs"), ("run", "tiny"))
     for step, trained in ((2, [1, 2]), (6, [5, 6])):  # the second process begins with step 5
         found, row = samples(Path(f"scrape-{step + 1}").read_text()), rows("loss")[step]
-        for key in ("loss", "lr", "grad_norm", "step_seconds", "tokens_per_second", "data_seconds", "epoch", "step"):
-            if step == 6 or key not in ("step_seconds", "tokens_per_second", "data_seconds"):
+        for key in ("loss", "lr", "grad_norm", "step_seconds", "tokens_per_second", "epoch", "step"):
+            if step == 6 or key not in ("step_seconds", "tokens_per_second"):
                 assert found[f"hpctrain_{key}"] == {run: row[key]}, key
-        memory = {dict(labels)["kind"]: value for labels, value in found["hpctrain_memory_bytes"].items()}
-        assert memory == row["memory_bytes"] and all({*run} < {*one} for one in found["hpctrain_memory_bytes"])
+        for table in ("memory_bytes", "seconds") if step == 6 else ("memory_bytes",):
+            kinds = {dict(labels)["kind"]: value for labels, value in found[f"hpctrain_{table}"].items()}
+            assert kinds == row[table] and all({*run} < {*one} for one in found[f"hpctrain_{table}"])
         assert found["hpctrain_batch_tokens"] == {run: row["tokens"]}
         assert found["hpctrain_evaluation_loss"] == {run: rows("evaluation_loss")[step]["evaluation_loss"]}
         assert found["hpctrain_last_row_timestamp_seconds"] == {run: rows("evaluation_loss")[step]["time"]}

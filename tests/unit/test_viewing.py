@@ -29,7 +29,11 @@ from hpctrain.viewing.table import table
 from hpctrain.viewing.watcher import Snapshot, Watcher
 
 NEW_KEYS = {
-    "forward_seconds": 0.2, "backward_seconds": 0.4, "optimizer_seconds": 0.1, "checkpoint_seconds": 0.05, "mfu": 0.412,
+    "seconds": {
+        "data": 0.1, "forward": 0.2, "backward": 0.4, "communication": 0.05, "optimizer": 0.1, "checkpoint": 0.05,
+        "evaluation": 0.0, "other": 0.1,
+    },
+    "mfu": 0.412, "goodput": 0.913,
     "model_flops_per_second": 3.12e14,
     "straggler": {"rank": 5, "node": "node2", "cause": "data", "excess_seconds": 0.31},
 }  # fmt: skip
@@ -38,7 +42,7 @@ NEW_KEYS = {
 def row(step: int, **more: Any) -> dict[str, Any]:
     return {
         "step": step, "epoch": step / 100, "time": 1.8e9 + step, "loss": 5 / step, "lr": 0.01, "grad_norm": 1.5, "tokens": 96,
-        "step_seconds": 1.0, "tokens_per_second": 96.0, "data_seconds": 0.1, "communication_seconds": 0.05,
+        "step_seconds": 1.0, "tokens_per_second": 96.0,
         "memory_bytes": {"rank_max": 3 * 2**30, "rank_mean": 2 * 2**30}, **more,
     }  # fmt: skip
 
@@ -119,7 +123,7 @@ def test_each_line_is_read_once_however_the_file_grows_or_is_replaced(
 
 
 def test_a_large_file_is_read_in_parts_and_then_only_what_is_new(tmp_path: Path) -> None:
-    path, rows = tmp_path / "metrics.jsonl", 60_000
+    path, rows = tmp_path / "metrics.jsonl", 66_000
     text = json.dumps(row(1)).replace('"step": 1,', '"step": STEP,').replace('"loss": 5.0', '"loss": LOSS') + "\n"
     with path.open("w") as file:
         for step in range(1, rows + 1):
@@ -157,7 +161,7 @@ def read_bytes_of_process() -> int:
 def test_rows_have_types_whatever_a_file_holds() -> None:
     found = read_row(json.dumps(row(7, **NEW_KEYS)).encode())
     assert isinstance(found, Step) and found.step == 7 and found.mfu == 0.412 and found.flops == 3.12e14
-    assert list(found.parts) == ["data", "forward", "backward", "communication", "optimizer", "checkpoint"]
+    assert list(found.parts) == list(NEW_KEYS["seconds"])
     assert found.slowest == "slowest rank 5 on node2: data +0.31 s"
     measured = read_row(b'{"step": 3, "evaluation_loss": null, "evaluation_accuracy": 1, "evaluation_samples": 5}')
     assert measured == Evaluation(3, {"loss": None, "accuracy": 1.0})
@@ -225,7 +229,7 @@ def test_a_frame_has_every_figure(seen: Snapshot) -> None:
     text = "\n".join(line.plain for line in frame([seen], Room(10_000), None))
     for said in (
         "a-run  running  (wrote 0 s ago)  slurm job 17  wrote 0 s ago", "step 50/100", "50%  ETA 0:50", "loss 0.1000",
-        "evaluation 3.5000 (step 40)  best 3.5000 (step 40)", "96 tokens/s  1 s a step  mfu 41.2%  312 TFLOP/s",
+        "evaluation 3.5000 (step 40)  best 3.5000 (step 40)", "96 tokens/s  1 s a step  mfu 41.2%  goodput 91%  312 TFLOP/s",
         "time: backward 40%  forward 20%  data 10%  optimizer 10%  other 10%  communication 5%  checkpoint 5%",
         "slowest rank 5 on node2: data +0.31 s", "lr 0.01  grad norm 1.5  epoch 0.50", "memory max 3.00 GiB, mean 2.00 GiB",
         "checkpoint step-00000040  10 steps ago", "03:04:05 a word\n    more of it",

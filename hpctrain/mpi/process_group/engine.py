@@ -43,7 +43,7 @@ class Engine:
 
     def __init__(self, collectives: Collectives, watch: OperationWatch, name: str) -> None:
         self._collectives, self._watch = collectives, watch
-        self._name = name
+        self._name, self.group = name, watch.presence.group_name
         self._changed = threading.Condition()
         self._queue: deque[MPIWork] = deque()
         self._running: MPIWork | None = None
@@ -80,7 +80,7 @@ class Engine:
         if here:
             start = time.perf_counter()
             self._run(work, in_worker=False)
-            accounting.record_blocked(time.perf_counter() - start)
+            accounting.record_blocked(self.group, operation.name, time.perf_counter() - start)
         return work
 
     def wait(self, work: MPIWork, limit: float | None) -> None:
@@ -193,7 +193,7 @@ class Engine:
         except BaseException as failure:
             error = failure
             self.broken = self.broken or failure
-        accounting.record(operation.name, operation.nbytes, time.perf_counter() - start)
+        accounting.record(self.group, operation.name, operation.nbytes, time.perf_counter() - start)
         with self._changed:
             self._running = None
             if self._queue:

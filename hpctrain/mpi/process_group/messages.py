@@ -40,7 +40,7 @@ class Messages:
 
     def __init__(self, comm: MPI.Comm, presence: Presence, timeout: float) -> None:
         self._comm = comm
-        self._presence = presence
+        self._presence, self.group = presence, presence.group_name
         self.timeout = timeout
         self._highest_tag = highest_tag() - 1
         self._changed = threading.Condition()
@@ -203,7 +203,7 @@ class MessageWork(PythonMessageWork):
                 for buffer, tensor in zip(self._buffers, self._tensors, strict=True):
                     if buffer is not tensor:
                         tensor.copy_(buffer)
-        accounting.record(self.name, nbytes, time.perf_counter() - self._posted)
+        accounting.record(self._messages.group, self.name, nbytes, time.perf_counter() - self._posted)
         self._done = True
         self._messages.finished(self)
         if self._future is not None:
@@ -218,7 +218,7 @@ class MessageWork(PythonMessageWork):
             start = time.perf_counter()
             limit = timeout.total_seconds() or self._messages.timeout
             finished = wait_until(self.test, start + limit, Patience.LONG, notice_after=limit, notice=lambda: None)
-            accounting.record_blocked(time.perf_counter() - start)
+            accounting.record_blocked(self._messages.group, self.name, time.perf_counter() - start)
             if not finished:
                 raise self._messages.timed_out(self, limit)
         if self._error is not None:

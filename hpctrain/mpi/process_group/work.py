@@ -20,7 +20,9 @@ Run = Callable[[Collectives], None]
 
 
 class Driver(Protocol):
-    """Runs submitted operations."""
+    """Runs submitted operations of the group of this name."""
+
+    group: str
 
     def wait(self, work: MPIWork, limit: float | None) -> None:
         """Block until `work` has finished, for at most `limit` seconds (None: as long as its operation may take)."""
@@ -61,7 +63,7 @@ class MPIWork(Work):
             start = time.perf_counter()
             limit = timeout.total_seconds()
             self._driver.wait(self, limit if limit > 0 else None)
-            accounting.record_blocked(time.perf_counter() - start)
+            accounting.record_blocked(self._driver.group, self.operation.name, time.perf_counter() - start)
         if self._error is not None:
             raise self._error
         return True

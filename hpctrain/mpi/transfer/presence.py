@@ -29,7 +29,7 @@ class Presence:
         self._store = store
         self._group_rank = group_rank
         self._ranks = ranks
-        self._group_name = group_name
+        self.group_name = group_name
 
     @property
     def here(self) -> str:
@@ -39,7 +39,7 @@ class Presence:
     @property
     def group(self) -> str:
         """This group, for messages."""
-        return f"group {self._group_name!r} ({name_ranks(self._ranks)})"
+        return f"group {self.group_name!r} ({name_ranks(self._ranks)})"
 
     def global_rank(self, group_rank: int) -> int:
         """The global rank of a rank of this group."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Any
 
-from hpctrain.training.clock import PARTS
+from hpctrain.training.meters.clock import PARTS
 
 _CAUSES: Mapping[str, Sequence[str]] = {
     "data": ("data",),
@@ -19,8 +19,10 @@ _CAUSES: Mapping[str, Sequence[str]] = {
 """The parts of a rank's time that can be longer than the others', by what is slow then."""
 _WINDOW, _LEAST = 5, 4
 """Steps that are looked at, and in how many of them the same rank has to be slow; of saves one is enough."""
-_SHARE, _SECONDS = 0.1, 0.005
+_SHARE, _SECONDS = 0.1, 0.01
 """The excess from which on a rank is slow: of the step, and in seconds."""
+_COSTLY = 10.0
+"""Seconds that a slow rank has cost all others when a warning tells of it."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,8 @@ class Straggler:
     excess_seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For a row of metrics."""
+        """The value in a row of metrics."""
         return vars(self)
-
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank} on {self.node} is slow: its {self.cause} takes {self.excess_seconds:.3g} s longer a step"
-        )
 
 
 class Stragglers:
@@ -49,7 +46,7 @@ class Stragglers:
         """nodes: of each rank."""
         self._nodes = nodes
         self._seen = {cause: deque[tuple[int, float]](maxlen=1 if cause == "save" else _WINDOW) for cause in _CAUSES}
-        self._told: tuple[int, str] | None = None
+        self._cost = defaultdict[tuple[int, str], float](float)
         self._has_saved = False
 
     def see(self, own: Sequence[Sequence[float]], seconds: float) -> Straggler | None:
@@ -69,11 +66,17 @@ class Stragglers:
                 worst = found
         return worst
 
-    def is_news(self, found: Straggler | None) -> bool:
-        """Whether a warning of it is not a repetition."""
-        key = None if found is None else (found.rank, found.cause)
-        new, self._told = key is not None and key != self._told, key or self._told
-        return new
+    def news(self, found: Straggler) -> str | None:
+        """A sentence, once a rank that was found in a step has cost enough; None before and afterwards."""
+        key = found.rank, found.cause
+        before = self._cost[key]
+        self._cost[key] += found.excess_seconds
+        if before >= _COSTLY or self._cost[key] < _COSTLY:
+            return None
+        return (
+            f"rank {found.rank} on {found.node} is slow: its {found.cause} takes {found.excess_seconds:.3g} s longer a step than "
+            f"that of others, which have waited {self._cost[key]:.0f} s for it"
+        )
 
     def _is_judged(self, taken: Sequence[float]) -> bool:
         """Whether a save of these seconds tells anything: rank 0 prepares the first one of a start for all."""

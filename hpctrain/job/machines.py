@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,8 @@ class Machine(BaseModel):
     memory: bytes. bandwidth: of the memory, bytes/s. flops: FLOP/s of products by data type. inside, across: bytes/s that a device
     sends to others of its node, and to other nodes. efficiency: the shares of FLOP/s and of bandwidths that programs reach.
     latency: seconds of a collective besides its bytes. launch: seconds of an operator at least. per_node: devices of a node.
-    accelerator: whether they are none of its CPUs.
+    accelerator: whether they are none of its CPUs. device_names: patterns of the names that torch has for the
+    device.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,6 +38,7 @@ class Machine(BaseModel):
     launch: Positive = 5e-6
     per_node: Annotated[int, Field(ge=1)] = 8
     accelerator: bool = True
+    device_names: list[str] = []
 
     @field_validator("flops")
     @classmethod
@@ -74,5 +77,11 @@ def open_machine(name: str) -> Machine:
         raise UsageError(f"{path}: {where}: {first['msg']}, found {first['input']!r}") from None
 
 
+def machine_of_device(name: str) -> Machine | None:
+    """The shipped machine whose devices torch calls so; None for others, such as a slower variant of a card."""
+    found = (Machine.model_validate(table) for table in _shipped().values())
+    return next((one for one in found if any(fnmatchcase(name, pattern) for pattern in one.device_names)), None)
+
+
 def _shipped() -> dict[str, Any]:
-    return tomli.loads(files("hpctrain.planning").joinpath("machines.toml").read_text())
+    return tomli.loads(files("hpctrain.job").joinpath("machines.toml").read_text())

@@ -1,0 +1,51 @@
+"""Floating-point operations of operators, as torch counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from hpctrain.base.torch_fake import is_fake, operator_of
+from hpctrain.base.torch_private import TorchDispatchMode
+
+_CPU_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
+}
+"""torch's counter of an operator that its registry lacks, and of how many first arguments it takes the shapes."""
+
+
+def operator_flops(overload: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Any) -> int:
+    """The floating-point operations of an operator's call that gave `found`; 0 for operators other than products."""
+    operator, name = operator_of(overload)
+    if name in _CPU_ATTENTION:
+        count, tensors = _CPU_ATTENTION[name]
+        return int(count(*(one.shape for one in args[:tensors])))
+    return int(flop_registry[operator](*args, **kwargs, out_val=found)) if operator in flop_registry else 0
+
+
+def _is_shape(found: Any) -> bool:
+    """Whether an operator has made a tensor without values: DTensor asks so for the shape of a result."""
+    return isinstance(found, Tensor) and is_fake(found)
+
+
+class CountedFlops(TorchDispatchMode):
+    """A mode that counts operations while `counts()` is true."""
+
+    def __init__(self, counts: Callable[[], bool]) -> None:
+        made: Any = super()  # torch leaves the mode's methods without types
+        made.__init__()
+        self._counts, self.total = counts, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(one, "__tensor_flatten__") for one in types):
+            return NotImplemented  # a tensor that is spread over ranks: its parts on this rank come through here
+        found = func(*args, **(kwargs or {}))
+        if self._counts() and not _is_shape(found):
+            self.total += operator_flops(func, args, kwargs or {}, found)
+        return found

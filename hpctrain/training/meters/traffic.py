@@ -1,0 +1,43 @@
+"""This rank's communication in a step by axis of the mesh and kind of operation, where ranks talk over hpctrain.mpi."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from hpctrain.mpi.accounting import OperationStatistics, statistics
+
+_WORLD = "world"
+"""The name of the group of all ranks, over which they exchange figures, unless an axis has it."""
+
+
+class Traffic:
+    """Takes what was added since the last call of `take`. torch's own backends tell nobody what an operation took: of them nothing
+    is known here."""
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        """groups: by the names of their axes."""
+        self._names: dict[str, str] = {group.group_name: axis for axis, group in groups.items()}
+        self._before = dict[tuple[str, str], OperationStatistics]()
+        self.take()
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """Tables of a row by their keys, each by "AXIS.OPERATION". Empty without operations."""
+        now = {(group, name): one for group, found in statistics().groups.items() for name, one in found.items()}
+        exposed, hidden, speeds = dict[str, float](), dict[str, float](), dict[str, float]()
+        for (group, name), one in now.items():
+            before = self._before.get((group, name), OperationStatistics())
+            calls, seconds = one.calls - before.calls, one.seconds - before.seconds
+            blocked = one.blocked_seconds - before.blocked_seconds
+            if calls == 0 and blocked == 0:
+                continue
+            key = f"{self._names.get(group, _WORLD)}.{name}"
+            exposed[key] = exposed.get(key, 0.0) + blocked
+            if seconds > blocked:
+                hidden[key] = hidden.get(key, 0.0) + seconds - blocked
+            if seconds > 0 and group in self._names:
+                speeds[key] = (one.bytes - before.bytes) / seconds
+        self._before = now
+        tables = {"exposed_seconds": exposed, "hidden_seconds": hidden, "bytes_per_second": speeds}
+        return {name: table for name, table in tables.items() if table}

@@ -1,0 +1,102 @@
+"""The measurements of a step on several ranks: operations whatever the layout, the losses of ranks, traffic by axis."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hpctrain_plugins.model.gpt import GPT
+from torch.profiler import ProfilerActivity, profile
+from training import job, session_of, thorough, train_here
+
+from hpctrain.ranks.signals import StopRequest
+from hpctrain.training.loop import train, train_step
+
+pytestmark = pytest.mark.usefixtures("world")
+
+LAYOUTS = [
+    {},
+    {"sharding": {"stage": 3}},
+    {"parallelism": {"tensor": 2}},
+    thorough({"parallelism": {"pipeline": 2}}),
+    thorough({"parallelism": {"context": 2}, "model": {"max_seq_length": 8}}),
+    thorough({"activation_checkpointing": {"mode": "full"}}),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("told", [True, False], ids=["formula", "counted"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_operations_are_the_model_s_whatever_the_layout(
+    root: Path, layout: dict[str, Any], told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not told:
+        monkeypatch.setattr(GPT, "flops", lambda *_: None)
+    tables = job(job={"output_dir": str(root), "steps": 4}, **layout)
+    found = [row["model_flops_per_second"] * row["step_seconds"] for row in train_here(tables).rows]
+    size = tables["model"]
+    hidden, layers, seq = size["hidden_size"], size["layers"], size["max_seq_length"]
+    matrices = 12 * layers * hidden**2 + hidden * size["vocab_size"]
+    attended = 0.75 if "context" in str(layout) and not told else 1.0  # the later half never looks at what is masked
+    wanted = tables["batch"]["global_size"] * seq * (6 * matrices + attended * 12 * layers * hidden * seq)
+    assert found == pytest.approx([wanted] * 4, rel=1e-9)
+
+
+@pytest.mark.ranks(2)
+def test_the_losses_of_ranks_are_around_the_batch_s(root: Path) -> None:
+    rows = train_here(job(job={"output_dir": str(root)})).rows
+    assert all(row["rank_loss"]["rank_min"] < row["loss"] < row["rank_loss"]["rank_max"] for row in rows)
+    if dist.get_world_size() == 2:  # with as many tokens each
+        assert [sum(row["rank_loss"].values()) / 2 for row in rows] == pytest.approx([row["loss"] for row in rows])
+
+
+@pytest.mark.ranks(2)
+def test_traffic_by_axis_agrees_with_a_trace(root: Path) -> None:
+    """torch's profiler sees the operations of tensor parallelism from outside."""
+    if dist.get_backend() != "mpi4py":
+        pytest.skip("others than hpctrain.mpi tell nobody")
+    size = {"hidden_size": 64, "layers": 4, "attention_heads": 4, "vocab_size": 64, "max_seq_length": 64}
+    tables = job(
+        job={"output_dir": str(root), "steps": 8}, model=size, batch={"global_size": 24, "micro_size": 12},
+        parallelism={"tensor": 2},
+    )  # fmt: skip
+    with session_of(tables) as session:
+        loader = session.feed.training_loader(session.progress)
+        try:
+            for _ in range(2):
+                train_step(session, loader, StopRequest())
+            session.meters.traffic()
+            with profile(activities=[ProfilerActivity.CPU]) as trace:
+                for _ in range(4):
+                    train_step(session, loader, StopRequest())
+        finally:
+            loader.close()
+    name = "_c10d_functional::wait_tensor"
+    seen = sum(event.cpu_time_total for event in trace.events() if event.name == name) / 1e6
+    rows = (
+        [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()] if dist.get_rank() == 0 else []
+    )
+    told = sum(row["exposed_seconds"]["tp.all_reduce"] for row in rows[2:])
+    assert not rows or told == pytest.approx(seen, rel=0.1), (told, seen)
+    axes = {key.partition(".")[0] for row in rows for key in row["bytes_per_second"]}
+    assert not rows or axes == {"tp"} | ({"dp_replicate"} if dist.get_world_size() > 2 else set())
+
+
+def test_exposed_and_hidden_seconds_are_those_of_the_backend(root: Path) -> None:
+    import hpctrain.mpi
+
+    before = hpctrain.mpi.statistics()
+    with session_of(job(job={"output_dir": str(root), "steps": 4})) as session:
+        session.meters.traffic()
+        begin = hpctrain.mpi.statistics()
+        train(session, StopRequest())
+    after = hpctrain.mpi.statistics()
+    assert before.blocked_seconds <= begin.blocked_seconds
+    if dist.get_rank() == 0:
+        rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+        exposed = sum(sum(row.get("exposed_seconds", {}).values()) for row in rows)
+        assert exposed <= after.blocked_seconds - begin.blocked_seconds
+        assert exposed == pytest.approx(after.blocked_seconds - begin.blocked_seconds, rel=0.5)

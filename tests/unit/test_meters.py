@@ -1,0 +1,188 @@
+"""The measurements in a step's row: operations, memory, load, slow ranks, goodput over restarts."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import threading
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, JobFile
+from launching import wait_until
+from torch import Tensor, nn
+
+import hpctrain
+from hpctrain.base.errors import HpctrainError
+from hpctrain.job.machines import machine_of_device
+from hpctrain.training.meters import device_load as loads
+from hpctrain.training.meters.clock import PARTS
+from hpctrain.training.meters.stragglers import Stragglers
+from hpctrain.training.meters.throughput import peak_flops
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+class Net(nn.Module):
+    """A convolution (3 to 4 channels, 3 x 3, on 8 x 8) and a head (256 to 10), whose trunk may be computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten()), nn.Linear(256, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.utils.checkpoint.checkpoint(self.trunk, x, use_reentrant=False))
+
+
+class Images:
+    def __init__(self, split: str, seed: int = 0) -> None:
+        self.x = torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index], index % 10
+
+
+def rows(directory: str = "out") -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in Path(directory, "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if "loss" in row]
+
+
+def test_the_operations_of_any_module_are_counted_by_torch() -> None:
+    tables = {
+        "job": {"name": "net", "steps": 4, "output_dir": "out"},
+        "model": {"name": Net, "loss": nn.functional.cross_entropy},
+        "dataset": {"name": Images},
+        "optimizer": {"name": "sgd", "lr": 0.01},
+        "batch": {"global_size": 6, "micro_size": 3},
+    }
+    hpctrain.run(tables)
+    # 2 x inputs of an output x outputs, three times: forward, and backward by inputs and by parameters
+    wanted = 6 * 3 * 2 * (3 * 9 * 4 * 64 + 256 * 10)
+    for row in rows():
+        assert row["model_flops_per_second"] * row["step_seconds"] == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_torch_s_count_of_gpt_is_the_formula_s(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpctrain_plugins.model.gpt import GPT
+
+    if counted:
+        monkeypatch.setattr(GPT, "flops", lambda *_: None)
+    hpctrain.run(json.loads(json.dumps(TINY)))
+    size = TINY["model"]
+    hidden, seq = size["hidden_size"], size["max_seq_length"]
+    matrices = 12 * size["layers"] * hidden**2 + hidden * size["vocab_size"]
+    wanted = 12 * seq * (6 * matrices + 12 * size["layers"] * hidden * seq)
+    for row in rows():
+        assert row["model_flops_per_second"] * row["step_seconds"] == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("told", ["-1", "float('nan')", "'many'", "1 / 0"])
+def test_a_model_that_tells_no_number_of_operations(told: str, job: JobFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpctrain_plugins.model.gpt import GPT
+
+    monkeypatch.setattr(GPT, "flops", lambda *_: eval(told))
+    with pytest.raises(HpctrainError, match=r"its `flops` failed|operations on a micro batch, expected a number"):
+        hpctrain.run(job.tables)
+
+
+def test_peaks_are_those_of_the_vendor() -> None:
+    peaks = {
+        "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA A100-SXM4-40GB": 312e12, "AMD Instinct MI300X": 1307.4e12,
+        "Tesla V100-SXM2-32GB": 15.7e12, "NVIDIA H200 NVL": None, "NVIDIA H100 PCIe": None, "NVIDIA A10": None,
+    }  # fmt: skip
+    for name, peak in peaks.items():
+        machine = machine_of_device(name)
+        assert (None if machine is None else machine.peak("bfloat16", tf32=False)) == peak, name
+    precision: Any = SimpleNamespace(name="bf16", product_dtype=torch.bfloat16, parameter_dtype=torch.float32)
+    assert peak_flops(torch.device("cpu"), precision) is None
+
+
+def test_a_row_has_the_memory_of_the_process(job: JobFile) -> None:
+    hpctrain.run(job.tables)
+    for row in rows():
+        now, peak = row["host_bytes"]["rank_max"], row["memory_bytes"]["rank_max"]
+        assert 50 * 2**20 < now <= 1.01 * peak and row["host_bytes"]["rank_mean"] == now
+        assert (
+            not {"allocated_bytes", "mfu", "utilization", "watts", "loss_scale", "rank_loss", "straggler"} & row.keys()
+        )
+
+
+def test_the_load_of_an_accelerator_is_asked_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([None, (0.0, 0.0), (0.2, 100.0), (0.4, 300.0), (0.6, 500.0)])
+    monkeypatch.setattr(loads, "_SECONDS", 0.001)
+    monkeypatch.setattr(loads, "device_load", lambda device: next(answers, None))
+    without = loads.DeviceLoad(torch.device("cpu"))
+    assert all(math.isnan(one) for one in without.take())
+    without.close()
+    found = loads.DeviceLoad(torch.device("cpu"))
+    wait_until(lambda: all(one.name != "device load" for one in threading.enumerate()), 30, "the last answer")
+    assert found.take() == pytest.approx([0.4, 300.0])
+    assert found.take() == pytest.approx([0.4, 300.0]), "the last ones, until there are others"
+    found.close()
+
+
+def own(ranks: int, **seconds: Callable[[int], float]) -> list[list[float]]:
+    """Each rank's own seconds by part."""
+    return [[seconds.get(part, lambda _: 0.0)(rank) for part in PARTS] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("part", "cause"),
+    [("data", "data"), ("backward", "compute"), ("optimizer", "compute"), ("other", "host"), ("checkpoint", "save")],
+)
+def test_a_slow_rank_is_found_by_its_own_excess(part: str, cause: str) -> None:
+    judge = Stragglers(["a", "a", "b", "b"])
+    slow = own(
+        4,
+        forward=lambda _: 1.0,
+        **{part: lambda rank: 0.1 + (0.5 if rank == 2 else 0.01 * rank) + (part == "backward")},
+    )
+    found = [judge.see(slow, 1.5) for _ in range(30)]
+    first = next(place for place, one in enumerate(found) if one is not None)
+    assert first == (1 if cause == "save" else 3), "one step tells nothing, nor does the first save"
+    one = found[-1]
+    assert one is not None and (one.rank, one.node, one.cause) == (2, "b", cause)
+    assert one.excess_seconds == pytest.approx(0.49 if part != "forward" else 0.5, abs=0.02)
+    said = [judge.news(one) for _ in range(60)]
+    assert [place for place, text in enumerate(said) if text] == [round(10 / one.excess_seconds + 0.49) - 1]
+    assert f"rank 2 on b is slow: its {cause} takes" in "".join(filter(None, said))
+
+
+def test_noise_names_nobody() -> None:
+    judge = Stragglers(["a"] * 4)
+    for step in range(40):  # another one is slow in each step
+        assert judge.see(own(4, forward=lambda rank, now=step: 1.0 + 0.4 * (now % 4 == rank)), 1.4) is None
+    assert Stragglers(["a"]).see(own(1, forward=lambda _: 1.0), 1.0) is None
+
+
+def test_goodput_is_the_time_of_steps_that_count_since_the_first_start(job: JobFile) -> None:
+    job.set(checkpoint={"every_steps": 3}, evaluation={"every_steps": 2})
+    hpctrain.run({**job.tables, "job": {**job.tables["job"], "steps": 5}})
+    shutil.rmtree("out/checkpoints/step-00000005")
+    Path("out/checkpoints/latest").unlink(missing_ok=True)
+    Path("out/checkpoints/latest").symlink_to("step-00000003")
+    lost = rows()[3:]
+    hpctrain.run({**job.tables, "job": {**job.tables["job"], "steps": 8}})
+    first, again, told = map(json.loads, Path("out/starts.jsonl").read_text().splitlines())
+    assert "command" in first and "command" in again
+    assert (told["back_to_step"], told["lost_steps"]) == (3, 2)
+    assert told["lost_seconds"] == pytest.approx(sum(sum(row["seconds"].values()) for row in lost))
+    begin, good = datetime.fromisoformat(first["time"]).timestamp(), 0.0
+    for row in rows():
+        good += sum(row["seconds"][part] for part in ("forward", "backward", "communication", "optimizer", "other"))
+        assert row["goodput"] == pytest.approx(good / (row["time"] - begin), rel=0.05), row["step"]
+    assert 0 < rows()[-1]["goodput"] < 1
