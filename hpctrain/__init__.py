@@ -8,6 +8,7 @@ module = hpctrain.load("runs/NAME/checkpoints/latest")
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
     from hpctrain.job.tables import Job
     from hpctrain.planning.plan import plan
     from hpctrain.training.loading import load
+    from hpctrain.training.meters.memory import memory
     from hpctrain.training.rank import run
 
-__all__ = ["Job", "__version__", "load", "load_job", "plan", "run"]
+__all__ = ["Job", "__version__", "load", "load_job", "memory", "plan", "run"]
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -31,22 +33,17 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     return check(read_job(Path(path), overrides), None).job
 
 
+_HOMES = {
+    "Job": "hpctrain.job.tables",
+    "load": "hpctrain.training.loading",
+    "memory": "hpctrain.training.meters.memory",
+    "plan": "hpctrain.planning.plan",
+    "run": "hpctrain.training.rank",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """`Job`, `load`, `plan` and `run` on first use: importing hpctrain alone must not import torch (`hpctrain --help` is quick)."""
-    if name == "Job":
-        from hpctrain.job.tables import Job
-
-        return Job
-    if name == "load":
-        from hpctrain.training.loading import load
-
-        return load
-    if name == "plan":
-        from hpctrain.planning.plan import plan
-
-        return plan
-    if name == "run":
-        from hpctrain.training.rank import run
-
-        return run
+    """Names that need torch, on first use: importing hpctrain alone must not import it (`hpctrain --help` is quick)."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -97,15 +97,20 @@ def takes_bf16(device: torch.device) -> bool:
     return bool(supported(including_emulation=False) if emulated else supported())
 
 
-def memory_since(device: torch.device) -> tuple[int, int, int, int]:
-    """Bytes of this process on an accelerator: the peak of its tensors since the last call, what they take, what torch holds, and
-    of that what it can't use because tensors split it."""
+def memory_on(device: torch.device) -> tuple[int, int, int, int]:
+    """Bytes of this process on an accelerator: the peak of its tensors, what they take, what torch holds, and of that what it
+    can't use because tensors split it."""
     found = torch.accelerator.memory_stats(device)
-    torch.accelerator.reset_peak_memory_stats(device)
     names = ("allocated_bytes.all.peak", "allocated_bytes.all.current", "reserved_bytes.all.current")
     peak, allocated, reserved = (int(found.get(name, 0)) for name in names)
     split = int(found.get("inactive_split_bytes.all.current", 0))
     return peak, allocated, reserved, split
+
+
+def begin_peak(device: torch.device) -> None:
+    """The next peak of an accelerator's memory is one from here on."""
+    if is_accelerator(device):
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
 def device_load(device: torch.device) -> tuple[float, float] | None:

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -49,11 +50,12 @@ class Restored:
 
 @dataclass
 class _Background:
-    """A save on a thread, which sets `path` or `error`."""
+    """A save on a thread, which sets `path` or `error`, and the seconds that it took."""
 
     thread: threading.Thread | None = None
     path: Path | None = None
     error: Exception | None = None
+    seconds: float = 0.0
 
 
 class CheckpointStore:
@@ -84,6 +86,8 @@ class CheckpointStore:
         self._group = group
         self._background_group, self._device = background_group, device
         self._background: _Background | None = None
+        self.drain_seconds = 0.0
+        """The time in which background saves that were waited for have written, on this rank, beside the training."""
         self._is_clean = False
 
     def save(self, step: int, state: State) -> Path:
@@ -103,12 +107,14 @@ class CheckpointStore:
         snapshot = together(self._group, lambda: self._snapshot(state))
 
         def run() -> None:
+            begin = time.monotonic()
             try:
                 use_device(self._device)
                 _give_way()
                 running.path = self._save(step, snapshot, group)
             except Exception as error:
                 running.error = error
+            running.seconds = time.monotonic() - begin
 
         running.thread = threading.Thread(target=run, name=f"checkpoint-{step}", daemon=True)
         self._background = running
@@ -129,6 +135,7 @@ class CheckpointStore:
         if running is None or running.thread is None:
             return None
         running.thread.join()
+        self.drain_seconds += running.seconds
         if running.error is not None:
             raise running.error
         return running.path

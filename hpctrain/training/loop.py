@@ -42,11 +42,13 @@ LOG = logging.getLogger("hpctrain")
 def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     """Train from the session's step to the last step, or until a signal.
 
-    The result has `step`, `loss` (of the last step), `losses` (of the steps of this call), `evaluation` (the metrics of the newest
-    evaluation, or None), `checkpoint`, `exit_code`, and `interrupted`: whether Ctrl-C ended the training.
+    The result has `step`, `loss` (of the last step), `losses` (of the steps of this call), `metrics` (the newest step's row),
+    `evaluation` (the metrics of the newest evaluation, or None), `checkpoint`, `exit_code`, and `interrupted`: whether Ctrl-C
+    ended the training.
     """
     hooks, progress, code = session.hooks, session.progress, EXIT_DONE
     losses: list[float] = []
+    row: dict[str, Any] = {}
     stops, begun = 0, progress.step
     world = world_group()
     start: dict[str, Any] = {
@@ -86,6 +88,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
         "step": progress.step,
         "loss": progress.loss,
         "losses": losses,
+        "metrics": row,
         "evaluation": None if progress.evaluation is None else dict(progress.evaluation[1]),
         "checkpoint": session.saved.newest,
         "exit_code": code,
@@ -143,7 +146,8 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     session.hooks.step_done()
     if any(one.request for one in ranks):
         take_request(session)
-    session.report.row({**row, **session.meters.traffic()}, progress.steps, parts.model.counts, remark)
+    own = {**session.meters.traffic(), **drained(session)}
+    session.report.row({**row, **own}, progress.steps, parts.model.counts, remark)
     return row, int(max(one.stop for one in ranks)), verdict
 
 
@@ -185,6 +189,12 @@ def step_row(
         of_guard=session.guard.metrics(verdict),
     )
     return row.as_dict(moment(session), session.parts.model.counts), remark
+
+
+def drained(session: Session) -> dict[str, float]:
+    """The key of a row for background saves that have ended since the row before."""
+    seconds, session.store.drain_seconds = session.store.drain_seconds, 0.0
+    return {"drain_seconds": seconds} if seconds else {}
 
 
 def update(session: Session, gradients: list[Tensor], norm: float, trial: FirstStep | None) -> None:

@@ -158,6 +158,10 @@ class OwnRow:
     """The share of the wall time since the first start of the run, over all restarts, that went into steps that count: their
     forward, backward, communication, optimizer and other seconds. Steps that a resume drops don't count."""
 
+    drain_seconds: float | None
+    """The time in which a background save that has ended since the row before wrote its copy beside the training. Making the copy
+    is `checkpoint` in `seconds`. Absent without such a save."""
+
     exposed_seconds: Mapping[str, float]
     """Seconds that rank 0 waited for communication, by "AXIS.OPERATION", such as `tensor.all_reduce`; "world" are all ranks. Known
     where ranks talk over MPI; so are the next two."""

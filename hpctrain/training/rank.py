@@ -72,10 +72,10 @@ def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
     place of "package.module:callable": {"model": {"name": make_model, "loss": my_loss}, "dataset": {"name": data}, ...}.
     resume: "auto", "never", or a checkpoint.
 
-    The result has `step`, `loss` (of the last step), `losses` (of the steps of this call), `evaluation` (the metrics of the
-    newest evaluation, or None), `checkpoint` (the newest one, for `hpctrain.load`) and `exit_code`: 0, or 75 if a signal stopped
-    training after a save. After Ctrl-C, the save is followed by KeyboardInterrupt on all ranks. Errors that a user can fix are
-    HpctrainErrors. With several ranks, an error on one rank ends the processes of all.
+    The result has `step`, `loss` (of the last step), `losses` (of the steps of this call), `metrics` (the newest step's row),
+    `evaluation` (the metrics of the newest evaluation, or None), `checkpoint` (the newest one, for `hpctrain.load`) and
+    `exit_code`: 0, or 75 if a signal stopped training after a save. After Ctrl-C, the save is followed by KeyboardInterrupt on
+    all ranks. Errors that a user can fix are HpctrainErrors. With several ranks, an error on one rank ends the processes of all.
     """
     refuse_in_worker()
     if dist.is_initialized():

@@ -56,7 +56,8 @@ def save_if_due(session: Session, stop_agreed: bool) -> int:
     due = final or is_due(session)
     excused = session.job.checkpoint.on_error == "continue"
     if due or session.store.is_over():
-        finish_saving(session, excused or final)  # a failure of the previous save doesn't prevent the final one
+        with session.hooks.position.inside("save", session.progress.step):
+            finish_saving(session, excused or final)  # a failure of the previous save doesn't prevent the final one
     if due:
         try:
             session.deadline.save_begins()

@@ -39,6 +39,8 @@ def test_two_ranks_with_evaluation_and_tensorboard(job: JobFile) -> None:
     done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
     assert done.code == 0, done
     assert done.err == "", done
+    host = job.rows()[-1]["host_bytes"]
+    assert host["rank_max"] > host["rank_mean"], "each rank tells its own"
     rows = [json.loads(line) for line in (job.output / "metrics.jsonl").read_text().splitlines()]
     evaluations = {row["step"]: row["evaluation_loss"] for row in rows if "evaluation_loss" in row}
     assert set(evaluations) == {2, 4}

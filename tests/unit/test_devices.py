@@ -23,7 +23,7 @@ from hpctrain.base import devices
 from hpctrain.contracts import plugin
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plugin import Options
-from hpctrain.training.meters.memory import memory_of
+from hpctrain.training.meters.memory import memory_since
 
 ROOT = Path(__file__).parent.parent.parent
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
@@ -51,7 +51,7 @@ def test_importing_it_takes_torch_only() -> None:
 def test_plugins_get_what_they_need() -> None:
     inside = {
         "deterministic_cudnn", "give_memory_back", "device_load", "is_started", "memory_left", "nccl_version",
-        "has_cuda_operators", "pci_address", "memory_since", "seed_draws", "unusable_accelerator", "use_device",
+        "has_cuda_operators", "pci_address", "begin_peak", "memory_on", "seed_draws", "unusable_accelerator", "use_device",
     }  # fmt: skip
     public = {name for name, one in vars(devices).items() if getattr(one, "__module__", "") == devices.__name__}
     assert public - inside <= set(hpctrain.api.__all__) and not inside & set(hpctrain.api.__all__)
@@ -149,7 +149,7 @@ def test_an_accelerator_of_another_maker(machine: Machine) -> None:
     assert devices.device_of_rank(1) == XPU and devices.is_accelerator(XPU)
     devices.use_device(XPU)
     assert machine.current == {threading.get_ident(): XPU}
-    assert memory_of(XPU)[:4] == [4097, 0, 8192, 0] and machine.peaks_reset == [XPU]
+    assert memory_since(XPU)[:4] == [4097, 0, 8192, 0] and machine.peaks_reset == [XPU]
     begin, end = devices.mark(XPU), devices.mark(XPU)
     assert devices.seconds_between(begin, end) == 0.5
     with devices.forked_random_state(XPU):

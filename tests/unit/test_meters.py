@@ -121,6 +121,24 @@ def test_a_row_has_the_memory_of_the_process(job: JobFile) -> None:
         )
 
 
+def test_a_program_asks_for_its_memory(job: JobFile) -> None:
+    before = hpctrain.memory()
+    kept = torch.ones(64 * 2**20, dtype=torch.uint8)
+    after = hpctrain.memory("cpu")
+    assert before.keys() == after.keys() == {"memory_bytes", "host_bytes"}
+    assert 60 * 2**20 < after["host_bytes"] - before["host_bytes"] < 80 * 2**20 and len(kept)
+
+
+def test_background_saves_tell_how_long_they_wrote(job: JobFile) -> None:
+    job.set(job={"steps": 6}, checkpoint={"every_steps": 2, "asynchronous": True})
+    result = hpctrain.run(job.tables)
+    drained = [row["drain_seconds"] for row in rows() if "drain_seconds" in row]
+    assert 1 <= len(drained) <= 3 and all(one > 0 for one in drained)
+    assert sum(row["seconds"]["checkpoint"] for row in rows()) > 0
+    own = {"goodput", "drain_seconds"}
+    assert result["metrics"] == {key: value for key, value in rows()[-1].items() if key not in own}
+
+
 def test_the_load_of_an_accelerator_is_asked_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([None, (0.0, 0.0), (0.2, 100.0), (0.4, 300.0), (0.6, 500.0)])
     monkeypatch.setattr(loads, "_SECONDS", 0.001)

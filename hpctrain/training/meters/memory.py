@@ -1,4 +1,4 @@
-"""This rank's memory, for the row of a step."""
+"""This process's memory, for the row of a step and for programs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,37 @@ import sys
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from hpctrain.base.devices import is_accelerator, memory_since
+from hpctrain.base.devices import accelerator, begin_peak, is_accelerator, memory_on
 
 KINDS = ("memory", "allocated", "reserved", "fragmented", "host")
 """Keys of a row without `_bytes`; the first one is the peak."""
-_PROCESS = psutil.Process()
 
 
 def memory_of(device: torch.device) -> list[int]:
-    """Bytes by kind, those on an accelerator zero on the CPU; the accelerator's next peak is one from here on."""
-    resident = int(_PROCESS.memory_info().rss)
+    """Bytes by kind, those on an accelerator zero on the CPU."""
+    resident = int(
+        psutil.Process().memory_info().rss
+    )  # a new object: a forked rank has another process than its server
     if is_accelerator(device):
-        return [*memory_since(device), resident]
+        return [*memory_on(device), resident]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return [peak if sys.platform == "darwin" else peak * 1024, 0, 0, 0, resident]
+
+
+def memory_since(device: torch.device) -> list[int]:
+    """The same, where an accelerator's peak is that since the last call."""
+    found = memory_of(device)
+    begin_peak(device)
+    return found
+
+
+def memory(device: torch.device | str | None = None) -> dict[str, int]:
+    """Bytes of this process by the names that a row of metrics.jsonl has: `memory_bytes`, the peak, and `host_bytes`; on an
+    accelerator `allocated_bytes`, `reserved_bytes` and `fragmented_bytes`, too.
+
+    device: None for the current accelerator, or the CPU if there is none. In a training the peak is that since the newest row.
+    """
+    kind = accelerator()
+    here = torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+    found = zip(KINDS, memory_of(here if device is None else torch.device(device)), strict=True)
+    return {f"{name}_bytes": value for name, value in found if value}

@@ -15,7 +15,7 @@ from hpctrain.contracts.precision import Precision
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.training.meters.clock import PARTS, Clock
 from hpctrain.training.meters.device_load import DeviceLoad
-from hpctrain.training.meters.memory import KINDS, memory_of
+from hpctrain.training.meters.memory import KINDS, memory_since
 from hpctrain.training.meters.stragglers import Stragglers
 from hpctrain.training.meters.throughput import ModelFlops, peak_flops
 from hpctrain.training.meters.traffic import Traffic
@@ -52,7 +52,7 @@ class Meters:
     def figures(self, micro_batches: Sequence[MicroBatch]) -> list[float]:
         """This rank's figures for `row`, from the last call until now."""
         times = self.clock.take()
-        operations, memory = self._flops.of(micro_batches), memory_of(self._device)
+        operations, memory = self._flops.of(micro_batches), memory_since(self._device)
         return [*times.parts, *times.own, operations, *memory, *self._load.take()]
 
     def row(self, ranks: Sequence[Sequence[float]], seconds: float, tell: Callable[[str], None]) -> MeasuredRow:
