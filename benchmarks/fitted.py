@@ -44,7 +44,7 @@ def median_step(job: Path, ranks: int, steps: int, settings: Mapping[str, Any]) 
         hpctrain("run", str(job), "-n", str(ranks), *sets)
         lines = (Path(directory) / "out" / "metrics.jsonl").read_text().splitlines()
     seconds = [row["step_seconds"] for row in map(json.loads, lines) if "step_seconds" in row]
-    return statistics.median(seconds[_FIRST:])
+    return float(statistics.median(seconds[_FIRST:]))
 
 
 def main() -> None:

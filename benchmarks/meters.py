@@ -34,7 +34,8 @@ class Turns:
 
     def __init__(self) -> None:
         self.is_on, self.ends, self.own = True, list[float](), list[float]()
-        self._figures, self._row, self._traffic, self._report = Meters.figures, Meters.row, Meters.traffic, Report.row
+        self._figures, self._row, self._traffic = Meters.figures, Meters.row, Meters.traffic
+        self._report: Any = Report.row
 
     def install(self) -> None:
         """Stand between the loop and its meters."""
@@ -66,7 +67,10 @@ class Turns:
             turns.ends.append(time.perf_counter())
             turns.is_on = not turns.is_on
 
-        Meters.figures, Meters.row, Meters.traffic, Report.row = figures, row, traffic, report  # type: ignore[method-assign]
+        for owner, name, replacement in (
+            (Meters, "figures", figures), (Meters, "row", row), (Meters, "traffic", traffic), (Report, "row", report),
+        ):  # fmt: skip
+            setattr(owner, name, replacement)
 
 
 def main() -> None:
