@@ -17,6 +17,11 @@ from hpctrain.starting.mpi_library import MPICH, OPEN_MPI
 from hpctrain.starting.output_relay import Filter, Relay
 
 
+def ending_with_this_process() -> list[str]:
+    """The words in front of a command that is to end when this process ends."""
+    return [sys.executable, str(Path(__file__).with_name("with_parent.py")), str(os.getpid())]
+
+
 @dataclass(frozen=True)
 class Mpiexec:
     """A launcher and the MPI it belongs to."""
@@ -65,7 +70,7 @@ class UnderMpiexec:
         """
         words = [*mpiexec.command(ranks), *command]
         if heard is not None:
-            words = [sys.executable, str(Path(__file__).with_name("with_parent.py")), str(os.getpid()), *words]
+            words = [*ending_with_this_process(), *words]
         self._process = subprocess.Popen(
             words,
             env={**mpiexec.environment(ranks), **os.environ, "COLUMNS": str(shutil.get_terminal_size().columns)},

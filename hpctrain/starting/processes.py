@@ -13,7 +13,7 @@ from typing import Protocol
 
 from hpctrain.base.launcher_variables import STARTER_VARIABLE
 from hpctrain.starting.mpi_library import ask_library
-from hpctrain.starting.mpiexec import UnderMpiexec, find_mpiexec
+from hpctrain.starting.mpiexec import UnderMpiexec, ending_with_this_process, find_mpiexec
 from hpctrain.starting.pmi import PmiServer
 
 _POLL = 0.05
@@ -46,6 +46,11 @@ def spawn(command: Sequence[str], environment: Mapping[str, str], descriptors: S
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C must reach the ranks from the starter only
     )
+
+
+def spawn_with_parent(command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]) -> Rank:
+    """A rank that is started anew, and ended when this process ends."""
+    return spawn([*ending_with_this_process(), *command], environment, descriptors)
 
 
 class Processes:

@@ -23,10 +23,10 @@ _KNOWN = ("mpi", "gloo", "mpi4py")
 
 def start_measuring(ranks: int, words: list[str], as_json: bool) -> int:
     """Run `hpctrain bench WORDS` again, on ranks of its own; the exit code. Raises UsageError without an MPI."""
-    from hpctrain.starting.processes import launch_over_mpi
+    from hpctrain.starting.processes import launch_over_mpi, spawn_with_parent
 
     command = [sys.executable, "-m", "hpctrain", "bench", *words, *(["--json"] if as_json else [])]
-    launched = launch_over_mpi(command, ranks)
+    launched = launch_over_mpi(command, ranks, spawn_with_parent)
     if launched is None:
         raise UsageError(f"hpctrain bench {words[0]} needs an MPI to start its ranks: pip install 'hpctrain[mpich]'")
     try:
