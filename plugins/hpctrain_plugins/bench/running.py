@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-from hpctrain.toolkit.commands import UsageError
+from hpctrain.api import HpctrainError, UsageError
 from hpctrain.toolkit.jobs import RawJob, check, read_job, run
 from hpctrain_plugins.bench.tables import measured_tables
 from hpctrain_plugins.bench.turns import Make, Turns, TurnsHook
@@ -21,7 +21,7 @@ def refuse(raw: RawJob, ranks: int, steps: int) -> None:
     tables = measured_tables(raw.tables, steps, tempfile.gettempdir())
     try:
         check(RawJob(tables, raw.places, raw.source), ranks)
-    except UsageError as error:
+    except HpctrainError as error:
         raise UsageError(
             f"bench trains a job without its evaluations, checkpoints and loggers, and this one can't be so: {error}"
         ) from None

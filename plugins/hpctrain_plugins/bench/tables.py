@@ -26,12 +26,6 @@ def measured_tables(tables: Mapping[str, Any], steps: int, directory: str) -> di
     return made
 
 
-def with_batch(tables: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """The tables with a global batch that is larger by `factor`."""
-    made = dict(tables)
-    batch = dict(made.get("batch", {}))
-    for key in ("global_size", "tokens"):
-        if key in batch:
-            batch[key] = round(batch[key] * factor)
-    made["batch"] = batch
-    return made
+def with_batch(tables: Mapping[str, Any], key: str, size: int) -> dict[str, Any]:
+    """The tables with another global batch."""
+    return {**tables, "batch": {**tables.get("batch", {}), key: size}}
