@@ -69,7 +69,7 @@ class GPT(nn.Module):
 
 
 def measure(
-    repetitions: int = 50, steps: int = 15, sizes: Sequence[int] = SIZES, model: Callable[[], nn.Module] = GPT
+    repetitions: int = 50, steps: int = 7, sizes: Sequence[int] = SIZES, model: Callable[[], nn.Module] = GPT
 ) -> list[Row]:
     """Time float32 operations and training steps over all ranks. Collective; ranks use one thread each.
 

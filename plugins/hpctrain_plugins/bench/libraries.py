@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.api import is_accelerator
-from hpctrain_plugins.bench.task import Task
 from hpctrain_plugins.bench.trainers import Ddp, Fsdp2, Trainer
 
 
@@ -111,11 +110,3 @@ def missing(name: str) -> str:
     if name in ("accelerate", "lightning", "deepspeed") and importlib.util.find_spec(name) is None:
         return f"{name} is not installed (pip install {name})"
     return ""
-
-
-def made(name: str, task: Task) -> Trainer | str:
-    """The trainer, or a line that says why it can't train this job. Collective."""
-    try:
-        return PEERS[name](task)
-    except Exception as error:  # a third party's code
-        return f"{name} can't train this job: {type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpctrain.api import UsageError, gather_values
 from hpctrain_plugins.bench.figures import Figure, Ratio
-from hpctrain_plugins.bench.libraries import PEERS, made, missing
+from hpctrain_plugins.bench.libraries import PEERS, missing
 from hpctrain_plugins.bench.task import Task
 from hpctrain_plugins.bench.trainers import Trainer
 from hpctrain_plugins.bench.turns import COMPARED, Turn, Turns
@@ -71,25 +71,25 @@ class PeersResult:
 
 @dataclass
 class Peers:
-    """Makes the trainers of the given names, as far as they can train the job."""
+    """The trainers of the given names, as far as they are installed."""
 
     names: Sequence[str]
     left_out: dict[str, str] = field(default_factory=dict)
 
-    def make(self, task: Task) -> list[Trainer]:
-        """The trainers that all ranks have. Collective. Raises UsageError for a job that only hpctrain trains."""
+    def choose(self, task: Task) -> list[type[Trainer]]:
+        """The trainers that are installed on all ranks. Collective. Raises UsageError for a job that only hpctrain trains."""
         why = task.hindrance()
         if why:
-            raise UsageError(f"bench peers: {why}; expected data parallelism only, without a scale", everywhere=True)
+            raise UsageError(
+                f"bench peers: {why}; expected a job of data parallelism alone, without a scaled loss", everywhere=True
+            )
         found = []
         for name in self.names:
             lacks = next((one for one in gather_values(missing(name)) if one), "")
-            trainer = lacks or made(name, task)
-            failed = next((one for one in gather_values(trainer if isinstance(trainer, str) else "") if one), "")
-            if failed:
-                self.left_out[name] = failed
-            elif isinstance(trainer, Trainer):
-                found.append(trainer)
+            if lacks:
+                self.left_out[name] = lacks
+            else:
+                found.append(PEERS[name])
         return found
 
     def result(self, turns: Turns) -> PeersResult:

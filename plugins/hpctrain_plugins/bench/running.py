@@ -12,7 +12,7 @@ from pathlib import Path
 from hpctrain.api import HpctrainError, UsageError
 from hpctrain.toolkit.jobs import RawJob, check, read_job, run
 from hpctrain_plugins.bench.tables import measured_tables
-from hpctrain_plugins.bench.turns import Make, Turns, TurnsHook
+from hpctrain_plugins.bench.turns import Choose, Turns, TurnsHook
 
 
 def refuse(raw: RawJob, ranks: int, steps: int) -> None:
@@ -27,13 +27,13 @@ def refuse(raw: RawJob, ranks: int, steps: int) -> None:
         ) from None
 
 
-def measure(job: Path, overrides: Sequence[str], ranks: int | None, steps: int, make: Make) -> Turns:
-    """The job's turns with the trainers that `make` gives. Collective over the ranks of the launcher.
+def measure(job: Path, overrides: Sequence[str], ranks: int | None, steps: int, choose: Choose) -> Turns:
+    """The job's turns with the trainers that `choose` names. Collective over the ranks of the launcher.
 
     ranks: how many there should be; None for any.
     """
     raw = read_job(job, overrides)
-    turns = Turns(raw, ranks, steps, make)
+    turns = Turns(raw, ranks, steps, choose)
     TurnsHook.turns = turns
     directory = Path(tempfile.mkdtemp(prefix="hpctrain-bench-"))  # the ranks take that of rank 0
     try:

@@ -66,9 +66,9 @@ class StepResult:
         return [*told, *([f"no reference: {self.note}"] if self.note else [])]
 
 
-def plain_loop(task: Task) -> list[Trainer]:
+def plain_loop(task: Task) -> list[type[Trainer]]:
     """The reference: a loop on each rank by itself, where it can train the job."""
-    return [] if task.hindrance() else [Trainer(task)]
+    return [] if task.hindrance() else [Trainer]
 
 
 def measured_step(turns: Turns) -> StepResult:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from hpctrain.api import Batch, Job, LiveModel, MetaModel, Piece, UsageError, forked_random_state, is_accelerator
+from hpctrain.api import Batch, Job, LiveModel, Piece, UsageError, forked_random_state, is_accelerator
 from hpctrain.toolkit.jobs import Parts, build_optimizer, parameter_groups
 
 _DATA_AXES = ("dp_replicate", "dp_shard")
@@ -74,20 +75,25 @@ class Task:
             module = spec.build()
         module.to(device=self.device, dtype=self.parts.precision.parameter_dtype)
         self.parts.precision.convert(module, spec)
-        mine = {**dict(self.model.module.named_parameters()), **dict(self.model.module.named_buffers())}
         with torch.no_grad():
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                if name in self.model.shapes:
-                    tensor.copy_(self.model.value(name))
-                elif name in mine and mine[name].shape == tensor.shape:
-                    tensor.copy_(mine[name])
-                elif isinstance(spec, MetaModel) and isinstance(tensor, nn.Parameter):
-                    raise UsageError(
-                        f"the frozen parameter {name} is cut; expected [sharding] stage 0", everywhere=True
-                    )
+                tensor.copy_(
+                    self.model.value(name) if name in self.model.shapes else self._untrained(name, tensor.shape)
+                )
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in self.model.shapes)
         return module.train()
+
+    def _untrained(self, name: str, shape: torch.Size) -> Tensor:
+        """The value of a buffer or of a frozen parameter. Collective. Raises UsageError for one that this rank has not whole."""
+        path, _, attribute = name.rpartition(".")
+        tensor: Tensor = getattr(self.model.module.get_submodule(path), attribute)
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if whole.shape != shape:
+            raise UsageError(
+                f"{name} lies on this rank as {tuple(whole.shape)}, expected {tuple(shape)}: take [sharding] stage 0"
+            )
+        return whole
 
     def optimizer(self, module: nn.Module, prefix: str = "") -> torch.optim.Optimizer:
         """The job's optimizer over the trained parameters. prefix: of their names in `module`."""

@@ -36,8 +36,10 @@ WARM_UP = 2
 """Steps at the begin of each turn that are not measured: the others have left their caches and threads behind."""
 _TOLERANCE, _ROUNDED = 1e-3, 2e-2
 """The relative difference of losses that sums in another order make, in float32 and with products in 16 bits."""
-_TURN = 5
-"""Measured steps of a turn, at most."""
+_LONGEST = 300
+"""Characters of another library's error."""
+_TURN, _TURNS = 5, 3
+"""Measured steps of a turn, at most; turns, at least, where there are so many steps."""
 
 
 @dataclass
@@ -67,16 +69,17 @@ class Turn:
         return max((one if math.isfinite(one) else math.inf for one in found), default=math.inf)
 
 
-Make = Callable[[Task], Sequence[Trainer]]
+Choose = Callable[[Task], Sequence[type[Trainer]]]
+"""Which other trainers a job gets."""
 
 
 class Turns:
-    """Measures `steps` steps of the run that it takes part in. Ends the run, which saves nothing."""
+    """Measures at least `steps` steps of the run that it takes part in. Ends the run, which saves nothing."""
 
-    def __init__(self, raw: RawJob, ranks: int | None, steps: int, make: Make) -> None:
+    def __init__(self, raw: RawJob, ranks: int | None, steps: int, choose: Choose) -> None:
         """raw: the job, whose parts the trainers are made of; ranks: how many there should be, None for any."""
-        self._raw, self._ranks, self._make = raw, ranks, make
-        self._per_turn = min(_TURN, steps)
+        self._raw, self._ranks, self._choose = raw, ranks, choose
+        self._per_turn = max(1, min(_TURN, steps // _TURNS))
         self._turns = math.ceil(steps / self._per_turn)
         self.hpctrain, self._others = Turn("hpctrain"), dict[str, Turn]()
         self.failed: dict[str, str] = {}
@@ -114,8 +117,7 @@ class Turns:
         self._task = Task(job, parts, model, identity.size)
         self.hindrance = self._task.hindrance()
         self.tolerance = _TOLERANCE if parts.precision.product_dtype is None else _ROUNDED
-        self._busy("building other trainers")
-        self._trainers = list(self._make(self._task))
+        self._trainers = [made for kind in self._choose(self._task) if (made := self._made(kind)) is not None]
         self._watch = model.module.register_forward_pre_hook(lambda *_: self._draws.append(self._task.draws()))
         self._begin = time.perf_counter()
 
@@ -167,17 +169,32 @@ class Turns:
             seconds.append(time.perf_counter() - begin)
         return seconds, losses
 
+    def _made(self, kind: type[Trainer]) -> Trainer | None:
+        """The trainer; None, and the reason in `failed`, if it can't train the job on some rank. Collective."""
+        self._busy(f"building {kind.name}")
+        made, error = None, ""
+        try:
+            made = kind(self._task)
+        except Exception as failure:  # a third party's code
+            error = _told("it can't train this job", failure)
+        return None if self._fails(kind.name, gather_values(error)) else made
+
+    def _fails(self, name: str, errors: Sequence[str]) -> bool:
+        """Note the first of the ranks' errors, if there is one."""
+        first = next((one for one in errors if one), "")
+        if first:
+            self.failed[name] = first
+        return bool(first)
+
     def _try(self, trainer: Trainer, steps: Sequence[Step]) -> None:
         """The first turn of a trainer, which is left out if it fails. Collective."""
         losses, error = list[float](), ""
         try:
             losses = [float(one) for one in self._timed(trainer, steps)[1]]
         except Exception as failure:  # a third party's code
-            error = f"it failed in its first steps: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+            error = _told("it failed in its first steps", failure)
         everyone: list[tuple[list[float], str]] = gather_values((losses, error))
-        failed = next((why for _, why in everyone if why), "")
-        if failed:
-            self.failed[trainer.name] = failed
+        if self._fails(trainer.name, [why for _, why in everyone]):
             self._trainers.remove(trainer)
             return
         sums = [sum(of_step) for of_step in zip(*(found for found, _ in everyone), strict=True)]
@@ -193,6 +210,10 @@ class Turns:
         """The step with the terms of its loss, which plain loops take from the sizes of their batches."""
         mine = sum(int(self._task.parts.model.count(batch)) for batch in step.batches)
         return Step(step.batches, sum(gather_values(mine)), mine, step.rates, step.draws)
+
+
+def _told(what: str, error: Exception) -> str:
+    return f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}"
 
 
 class TurnsHook(Hook):

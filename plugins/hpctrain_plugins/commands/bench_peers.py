@@ -38,7 +38,7 @@ def command(
         return code
     from hpctrain_plugins.bench.running import measure
 
-    turns = measure(job, overrides, ranks, steps, peers.make)
+    turns = measure(job, overrides, ranks, steps, peers.choose)
     result = peers.result(turns)
     if turns.rank == 0:
         click.echo(json.dumps(result.as_dict()) if as_json else "\n".join(result.lines()))
