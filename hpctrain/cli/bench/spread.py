@@ -14,11 +14,6 @@ class Spread(NamedTuple):
     low: float
     high: float
 
-    @property
-    def half_range(self) -> float:
-        """Half of the interquartile range: what stands behind ± in a table."""
-        return (self.high - self.low) / 2
-
 
 def spread(values: Sequence[float]) -> Spread:
     """The spread of at least one value."""

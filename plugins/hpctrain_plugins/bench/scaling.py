@@ -63,7 +63,7 @@ def batches(tables: Mapping[str, Any], counts: Sequence[int], weak: bool) -> lis
 
 
 def measure(words: Sequence[str], ranks: int, batch: tuple[str, int]) -> dict[str, Any]:
-    """What `hpctrain bench step --json` finds on so many ranks. Raises SystemExit with its exit code if it fails."""
+    """Run `hpctrain bench step --json` on so many ranks; its object. Raises SystemExit with its exit code if it fails."""
     command = [sys.executable, "-m", "hpctrain", "bench", "step", *words, "-n", str(ranks), "--json"]
     command += ["--set", f"batch.{batch[0]}={batch[1]}"]
     begin = time.monotonic()

@@ -70,7 +70,7 @@ class Turn:
 
 
 Choose = Callable[[Task], Sequence[type[Trainer]]]
-"""Which other trainers a job gets."""
+"""Gives the other trainers of a job."""
 
 
 class Turns:
@@ -228,6 +228,9 @@ class TurnsHook(Hook):
         return TurnsHook.turns
 
 
-@hookimpl
 def hpctrain_hook() -> list[type[Hook]]:
+    """The hook, for `[plugins] load` of a measured job alone: no entry point offers it to others."""
     return [TurnsHook]
+
+
+hookimpl(hpctrain_hook)
