@@ -38,10 +38,17 @@ def measure(job: Path, overrides: Sequence[str], ranks: int | None, steps: int, 
     directory = Path(tempfile.mkdtemp(prefix="hpctrain-bench-"))  # the ranks take that of rank 0
     try:
         with _silent():
-            run(measured_tables(raw.tables, turns.steps, str(directory / "run")), resume="never")
+            result = run(measured_tables(raw.tables, turns.steps, str(directory / "run")), resume="never")
     finally:
         for one in {directory, turns.directory.parent} if turns.directory else {directory}:
             shutil.rmtree(one, ignore_errors=True)  # on each node
+    if result["exit_code"]:  # a signal
+        raise SystemExit(result["exit_code"])
+    if not turns.done:
+        raise UsageError(
+            f"the job ended after step {result['step']}, expected {turns.steps} steps: leave out the hook that ends it, or take "
+            "fewer --steps"
+        )
     return turns
 
 

@@ -104,6 +104,11 @@ class Turns:
         """All steps of the run."""
         return COMPARED + self._turns * (WARM_UP + self._per_turn)
 
+    @property
+    def done(self) -> bool:
+        """Whether all turns have been taken."""
+        return self._turn > self._turns
+
     @hookimpl
     def hpctrain_job_start(self, job: Job, identity: Identity, model: LiveModel, membership: Membership) -> None:
         if self._ranks is not None and self._ranks != identity.size:
@@ -139,7 +144,7 @@ class Turns:
             self._watch.remove()
         if len(self._done) == (COMPARED if self._turn == 0 else WARM_UP + self._per_turn):
             self._others_turn()
-            if self._turn > self._turns:
+            if self.done:
                 control.stop("the measurement is done", save=False)
         self._begin = time.perf_counter()
 
