@@ -46,7 +46,7 @@ def tell_measured(rows: Sequence[Any], lines: Iterable[str], as_json: bool) -> N
 
 @click.group("bench", cls=OpenGroup)
 def command() -> None:
-    """Benchmarks of this machine."""
+    """Benchmarks of this machine, and of jobs on it."""
 
 
 @command.command("collectives", epilog=example("hpctrain bench collectives -n 2"))

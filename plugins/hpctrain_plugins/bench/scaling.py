@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,7 @@ def lines(job: str, weak: bool, steps: int, found: Sequence[Place]) -> list[str]
 
 def draw(job: str, weak: bool, found: Sequence[Place], path: Path) -> None:
     """Write a picture of the efficiency, as its name's ending says. Raises ImportError, OSError and ValueError."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 3), layout="constrained")
+    figure = import_module("matplotlib.figure").Figure(figsize=(5, 3), layout="constrained")
     axes = figure.add_subplot()
     ranks = [one.ranks for one in found]
     below = [one.efficiency - one.ideal / one.high for one in found]
