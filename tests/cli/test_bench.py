@@ -150,8 +150,11 @@ def test_ranks_of_a_launcher(job: JobFile) -> None:
 def test_a_job_without_a_reference(job: JobFile) -> None:
     found = measured(job, "step", "job.toml", "--steps", "1", "--set", "parallelism.tensor=2")
     assert found["reference"] is None and found["ratio"] is None and "[parallelism] tp cuts the model" in found["note"]
-    done = run(hpctrain("bench", "peers", "job.toml", "--set", "parallelism.tensor=2"), job.directory)
+    scratch = job.directory / "scratch"
+    words = ("bench", "peers", "job.toml", "--set", "parallelism.tensor=2")
+    done = run(hpctrain(*words), job.directory, env={"TMPDIR": str(scratch)})
     assert done.code == 2 and "[parallelism] tp cuts the model" in done.err and "Traceback" not in done.err, done
+    assert not list(scratch.glob("hpctrain-bench-*"))
 
 
 @pytest.mark.parametrize(

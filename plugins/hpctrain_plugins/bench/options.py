@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import click
 
 from hpctrain.toolkit.commands import set_option, start_measuring
 from hpctrain.toolkit.starting import launched
+from hpctrain_plugins.bench.tables import SCRATCH
 
 _DEFAULT = 2
 """Ranks."""
@@ -48,4 +51,6 @@ def started(
 
     count = ranks or _DEFAULT
     refuse(read_job(job, overrides), count, steps)
-    return start_measuring(count, [name, *words_of(job, steps, overrides), *more], as_json)
+    with tempfile.TemporaryDirectory(prefix="hpctrain-bench-", ignore_cleanup_errors=True) as directory:
+        os.environ[SCRATCH] = directory  # ranks that fail end at once, and remove nothing
+        return start_measuring(count, [name, *words_of(job, steps, overrides), *more], as_json)

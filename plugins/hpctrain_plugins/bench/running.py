@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpctrain.api import HpctrainError, UsageError
 from hpctrain.toolkit.jobs import RawJob, check, read_job, run
-from hpctrain_plugins.bench.tables import measured_tables
+from hpctrain_plugins.bench.tables import SCRATCH, measured_tables
 from hpctrain_plugins.bench.turns import Choose, Turns, TurnsHook
 
 
@@ -35,7 +35,8 @@ def measure(job: Path, overrides: Sequence[str], ranks: int | None, steps: int, 
     raw = read_job(job, overrides)
     turns = Turns(raw, ranks, steps, choose)
     TurnsHook.turns = turns
-    directory = Path(tempfile.mkdtemp(prefix="hpctrain-bench-"))  # the ranks take that of rank 0
+    # the ranks take that of rank 0
+    directory = Path(tempfile.mkdtemp(prefix="hpctrain-bench-", dir=os.environ.get(SCRATCH)))
     try:
         with _silent():
             result = run(measured_tables(raw.tables, turns.steps, str(directory / "run")), resume="never")
