@@ -18,7 +18,9 @@ import click
 from plugin_api import API, _defines, _found, _names_of, _tree
 
 from hpctrain.cli import GROUPS, cli
+from hpctrain.cli.groups import OpenGroup
 from hpctrain.job.tables import Job
+from hpctrain.plugins.commands import GROUPS as PLUGIN_GROUPS
 from hpctrain.plugins.listing import Option, describe_keys, describe_options
 from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.slots import SLOTS
@@ -133,6 +135,13 @@ def commands_page() -> Iterator[str]:
     for offer in cli.offers(context):
         if offer.source.distribution == "hpctrain":
             yield from _command(offer.load(), f"hpctrain {offer.name}", context)
+    for name in PLUGIN_GROUPS:
+        group = cli.get_command(context, name)
+        assert isinstance(group, OpenGroup)
+        inner = click.Context(group, info_name=name, parent=context)
+        for offer in group.offers(inner):
+            if offer.source.distribution == "hpctrain":
+                yield from _command(offer.load(), f"hpctrain {name} {offer.name}", inner)
 
 
 def _command(command: click.Command, name: str, parent: click.Context) -> Iterator[str]:

@@ -69,13 +69,17 @@ class Control:
 
     reasons: list[str] = field(default_factory=list)
     """Why this rank's plugins want it to end."""
+    saves: bool = True
+    """Whether the step at which it ends is saved, as far as this rank's plugins say."""
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, save: bool = True) -> None:
         """End the run after this step: it is saved, `reason` is on the screen, and the exit code is 0.
 
-        One rank's call is enough. To end a run as a failure, raise hpctrain.api.TrainingError instead.
+        One rank's call is enough. save: False for a run whose model nobody wants, such as a measurement. To end a run as a
+        failure, raise hpctrain.api.TrainingError instead.
         """
         self.reasons.append(reason)
+        self.saves = self.saves and save
 
 
 class Membership(Protocol):

@@ -5,17 +5,21 @@ Imports no torch, since the help imports every command.
 
 from hpctrain.base.errors import EXIT_TRAINING, EnvironmentUnfitError, UsageError, escaped, reason
 from hpctrain.cli.bench import start_measuring, tell_measured
-from hpctrain.cli.options import example
+from hpctrain.cli.bench.spread import Spread, spread
+from hpctrain.cli.options import example, set_option
 from hpctrain.plugins.hookspecs import hookimpl
 
 __all__ = [
     "EXIT_TRAINING",
     "EnvironmentUnfitError",
+    "Spread",
     "UsageError",
     "escaped",
     "example",
     "hookimpl",
     "reason",
+    "set_option",
+    "spread",
     "start_measuring",
     "tell_measured",
 ]

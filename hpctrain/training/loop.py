@@ -262,5 +262,7 @@ def end_if_asked(session: Session) -> None:
         return
     if sum_of(len(session.control.reasons)):
         session.progress.ended = True
-        for why in dict.fromkeys(why for rank in gather_values(session.control.reasons) for why in rank):
+        ranks: list[tuple[list[str], bool]] = gather_values((session.control.reasons, session.control.saves))
+        session.control.saves = all(saves for _, saves in ranks)
+        for why in dict.fromkeys(why for reasons, _ in ranks for why in reasons):
             session.report.say(f"ended        after step {session.progress.step}: {why}")

@@ -381,4 +381,5 @@ def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) ->
         session.report.say(f"{DONE}{result['step']}, {ended}")
     else:
         session.report.say(f"{DONE}{result['step']}, loss {result['loss']:.4f}, {seconds:.0f} s")
-    session.report.say(f"results      {directory / 'metrics.jsonl'}, {session.saved.newest}")
+    newest = session.saved.newest
+    session.report.say(f"results      {directory / 'metrics.jsonl'}{'' if newest is None else f', {newest}'}")

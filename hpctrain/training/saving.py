@@ -53,6 +53,9 @@ def save_if_due(session: Session, stop_agreed: bool) -> int:
     """
     last = session.progress.done
     final = stop_agreed or last
+    if session.progress.ended and not session.control.saves:
+        finish_saving(session, excused=True)
+        return EXIT_DONE
     due = final or is_due(session)
     excused = session.job.checkpoint.on_error == "continue"
     if due or session.store.is_over():

@@ -128,6 +128,17 @@ def test_a_plugin_that_ends_a_run_before_its_first_step(capsys: pytest.CaptureFi
     assert "ended        after step 0: no need" in out and "nan" not in out and "raise [job] steps" not in out
 
 
+def test_a_plugin_ends_a_run_that_nobody_wants_to_keep(capsys: pytest.CaptureFixture[str]) -> None:
+    name = write(
+        "ends_unsaved", "from hpctrain.api import hookimpl\n\n\n@hookimpl\n"
+        "def hpctrain_step_end(step, control):\n    if step == 3:\n        control.stop('seen', save=False)\n",
+    )  # fmt: skip
+    result = train(name, job={"steps": 9}, checkpoint={"every_steps": 2, "asynchronous": True})
+    assert (result["step"], result["exit_code"]) == (3, 0) and len(losses()) == 3
+    assert [path.name for path in Path("out/checkpoints").glob("step-*")] == ["step-00000002"]
+    assert "ended        after step 3: seen" in (out := capsys.readouterr().out) and "metrics.jsonl, None" not in out
+
+
 def test_a_plugin_gets_back_what_it_kept(capsys: pytest.CaptureFixture[str]) -> None:
     straight, halves = write("patience_straight", PATIENCE), write("patience_halves", PATIENCE)
     evaluation = {"every_steps": 3}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.cli.bench.checkpoint_methods import FileSystemWriter, Format, Method, PlainFile, Safetensors, TorchSave
+from hpctrain.cli.bench.spread import spread
 from hpctrain.contracts.checkpoint import CheckpointFormat
 from hpctrain.contracts.pieces import Piece, State
 
@@ -26,7 +27,7 @@ STEPS, STEP_PRODUCTS = 10, 10
 
 @dataclass(frozen=True)
 class CheckpointTiming:
-    """A measurement: the median over the rounds, of the slowest rank.
+    """A measurement: the median over the rounds, of the slowest rank, and the quartiles below and above it.
 
     nbytes: bytes of the values over all ranks; for a partial read, of the requested part. ratio: speed relative to a
     reference in the same round. The references: plain files for full writes and reads, the method's own full read for
@@ -37,6 +38,8 @@ class CheckpointTiming:
     method: str
     nbytes: int
     seconds: float
+    low: float
+    high: float
     ratio: float
 
 
@@ -70,15 +73,13 @@ def measure(format: CheckpointFormat, nbytes: int, directory: Path, rounds: int)
     times: dict[tuple[str, str], list[float]] = {}
     sizes = {"write": _total(sum(piece.tensor.nbytes for piece in pieces))}
     sizes["read"] = sizes["write"]
-    for _ in range(rounds + 1):  # the first round warms up caches and imports
+    for _ in range(rounds + 1):
         for method in methods:
             _one_round(method, times, sizes)
     rows = []
     for (operation, name), found in times.items():
         reference = times[operation, "plain"] if operation in ("write", "read") else times["read", name]
-        ratios = [one / other for one, other in zip(reference[1:], found[1:], strict=True)]
-        seconds = statistics.median(found[1:])
-        rows.append(CheckpointTiming(operation, name, sizes[operation], seconds, statistics.median(ratios)))
+        rows.append(_timing(operation, name, sizes[operation], found, reference))
     return [*rows, *_measure_behind(format, pieces, directory / "behind", rounds, sizes["write"])]
 
 
@@ -118,13 +119,13 @@ def _measure_behind(
         ("step", "alone", alone, alone),
         ("step during a save", format.name, during, alone),
     ]
-    return [
-        CheckpointTiming(
-            operation, name, nbytes, statistics.median(found[1:]),
-            statistics.median(one / other for one, other in zip(reference[1:], found[1:], strict=True)),
-        )
-        for operation, name, found, reference in rows
-    ]  # fmt: skip
+    return [_timing(operation, name, nbytes, found, reference) for operation, name, found, reference in rows]
+
+
+def _timing(operation: str, method: str, nbytes: int, found: list[float], reference: list[float]) -> CheckpointTiming:
+    """The measurement without the first round, which warms up caches and imports."""
+    ratios = [one / other for one, other in zip(reference[1:], found[1:], strict=True)]
+    return CheckpointTiming(operation, method, nbytes, *spread(found[1:]), statistics.median(ratios))
 
 
 def _one_round(method: Method, times: dict[tuple[str, str], list[float]], sizes: dict[str, int]) -> None:

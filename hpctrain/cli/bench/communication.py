@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from hpctrain.cli.bench.spread import Spread, spread
 from hpctrain.mpi.all_ranks import gather_json
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.settings import BACKEND
@@ -25,13 +25,17 @@ _TURN = 10  # repetitions
 @dataclass(frozen=True)
 class CollectiveTiming:
     """A measurement. nbytes: size of the reduced tensor, of the gathered output, or of the scattered input.
-    seconds: the slowest rank's median over the repetitions.
+    seconds, low, high: the slowest rank's median over the repetitions, and its quartiles. ratio: to the reference's seconds in the
+    same turns: MPI's own where it is measured, else the first backend's.
     """
 
     operation: str
     backend: str
     nbytes: int
     seconds: float
+    low: float
+    high: float
+    ratio: float
 
 
 def measure(
@@ -58,8 +62,11 @@ def measure(
         for operation in operations:
             for nbytes in sizes:
                 calls = {name: _call(operation, group, nbytes) for name, group in members.items()}
+                found = _spreads(calls, repetitions)
+                reference = found["mpi4py" if "mpi4py" in found else backends[0]].median
                 rows += [
-                    CollectiveTiming(operation, name, nbytes, t) for name, t in _medians(calls, repetitions).items()
+                    CollectiveTiming(operation, name, nbytes, *of_backend, of_backend.median / reference)
+                    for name, of_backend in found.items()
                 ]
     return rows
 
@@ -96,7 +103,7 @@ def _call(operation: str, group: dist.ProcessGroup | MPI.Intracomm, nbytes: int)
     }[operation]
 
 
-def _medians(calls: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
+def _spreads(calls: dict[str, Callable[[], object]], repetitions: int) -> dict[str, Spread]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     while any(len(values) < repetitions for values in times.values()):
         for name, call in calls.items():
@@ -106,5 +113,5 @@ def _medians(calls: dict[str, Callable[[], object]], repetitions: int) -> dict[s
                 call()
                 if repetition >= _WARMUP:
                     times[name].append(time.perf_counter() - start)
-    medians = gather_json(MPI.COMM_WORLD, {name: statistics.median(taken) for name, taken in times.items()})
-    return {name: max(of_rank[name] for of_rank in medians) for name in times}
+    ranks = gather_json(MPI.COMM_WORLD, {name: spread(taken) for name, taken in times.items()})
+    return {name: max(Spread(*of_rank[name]) for of_rank in ranks) for name in times}

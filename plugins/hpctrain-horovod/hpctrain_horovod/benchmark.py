@@ -1,10 +1,10 @@
-"""Measures Horovod's operations on the ranks of this job: this package, MPI itself, and a real Horovod where one is installed."""
+"""Measures Horovod's operations on the ranks of this job, beside torch.distributed, MPI itself, and a real Horovod where one is
+installed."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,27 +12,38 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import hpctrain_horovod.torch as ours
-from hpctrain.mpi import MPI
+from hpctrain.mpi import BACKEND, MPI
+from hpctrain.toolkit.commands import Spread, spread
 
-SIZES = {"allreduce 4 KB": 4 * 1024, "allreduce 1 MB": 2**20, "allreduce 64 MB": 64 * 2**20}
-TOGETHER = "64 allreduces of 4 KB"
+OPERATIONS = ("allreduce", "allgather", "broadcast")
+SIZES = (4 * 1024, 2**20, 64 * 2**20)
+"""Bytes: of the reduced or broadcast tensor, of the gathered one."""
+TOGETHER = "64 allreduces"
 STEP = "training step"
 _TURN = 10  # repetitions before the next engine's turn
 _WARMUP = 3  # at the start of each turn
+_LARGE, _FEWER = 16 * 2**20, 5
+"""Bytes from which a measurement takes a fifth of the repetitions."""
 
 VOCABULARY, SEQUENCE, WIDTH, LAYERS, HEADS, BATCH = 4096, 128, 512, 8, 8, 4
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement. seconds: the slowest rank's median. ratio: to MPI's own, of a step to the step of a single rank."""
+    """A measurement. nbytes: of the operation, 0 for a step. seconds, low, high: the slowest rank's median and its quartiles.
+    ratio: to torch.distributed over MPI in the same turns, of a step to that of torch's DDP."""
 
     operation: str
     engine: str
+    nbytes: int
     seconds: float
+    low: float
+    high: float
     ratio: float
 
 
@@ -57,26 +68,40 @@ class GPT(nn.Module):
         return logits
 
 
-def measure(repetitions: int = 50, steps: int = 15) -> list[Row]:
-    """Time float32 allreduces and training steps over all ranks. Collective; ranks use one thread each.
+def measure(
+    repetitions: int = 50, steps: int = 7, sizes: Sequence[int] = SIZES, model: Callable[[], nn.Module] = GPT
+) -> list[Row]:
+    """Time float32 operations and training steps over all ranks. Collective; ranks use one thread each.
 
-    The engines take turns, so that a busy machine slows all of them alike.
+    The engines take turns, so that a busy machine slows all of them alike. model: gives logits (batch, seq, vocabulary) for tokens.
     """
+    dist.init_process_group(BACKEND, init_method="mpi://")
     engines = {"hpctrain": ours, **_real()}
     for engine in engines.values():
         engine.init()
-    rows = []
-    for operation, nbytes in SIZES.items():
-        tensor = torch.zeros(nbytes // 4)
-        calls = {name: _reduce(engine, tensor, operation) for name, engine in engines.items()}
-        rows += _rows(operation, {"mpi4py": _reduce_plainly([tensor]), **calls}, repetitions)
+    gloo, rows = dist.new_group(backend="gloo"), []
+    assert isinstance(gloo, dist.ProcessGroup)  # of all ranks
+    for operation in OPERATIONS:
+        for nbytes in sizes:
+            calls = {
+                "torch mpi": _of_torch(operation, nbytes, None),
+                "torch gloo": _of_torch(operation, nbytes, gloo),
+                "mpi4py": _of_mpi(operation, nbytes),
+                **{name: _of_engine(engine, operation, nbytes) for name, engine in engines.items()},
+            }
+            rows += _rows(operation, nbytes, calls, repetitions // (_FEWER if nbytes >= _LARGE else 1))
     parts = [torch.zeros(1024) for _ in range(64)]
     together = {name: _reduce_all(engine, parts) for name, engine in engines.items()}
-    rows += _rows(TOGETHER, {"mpi4py": _reduce_plainly(parts), **together}, repetitions)
-    training = {"single rank": _step(None), **{name: _step(engine) for name, engine in engines.items()}}
-    rows += _rows(STEP, training, steps, turn=1, warmup=1)
+    rows += _rows(TOGETHER, 64 * 4096, {"torch mpi": _reduce_each(parts), **together}, repetitions)
+    training = {
+        "torch ddp": _step(model, None, ddp=True),
+        "single rank": _step(model, None),
+        **{name: _step(model, engine) for name, engine in engines.items()},
+    }
+    rows += _rows(STEP, 0, training, steps, turn=1, warmup=1)
     for engine in engines.values():
         engine.shutdown()
+    dist.destroy_process_group()
     return rows
 
 
@@ -88,18 +113,51 @@ def _real() -> dict[str, Any]:
         return {}
 
 
-def _reduce_plainly(tensors: Sequence[Tensor]) -> Callable[[], object]:
-    buffers = [tensor.numpy() for tensor in tensors]
+def _of_torch(operation: str, nbytes: int, group: dist.ProcessGroup | None) -> Callable[[], object]:
+    whole, part = _tensors(nbytes)
+    found: dict[str, Callable[[], object]] = {
+        "allreduce": lambda: dist.all_reduce(whole, group=group),
+        "allgather": lambda: dist.all_gather_single(whole, part, group=group),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+    }
+    return found[operation]
 
+
+def _of_mpi(operation: str, nbytes: int) -> Callable[[], object]:
+    whole, part = (tensor.numpy() for tensor in _tensors(nbytes))
+    found: dict[str, Callable[[], object]] = {
+        "allreduce": lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, whole),
+        "allgather": lambda: MPI.COMM_WORLD.Allgather(part, whole),
+        "broadcast": lambda: MPI.COMM_WORLD.Bcast(whole, 0),
+    }
+    return found[operation]
+
+
+def _of_engine(engine: Any, operation: str, nbytes: int) -> Callable[[], object]:
+    """Horovod's operation. Its allgather makes the gathered tensor, as it knows no place for it."""
+    whole, part = _tensors(nbytes)
+    name = f"{operation} {nbytes}"
+    found: dict[str, Callable[[], object]] = {
+        "allreduce": lambda: engine.allreduce_(whole, name=name, op=engine.Sum),
+        "allgather": lambda: engine.allgather(part, name=name),
+        "broadcast": lambda: engine.broadcast_(whole, 0, name=name),
+    }
+    return found[operation]
+
+
+def _tensors(nbytes: int) -> tuple[Tensor, Tensor]:
+    """The whole tensor, of a multiple of the ranks, and a rank's part."""
+    part = max(1, nbytes // 4 // dist.get_world_size())
+    return torch.zeros(part * dist.get_world_size()), torch.zeros(part)
+
+
+def _reduce_each(parts: Sequence[Tensor]) -> Callable[[], object]:
     def run() -> None:
-        for buffer in buffers:
-            MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, buffer)
+        for work in [dist.all_reduce(part, async_op=True) for part in parts]:
+            assert work is not None
+            work.wait()
 
     return run
-
-
-def _reduce(engine: Any, tensor: Tensor, name: str) -> Callable[[], object]:
-    return lambda: engine.allreduce_(tensor, name=name, op=engine.Sum)
 
 
 def _reduce_all(engine: Any, parts: Sequence[Tensor]) -> Callable[[], object]:
@@ -111,9 +169,9 @@ def _reduce_all(engine: Any, parts: Sequence[Tensor]) -> Callable[[], object]:
     return run
 
 
-def _step(engine: Any) -> Callable[[], object]:
+def _step(make: Callable[[], nn.Module], engine: Any, ddp: bool = False) -> Callable[[], object]:
     torch.manual_seed(0)
-    model = GPT()
+    model = DistributedDataParallel(make()) if ddp else make()
     optimizer: Any = torch.optim.AdamW(model.parameters())
     if engine is not None:
         optimizer = engine.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -132,6 +190,7 @@ def _step(engine: Any) -> Callable[[], object]:
 
 def _rows(
     operation: str,
+    nbytes: int,
     calls: Mapping[str, Callable[[], object]],
     repetitions: int,
     turn: int = _TURN,
@@ -147,8 +206,9 @@ def _rows(
                 call()
                 if repetition >= warmup:
                     times[name].append(time.perf_counter() - start)
-    medians = np.array([statistics.median(taken) for taken in times.values()])
-    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, medians, MPI.MAX)
-    slowest = dict(zip(calls, medians.tolist(), strict=True))
-    first = next(iter(slowest.values()))
-    return [Row(operation, name, seconds, seconds / first) for name, seconds in slowest.items()]
+    mine = np.array([spread(taken) for taken in times.values()])
+    ranks = np.empty((MPI.COMM_WORLD.Get_size(), *mine.shape))
+    MPI.COMM_WORLD.Allgather(mine, ranks)
+    slowest = {name: Spread(*ranks[ranks[:, at, 0].argmax(), at].tolist()) for at, name in enumerate(times)}
+    reference = next(iter(slowest.values())).median
+    return [Row(operation, name, nbytes, *found, found.median / reference) for name, found in slowest.items()]

@@ -1,0 +1,74 @@
+"""The arithmetic of benchmarks: spread, the parts of a step, efficiency; and the tables of a measured job."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TINY
+from hpctrain_plugins.bench.scaling import batches, numbers, places
+from hpctrain_plugins.bench.step import parts_of, split
+from hpctrain_plugins.bench.tables import measured_tables
+from hpctrain_plugins.bench.turns import Turn
+
+from hpctrain.base.errors import UsageError
+from hpctrain.toolkit.commands import spread
+
+
+@pytest.mark.parametrize("values", [[3.0], [1.0, 2.0], [5.0, 1.0, 4.0, 2.0], [0.1 * n**2 for n in range(31)]])
+def test_the_spread_is_that_of_numpy(values: list[float]) -> None:
+    assert [spread(values).median, spread(values).low, spread(values).high] == pytest.approx(
+        np.percentile(values, [50, 25, 75])
+    )
+
+
+def test_every_key_of_seconds_is_a_part() -> None:
+    """Keys that nobody knows yet count, and what none names is left."""
+    rows = [{"step_seconds": 1.0, "data_seconds": 0.1, "new_seconds": 0.5 + n, "loss": 2.0} for n in (0.0, 0.1, 0.2)]
+    assert parts_of(rows[0]) == {"data": 0.1, "new": 0.5}
+    found = split([1.0, 1.1, 1.2], rows)
+    assert list(found) == ["data", "new", "other"]
+    assert found["new"].seconds == 0.6 and found["other"].seconds == pytest.approx(0.4)
+    assert sum(part.seconds for part in found.values()) == pytest.approx(1.1)
+
+
+def test_numbers_of_ranks_and_their_batches() -> None:
+    assert numbers("4,1,2,2") == [1, 2, 4]
+    assert batches({"batch": {"global_size": 12}}, [2, 4], weak=False) == [("global_size", 12)] * 2
+    assert batches({"batch": {"tokens": 12}}, [2, 3], weak=True) == [("tokens", 12), ("tokens", 18)]
+    for text in ("", "0", "-1,2", "1;2"):
+        with pytest.raises(UsageError, match="expected numbers of ranks"):
+            numbers(text)
+    with pytest.raises(UsageError, match="expected a whole number"):
+        batches({"batch": {"global_size": 3}}, [2, 3], weak=True)
+
+
+def test_the_efficiency_is_ideal_to_measured() -> None:
+    found: list[dict[str, Any]] = [
+        {"ranks": ranks, "seconds": seconds, "low": seconds, "high": seconds, "reference": None, "ratio": None}
+        for ranks, seconds in ((2, 6.0), (4, 4.0), (6, 2.0))
+    ]
+    assert [one.efficiency for one in places(found, [12] * 3, weak=False)] == [1.0, 0.75, 1.0]
+    assert [one.efficiency for one in places(found, [12, 24, 36], weak=True)] == [1.0, 1.5, 3.0]
+
+
+def test_losses_that_differ() -> None:
+    mine = Turn("hpctrain", losses=[2.0, 1.0, 0.5])
+    assert Turn("other", losses=[2.0, 1.0, 0.6]).difference(mine, 2) == 0
+    assert Turn("other", losses=[2.0, 1.0, 0.6]).difference(mine, 3) == pytest.approx(0.2)
+    assert Turn("other", losses=[2.0, float("nan"), 0.5]).difference(mine, 3) == float("inf")
+
+
+def test_a_measured_job_saves_nothing_and_is_long_enough() -> None:
+    tables = copy.deepcopy(TINY) | {
+        "evaluation": {"every_steps": 1},
+        "checkpoint": {"every_steps": 1},
+        "hook": [{"name": "ema"}],
+    }
+    before = copy.deepcopy(tables)
+    made = measured_tables(tables, 30, "/scratch/run")
+    assert tables == before and made["job"]["output_dir"] == "/scratch/run" and made["job"]["steps"] > 30
+    assert not {"evaluation", "checkpoint", "logger"} & made.keys() and made["hook"][0] == {"name": "ema"}
+    assert measured_tables({"job": {"epochs": 2}}, 30, "x")["job"].keys() == {"steps", "output_dir"}
