@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 from hpctrain_plugins.bench.scaling import batches, numbers, places
-from hpctrain_plugins.bench.step import parts_of, split
+from hpctrain_plugins.bench.step import split
 from hpctrain_plugins.bench.tables import measured_tables
 from hpctrain_plugins.bench.turns import Turn
 
@@ -24,14 +24,13 @@ def test_the_spread_is_that_of_numpy(values: list[float]) -> None:
     )
 
 
-def test_every_key_of_seconds_is_a_part() -> None:
-    """Keys that nobody knows yet count, and what none names is left."""
-    rows = [{"step_seconds": 1.0, "data_seconds": 0.1, "new_seconds": 0.5 + n, "loss": 2.0} for n in (0.0, 0.1, 0.2)]
-    assert parts_of(rows[0]) == {"data": 0.1, "new": 0.5}
-    found = split([1.0, 1.1, 1.2], rows)
-    assert list(found) == ["data", "new", "other"]
-    assert found["new"].seconds == 0.6 and found["other"].seconds == pytest.approx(0.4)
-    assert sum(part.seconds for part in found.values()) == pytest.approx(1.1)
+def test_every_part_of_a_row_is_one_of_the_step() -> None:
+    rows = [
+        {"step_seconds": 1.0, "seconds": {"data": 0.1, "new": 0.5 + n, "save": 0.0}, "loss": 2.0}
+        for n in (0.0, 0.1, 0.2)
+    ]
+    found = split(rows)
+    assert list(found) == ["data", "new"] and found["new"].seconds == 0.6
 
 
 def test_numbers_of_ranks_and_their_batches() -> None:

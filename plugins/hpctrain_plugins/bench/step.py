@@ -11,28 +11,12 @@ from hpctrain_plugins.bench.task import Task
 from hpctrain_plugins.bench.trainers import Trainer
 from hpctrain_plugins.bench.turns import Turns
 
-_END = "_seconds"
-_WHOLE = f"step{_END}"
-OTHER = "other"
-"""The rest of a step: row of metrics, screen, hooks, and what no key names."""
 
-
-def parts_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The parts of a step in seconds: every key NAME_seconds of its row of metrics, by NAME."""
-    return {
-        key.removesuffix(_END): float(value)
-        for key, value in row.items()
-        if key.endswith(_END) and key != _WHOLE and isinstance(value, int | float)
-    }
-
-
-def split(seconds: Sequence[float], rows: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
-    """The figures of each part of the steps, which took `seconds`, and of what is left."""
-    of_rows = [parts_of(row) for row in rows]
-    names = dict.fromkeys(name for row in of_rows for name in row)
-    found = {name: Figure.of([row.get(name, 0.0) for row in of_rows]) for name in names}
-    left = [whole - sum(row.values()) for whole, row in zip(seconds, of_rows, strict=True)]
-    return {**found, OTHER: Figure.of(left)}
+def split(rows: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+    """The figures of each part of the steps, from the table `seconds` of their rows; without parts that take no time."""
+    of_rows = [dict(row["seconds"]) for row in rows]
+    names = dict.fromkeys(name for row in of_rows for name, seconds in row.items() if seconds > 0)
+    return {name: Figure.of([row.get(name, 0.0) for row in of_rows]) for name in names}
 
 
 @dataclass(frozen=True)
@@ -80,7 +64,7 @@ def measured_step(turns: Turns) -> StepResult:
         note = f"the first loss of the plain loop is {plain.losses[0]:.6g}, hpctrain's is {mine.losses[0]:.6g}"
         plain = None
     return StepResult(
-        turns.job, turns.ranks, len(seconds), Figure.of(seconds), split(seconds, turns.rows),
+        turns.job, turns.ranks, len(seconds), Figure.of(seconds), split(turns.rows),
         None if plain is None else Figure.of(plain.measured),
         None if plain is None else Ratio.of(mine.ratios(plain)), note,
     )  # fmt: skip
