@@ -181,7 +181,7 @@ def test_tables_of_time_and_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("text", "says"),
     [
         ("", "expected a whole trace"),
         ('{"traceEvents":[{"ph":"X"}CUT', "expected a whole trace"),
