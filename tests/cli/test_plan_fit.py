@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,44 @@ def test_a_measured_machine_plans(job: JobFile) -> None:
     assert told["machine"]["flops"]["float32"] > 1e8 and told["machine"]["inside"] > 1e6
     planned = package.plan(package.load_job(job.path), ranks=2, machine=str(job.directory / "measured.toml"))
     assert planned.fits and planned.time is not None and 0 < planned.time.seconds < 60
+
+
+DATA_SIZE = """
+import re
+from hpctrain.api import hookimpl
+
+@hookimpl
+def hpctrain_step_end():
+    with open("/proc/self/status") as file:
+        size = re.search(r"VmData:\\s+(\\d+) kB", file.read())[1]
+    with open("data-size", "w") as file:
+        file.write(size)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limit of a process's data")
+def test_the_plan_s_choice_trains_under_a_limit_that_ends_the_job(job: JobFile) -> None:
+    (job.directory / "sizes.py").write_text(DATA_SIZE)
+    trained = run(
+        hpctrain("run", "job.toml", "--set", "plugins.load=['sizes']", "--set", "job.output_dir=tiny"),
+        job.directory,
+        120,
+    )
+    assert trained.code == 0, trained
+    without = 1000 * int((job.directory / "data-size").read_text())
+    model = {"hidden_size": 256, "layers": 4, "attention_heads": 4, "vocab_size": 8192, "max_seq_length": 256}
+    job.set(model=model, batch={"global_size": 16, "micro_size": 16}, precision={"mode": "fp32"})
+    told = run(
+        hpctrain("plan", "job.toml", "--machine", machine(job.directory, memory=1e12), "--json"), job.directory, 120
+    )
+    assert told.code == 0, told
+    needs = json.loads(told.out)["peak_bytes"]
+    memory = needs / 2
+    words = ["plan", "job.toml", "--machine", machine(job.directory, memory=memory), "--fit", "fitted.toml"]
+    assert run(hpctrain(*words), job.directory, 280).code == 0
+    limited = ["bash", "-c", f'ulimit -d {int((without + 1.2 * memory) / 1000)}; exec "$@"', "limited"]
+    naive = run([*limited, *hpctrain("run", "job.toml", "--resume", "never")], job.directory, 200)
+    assert naive.code == 4 and "ran out of memory in step 1" in naive.err, naive
+    fitted = run([*limited, *hpctrain("run", "fitted.toml", "--resume", "never")], job.directory, 200)
+    assert fitted.code == 0 and "step 4/4" in fitted.out, fitted
