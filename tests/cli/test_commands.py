@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import jsonschema
 import pytest
 import tomli
 from conftest import JobFile
-from launching import hpctrain, run
+from launching import hpctrain, run, started, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -65,6 +66,14 @@ def test_collectives_are_measured(tmp_path: Path) -> None:
     plain = {(row["operation"], row["nbytes"]): row["seconds"] for row in rows if row["backend"] == "mpi4py"}
     assert all(row["ratio"] == row["seconds"] / plain[row["operation"], row["nbytes"]] for row in rows)
     assert run(hpctrain("bench", "collectives", "--backends", "nccl"), tmp_path).code == 2
+
+
+def test_the_ranks_of_a_benchmark_end_with_it(tmp_path: Path) -> None:
+    """A batch system or `timeout` ends the command alone."""
+    with started(hpctrain("bench", "collectives", "-n", "2"), tmp_path, cold=True) as command:
+        wait_until(lambda: len(command.members()) >= 3, 60, "two ranks")
+        command.process.terminate()
+        assert command.finish(60).code == -signal.SIGTERM
 
 
 def test_checkpoints_are_measured(tmp_path: Path) -> None:
