@@ -74,9 +74,9 @@ def test_csv_has_every_value_of_a_run_that_went_on() -> None:
     assert [int(row["step"]) for row in steps] == [*range(1, 9)]
     assert [int(row["step"]) for row in evaluations] == [2, 4, 6, 8]
     for row in steps:
-        truth = rows("loss")[int(row["step"])]
-        memory = truth.pop("memory_bytes")
-        truth |= {f"memory_bytes.{key}": value for key, value in memory.items()}
+        truth: dict[str, float] = {}
+        for key, value in rows("loss")[int(row["step"])].items():
+            truth |= {f"{key}.{kind}": one for kind, one in value.items()} if isinstance(value, dict) else {key: value}
         assert {key: float(value) for key, value in row.items()} == truth
     for row in evaluations:
         assert {key: float(value) for key, value in row.items()} == rows("evaluation_loss")[int(row["step"])]
