@@ -36,10 +36,10 @@ class Loader:
         plan: Iterator[Planned],
         split: Callable[[Batch], Batch],
         count: Callable[[Batch], int],
-        flops: Callable[[Batch], int | None],
         device: torch.device,
         dtype: torch.dtype,
         channels_last: bool = False,
+        flops: Callable[[Batch], int | None] = lambda _: None,
     ) -> None:
         """split: cuts this rank's part out of a micro batch. count: the terms of its loss. flops: the model's operations on a
         whole one. dtype: of floating point inputs. channels_last: how those of four dims are laid out."""

@@ -187,7 +187,7 @@ def make_loader(
     """Loads the micro batches of a plan for the job's model. split: cuts this rank's part out of each."""
     dtype = parts.precision.parameter_dtype
     count, flops = partial(counted, parts.model), partial(flops_of, parts.model)
-    return Loader(pool, plan, split, count, flops, device, dtype, job.batch.channels_last)
+    return Loader(pool, plan, split, count, device, dtype, job.batch.channels_last, flops)
 
 
 def counted(spec: ModelSpec, batch: Batch) -> int:

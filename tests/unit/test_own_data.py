@@ -297,13 +297,7 @@ def test_a_sample_that_hangs_is_told_by_its_line() -> None:
 
     source = UserSamples("here:Hangs", Hangs([0]), None, None)
     loader = Loader(
-        Pool(Batches(source)),
-        iter([Planned([0], 0)]),
-        lambda batch: batch,
-        len,
-        lambda _: None,
-        torch.device("cpu"),
-        torch.float32,
+        Pool(Batches(source)), iter([Planned([0], 0)]), lambda batch: batch, len, torch.device("cpu"), torch.float32
     )
     assert entered.wait(60)
     position = Position()
