@@ -4,6 +4,7 @@ Imports no torch, since the help imports every command.
 """
 
 from hpctrain.base.errors import EXIT_TRAINING, EnvironmentUnfitError, UsageError, escaped, reason
+from hpctrain.base.safe_files import replacing
 from hpctrain.cli.bench import start_measuring, tell_measured
 from hpctrain.cli.options import example
 from hpctrain.plugins.hookspecs import hookimpl
@@ -16,6 +17,7 @@ __all__ = [
     "example",
     "hookimpl",
     "reason",
+    "replacing",
     "start_measuring",
     "tell_measured",
 ]

@@ -132,7 +132,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         "current_accelerator": lambda check_available=False: torch.device("xpu"),
         "device_count": lambda: 2,
         "set_device_index": made.set_device_index,
-        "memory_stats": lambda device: {"allocated_bytes.all.peak": 4096 + device.index, "reserved_bytes.all.current": 8192},
+        "memory_stats": lambda device: {
+            "allocated_bytes.all.peak": 4096 + device.index,
+            "reserved_bytes.all.current": 8192,
+        },
         "reset_peak_memory_stats": made.peaks_reset.append,
     }
     for name, function in accelerators.items():
