@@ -1,4 +1,4 @@
-"""Directories of runs as hpctrain writes them, for stories that a CPU cannot tell: rows, starts and logs by their documented keys."""
+"""Directories of runs as hpctrain writes them, for stories that a CPU cannot tell."""
 
 from __future__ import annotations
 
@@ -161,3 +161,8 @@ def killed_and_resumed(directory: Path) -> Planted:
     """200 steps of 0.71 s, of which 90 twice; 50 s without a job."""
     planted = Planted(directory, checkpoint={"every_steps": 100}).starts().trains(100).saves().trains(90)
     return planted.resumes(50).trains(100).saves().ends()
+
+
+STORIES = [
+    healthy, data_bound, communication_bound, memory_unused, straggling, out_of_memory, not_finite, killed_and_resumed,
+]  # fmt: skip

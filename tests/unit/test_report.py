@@ -8,9 +8,15 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from conftest import JobFile
+from hpctrain_plugins.report.curves import RowReader
+from hpctrain_plugins.report.gathering import gather
+from hpctrain_plugins.report.pages import html_page, markdown
+from hpctrain_plugins.report.verdict import judge
 from planted_runs import (
     COMPUTING,
     Planted,
@@ -24,14 +30,12 @@ from planted_runs import (
     straggling,
 )
 
+import hpctrain
+from hpctrain.base.errors import TrainingError
 from hpctrain.cli import execute
-from hpctrain_plugins.report.curves import RowReader
-from hpctrain_plugins.report.gathering import gather
-from hpctrain_plugins.report.pages import html_page, markdown
-from hpctrain_plugins.report.verdict import judge
 
 STORIES: list[tuple[Callable[[Path], Planted], str, str, str]] = [
-    (healthy, r"Finished at step 200 of 200", r"nothing stands out: 92% of the steps' time computes, mfu 42.0%", "hpctrain profile"),
+    (healthy, r"Finished at step 200 of 200", r"nothing stands out: 92% of the steps' time computes, mfu 42", "hpctrain profile"),
     (data_bound, r"Finished", r"42% of each step waits for data", r"\[dataset\] workers = 4"),
     (communication_bound, r"Finished", r"47% of each step waits for communication, most of it for tp\.all_reduce", "bf16"),
     (memory_unused, r"Finished", r"peak 31 of 80 GB", r"\[batch\] micro_size = 16, now 8"),
@@ -102,7 +106,8 @@ def test_crafted_files_stay_text(tmp_path: Path) -> None:
     runs = [gather(planted.directory), gather(other.directory)]
     page, text = html_page(runs), markdown(runs)
     assert "<script" not in page and "<img" not in page and "\x1b" not in page + text and "&lt;script&gt;" in page
-    assert "<script" not in text and "\n# x" not in text
+    outside_code = [line for line in text.splitlines() if not line.startswith("    ")]
+    assert "<script" not in "\n".join(outside_code) and "\n# x" not in text
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ElementTree.fromstring(svg.replace("xlink:href", "href"))
     ids = re.findall(r' id="([^"]+)"', page)
@@ -129,6 +134,33 @@ def test_formats_and_refusals_as_typed(tmp_path: Path, capsys: pytest.CaptureFix
     assert execute(["report", str(tmp_path)]) == 2 and "job.resolved.toml" in capsys.readouterr().err
     assert execute(["report", str(run), "-o", str(tmp_path / "no" / "x.html")]) == 3
     assert "cannot be written" in capsys.readouterr().err
+
+
+def trained(job: JobFile, output: Path, **hook: Any) -> dict[str, Any]:
+    """Tables of the tiny job with the hook."""
+    job.set(job={"output_dir": str(output)}).tables.update(hook=[{"name": "report", **hook}])
+    return job.tables
+
+
+def test_a_run_writes_its_report_at_its_end_and_after_an_error(job: JobFile, tmp_path: Path) -> None:
+    assert hpctrain.run(trained(job, tmp_path / "a"))["exit_code"] == 0
+    page, log = ((tmp_path / "a" / name).read_text() for name in ("report.html", "log/rank-00000.log"))
+    assert "Finished at step 4 of 4" in page and "WARNING" not in log, log
+    job.set(optimizer={"lr": 1e30}, job={"steps": 30})
+    with pytest.raises(TrainingError, match="expected finite numbers"):
+        hpctrain.run(trained(job, tmp_path / "b"))
+    page = (tmp_path / "b" / "report.html").read_text()
+    assert "Loss not finite (NaN)" in page and "[optimizer] clip_norm = 1.0" in page
+
+
+def test_a_report_that_fails_or_takes_too_long_hides_nothing(job: JobFile, tmp_path: Path) -> None:
+    assert hpctrain.run(trained(job, tmp_path / "a", limit_seconds=1e-6))["exit_code"] == 0
+    assert "takes longer than 1e-06 s" in (tmp_path / "a" / "log" / "rank-00000.log").read_text()
+    (tmp_path / "b" / "report.html").mkdir(parents=True)
+    job.set(optimizer={"lr": 1e30}, job={"steps": 30})
+    with pytest.raises(TrainingError, match="expected finite numbers"):
+        hpctrain.run(trained(job, tmp_path / "b"))
+    assert "the report is not written: IsADirectoryError" in (tmp_path / "b" / "log" / "rank-00000.log").read_text()
 
 
 def test_many_rows_are_thinned_in_bounded_memory_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

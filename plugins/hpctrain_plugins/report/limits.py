@@ -130,7 +130,7 @@ def _every(facts: Facts) -> int:
     wall, each = facts.wall, facts.step_seconds or 1.0
     assert wall is not None
     losses = max(1, len(facts.starts.lost))
-    save = wall.of["saving"] / facts.rows.saves if facts.rows.saves else 0.05 * each
+    save = wall.of["saving"] / facts.rows.saves if facts.rows.saves else each
     best = math.sqrt(2 * max(save, 1e-3) * wall.seconds / losses) / max(each, 1e-6)
     now = facts.count("checkpoint", "every_steps") or 0
     most = now // 2 if now > 1 else max(1, wall.lost_steps // losses // 2)
@@ -166,12 +166,12 @@ def evaluating(facts: Facts) -> Finding | None:
 
 
 def starting(facts: Facts) -> Finding | None:
-    """Much of the time went into starts."""
+    """Much of the time went into restarts."""
     wall = facts.wall
-    if wall is None or wall.seconds < _SECONDS or wall.share("start and end") < STARTING:
+    if wall is None or wall.starts < 2 or wall.seconds < _SECONDS or wall.share("start and end") < STARTING:
         return None
     share = wall.share("start and end")
-    limit = f"{share:.0%} of the time went into {wall.starts} start{'s' if wall.starts > 1 else ''} and ends"
+    limit = f"{share:.0%} of the time went into {wall.starts} starts and their ends"
     return Finding("start", limit, "longer jobs: sbatch --time, fewer restarts", share)
 
 

@@ -172,14 +172,14 @@ def communication(runs: Sequence[Facts], width: float) -> Plot | None:
     names = sorted({*rows.exposed, *rows.hidden}, key=lambda name: -rows.exposed.get(name, 0.0))[:_BARS][::-1]
     if not names or not rows.weight:
         return None
-    plot = Plot(width, 0.9 + 0.28 * len(names))
+    plot = Plot(width, 1.1 + 0.28 * len(names))
     waited, hidden = ([1000 * of.get(name, 0.0) / rows.weight for name in names] for of in (rows.exposed, rows.hidden))
     places = range(len(names))
     plot.axes.barh(places, waited, color=COLORS["c3"], label="waited")
     plot.axes.barh(places, hidden, left=waited, color=COLORS["c2"], label="hidden")
     plot.axes.set_yticks(places, [escaped(name[:28]) for name in names])
     plot.axes.set_xlabel("ms a step")
-    plot.axes.legend(loc="lower right")
+    plot.figure.legend(loc="outside upper left", ncols=2, columnspacing=1, handlelength=1, fontsize=8)
     return plot
 
 

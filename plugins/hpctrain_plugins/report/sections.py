@@ -83,7 +83,11 @@ def speed(facts: Facts) -> Section:
     if newest is None or newest.per_second is None:
         return Section("Throughput")
     mean = mean_of(points, "per_second")
-    told = [f"{mean:,.4g} {newest.counts}/s on average"] if mean is not None else []
+    told = []
+    if mean is not None:
+        told.append(
+            f"{mean:,.0f} {newest.counts}/s on average" if mean >= 1000 else f"{mean:.4g} {newest.counts}/s on average"
+        )
     if facts.step_seconds is not None:
         told.append(f"{_seconds(facts.step_seconds)} a step")
     mfu = mean_of(points, "mfu")
@@ -193,8 +197,8 @@ def compared(runs: Sequence[Facts]) -> Section:
         "loss": lambda one: _number(one.rows.newest.loss) if one.rows.newest else "-",
         "lowest loss": lambda one: f"{one.rows.lowest[1]:.4g}" if one.rows.lowest else "-",
         "seconds a step": lambda one: _seconds(one.step_seconds) if one.step_seconds else "-",
-        "units a second": lambda one: _number(mean_of(one.rows.points, "per_second")),
-        "mfu": lambda one: _number(mean_of(one.rows.points, "mfu")),
+        "units a second": lambda one: _rate(mean_of(one.rows.points, "per_second")),
+        "mfu": lambda one: "-" if (mfu := mean_of(one.rows.points, "mfu")) is None else f"{mfu:.1%}",
         "peak memory": lambda one: f"{one.rows.memory_peak / _GIB:.2f} GiB" if one.rows.memory_peak else "-",
         "goodput": lambda one: f"{one.wall.share('stepping'):.0%}" if one.wall else "-",
         "wall time": lambda one: duration(one.wall.seconds) if one.wall else "-",
@@ -228,6 +232,10 @@ def clock(time: float, offset: timedelta) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _number(value: float | None) -> str:

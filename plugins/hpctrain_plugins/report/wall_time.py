@@ -50,7 +50,7 @@ def account(stretches: Sequence[Stretch], lost_steps: int) -> WallTime | None:
     for one in stretches:
         for kind, seconds in _of_stretch(one).items():
             of[kind] += seconds
-    whole = max(0.0, stretches[-1].ends - stretches[0].at)
+    whole = sum(max(0.0, one.ends - one.at) for one in stretches)
     return WallTime(whole, of, len(stretches), lost_steps)
 
 
