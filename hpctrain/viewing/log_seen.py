@@ -18,7 +18,7 @@ from hpctrain.viewing.following import Follower
 
 _LINE = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)")
 _ERROR = re.compile(r"([A-Z]\w*(?:Error|Exception|Interrupt)): \S")
-_OF_ANOTHER = "CommunicationError"
+OF_ANOTHER = "CommunicationError"
 """Follows where another rank has failed."""
 _WATCHDOG = "the watchdog ends this rank"
 _EVENTS = (DONE, STOPPED, "guard  ", "ended  ", "resumed", "saved  ", "weights  ", _WATCHDOG)
@@ -107,7 +107,7 @@ def find_failure(directory: Path) -> Failure | None:
     with suppress(OSError):
         logs = sorted((directory / LOGS).glob("rank-[0-9]*.log"))[:_LOGS]
     found = [one for path in logs if (one := _failure(path)) is not None]
-    return min(found, key=lambda one: (one.kind == _OF_ANOTHER, one.time), default=None)
+    return min(found, key=lambda one: (one.kind == OF_ANOTHER, one.time), default=None)
 
 
 def _failure(path: Path) -> Failure | None:

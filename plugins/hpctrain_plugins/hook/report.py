@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpctrain.api import Field, Hook, Identity, Job, Options, Plan, Problem, hookimpl, replacing
-from hpctrain.toolkit.runs import Failure, find_failure
+from hpctrain.api import Field, Hook, Identity, Job, Options, Plan, Problem, created, hookimpl, replacing
+from hpctrain.toolkit.runs import OF_ANOTHER, Failure, find_failure, read_starts
 from hpctrain_plugins.report.facts import Ending
 from hpctrain_plugins.report.gathering import failed, gather
 from hpctrain_plugins.report.pages import FILE_NAME, text_of
@@ -26,7 +27,7 @@ class ReportOptions(Options):
 
 
 class Report(Hook):
-    """Writes report.html into the run's directory on rank 0, at the end of the job and after an error."""
+    """Writes report.html into the run's directory, at the end of the job and after an error."""
 
     name = "report"
     Options = ReportOptions
@@ -47,21 +48,25 @@ class _Writing:
     """Nothing here communicates, and no error leaves it: what the run says at its end is more important."""
 
     def __init__(self, limit_seconds: float) -> None:
-        self._limit = limit_seconds
+        self._limit, self._rank = limit_seconds, 0
         self._directory: Path | None = None
-        """None on other ranks than 0, and before the start."""
+        """None before the start."""
 
     @hookimpl
     def hpctrain_job_start(self, job: Job, identity: Identity) -> None:
-        self._directory = job.output_dir if identity.rank == 0 else None
+        self._directory, self._rank = job.output_dir, identity.rank
 
     @hookimpl
     def hpctrain_job_end(self, result: Mapping[str, Any]) -> None:
-        self._write(lambda _: Ending("stopped" if result["exit_code"] else "done"))
+        if self._rank == 0:
+            self._write(lambda _: Ending("stopped" if result["exit_code"] else "done"))
 
     @hookimpl
     def hpctrain_exception(self, exception: BaseException, identity: Identity) -> None:
+        """The rank that fails writes, since rank 0 may wait for it and be ended by it."""
         mine = type(exception).__name__, str(exception), datetime.now()
+        if self._rank and (getattr(exception, "everywhere", False) or mine[0] == OF_ANOTHER):
+            return
 
         def ending(directory: Path) -> Ending:
             """The error that came first: this rank's may follow from another rank's."""
@@ -90,13 +95,32 @@ class _Writing:
 
 def _written(directory: Path, ending: Callable[[Path], Ending]) -> None:
     try:
-        text = text_of([gather(directory, ending(directory))], "html")
-        with replacing(directory / FILE_NAME) as file:
-            file.write(text.encode(errors="replace"))
-        LOG.info("report       %s", directory / FILE_NAME)
+        with _claimed(directory) as is_mine:
+            if is_mine:
+                text = text_of([gather(directory, ending(directory))], "html")
+                with replacing(directory / FILE_NAME) as file:
+                    file.write(text.encode(errors="replace"))
+                LOG.info("report       %s", directory / FILE_NAME)
     except Exception as error:
         LOG.warning("the report is not written: %s: %s", type(error).__name__, error)
         LOG.info("where the report failed", exc_info=error)
+
+
+@contextmanager
+def _claimed(directory: Path) -> Iterator[bool]:
+    """Whether no other rank of this start is writing: all may fail at once."""
+    starts = read_starts(directory).starts
+    path = directory / f".{FILE_NAME}.{starts[-1].time if starts else 0:.3f}.tmp"
+    try:
+        with created(path):
+            pass
+    except FileExistsError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        path.unlink(missing_ok=True)
 
 
 @hookimpl

@@ -75,7 +75,7 @@ class Rows:
     weight: float = 0.0
     """Rows of steps that these stand for."""
     of_starts: dict[int, StartRows] = field(default_factory=lambda: defaultdict(StartRows))
-    """By the number of the start, from 0."""
+    """Rows by the number of the start, from 0."""
     steady: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by part, without the first step of a start, which includes what happens once."""
     steady_steps: float = 0.0

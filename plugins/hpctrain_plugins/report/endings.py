@@ -94,7 +94,7 @@ def killed(facts: Facts) -> Finding | None:
 
 
 def stopped(facts: Facts) -> Finding | None:
-    """It goes on where it was."""
+    """Saved before its last step."""
     return (
         Finding("stopped", "it has not reached its last step", _again(facts), 0.0)
         if facts.ending.how == "stopped"

@@ -1,4 +1,4 @@
-"""What the files of a run say, gathered for its report."""
+"""The facts about a run that its report is made of."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rank is where. axes: sizes, outermost first. hosts: of each rank; "" if that is not known."""
+    """The places of the ranks. axes: sizes, outermost first. hosts: of each rank; "" if that is not known."""
 
     axes: Mapping[str, int]
     hosts: tuple[str, ...]
@@ -81,7 +81,7 @@ class Facts:
     scheduler: tuple[str, str] | None
     """The scheduler and the id of the newest submission."""
     offset: timedelta
-    """Of the job's clock from UTC."""
+    """The difference of the job's clock from UTC."""
 
     @property
     def name(self) -> str:

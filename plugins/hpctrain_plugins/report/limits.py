@@ -60,6 +60,8 @@ def _less_communication(facts: Facts, operation: str) -> str:
         if layout is not None and size > layout.per_host:
             return f"[parallelism.{axis}] size = {layout.per_host}: the ranks of a node, so that it stays inside"
         return f"[parallelism.{axis}] size = {size // 2}, if the model fits"
+    if facts.count("sharding", "stage") == 3:
+        return "[sharding] stage = 2, if memory allows: it gathers no parameters in each micro batch"
     hosts = len(set(layout.hosts)) if layout is not None else 1
     if hosts > 1 and facts.key("compression", "name") == "none":
         return '[compression] name = "bf16": half the bytes between nodes'

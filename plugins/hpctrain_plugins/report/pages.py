@@ -31,7 +31,7 @@ def text_of(runs: Sequence[Facts], kind: str) -> str:
 
 
 def html_page(runs: Sequence[Facts]) -> str:
-    """One file that needs no other. Raises ImportError without matplotlib."""
+    """A file that needs no other. Raises ImportError without matplotlib."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

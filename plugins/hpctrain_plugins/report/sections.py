@@ -159,7 +159,7 @@ def goodput(facts: Facts) -> Section:
 
 
 def checkpoints(facts: Facts) -> Section:
-    """What is on disk."""
+    """The checkpoints on disk."""
     found = facts.checkpoints[-_MOST:]
     rows = [(str(step), clock(time, facts.offset)) for step, time in reversed(found)]
     more = len(facts.checkpoints) - len(found)
@@ -187,7 +187,7 @@ def log(facts: Facts) -> Section:
 
 
 def compared(runs: Sequence[Facts]) -> Section:
-    """What differs in the jobs and the results of several runs."""
+    """Differences of jobs and results of several runs."""
     jobs = [dict(_flat(one.tables)) for one in runs]
     keys = [key for key in dict.fromkeys(key for job in jobs for key in job) if len({job.get(key) for job in jobs}) > 1]
     rows = [(_cut(key), *(_cut(job.get(key, "-")) for job in jobs)) for key in keys[:_MOST]]

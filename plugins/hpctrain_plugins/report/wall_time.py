@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, since its first start and over all restarts."""
+"""The wall time of a run by kind, since its first start and over all restarts."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def account(stretches: Sequence[Stretch], lost_steps: int) -> WallTime | None:
 
 
 def _of_stretch(one: Stretch) -> dict[str, float]:
-    """What is not in a row is the start and the end: what a step's row has not, such as the last save; the rest of the time the
-    job was not running."""
+    """Time until the last sign of a start that is in no row, such as its last save, is start and end. After that sign, the job was
+    not running."""
     found = {
         "stepping": sum(one.rows.seconds[part] for part in STEPPING),
         "waiting for data": one.rows.seconds["data"],
