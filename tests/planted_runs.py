@@ -27,7 +27,7 @@ class Planted:
     def __init__(self, directory: Path, steps: int = 200, **tables: dict[str, Any]) -> None:
         self.directory, self.steps, self.now, self.step = directory, steps, BEGIN, 0
         (directory / "log").mkdir(parents=True)
-        job = {
+        job: dict[str, dict[str, Any]] = {
             "job": {"name": directory.name, "steps": steps, "output_dir": str(directory)},
             "batch": {"micro_size": 8, "global_size": 256}, "optimizer": {"lr": 0.001}, "checkpoint": {"every_steps": 50},
             "compression": {"name": "none"}, "activation_checkpointing": {"mode": "none"}, "parallelism": {"tensor": {"size": 4}},

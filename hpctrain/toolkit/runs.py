@@ -3,7 +3,7 @@
 The directory may be another person's, and crafted: what cannot be read counts as absent, and texts are as the files have them.
 """
 
-from hpctrain.viewing.following import Follower, Part
+from hpctrain.viewing.following import Follower, Part, parts_of
 from hpctrain.viewing.log_seen import OF_ANOTHER, Failure, LogLine, LogSeen, LogStart, find_failure, read_log
 from hpctrain.viewing.log_tail import last_lines
 from hpctrain.viewing.rows import Evaluation, Step, Straggler, is_evaluation, read_row
@@ -31,6 +31,7 @@ __all__ = [
     "find_failure",
     "is_evaluation",
     "last_lines",
+    "parts_of",
     "read_log",
     "read_row",
     "read_starts",

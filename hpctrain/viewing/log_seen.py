@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -14,7 +13,7 @@ from hpctrain.base.errors import escaped
 from hpctrain.base.safe_files import reading
 from hpctrain.job.run_files import LOGS
 from hpctrain.training.log_file import BEGUN, DONE, STOPPED
-from hpctrain.viewing.following import Follower
+from hpctrain.viewing.following import parts_of
 
 _LINE = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)")
 _ERROR = re.compile(r"([A-Z]\w*(?:Error|Exception|Interrupt)): \S")
@@ -72,7 +71,7 @@ def read_log(path: Path) -> LogSeen:
     """Read a log piece by piece; what can't be read is left out."""
     seen, last = LogSeen(), None
     with suppress(OSError):
-        for line in _lines(path):
+        for line in (line for part in parts_of(path) for line in part.lines):
             match = _LINE.match(line)
             if match is None:
                 continue
@@ -134,14 +133,6 @@ def _tail(path: Path) -> list[bytes]:
         size = file.seek(0, 2)
         begin = file.seek(max(0, size - _TAIL))
         return file.read(_TAIL).split(b"\n")[begin > 0 : -1]
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    follower, left = Follower(path), 1
-    while left:
-        part = follower.look()
-        left = part.left
-        yield from part.lines
 
 
 def _time(match: re.Match[bytes]) -> datetime | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.job.run_files import STARTS
-from hpctrain.viewing.following import Follower
+from hpctrain.viewing.following import parts_of
 from hpctrain.viewing.rows import count_of, number_of
 
 MOST_SECONDS = 1e10
@@ -63,10 +63,7 @@ def read_starts(directory: Path) -> StartsSeen:
     """The starts of a run; none if the file can't be read."""
     found: list[Start | Lost] = []
     with suppress(OSError):
-        follower, left = Follower(directory / STARTS), 1
-        while left:
-            part = follower.look()
-            left = part.left
+        for part in parts_of(directory / STARTS):
             found += [one for line in part.lines if (one := _read(line)) is not None]
             if len(found) > _MOST:
                 found = [found[0], *found[1 - _MOST :]]

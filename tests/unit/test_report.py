@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 import tracemalloc
@@ -12,6 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from conftest import JobFile
 from hpctrain_plugins.report.curves import RowReader
 from hpctrain_plugins.report.gathering import gather
@@ -29,6 +31,7 @@ from planted_runs import (
     out_of_memory,
     straggling,
 )
+from torch import Tensor, nn
 
 import hpctrain
 from hpctrain.base.errors import TrainingError
@@ -151,6 +154,55 @@ def test_a_run_writes_its_report_at_its_end_and_after_an_error(job: JobFile, tmp
         hpctrain.run(trained(job, tmp_path / "b"))
     page = (tmp_path / "b" / "report.html").read_text()
     assert "Loss not finite (NaN)" in page and "[optimizer] clip_norm = 1.0" in page
+
+
+class Squares(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Sixty-four samples, each of which takes a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self._seconds)
+        return torch.tensor([index / 64]), torch.tensor([(index / 64) ** 2])
+
+
+class Greedy(nn.Linear):
+    """Lacks memory in its third step."""
+
+    calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.calls > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 1 GiB free.")
+        return super().forward(inputs)
+
+
+@pytest.mark.thorough
+def test_stories_of_real_runs(tmp_path: Path) -> None:
+    job: dict[str, Any] = {
+        "job": {"name": "real", "steps": 8, "output_dir": str(tmp_path / "slow")},
+        "model": {"name": nn.Linear, "in_features": 1, "out_features": 1, "loss": nn.functional.mse_loss},
+        "dataset": {"name": Squares(0.02)}, "optimizer": {"name": "sgd", "lr": 0.1}, "batch": {"global_size": 4, "micro_size": 4},
+    }  # fmt: skip
+    hpctrain.run(job)
+    found = judge(gather(tmp_path / "slow"))
+    assert found.ended == "Finished at step 8 of 8" and found.first.rule == "data", found
+    assert found.first.step == "[dataset] workers = 4", found
+    greedy = {"name": lambda: Greedy(1, 1), "loss": nn.functional.mse_loss}
+    job.update(model=greedy, dataset={"name": Squares(0)}, job={**job["job"], "output_dir": str(tmp_path / "greedy")})
+    with pytest.raises(TrainingError, match="ran out of memory"):
+        hpctrain.run(job)
+    (tmp_path / "greedy" / "lock").unlink()  # this process holds it no more; another one would see that
+    for path in (tmp_path / "greedy").rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    found = judge(gather(tmp_path / "greedy"))
+    assert re.match("Out of memory at step [12] of 8, rank 0", found.ended), found
+    assert "asked for 20.00 GiB" in found.first.limit and found.first.step, found
 
 
 def test_a_report_that_fails_or_takes_too_long_hides_nothing(job: JobFile, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.toolkit.runs import Evaluation, Follower, Step, is_evaluation, read_row
+from hpctrain.toolkit.runs import Evaluation, Step, is_evaluation, parts_of, read_row
 
 PARTS = ("forward", "backward", "communication", "optimizer", "other", "data", "evaluation", "checkpoint")
 """The parts of a step's time; what a file has besides counts as other."""
@@ -108,13 +108,10 @@ class RowReader:
 
     def read(self) -> Rows:
         """All rows. A row that can't be read is left out, and so are the rest of a file that the system can't read."""
-        rows, left = Rows(), 1
-        follower = Follower(self._path)
+        rows = Rows()
         with suppress(OSError):
             self._every = max(1, -(-self._path.lstat().st_size // _WHOLE_BYTES))
-            while left:
-                part = follower.look()
-                left = part.left
+            for part in parts_of(self._path):
                 if part.anew:
                     rows = Rows()
                 self._take(rows, part.lines)
