@@ -8,6 +8,8 @@ RESOLVED = "job.resolved.toml"
 """The job with every default written out, as its newest start found it."""
 METRICS = "metrics.jsonl"
 """The rows of steps and evaluations."""
+STARTS = "starts.jsonl"
+"""A line for each start, and one for each time that steps were lost."""
 CHECKPOINTS = "checkpoints"
 LOGS = "log"
 

@@ -5,6 +5,6 @@ Made of hpctrain.api: `buckets`, flat buckets of gradients; `bucketed`, a sharde
 `cache`, files that are costly to make, kept for later jobs; `scripts`, batch scripts, and the commands of schedulers.
 
 Doors to a room of hpctrain's each, with the names in their `__all__`: `commands`, what a command is made of; `jobs`, jobs read,
-checked and trained; `starting`, ranks here, under mpiexec and on hosts; `launcher_variables`, a rank's variables; `requests`,
-questions to a running job; `store`, the guarded store; `groups`, process groups of one's own.
+checked and trained; `runs`, the files of a run; `starting`, ranks here, under mpiexec and on hosts; `launcher_variables`, a
+rank's variables; `requests`, questions to a running job; `store`, the guarded store; `groups`, process groups of one's own.
 """

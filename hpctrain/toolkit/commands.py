@@ -4,6 +4,7 @@ Imports no torch, since the help imports every command.
 """
 
 from hpctrain.base.errors import EXIT_TRAINING, EnvironmentUnfitError, UsageError, escaped, reason
+from hpctrain.base.safe_files import replacing
 from hpctrain.cli.bench import start_measuring, tell_measured
 from hpctrain.cli.bench.spread import Spread, spread
 from hpctrain.cli.options import example, set_option
@@ -18,6 +19,7 @@ __all__ = [
     "example",
     "hookimpl",
     "reason",
+    "replacing",
     "set_option",
     "spread",
     "start_measuring",

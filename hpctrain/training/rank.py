@@ -195,7 +195,7 @@ def _train(
         checked, device, hooks, binding = communicating
         if binding.told:
             _say(world.identity, "cores", binding.told)
-        _note_start(world, checked, begin)
+        _note_start(world, checked, begin, device)
         job, position = checked.job, hooks.position
         limit = job.watchdog.timeout_seconds or _EARLIER * job.communicator.timeout_seconds
         position.compiles = job.compile.enabled
@@ -226,12 +226,14 @@ def _patience(job: Job) -> float:
     return max(table.timeout_seconds, _COMPILATION) if waits else table.timeout_seconds
 
 
-def _note_start(world: World, checked: CheckedJob, begin: float) -> None:
+def _note_start(world: World, checked: CheckedJob, begin: float, device: torch.device) -> None:
     """Write down versions, command and hosts. Collective. begin: of the run, on time.monotonic()."""
     since = time.time() - (time.monotonic() - begin)
     hosts = gather_values(world.identity.node)
     plugins = dict.fromkeys(f"{one.distribution} {one.version}" for one in checked.registry.sources if one.distribution)
-    world.share("start", lambda: note_start(checked.job.output_dir, world.identity, hosts, list(plugins), since))
+    world.share(
+        "start", lambda: note_start(checked.job.output_dir, world.identity, hosts, list(plugins), since, device)
+    )
 
 
 def _tell_environment(checked: CheckedJob, identity: Identity) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -20,13 +21,14 @@ from typing import Any
 
 import torch
 
+from hpctrain.base.devices import device_name, is_accelerator, memory_left
 from hpctrain.base.errors import UsageError, reason
 from hpctrain.base.launcher_variables import launcher_name
 from hpctrain.base.safe_files import open_to_change
 from hpctrain.contracts.identity import Identity
+from hpctrain.job.run_files import STARTS
 from hpctrain.version import __version__
 
-FILE_NAME = "starts.jsonl"
 _PACKAGES = ("numpy", "mpi4py", "h5py", "safetensors", "tokenizers", "transformers")
 _OF_THE_STARTER = ("--started-by", "--begun")
 """Options that a starter gives to its ranks, each with a value."""
@@ -34,11 +36,17 @@ _GIT_SECONDS = 3.0
 
 
 def note_start(
-    output_dir: Path, identity: Identity, hosts: Sequence[str], plugins: Sequence[str], begin: float | None = None
+    output_dir: Path,
+    identity: Identity,
+    hosts: Sequence[str],
+    plugins: Sequence[str],
+    begin: float | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Append a line for this start. hosts: of every rank. plugins: distributions with versions. begin: of the run, in seconds since
-    1970; None: now. Raises UsageError if it can't be written."""
-    _append(output_dir, describe_start(identity, hosts, plugins, time.time() if begin is None else begin))
+    1970; None: now. device: of rank 0. Raises UsageError if it can't be written."""
+    begin = time.time() if begin is None else begin
+    _append(output_dir, {**describe_start(identity, hosts, plugins, begin), **_accelerator(device)})
 
 
 def note_lost(output_dir: Path, step: int, steps: int, seconds: float) -> None:
@@ -49,7 +57,7 @@ def note_lost(output_dir: Path, step: int, steps: int, seconds: float) -> None:
 
 
 def _append(output_dir: Path, content: Mapping[str, Any]) -> None:
-    path, line = output_dir / FILE_NAME, json.dumps(content) + "\n"
+    path, line = output_dir / STARTS, json.dumps(content) + "\n"
     try:
         fd = open_to_change(path, os.O_WRONLY | os.O_APPEND)
         with open(fd, "a", encoding="utf-8") as file:
@@ -70,11 +78,20 @@ def describe_start(identity: Identity, hosts: Sequence[str], plugins: Sequence[s
         "directory": os.getcwd(),
         "ranks": identity.size,
         "hosts": list(dict.fromkeys(hosts)),
+        "ranks_of_hosts": list(Counter(hosts).values()),
         "launcher": launcher_name() or identity.source,
         "versions": _versions(),
         "plugins": list(plugins),
         "git": _git(Path.cwd()),
     }
+
+
+def _accelerator(device: torch.device | None) -> dict[str, Any]:
+    """The name and the memory of an accelerator, which measurements are shares of; nothing for a CPU."""
+    if device is None or not is_accelerator(device):
+        return {}
+    left = memory_left(device)
+    return {"device": device_name(device), **({} if left is None else {"device_bytes": left[1]})}
 
 
 def _command() -> list[str]:

@@ -7,6 +7,7 @@ It is opened anew for each look, since over NFS only that shows what other nodes
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ PART_BYTES = 2 * 2**20
 """Read at once, at most; also the longest line."""
 _COMPARED = 64
 """Bytes before the place where reading goes on. They tell another file that got the number of the old one."""
+
+
+_EMPTY_PARTS = 8
+"""Parts in a row without a line, after which a file is no file of lines: it may be endless."""
 
 
 @dataclass(frozen=True)
@@ -82,3 +87,14 @@ class Follower:
         began = self._place.at > 0
         self._place = _Place()
         return began
+
+
+def parts_of(path: Path) -> Iterator[Part]:
+    """The parts that a file has now, until its end or until nothing in it looks like lines. Raises OSError if it can't be read."""
+    follower, empty = Follower(path), 0
+    while empty < _EMPTY_PARTS:
+        part = follower.look()
+        yield part
+        empty = 0 if part.lines else empty + 1
+        if not part.left:
+            return

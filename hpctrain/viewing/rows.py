@@ -16,6 +16,16 @@ _EVALUATION = "evaluation_"
 
 
 @dataclass(frozen=True)
+class Straggler:
+    """The rank that the others wait for. cause: "data", "compute", "save" or "host"; excess_seconds: a step, over the others."""
+
+    rank: int
+    node: str
+    cause: str
+    excess_seconds: float
+
+
+@dataclass(frozen=True)
 class Step:
     """The row of an optimizer step; docs/metrics.md describes its keys."""
 
@@ -39,6 +49,15 @@ class Step:
     goodput: float | None = None
     slowest: str = ""
     """The slowest rank in words."""
+    straggler: Straggler | None = None
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that rank 0 waited for communication, by "AXIS.OPERATION"."""
+    hidden: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of communication behind which rank 0 computed."""
+    bandwidth: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per second of rank 0's operations."""
+    guard: str = ""
+    """The guard that found something in the step."""
     skipped: bool = False
     skipped_steps: int | None = None
     rollbacks: int | None = None
@@ -84,7 +103,7 @@ def read_row(line: bytes) -> Row | None:
 
 def _step(step: int, row: Mapping[str, Any]) -> Step:
     counts = "tokens" if "tokens_per_second" in row else "samples"
-    seconds, memory = (found if isinstance(found := row.get(key), dict) else {} for key in ("seconds", "memory_bytes"))
+    memory, guard = _numbers_of(row, "memory_bytes"), row.get("guard")
     numbers = {
         key: number_of(row.get(key))
         for key in ("time", "epoch", "loss", "lr", "grad_norm", "step_seconds", "mfu", "goodput")
@@ -94,15 +113,36 @@ def _step(step: int, row: Mapping[str, Any]) -> Step:
         **numbers,
         counts=counts,
         per_second=number_of(row.get(f"{counts}_per_second")),
-        parts={name: value for name, one in seconds.items() if (value := number_of(one)) is not None},
-        memory_max=number_of(memory.get("rank_max")),
-        memory_mean=number_of(memory.get("rank_mean")),
+        parts=_numbers_of(row, "seconds"),
+        memory_max=memory.get("rank_max"),
+        memory_mean=memory.get("rank_mean"),
         flops=number_of(row.get("model_flops_per_second")),
         slowest=slowest_rank(row),
+        straggler=_straggler(row.get("straggler")),
+        exposed=_numbers_of(row, "exposed_seconds"),
+        hidden=_numbers_of(row, "hidden_seconds"),
+        bandwidth=_numbers_of(row, "bytes_per_second"),
+        guard=guard if isinstance(guard, str) else "",
         skipped=row.get("skipped") is True,
         skipped_steps=count_of(row.get("skipped_steps")),
         rollbacks=count_of(row.get("rollbacks")),
     )
+
+
+def _numbers_of(row: Mapping[str, Any], key: str) -> dict[str, float]:
+    """The finite numbers of a key whose value is an object."""
+    found = row.get(key)
+    if not isinstance(found, dict):
+        return {}
+    return {name: value for name, one in found.items() if (value := number_of(one)) is not None}
+
+
+def _straggler(found: object) -> Straggler | None:
+    if not isinstance(found, dict):
+        return None
+    rank, excess = count_of(found.get("rank")), number_of(found.get("excess_seconds"))
+    node, cause = (value if isinstance(value := found.get(key), str) else "" for key in ("node", "cause"))
+    return None if rank is None or excess is None else Straggler(rank, node, cause, excess)
 
 
 def count_of(value: object) -> int | None:

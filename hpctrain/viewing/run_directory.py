@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from hpctrain.base.errors import UsageError
 from hpctrain.base.safe_files import read_bytes, reading
-from hpctrain.checkpoint.directory import CheckpointDirectory
+from hpctrain.checkpoint.directory import CheckpointDirectory, step_of
 from hpctrain.contracts.scheduler import JOB_FILE, RECORD
 from hpctrain.job.run_files import CHECKPOINTS, METRICS, RESOLVED, log_of
 from hpctrain.job.tables import KeepBestTable
@@ -85,13 +85,7 @@ class RunDirectory:
 
     def job(self) -> JobSeen:
         """The job as it ran or was submitted last."""
-        paths = [self.path / name for name in (RESOLVED, JOB_FILE)]
-        tables: dict[str, Any] = {}
-        with suppress(OSError, ValueError, RecursionError):
-            path = max(paths, key=lambda path: _changed(path) or 0.0)
-            tables = tomli.loads(
-                read_bytes(path).decode()
-            )  # without the checks of a job file, which cost as much again
+        tables = self.tables()
         job, checkpoint = (tables.get(name) for name in ("job", "checkpoint"))
         if not isinstance(job, dict):
             return JobSeen()
@@ -102,6 +96,13 @@ class RunDirectory:
             best = None
         epochs = number_of(job.get("epochs"))
         return JobSeen(name if isinstance(name, str) else None, count_of(job.get("steps")), epochs, best)
+
+    def tables(self) -> dict[str, Any]:
+        """The tables of the job as it ran or was submitted last, unchecked; none if they can't be read."""
+        with suppress(OSError, ValueError, RecursionError):
+            path = max((self.path / name for name in (RESOLVED, JOB_FILE)), key=lambda path: _changed(path) or 0.0)
+            return tomli.loads(read_bytes(path).decode())  # without the checks of a job file, which cost as much again
+        return {}
 
     def newest_rows(self) -> Newest:
         """Read from the end of the rows: at most a MiB."""
@@ -120,6 +121,13 @@ class RunDirectory:
         with suppress(OSError):
             return next(iter(CheckpointDirectory(self.path / CHECKPOINTS).candidates()), None)
         return None
+
+    def checkpoints(self) -> list[tuple[int, float]]:
+        """The steps of the checkpoints with the times of their saves, in seconds since 1970, in order."""
+        with suppress(OSError):
+            found = CheckpointDirectory(self.path / CHECKPOINTS).candidates()
+            return sorted((step_of(path), time) for path in found if (time := _changed(path)) is not None)
+        return []
 
     def submission(self) -> Submission | None:
         """The newest submission."""

@@ -130,7 +130,7 @@ def test_the_efficiency_of_several_ranks(job: JobFile, weak: bool) -> None:
 
 @pytest.mark.thorough
 def test_the_efficiency_is_drawn(job: JobFile) -> None:
-    pytest.importorskip("matplotlib", reason="needs hpctrain[plot]")
+    pytest.importorskip("matplotlib", reason="needs hpctrain[plots]")
     words = ("scaling", "job.toml", "-n", "1,2", "--steps", "1", "--plot", "scaling.svg")
     done = run(hpctrain("bench", *words), job.directory)
     assert done.code == 0 and "100.0% ####" in done.out, done

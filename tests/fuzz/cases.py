@@ -25,7 +25,7 @@ LOOKING = [
 RESUMING = [*LOOKING[1:4], ["run", "3.toml", "--resume", CHECKPOINT]]
 RUNNING = [["run", "3.toml"], ["checkpoint", "list", "run"]]
 ONLY_RUNNING = RUNNING[:1]
-VIEWING = [["runs", "run"], ["top", "run"], ["status", "run"]]
+VIEWING = [["runs", "run"], ["top", "run"], ["status", "run"], ["report", "run", "--format", "json"]]
 Codes = dict[str, int]
 """By the command's word."""
 REFUSED: Codes = {"verify": 5, "show": 5, "diff": 5, "list": 0, "export": 5, "restore": 5, "run": 5, "import": 5}
@@ -587,10 +587,10 @@ def _old(place: Place, made: bytes) -> None:
 
 # ------------------------------------------------------------------ run directories that are only looked at
 
-SEEN: Codes = dict.fromkeys(("runs", "top", "status"), 0)
-NO_RUN: Codes = {**SEEN, "top": 2, "status": 2}
+SEEN: Codes = dict.fromkeys(("runs", "top", "status", "report"), 0)
+NO_RUN: Codes = {**SEEN, "top": 2, "status": 2, "report": 2}
 IN_VIEW = [
-    *(one for file in ("metrics.jsonl", "lock", "log/rank-00000.log") for one in _replaced("hdf5", f"run/{file}", VIEWING, SEEN)),
+    *(one for file in ("metrics.jsonl", "lock", "log/rank-00000.log", "starts.jsonl") for one in _replaced("hdf5", f"run/{file}", VIEWING, SEEN)),
     *_replaced("hdf5", "run/job.resolved.toml", VIEWING, NO_RUN, a_link_outside=SEEN,
                **{"10_GB_of_nothing": SEEN, "a_megabyte_of_anything": SEEN, "an_empty_file": SEEN}),
     *_replaced("hdf5", "run/submissions.jsonl", VIEWING, {**SEEN, "status": 2}),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.base.safe_files import reading
-from hpctrain.training.starts import FILE_NAME
+from hpctrain.job.run_files import STARTS
 
 _STEPPING = ("forward", "backward", "communication", "optimizer", "other")
 """The parts of a step's time that train."""
@@ -58,7 +58,7 @@ def first_start(output_dir: Path, now: float) -> float:
     """The time of the run's first start, in seconds since 1970; `now` if it is not known."""
     with (
         suppress(OSError, ValueError, TypeError),
-        reading(output_dir / FILE_NAME) as fd,
+        reading(output_dir / STARTS) as fd,
         open(fd, "rb", closefd=False) as file,
     ):
         found = json.loads(file.readline(_LONGEST_LINE))["time"]

@@ -74,7 +74,7 @@ def _refuse_picture(plot: Path | None) -> None:
         raise UsageError(f"--plot {plot}: there is no directory {plot.parent}")
     if importlib.util.find_spec("matplotlib") is None:
         raise EnvironmentUnfitError(
-            "--plot needs matplotlib: pip install 'hpctrain[plot]'; without --plot the table has bars"
+            "--plot needs matplotlib: pip install 'hpctrain[plots]'; without --plot the table has bars"
         )
 
 

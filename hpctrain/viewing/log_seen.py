@@ -1,0 +1,146 @@
+"""The logs of a run as a whole: its starts, warnings and events, and the error with which a rank failed, in bounded memory."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from hpctrain.base.errors import escaped
+from hpctrain.base.safe_files import reading
+from hpctrain.job.run_files import LOGS
+from hpctrain.training.log_file import BEGUN, DONE, STOPPED
+from hpctrain.viewing.following import parts_of
+
+_LINE = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)")
+_ERROR = re.compile(r"([A-Z]\w*(?:Error|Exception|Interrupt)): \S")
+OF_ANOTHER = "CommunicationError"
+"""Follows where another rank has failed."""
+_WATCHDOG = "the watchdog ends this rank"
+_EVENTS = (DONE, STOPPED, "guard  ", "ended  ", "resumed", "saved  ", "weights  ", _WATCHDOG)
+"""Begin the lines about something that doesn't happen in each run."""
+_FACTS = ("mesh", "batch", "parameters", "precision", "ranks", "data", "pipeline")
+"""Lines of a start, by their first word."""
+_STARTS, _REMARKS, _LONGEST = 1000, 200, 2000
+_LOGS = 64
+"""Logs that are looked at for the error of a rank."""
+_TAIL = 2**18
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line. time: by the clock of the job, without its zone."""
+
+    time: datetime
+    level: str
+    text: str
+
+
+@dataclass
+class LogStart:
+    """A start of rank 0. last: the time of its last line. facts: of the job, by name, such as "mesh"."""
+
+    begun: datetime
+    last: datetime
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class LogSeen:
+    """Rank 0's log. remarks: the newest warnings and events."""
+
+    starts: deque[LogStart] = field(default_factory=lambda: deque(maxlen=_STARTS))
+    remarks: deque[LogLine] = field(default_factory=lambda: deque(maxlen=_REMARKS))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error with which a rank failed. log: which has its traceback."""
+
+    rank: int
+    kind: str
+    text: str
+    time: datetime
+    log: Path
+
+
+def read_log(path: Path) -> LogSeen:
+    """Read a log piece by piece; what can't be read is left out."""
+    seen, last = LogSeen(), None
+    with suppress(OSError):
+        for line in (line for part in parts_of(path) for line in part.lines):
+            match = _LINE.match(line)
+            if match is None:
+                continue
+            begins = match[3] == b"INFO" and match[4].startswith(BEGUN.encode())
+            if begins and last is not None and seen.starts:
+                seen.starts[-1].last = _time(last) or seen.starts[-1].last
+            last = match
+            if begins or match[3] != b"INFO" or not match[4].startswith(b"step "):
+                _take(seen, match)
+    if last is not None and seen.starts:
+        seen.starts[-1].last = _time(last) or seen.starts[-1].last
+    return seen
+
+
+def _take(seen: LogSeen, match: re.Match[bytes]) -> None:
+    time, level, text = _time(match), match[3].decode(), match[4][:_LONGEST].decode(errors="replace")
+    if time is None or level == "PRINT":
+        return
+    if level == "INFO" and text.startswith(BEGUN):
+        seen.starts.append(LogStart(time, time))
+    elif level != "INFO" or text.startswith(_EVENTS):
+        seen.remarks.append(LogLine(time, level, escaped(text)))
+    elif seen.starts:
+        name, _, rest = text.partition(" ")
+        if name in _FACTS:
+            seen.starts[-1].facts.setdefault(name, escaped(rest.strip()))
+
+
+def find_failure(directory: Path) -> Failure | None:
+    """The first error with which a rank's newest start failed; of several, rather none that follows from another rank's."""
+    logs: list[Path] = []
+    with suppress(OSError):
+        logs = sorted((directory / LOGS).glob("rank-[0-9]*.log"))[:_LOGS]
+    found = [one for path in logs if (one := _failure(path)) is not None]
+    return min(found, key=lambda one: (one.kind == OF_ANOTHER, one.time), default=None)
+
+
+def _failure(path: Path) -> Failure | None:
+    found = None
+    with suppress(OSError):
+        for line in _tail(path):
+            match = _LINE.match(line)
+            time = None if match is None else _time(match)
+            if match is None or time is None or match[3] != b"INFO":
+                continue
+            text = escaped(match[4][:_LONGEST].decode(errors="replace"))
+            if re.match(r"rank \d+ of ", text):
+                found = None
+            error = _ERROR.match(text)
+            if error is not None:
+                found = Failure(_rank(path), error[1], text[len(error[1]) + 2 :], time, path)
+            elif text.startswith(_WATCHDOG) and found is None:
+                found = Failure(_rank(path), "watchdog", text, time, path)
+    return found
+
+
+def _tail(path: Path) -> list[bytes]:
+    with reading(path) as fd, open(fd, "rb", closefd=False) as file:
+        size = file.seek(0, 2)
+        begin = file.seek(max(0, size - _TAIL))
+        return file.read(_TAIL).split(b"\n")[begin > 0 : -1]
+
+
+def _time(match: re.Match[bytes]) -> datetime | None:
+    with suppress(ValueError):
+        return datetime.strptime(f"{match[1].decode()},{match[2].decode()}", "%Y-%m-%d %H:%M:%S,%f")
+    return None
+
+
+def _rank(path: Path) -> int:
+    number = path.stem.partition("-")[2]
+    return int(number) if number.isdecimal() and len(number) < 10 else 0

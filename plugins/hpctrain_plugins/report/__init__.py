@@ -1,0 +1,1 @@
+"""The report of a run: `hpctrain report`, and the hook that writes it at the end of a run."""

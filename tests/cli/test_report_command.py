@@ -1,0 +1,150 @@
+"""`hpctrain report` of real runs, and its page in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import JobFile
+from hpctrain_plugins.report.gathering import gather
+from hpctrain_plugins.report.pages import html_page
+from launching import KILL, hpctrain, run, started, wait_until
+from planted_runs import STORIES, healthy, killed_and_resumed
+
+pytestmark = pytest.mark.timeout(240)
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+SLOW = ("--set", "plugins.load=['slow']")
+
+
+def test_the_time_of_a_run_that_was_killed_and_resumed_adds_up(job: JobFile) -> None:
+    job.set(job={"steps": 24}, checkpoint={"every_steps": 10}).sleeps(0.05)
+    begin = time.time()
+    with started(hpctrain("run", "job.toml", *SLOW), job.directory) as command:
+        wait_until((job.output / "starts.jsonl").exists, 90, "the start")
+        seen = time.time()
+        job.wait_for_steps(14)
+        command.process.send_signal(KILL)
+        command.process.wait(timeout=30)
+    killed, before = time.time(), job.rows()
+    told = run(hpctrain("report", "out", "--format", "markdown"), job.directory)
+    assert told.code == 0 and f"**Killed at step {before[-1]['step']} of 24" in told.out, told
+    assert "goes on from step 10" in told.out, told
+    again = time.time()
+    assert run(hpctrain("run", "job.toml", *SLOW), job.directory).code == 0
+    end = time.time()
+    (found,) = json.loads(run(hpctrain("report", "out", "--format", "json"), job.directory).out)
+    wall, lost = found["wall"], [row for row in before if row["step"] > 10]
+    assert found["state"] == "done" and len(found["starts"]) == 2 and len(lost) >= 4
+    wrote = (job.output / "log" / "rank-00000.log").stat().st_mtime
+    assert wrote - seen - 0.1 <= wall["seconds"] <= end - begin
+    assert sum(wall["of"].values()) == pytest.approx(wall["seconds"])
+    assert min(wall["of"].values()) >= 0
+    assert found["lost"][0]["steps"] == len(lost)
+    assert wall["of"]["lost steps"] == pytest.approx(sum(sum(row["seconds"].values()) for row in lost))
+    stepping = ("forward", "backward", "communication", "optimizer", "other")
+    assert wall["of"]["stepping"] == pytest.approx(sum(row["seconds"][part] for row in job.rows() for part in stepping))
+    assert wall["of"]["not running"] > 0.9 * (again - killed)
+
+
+def test_without_matplotlib_pages_are_refused_and_texts_are_not(tmp_path: Path) -> None:
+    planted = healthy(tmp_path / "run")
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "matplotlib.py").write_text("raise ImportError('not here')\n")
+    env = {"PYTHONPATH": str(hidden)}
+    refused = run(hpctrain("report", str(planted.directory)), tmp_path, env=env, cold=True)
+    assert refused.code == 3 and "pip install 'hpctrain[plots]'" in refused.err, refused
+    told = run(hpctrain("report", "run", "--format", "markdown"), tmp_path, env=env, cold=True)
+    assert told.code == 0 and "# run" in told.out, told
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    """Headless Chromium."""
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("chromium and chromium-driver are not installed")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    found = webdriver.Chrome(options=options, service=Service(DRIVER))
+    found.set_page_load_timeout(60)
+    try:
+        yield found
+    finally:
+        found.quit()
+
+
+LOOK = """
+const shown = [...document.querySelectorAll('.plot svg')].filter(one => one.getBoundingClientRect().height > 50);
+return {
+  wide: document.documentElement.scrollWidth, room: window.innerWidth,
+  plots: shown.map(one => one.closest('.plot').dataset.plot),
+  paths: Math.min(...shown.map(one => one.querySelectorAll('path').length)),
+  small: Math.min(...shown.flatMap(one => [...one.querySelectorAll('text')].map(text => text.getBoundingClientRect().height))),
+  paper: getComputedStyle(document.body).backgroundColor, ink: getComputedStyle(document.body).color,
+  text: getComputedStyle(document.querySelector('.plot svg text')).fill,
+  scripts: document.scripts.length,
+};
+"""
+PLOTS = ["loss", "lr", "throughput", "mfu", "parts", "memory", "communication", "goodput"]
+
+
+def looked_at(page: Path, driver: Any, width: int, scheme: str) -> dict[str, Any]:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    driver.get(page.as_uri())
+    assert driver.get_log("browser") == []
+    found: dict[str, Any] = driver.execute_script(LOOK)
+    return found
+
+
+def lightness(color: str) -> float:
+    """The mean of the channels of "rgb(1, 2, 3)"."""
+    channels = [int(one) for one in color.partition("(")[2].rstrip(")").split(",")[:3]]
+    return sum(channels) / len(channels)
+
+
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(html_page([gather(killed_and_resumed(tmp_path / "run").directory)]))
+    with browser() as driver:
+        for width, scheme in ((390, "light"), (390, "dark"), (1280, "light"), (1280, "dark")):
+            found = looked_at(page, driver, width, scheme)
+            assert found["plots"] == PLOTS and found["paths"] > 1 and found["scripts"] == 0, found
+            assert found["wide"] <= found["room"] == width and found["small"] >= 8, found
+            paper, ink = lightness(found["paper"]), lightness(found["ink"])
+            assert (paper > 200 and ink < 80) if scheme == "light" else (paper < 50 and ink > 200), found
+            assert abs(lightness(found["text"]) - paper) > 120, found
+
+
+@pytest.mark.thorough
+def test_the_pages_of_all_stories_in_a_browser(tmp_path: Path) -> None:
+    pages = []
+    for plant in STORIES:
+        directory = plant(tmp_path / plant.__name__).long_ago().directory
+        assert run(hpctrain("report", str(directory)), tmp_path).code == 0
+        pages.append(directory / "report.html")
+    several = [str(tmp_path / plant.__name__) for plant in STORIES]
+    assert run(hpctrain("report", *several, "-o", "all.html"), tmp_path).code == 0
+    with browser() as driver:
+        for page in [*pages, tmp_path / "all.html"]:
+            for width, scheme in ((390, "dark"), (1280, "light")):
+                found = looked_at(page, driver, width, scheme)
+                assert found["wide"] <= width and found["paths"] > 1 and {*found["plots"]} >= {*PLOTS}, (page, found)
+                printed = driver.execute_cdp_cmd("Page.printToPDF", {})["data"]
+                assert base64.b64decode(printed).startswith(b"%PDF-")

@@ -1,0 +1,238 @@
+"""`hpctrain report` over planted runs: the verdict of each story, sums that add up, crafted files, a million rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from conftest import JobFile
+from hpctrain_plugins.report.curves import RowReader
+from hpctrain_plugins.report.gathering import gather
+from hpctrain_plugins.report.pages import html_page, markdown
+from hpctrain_plugins.report.verdict import judge
+from planted_runs import (
+    COMPUTING,
+    Planted,
+    communication_bound,
+    data_bound,
+    healthy,
+    killed_and_resumed,
+    memory_unused,
+    not_finite,
+    out_of_memory,
+    straggling,
+)
+from torch import Tensor, nn
+
+import hpctrain
+from hpctrain.base.errors import TrainingError
+from hpctrain.cli import execute
+
+STORIES: list[tuple[Callable[[Path], Planted], str, str, str]] = [
+    (healthy, r"Finished at step 200 of 200", r"nothing stands out: 92% of the steps' time computes, mfu 42", "hpctrain profile"),
+    (data_bound, r"Finished", r"42% of each step waits for data", r"\[dataset\] workers = 4"),
+    (communication_bound, r"Finished", r"47% of each step waits for communication, most of it for tp\.all_reduce", "bf16"),
+    (memory_unused, r"Finished", r"peak 31 of 80 GB", r"\[batch\] micro_size = 16, now 8"),
+    (straggling, r"Finished", r"rank 5 on node2 is slow: its data takes 0\.31 s longer a step", r"\[dataset\] workers = 4; if"),
+    (out_of_memory, r"Out of memory at step 2 of 200, rank 3", r"rank 3 on node1 ran out of memory in step 3: asked for 2.00 GiB",
+     r'\[activation_checkpointing\] mode = "full"'),
+    (not_finite, r"Loss not finite \(NaN\) at step 57 of 200, rank 0", r"step 58: loss nan", r"\[optimizer\] clip_norm = 1.0"),
+    (killed_and_resumed, r"Finished", r"22% of the time went into 90 lost steps", r"\[checkpoint\] every_steps = \d+$"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda one: one[0].__name__)
+def test_the_verdict_is_that_of_the_story(
+    tmp_path: Path, story: tuple[Callable[[Path], Planted], str, str, str]
+) -> None:
+    plant, ended, limit, step = story
+    found = judge(gather(plant(tmp_path / "run").long_ago().directory))
+    assert re.match(ended, found.ended) and re.search(limit, found.first.limit), found
+    assert re.search(step, found.first.step), found
+    if plant not in (communication_bound, straggling, killed_and_resumed):
+        assert len(found.findings) == 1, found
+
+
+def test_a_killed_run_is_told_so_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    planted = Planted(tmp_path / "run").starts().trains(50).saves().trains(20).long_ago()
+    found = judge(gather(planted.directory))
+    assert found.ended.startswith("Killed at step 70 of 200") and found.level == "bad", found
+    assert "goes on from step 50" in found.first.step, found
+
+
+def test_the_parts_of_the_wall_time_add_up_over_restarts(tmp_path: Path) -> None:
+    planted = killed_and_resumed(tmp_path / "run")
+    each = sum(COMPUTING.values()) + 0.04
+    wall = gather(planted.directory).wall
+    assert wall is not None and wall.starts == 2 and wall.lost_steps == 90
+    assert wall.of["not running"] == pytest.approx(50, abs=0.01)
+    assert wall.of["start and end"] == pytest.approx(20 + 20, abs=0.01)
+    assert wall.of["stepping"] == pytest.approx(200 * (each - 0.01), rel=1e-6)
+    assert wall.of["lost steps"] == pytest.approx(90 * each, rel=1e-6)
+    assert wall.of["waiting for data"] == pytest.approx(200 * 0.01, rel=1e-6)
+    assert sum(wall.of.values()) == pytest.approx(wall.seconds, rel=1e-9)
+
+
+HOSTILE = "</svg></pre><script>alert(1)</script>|`$\\frac{a}$`\x1b[31m<img src=x onerror=alert(1)>&\"'\n# x"
+
+
+def test_crafted_files_stay_text(tmp_path: Path) -> None:
+    planted = Planted(tmp_path / "run", job={"name": HOSTILE, "x": {HOSTILE: [HOSTILE]}})
+    planted.starts(
+        command=HOSTILE, hosts=[HOSTILE], versions={HOSTILE: HOSTILE}, device=HOSTILE, ranks_of_hosts=[10**30]
+    )
+    planted.says(HOSTILE.replace("\n", " "), "WARNING").says(f"mesh         {HOSTILE[:60]} tp 16; x")
+    slow = {"straggler": {"rank": 1, "node": HOSTILE, "cause": HOSTILE, "excess_seconds": 5.0}}
+    planted.trains(
+        10, more={**slow, "guard": HOSTILE, "exposed_seconds": {HOSTILE: 1.0}, "seconds": {HOSTILE: 1e300, "data": 1}}
+    )
+    with (planted.directory / "metrics.jsonl").open("a") as file:
+        file.write(
+            '[[[\n{"step": 1e999}\n{"step": 11, "loss": "x", "seconds": [1], "time": 1e300, "memory_bytes": 3}\n'
+            + "[" * 100_000
+            + "\n"
+        )
+    with (planted.directory / "starts.jsonl").open("a") as file:
+        file.write(
+            '{"time": "0001-01-01T00:00:00+00:00"}\n{"time": 5}\n[]\n{"time": "9999-12-31T23:59:59+14:00", "hosts": 3}\n'
+        )
+    other = healthy(tmp_path / "other")
+    runs = [gather(planted.directory), gather(other.directory)]
+    page, text = html_page(runs), markdown(runs)
+    assert "<script" not in page and "<img" not in page and "\x1b" not in page + text and "&lt;script&gt;" in page
+    outside_code = [line for line in text.splitlines() if not line.startswith("    ")]
+    assert "<script" not in "\n".join(outside_code) and "\n# x" not in text
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(svg.replace("xlink:href", "href"))
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_nothing_is_fetched_and_colours_follow_the_page(tmp_path: Path) -> None:
+    page = html_page([gather(healthy(tmp_path / "run").directory)])
+    assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|@import|url\((?!#)', page)
+    assert not re.findall(r"#0102[0-9a-f]{2}", page) and "var(--c0)" in page and "prefers-color-scheme: dark" in page
+    assert "<text" in page and ">step</text>" in page  # text stays text
+    assert len(page) < 1_500_000
+
+
+def test_formats_and_refusals_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = killed_and_resumed(tmp_path / "run").directory
+    assert execute(["report", str(run), "--format", "json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["state"] == "done" and found["step"] == 200 and found["axes"] == {"dp_shard": 4, "tp": 4}
+    assert sum(found["wall"]["of"].values()) == pytest.approx(found["wall"]["seconds"])
+    assert execute(["report", str(run), str(healthy(tmp_path / "b").directory), "--format", "markdown"]) == 0
+    told = capsys.readouterr().out
+    assert "## What differs" in told and "| checkpoint.every\\_steps | 100 | 50 |" in told, told
+    assert execute(["report", str(tmp_path)]) == 2 and "job.resolved.toml" in capsys.readouterr().err
+    assert execute(["report", str(run), "-o", str(tmp_path / "no" / "x.html")]) == 3
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def trained(job: JobFile, output: Path, **hook: Any) -> dict[str, Any]:
+    """Tables of the tiny job with the hook."""
+    job.set(job={"output_dir": str(output)}).tables.update(hook=[{"name": "report", **hook}])
+    return job.tables
+
+
+def test_a_run_writes_its_report_at_its_end_and_after_an_error(job: JobFile, tmp_path: Path) -> None:
+    assert hpctrain.run(trained(job, tmp_path / "a"))["exit_code"] == 0
+    page, log = ((tmp_path / "a" / name).read_text() for name in ("report.html", "log/rank-00000.log"))
+    assert "Finished at step 4 of 4" in page and "WARNING" not in log, log
+    job.set(optimizer={"lr": 1e30}, job={"steps": 30})
+    with pytest.raises(TrainingError, match="expected finite numbers"):
+        hpctrain.run(trained(job, tmp_path / "b"))
+    page = (tmp_path / "b" / "report.html").read_text()
+    assert "Loss not finite (NaN)" in page and "[optimizer] clip_norm = 1.0" in page
+
+
+class Squares(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Sixty-four samples, each of which takes a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self._seconds)
+        return torch.tensor([index / 64]), torch.tensor([(index / 64) ** 2])
+
+
+class Greedy(nn.Linear):
+    """Lacks memory in its third step."""
+
+    calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.calls > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 1 GiB free.")
+        return super().forward(inputs)
+
+
+@pytest.mark.thorough
+def test_stories_of_real_runs(tmp_path: Path) -> None:
+    job: dict[str, Any] = {
+        "job": {"name": "real", "steps": 8, "output_dir": str(tmp_path / "slow")},
+        "model": {"name": nn.Linear, "in_features": 1, "out_features": 1, "loss": nn.functional.mse_loss},
+        "dataset": {"name": Squares(0.02)}, "optimizer": {"name": "sgd", "lr": 0.1}, "batch": {"global_size": 4, "micro_size": 4},
+    }  # fmt: skip
+    hpctrain.run(job)
+    found = judge(gather(tmp_path / "slow"))
+    assert found.ended == "Finished at step 8 of 8" and found.first.rule == "data", found
+    assert found.first.step == "[dataset] workers = 4", found
+    greedy = {"name": lambda: Greedy(1, 1), "loss": nn.functional.mse_loss}
+    job.update(model=greedy, dataset={"name": Squares(0)}, job={**job["job"], "output_dir": str(tmp_path / "greedy")})
+    with pytest.raises(TrainingError, match="ran out of memory"):
+        hpctrain.run(job)
+    (tmp_path / "greedy" / "lock").unlink()  # this process holds it no more; another one would see that
+    for path in (tmp_path / "greedy").rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    found = judge(gather(tmp_path / "greedy"))
+    assert re.match("Out of memory at step [12] of 8, rank 0", found.ended), found
+    assert "asked for 20.00 GiB" in found.first.limit and found.first.step, found
+
+
+def test_a_report_that_fails_or_takes_too_long_hides_nothing(job: JobFile, tmp_path: Path) -> None:
+    assert hpctrain.run(trained(job, tmp_path / "a", limit_seconds=1e-6))["exit_code"] == 0
+    assert "takes longer than 1e-06 s" in (tmp_path / "a" / "log" / "rank-00000.log").read_text()
+    (tmp_path / "b" / "report.html").mkdir(parents=True)
+    job.set(optimizer={"lr": 1e30}, job={"steps": 30})
+    with pytest.raises(TrainingError, match="expected finite numbers"):
+        hpctrain.run(trained(job, tmp_path / "b"))
+    assert "the report is not written: IsADirectoryError" in (tmp_path / "b" / "log" / "rank-00000.log").read_text()
+
+
+def test_many_rows_are_thinned_in_bounded_memory_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, rows = tmp_path / "metrics.jsonl", 60_000
+    with path.open("w") as file:
+        for step in range(1, rows + 1):
+            seconds = {"forward": 1.0, "data": 0.25, "checkpoint": 10.0 * (step % 1000 == 1)}
+            file.write(
+                json.dumps({"step": step, "time": 1e9 + step, "loss": 1 / step, "lr": 0.1, "seconds": seconds}) + "\n"
+            )
+    monkeypatch.setattr("hpctrain_plugins.report.curves._WHOLE_BYTES", path.stat().st_size // 8)
+    begin = time.monotonic()
+    tracemalloc.start()
+    found = RowReader(path, [1e9]).read()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.seen == rows and found.read < rows / 7 and found.weight == rows and len(found.points) <= 800
+    assert found.steady["data"] / found.steady["forward"] == pytest.approx(0.25)
+    assert found.steady["checkpoint"] == pytest.approx(
+        10 * rows / 1000, rel=0.6
+    )  # saves each 1000 steps are met all the same
+    assert peak < 40e6 and time.monotonic() - begin < 60
+    assert found.points[0].first <= 8 and found.points[-1].last > rows - 100
