@@ -519,7 +519,7 @@ def test_a_git_that_does_not_answer_holds_no_start(tmp_path: Path, monkeypatch: 
     git.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(starts, "_GIT_SECONDS", 1.5)
-    assert starts.describe_start(Identity(), [], [])["git"] == {"commit": "c0ffee", "changed": None}
+    assert starts.describe_start(Identity(), [], [], 0.0)["git"] == {"commit": "c0ffee", "changed": None}
 
 
 def test_a_job_leaves_no_groups_to_the_next_one_of_its_process() -> None:
