@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from conftest import JobFile
+from hpctrain_plugins import report as package
 from hpctrain_plugins.report.curves import RowReader
 from hpctrain_plugins.report.gathering import gather
 from hpctrain_plugins.report.pages import html_page, markdown
@@ -36,6 +37,8 @@ from torch import Tensor, nn
 import hpctrain
 from hpctrain.base.errors import TrainingError
 from hpctrain.cli import execute
+from hpctrain.job.table_types import SlotTable
+from hpctrain.job.tables import Job
 
 STORIES: list[tuple[Callable[[Path], Planted], str, str, str]] = [
     (healthy, r"Finished at step 200 of 200", r"nothing stands out: 92% of the steps' time computes, mfu 42", "hpctrain profile"),
@@ -60,6 +63,15 @@ def test_the_verdict_is_that_of_the_story(
     assert re.search(step, found.first.step), found
     if plant not in (communication_bound, straggling, killed_and_resumed):
         assert len(found.findings) == 1, found
+
+
+def test_each_step_to_try_names_a_key_of_the_job_file() -> None:
+    sources = "".join((Path(package.__file__).parent / name).read_text() for name in ("limits.py", "endings.py"))
+    named = set(re.findall(r"\[([a-z_]+)\] ([a-z_]+)(?= = | larger| half| so )", sources))
+    assert len(named) >= 12
+    for table, key in named:
+        found = Job.model_fields[table].annotation
+        assert found is not None and (key in found.model_fields or issubclass(found, SlotTable)), (table, key)
 
 
 def test_a_killed_run_is_told_so_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def saving(facts: Facts) -> Finding | None:
     if wall is None or wall.seconds < _SECONDS or wall.share("saving") < SAVING:
         return None
     share, every = wall.share("saving"), facts.count("checkpoint", "every_steps") or 0
-    step = f"[checkpoint] every_steps = {2 * every}" if every else "[checkpoint] every_minutes larger"
+    step = f"[checkpoint] every_steps = {2 * every}" if every else "[checkpoint] every_epochs larger"
     if facts.key("checkpoint", "asynchronous") is not True:
         step = "[checkpoint] asynchronous = true"
     return Finding("saving", f"{share:.0%} of the time went into saves", step, share)
