@@ -47,6 +47,11 @@ class Plot:
             self.axes.spines[side].set_visible(False)
         self.axes.margins(x=0.01)
 
+    def over_steps(self) -> None:
+        """The horizontal axis has steps, which are whole numbers."""
+        self.axes.set_xlabel("step")
+        self.axes.xaxis.get_major_locator().set_params(integer=True)
+
     def svg(self, name: str) -> str:
         """The plot as an element. name: begins the ids in it, which a page has once each."""
         content = io.StringIO()
@@ -106,7 +111,7 @@ def loss(runs: Sequence[Facts], width: float) -> Plot | None:
     measured = [(one.step, value) for one in rows.evaluations if (value := one.measured.get("loss")) is not None]
     if measured:
         plot.axes.plot(*zip(*measured, strict=True), color=COLORS["c1"], label="evaluation", marker="o", markersize=3)
-    plot.axes.set_xlabel("step")
+    plot.over_steps()
     plot.axes.legend(loc="upper right")
     return plot if shown or measured else None
 
@@ -117,7 +122,7 @@ def of_key(key: str, label: str, color: str, scale: float = 1.0, from_zero: bool
     def made(runs: Sequence[Facts], width: float) -> Plot | None:
         plot, rows = Plot(width, 1.9), runs[0].rows
         shown = _curve(plot, rows.points, key, color, scale=scale)
-        plot.axes.set_xlabel("step")
+        plot.over_steps()
         unit = f"{rows.newest.counts}/s" if rows.newest is not None and key == "per_second" else label
         plot.axes.set_ylabel(unit)
         if from_zero:
@@ -143,7 +148,7 @@ def parts(runs: Sequence[Facts], width: float) -> Plot | None:
     usual = whole[int(0.95 * (len(whole) - 1))]
     if usual > 0 and whole[-1] > 4 * usual:  # a save or a stall would press all others flat
         plot.axes.set_ylim(0, 2 * usual)
-    plot.axes.set_xlabel("step")
+    plot.over_steps()
     plot.axes.set_ylabel("seconds")
     plot.figure.legend(
         loc="outside upper left", ncols=4 if width < 6 else 8, columnspacing=1, handlelength=1, fontsize=8
@@ -160,7 +165,7 @@ def memory(runs: Sequence[Facts], width: float) -> Plot | None:
     if whole:
         plot.axes.axhline(whole / 2**30, color=COLORS["c3"], linestyle="--", label="of the device")
     plot.axes.set_ylim(bottom=0)
-    plot.axes.set_xlabel("step")
+    plot.over_steps()
     plot.axes.set_ylabel("GiB")
     plot.axes.legend(loc="lower right")
     return plot if shown else None
@@ -208,7 +213,7 @@ def compared(runs: Sequence[Facts], width: float) -> Plot | None:
         _curve(plot, one.rows.points, "loss", _LINES[number % len(_LINES)], one.name[:24])
         for number, one in enumerate(runs[: len(_LINES)])
     ]
-    plot.axes.set_xlabel("step")
+    plot.over_steps()
     plot.axes.set_ylabel("loss")
     plot.axes.legend(loc="upper right")
     return plot if any(shown) else None
