@@ -192,13 +192,7 @@ def make_loader(
 
 def counted(spec: ModelSpec, batch: Batch) -> int:
     """The number of terms in the loss of a batch. Raises ContractError for what is no count, TrainingError if `count` fails."""
-    try:
-        count = spec.count(batch)
-    except (HpctrainError, MemoryError):
-        raise
-    except Exception as error:
-        why = f"[model] name = {spec.name!r}: its `count` failed on a micro batch: {reason(error)}"
-        raise TrainingError(why) from error
+    count = _answer(spec, "count", batch)
     if not isinstance(count, Integral) or count < 0:
         raise broken(spec, f"counted {count!r} {spec.counts} in a micro batch", "a whole number, zero or more")
     return int(count)
@@ -206,16 +200,21 @@ def counted(spec: ModelSpec, batch: Batch) -> int:
 
 def flops_of(spec: ModelSpec, batch: Batch) -> int | None:
     """The model's operations on a batch. Raises ContractError for what is no count, TrainingError if `flops` fails."""
-    try:
-        found = spec.flops(batch)
-    except (HpctrainError, MemoryError):
-        raise
-    except Exception as error:
-        why = f"[model] name = {spec.name!r}: its `flops` failed on a micro batch: {reason(error)}"
-        raise TrainingError(why) from error
+    found = _answer(spec, "flops", batch)
     if found is not None and (not isinstance(found, Real) or not 0 <= float(found) < math.inf):
         raise broken(spec, f"counted {found!r} operations on a micro batch", "a number, zero or more, or None")
     return None if found is None else int(found)
+
+
+def _answer(spec: ModelSpec, method: str, batch: Batch) -> Any:
+    """The model's answer about a batch. Raises TrainingError if it fails."""
+    try:
+        return getattr(spec, method)(batch)
+    except (HpctrainError, MemoryError):
+        raise
+    except Exception as error:
+        why = f"[model] name = {spec.name!r}: its `{method}` failed on a micro batch: {reason(error)}"
+        raise TrainingError(why) from error
 
 
 def make_pool(job: Job, parts: Parts, source: Samples | Stream) -> Pool:
