@@ -203,7 +203,7 @@ def flops_of(spec: ModelSpec, batch: Batch) -> int | None:
     found = _answer(spec, "flops", batch)
     if found is not None and (not isinstance(found, Real) or not 0 <= float(found) < math.inf):
         raise broken(spec, f"counted {found!r} operations on a micro batch", "a number, zero or more, or None")
-    return None if found is None else int(found)
+    return None if found is None else int(float(found))
 
 
 def _answer(spec: ModelSpec, method: str, batch: Batch) -> Any:
