@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +122,32 @@ def test_a_slow_rank_is_named(
     of_it = f"rank {worst['rank']} on {worst['node']} is slow: its {cause} "
     said = [record for record in caplog.records if record.getMessage().startswith(of_it)]
     assert len(said) == 1, "a warning that doesn't repeat"
+
+
+BURNER = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.thorough  # needs a core for each rank
+def test_a_rank_on_a_core_that_others_use_is_named(root) -> None:
+    """Each rank has a core of its own; on the last one's, three programs compute, too."""
+    cores, rank, last = sorted(os.sched_getaffinity(0)), dist.get_rank(), dist.get_world_size() - 1
+    if len(cores) <= last:
+        pytest.skip("needs a core for each rank")
+    burners = []
+    os.sched_setaffinity(0, {cores[rank]})
+    try:
+        if rank == last:
+            burners = [subprocess.Popen([sys.executable, "-c", BURNER, str(cores[rank])]) for _ in range(3)]
+        model = {"hidden_size": 64, "layers": 4, "attention_heads": 4, "max_seq_length": 64}
+        found = trained(job(job={"output_dir": str(root), "steps": 20}, model=model), Observer())
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+        os.sched_setaffinity(0, cores)
+    told = [(row["straggler"]["rank"], row["straggler"]["cause"]) for row in found.rows if "straggler" in row]
+    assert len(told) >= 10 and set(told) == {(last, "compute")}, told
 
 
 @pytest.mark.ranks(2)
