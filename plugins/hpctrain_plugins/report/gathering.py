@@ -100,9 +100,11 @@ def assign(lost: Lost, stretches: Sequence[Stretch]) -> None:
     rollback notes its own."""
     here = max((n for n, one in enumerate(stretches) if one.at <= lost.time), default=0)
     is_resume = here > 0 and not stretches[here].lost and lost.time <= (stretches[here].rows.begun or lost.time)
+    spent = list(reversed(stretches[:here])) if is_resume else [stretches[here]]
     left = lost.seconds
-    for one in [*reversed(stretches[:here]), stretches[here]] if is_resume else [stretches[here]]:
-        taken = min(left, one.room)
+    # a start that was killed may have trained steps after the last sign of it that is left
+    for one, room in [*((one, one.room) for one in spent), *((one, one.silence) for one in spent)]:
+        taken = min(left, room)
         one.lost, left = one.lost + taken, left - taken
 
 

@@ -38,8 +38,13 @@ class Stretch:
 
     @property
     def room(self) -> float:
-        """The time that is in no row."""
+        """The time until the last sign that is in no row."""
         return max(0.0, self.until - self.at - sum(self.rows.seconds.values()) - self.lost)
+
+    @property
+    def silence(self) -> float:
+        """The time after the last sign."""
+        return max(0.0, self.ends - self.until)
 
 
 def account(stretches: Sequence[Stretch], lost_steps: int) -> WallTime | None:

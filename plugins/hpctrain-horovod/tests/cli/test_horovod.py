@@ -281,7 +281,7 @@ def test_the_timeline(tmp_path: Path) -> None:
         (["-np", "2", "--config-file", __file__, "python"], "is not YAML"),
         (["-np", "2", "--config-file", sys.executable, "python"], "cannot be read"),
         (["-np", "2", "--fusion-threshold-mb", "nan", "python"], "--fusion-threshold-mb"),
-        (["-np", "2", "--output-filename", "/proc/none", "python"], "the directory cannot be made"),
+        (["-np", "2", "--output-filename", "/proc/none", sys.executable], "the directory cannot be made"),
     ],
     ids=str,
 )
