@@ -82,7 +82,8 @@ def test_traffic_by_axis_agrees_with_a_trace(root: Path) -> None:
         [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()] if dist.get_rank() == 0 else []
     )
     told = sum(row["exposed_seconds"]["tp.all_reduce"] for row in rows[2:])
-    assert not rows or told == pytest.approx(seen, rel=0.1), (told, seen)
+    # the profiler counts what the rank waits for a core, too
+    assert not rows or 0.6 * seen < told < 1.02 * seen, (told, seen)
     axes = {key.partition(".")[0] for row in rows for key in row["bytes_per_second"]}
     assert not rows or axes == {"tp"} | ({"dp_replicate"} if dist.get_world_size() > 2 else set())
 
@@ -100,5 +101,9 @@ def test_exposed_and_hidden_seconds_are_those_of_the_backend(root: Path) -> None
     if dist.get_rank() == 0:
         rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
         exposed = sum(sum(row.get("exposed_seconds", {}).values()) for row in rows)
-        assert exposed <= after.blocked_seconds - begin.blocked_seconds
-        assert exposed == pytest.approx(after.blocked_seconds - begin.blocked_seconds, rel=0.5)
+        # the start, and the save at the end, are in no row
+        assert (
+            0.1 * (after.blocked_seconds - begin.blocked_seconds)
+            < exposed
+            <= after.blocked_seconds - begin.blocked_seconds
+        )
