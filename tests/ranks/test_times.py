@@ -110,6 +110,7 @@ def test_a_slow_rank_is_named(
     root, cause: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stragglers, "_COSTLY", 2 * NAP)
+    monkeypatch.setattr(stragglers, "_SPAN", 4 * NAP)
     tables = job(job={"output_dir": str(root), "steps": 14}, checkpoint={"every_steps": 4})
     changes = {"data": slow_data, "save": slow_save}
     observer = Observer(slow_compute) if cause == "compute" else Observer()
@@ -140,7 +141,7 @@ def test_a_rank_on_a_core_that_others_use_is_named(root) -> None:
         if rank == last:
             burners = [subprocess.Popen([sys.executable, "-c", BURNER, str(cores[rank])]) for _ in range(3)]
         model = {"hidden_size": 64, "layers": 4, "attention_heads": 4, "max_seq_length": 64}
-        found = trained(job(job={"output_dir": str(root), "steps": 20}, model=model), Observer())
+        found = trained(job(job={"output_dir": str(root), "steps": 60}, model=model), Observer())
     finally:
         for burner in burners:
             burner.kill()
@@ -154,5 +155,5 @@ def test_a_rank_on_a_core_that_others_use_is_named(root) -> None:
 @pytest.mark.thorough  # needs a core for each rank
 @pytest.mark.parametrize("run", range(10))
 def test_no_rank_is_named_where_none_is_slow(root, run: int) -> None:
-    found = trained(job(job={"output_dir": str(root), "steps": 20, "seed": run}), Observer())
+    found = trained(job(job={"output_dir": str(root), "steps": 150, "seed": run}), Observer())
     assert not [row["straggler"] for row in found.rows if "straggler" in row]

@@ -171,7 +171,7 @@ def test_a_slow_rank_is_found_by_its_own_excess(part: str, cause: str) -> None:
     )
     found = [judge.see(slow, 1.5) for _ in range(30)]
     first = next(place for place, one in enumerate(found) if one is not None)
-    assert first == (1 if cause == "save" else 3), "one step tells nothing, nor does the first save"
+    assert first == (1 if cause == "save" else 4), "one step tells nothing, nor does the first save"
     one = found[-1]
     assert one is not None and (one.rank, one.node, one.cause) == (2, "b", cause)
     assert one.excess_seconds == pytest.approx(0.49 if part != "forward" else 0.5, abs=0.02)
@@ -181,6 +181,9 @@ def test_a_slow_rank_is_found_by_its_own_excess(part: str, cause: str) -> None:
 
 
 def test_noise_names_nobody() -> None:
+    short = Stragglers(["a"] * 4)  # for as long as another program uses a core
+    steps = [short.see(own(4, forward=lambda rank: 0.05 + 0.03 * (rank == 1)), 0.08) for _ in range(60)]
+    assert not any(steps) and short.see(own(4, forward=lambda rank: 0.05 + 0.03 * (rank == 1)), 1.0) is not None
     judge = Stragglers(["a"] * 4)
     for step in range(40):  # another one is slow in each step
         assert judge.see(own(4, forward=lambda rank, now=step: 1.0 + 0.4 * (now % 4 == rank)), 1.4) is None

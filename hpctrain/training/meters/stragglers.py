@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import median_low
 from typing import Any
 
 from hpctrain.training.meters.clock import PARTS
 
+_SAVE = "save"
 _CAUSES: Mapping[str, Sequence[str]] = {
     "data": ("data",),
     "compute": ("forward", "backward", "optimizer"),
-    "save": ("checkpoint",),
+    _SAVE: ("checkpoint",),
     "host": ("other",),
 }
 """The parts of a rank's time that can be longer than the others', by what is slow then."""
-_WINDOW, _LEAST = 5, 4
-"""Steps that are looked at, and in how many of them the same rank has to be slow; of saves one is enough."""
-_SHARE, _SECONDS = 0.1, 0.01
-"""The excess from which on a rank is slow: of the step, and in seconds."""
+_STEPS, _SPAN = 5, 5.0
+"""Steps and their seconds that are looked at, at least: on a busy machine any rank is slow for a moment."""
+_LEAST = 0.8
+"""The share of these steps in which the same rank has to be slow."""
+_SHARE, _SECONDS, _OF_SAVE = 0.1, 0.01, 0.2
+"""The excess from which on a rank is slow: of the step, in seconds, and in seconds of a save, which is judged by itself."""
 _COSTLY = 10.0
 """Seconds that a slow rank has cost all others when a warning tells of it."""
 
@@ -39,32 +42,50 @@ class Straggler:
         return vars(self)
 
 
+class _Window:
+    """The newest steps: the slowest rank of each if it was slow, its excess, and the step's seconds."""
+
+    def __init__(self) -> None:
+        self._steps = deque[tuple[int | None, float, float]]()
+        self._seconds = 0.0
+        self._slow = Counter[int]()
+        self._excess = defaultdict[int, float](float)
+
+    def add(self, rank: int | None, excess: float, seconds: float) -> None:
+        """A step. rank: the slow one; None if there is none."""
+        self._count(1, rank, excess, seconds)
+        self._steps.append((rank, excess, seconds))
+        while len(self._steps) > _STEPS and self._seconds - self._steps[0][2] >= _SPAN:
+            self._count(-1, *self._steps.popleft())
+
+    def slow(self) -> tuple[int, float] | None:
+        """The rank that is slow, and its mean excess."""
+        if len(self._steps) < _STEPS or self._seconds < _SPAN or not self._slow:
+            return None
+        rank, steps = self._slow.most_common(1)[0]
+        return (rank, self._excess[rank] / steps) if steps >= _LEAST * len(self._steps) else None
+
+    def _count(self, sign: int, rank: int | None, excess: float, seconds: float) -> None:
+        self._seconds += sign * seconds
+        if rank is not None:
+            self._slow[rank] += sign
+            self._excess[rank] += sign * excess
+
+
 class Stragglers:
     """Looks at the ranks' own times of each step."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         """nodes: of each rank."""
         self._nodes = nodes
-        self._seen = {cause: deque[tuple[int, float]](maxlen=1 if cause == "save" else _WINDOW) for cause in _CAUSES}
+        self._windows = {cause: _Window() for cause in _CAUSES if cause != _SAVE}
         self._cost = defaultdict[tuple[int, str], float](float)
         self._has_saved = False
 
     def see(self, own: Sequence[Sequence[float]], seconds: float) -> Straggler | None:
         """The slow rank, if there is one. own: each rank's seconds by part, in the order of PARTS. seconds: of the step."""
-        worst: Straggler | None = None
-        for cause, parts in _CAUSES.items():
-            places = [PARTS.index(part) for part in parts]
-            taken = [sum(one[place] for place in places) for one in own]
-            if cause == "save" and not self._is_judged(taken):
-                continue
-            slowest = max(range(len(taken)), key=taken.__getitem__)
-            excess = taken[slowest] - median_low(taken)
-            is_slow = excess > max(_SECONDS, _SHARE * seconds)
-            self._seen[cause].append((slowest if is_slow else -1, excess))
-            found = self._named(cause)
-            if found is not None and (worst is None or found.excess_seconds > worst.excess_seconds):
-                worst = found
-        return worst
+        found = [self._slow(cause, own, seconds) for cause in _CAUSES]
+        return max((one for one in found if one is not None), key=lambda one: one.excess_seconds, default=None)
 
     def news(self, found: Straggler) -> str | None:
         """A sentence, once a rank that was found in a step has cost enough; None before and afterwards."""
@@ -78,18 +99,17 @@ class Stragglers:
             f"that of others, which have waited {self._cost[key]:.0f} s for it"
         )
 
-    def _is_judged(self, taken: Sequence[float]) -> bool:
-        """Whether a save of these seconds tells anything: rank 0 prepares the first one of a start for all."""
-        self._seen["save"].clear()
-        judged, self._has_saved = self._has_saved and any(taken), self._has_saved or any(taken)
-        return judged
-
-    def _named(self, cause: str) -> Straggler | None:
-        seen = self._seen[cause]
-        ranks = [rank for rank, _ in seen if rank >= 0]
-        if not ranks:
-            return None
-        rank = max(set(ranks), key=ranks.count)
-        if ranks.count(rank) < (1 if cause == "save" else _LEAST):
-            return None
-        return Straggler(rank, self._nodes[rank], cause, median(excess for one, excess in seen if one == rank))
+    def _slow(self, cause: str, own: Sequence[Sequence[float]], seconds: float) -> Straggler | None:
+        places = [PARTS.index(part) for part in _CAUSES[cause]]
+        taken = [sum(one[place] for place in places) for one in own]
+        slowest = max(range(len(taken)), key=taken.__getitem__)
+        excess = taken[slowest] - median_low(taken)
+        if cause == _SAVE:
+            # rank 0 prepares the first save of a start for all
+            judged, self._has_saved = self._has_saved, self._has_saved or any(taken)
+            slow = (slowest, excess) if judged and excess > max(_OF_SAVE, _SHARE * taken[slowest]) else None
+        else:
+            window = self._windows[cause]
+            window.add(slowest if excess > max(_SECONDS, _SHARE * seconds) else None, excess, seconds)
+            slow = window.slow()
+        return None if slow is None else Straggler(slow[0], self._nodes[slow[0]], cause, slow[1])
