@@ -23,7 +23,7 @@ from mpi4py import MPI
 import hpctrain
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.training.meters.meters import Meters
-from hpctrain.training.metrics import MeasuredRow
+from hpctrain.training.metrics import MeasuredRow, OwnRow
 from hpctrain.training.report import Report
 
 PARTS = 3
@@ -53,9 +53,9 @@ class Turns:
             turns.own[-1] += time.perf_counter() - begin
             return found
 
-        def traffic(meters: Meters) -> dict[str, dict[str, float]]:
+        def traffic(meters: Meters) -> OwnRow:
             begin = time.perf_counter()
-            found = turns._traffic(meters) if turns.is_on else {}
+            found = turns._traffic(meters) if turns.is_on else OwnRow()
             turns.own[-1] += time.perf_counter() - begin
             return found
 

@@ -30,6 +30,7 @@ from hpctrain.training.look import look
 from hpctrain.training.metrics import (
     EvaluationRow,
     Moment,
+    OwnRow,
     StepRow,
 )
 from hpctrain.training.requests import take_request
@@ -146,7 +147,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     session.hooks.step_done()
     if any(one.request for one in ranks):
         take_request(session)
-    own = {**session.meters.traffic(), **drained(session)}
+    own: OwnRow = {**session.meters.traffic(), **drained(session)}
     session.report.row({**row, **own}, progress.steps, parts.model.counts, remark)
     return row, int(max(one.stop for one in ranks)), verdict
 
@@ -191,7 +192,7 @@ def step_row(
     return row.as_dict(moment(session), session.parts.model.counts), remark
 
 
-def drained(session: Session) -> dict[str, float]:
+def drained(session: Session) -> OwnRow:
     """The key of a row for background saves that have ended since the row before."""
     seconds, session.store.drain_seconds = session.store.drain_seconds, 0.0
     return {"drain_seconds": seconds} if seconds else {}

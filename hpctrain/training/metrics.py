@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -150,15 +150,14 @@ class StepRow:
         }
 
 
-@dataclass(frozen=True)
-class OwnRow:
+class OwnRow(TypedDict, total=False):
     """The keys of a step's row that rank 0 adds of its own. Hooks don't see them."""
 
-    goodput: float | None
+    goodput: float
     """The share of the wall time since the first start of the run, over all restarts, that went into steps that count: their
     forward, backward, communication, optimizer and other seconds. Steps that a resume drops don't count."""
 
-    drain_seconds: float | None
+    drain_seconds: float
     """The time in which a background save that has ended since the row before wrote its copy beside the training. Making the copy
     is `checkpoint` in `seconds`. Absent without such a save."""
 

@@ -48,13 +48,16 @@ class Clock:
 
     def enter(self, phase: str) -> None:
         """A phase begins; `phase` may have more words behind a comma."""
+        self._begin_part(_PART_OF.get(phase.partition(",")[0], "other"))
+
+    def _begin_part(self, part: str) -> None:
         now, waits = mark(self._device), waited()
         self._spans.append((self._part, self._begin, now, waits - self._waited))
-        self._part, self._begin, self._waited = _PART_OF.get(phase.partition(",")[0], "other"), now, waits
+        self._part, self._begin, self._waited = part, now, waits
 
     def take(self) -> Times:
         """The times since the last call, or of an accelerator those before it."""
-        self.enter(_PHASE_OF[self._part])
+        self._begin_part(self._part)
         ready, self._over = (self._over, self._spans) if self._lags else (self._spans, [])
         self._spans = []
         parts, own = defaultdict[str, float](float), defaultdict[str, float](float)
@@ -68,9 +71,6 @@ class Clock:
             else:
                 parts[part] += seconds
         return Times(parts, own)
-
-
-_PHASE_OF = {part: phase for phase, part in reversed(_PART_OF.items())} | {"other": "other"}
 
 
 class Times:

@@ -19,7 +19,7 @@ from hpctrain.training.meters.memory import KINDS, memory_since
 from hpctrain.training.meters.stragglers import Stragglers
 from hpctrain.training.meters.throughput import ModelFlops, peak_flops
 from hpctrain.training.meters.traffic import Traffic
-from hpctrain.training.metrics import MeasuredRow
+from hpctrain.training.metrics import MeasuredRow, OwnRow
 
 _SIZES = (len(PARTS), len(PARTS), 1, len(KINDS), 2)
 """How many figures a rank tells of each kind: times, own times, operations, memory, load."""
@@ -79,7 +79,7 @@ class Meters:
             watts=watts,
         )
 
-    def traffic(self) -> dict[str, dict[str, float]]:
+    def traffic(self) -> OwnRow:
         """This rank's tables of its communication since the last call."""
         return self._traffic.take()
 

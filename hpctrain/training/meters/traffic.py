@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from hpctrain.mpi.accounting import OperationStatistics, statistics
+from hpctrain.training.metrics import OwnRow
 
 _WORLD = "world"
 """The name of the group of all ranks, over which they exchange figures, unless an axis has it."""
@@ -22,8 +23,8 @@ class Traffic:
         self._before = dict[tuple[str, str], OperationStatistics]()
         self.take()
 
-    def take(self) -> dict[str, dict[str, float]]:
-        """Tables of a row by their keys, each by "AXIS.OPERATION". Empty without operations."""
+    def take(self) -> OwnRow:
+        """The tables of a row, each by "AXIS.OPERATION"; none without operations."""
         now = {(group, name): one for group, found in statistics().groups.items() for name, one in found.items()}
         exposed, hidden, speeds = dict[str, float](), dict[str, float](), dict[str, float]()
         for (group, name), one in now.items():
@@ -39,5 +40,11 @@ class Traffic:
             if seconds > 0 and group in self._names:
                 speeds[key] = (one.bytes - before.bytes) / seconds
         self._before = now
-        tables = {"exposed_seconds": exposed, "hidden_seconds": hidden, "bytes_per_second": speeds}
-        return {name: table for name, table in tables.items() if table}
+        found = OwnRow()
+        if exposed:
+            found["exposed_seconds"] = exposed
+        if hidden:
+            found["hidden_seconds"] = hidden
+        if speeds:
+            found["bytes_per_second"] = speeds
+        return found
