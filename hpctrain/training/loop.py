@@ -114,9 +114,8 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     model.begin_sums(step)
     trial = model.first_step()
     with session.meters.counting(micro_batches):
-        loss_sum = model.runner.train(
-            micro_batches, count, step
-        )  # forward and backward; buckets are summed as they fill
+        # forward and backward; buckets are summed as they fill
+        loss_sum = model.runner.train(micro_batches, count, step)
     if trial is not None:
         trial.forwarded(loss_sum.item())
     with position.inside("sums of gradients", step):
