@@ -15,6 +15,8 @@ from training import own_device
 
 _BY_DEFAULT = "stage 3", "pipeline 2"
 KEPT = "parameters_bytes", "gradients_bytes", "optimizer_state_bytes"
+ROW = 8 * 64
+"""Bytes of a step's own numbers, which no plan counts: those of its row of metrics, below 64, and the count of its labels."""
 
 
 def _cases(jobs: dict[str, tuple[int, dict[str, Any]]]) -> list[Any]:
@@ -68,4 +70,4 @@ def test_a_plan_is_what_a_step_needs(
         assert mine[name] == found[name], name
     assert mine["peak_bytes"] == pytest.approx(found["peak_bytes"], rel=0.05)
     for name, of_mpi in OPERATIONS.items():
-        assert sent.get(of_mpi, 0) - told.get(name, 0) in range(200), name  # a step's count of labels, and its figures
+        assert sent.get(of_mpi, 0) - told.get(name, 0) in range(ROW), name
