@@ -20,6 +20,12 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def kind_of(tensor: Tensor) -> str:
+    """The kind of a tensor's device. `device` of a fake tensor goes through torch's dispatcher, and takes as long as an operator."""
+    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
+    return device.type
+
+
 def needs_values(error: Exception) -> bool:
     """Whether an operator of fake tensors has failed because it needs their values."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException

@@ -21,6 +21,7 @@ from hpctrain.base.torch_fake import (
     arguments_of,
     autocast_operators,
     implement,
+    kind_of,
     operator_of,
     without_autocast,
 )
@@ -186,7 +187,7 @@ def _floats(given: Sequence[Any]) -> list[Tensor]:
     return [
         one
         for one in found
-        if isinstance(one, Tensor) and one.device.type == KIND and one.dtype in (*_HALF, torch.float32)
+        if isinstance(one, Tensor) and kind_of(one) == KIND and one.dtype in (*_HALF, torch.float32)
     ]
 
 

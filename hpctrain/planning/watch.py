@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hpctrain.base.flops import operator_flops
-from hpctrain.base.torch_fake import PINS, READS_A_NUMBER, WAITS, is_fake, local_tensors, operator_of
+from hpctrain.base.torch_fake import PINS, READS_A_NUMBER, WAITS, is_fake, kind_of, local_tensors, operator_of
 from hpctrain.base.torch_private import TorchDispatchMode
 from hpctrain.contracts.model import tensors_in
 from hpctrain.planning.ledger import Ledger, Origin
@@ -138,8 +138,9 @@ class Watch(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, name: str) -> None:
         for one in local_tensors(tensor):
-            if one.device.type != "meta":  # without memory
-                ledger = self.device if one.device.type == self._kind else self.host
+            kind = kind_of(one)
+            if kind != "meta":  # without memory
+                ledger = self.device if kind == self._kind else self.host
                 ledger.see(one.untyped_storage(), self._origin(name))
 
     def _origin(self, name: str) -> Origin:

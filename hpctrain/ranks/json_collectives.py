@@ -52,9 +52,11 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     """Every rank's `value` in rank order, on all ranks. Collective over `group`, all ranks by default."""
     group = _group(group)
     content, lengths = _padded(_text(value), group)
-    received = [torch.empty_like(content) for _ in range(group.size())]
-    dist.all_gather(received, content, group=group)
-    return [_decode(one, length) for one, length in zip(received, lengths, strict=True)]
+    received = torch.empty(group.size() * len(content), dtype=torch.uint8)
+    dist.all_gather_single(received, content, group=group)
+    everything, width = bytes(received.numpy()), len(content)
+    starts = range(0, group.size() * width, width)
+    return [decode(json.loads(everything[at : at + length])) for at, length in zip(starts, lengths, strict=True)]
 
 
 @_of_real_tensors
@@ -177,9 +179,9 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def _padded(text: str, group: dist.ProcessGroup) -> tuple[Tensor, list[int]]:
     """`text` as bytes, padded to the longest on any rank, and every rank's own length."""
-    lengths = [torch.zeros((), dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(lengths, torch.tensor(len(text)), group=group)
-    found = [int(length) for length in lengths]
+    lengths = torch.zeros(group.size(), dtype=torch.int64)
+    dist.all_gather_single(lengths, torch.tensor([len(text)]), group=group)
+    found: list[int] = lengths.tolist()
     return _as_tensor(text, max(found)), found
 
 
