@@ -32,6 +32,7 @@ from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.assembly import assemble
 from hpctrain.training.loop import train
+from hpctrain.training.start import Start
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 LAST = 20
@@ -82,7 +83,7 @@ def train_with(kind: str, steps: int | None, output: str) -> Recorder:
     recorder = Recorder()
     checked.registry.manager.register(recorder)
     hooks = LifeCycle(checked.registry, detect(), [])
-    session = assemble(checked, World(detect(), HashStore(), RankChannel()), torch.device("cpu"), "never", hooks)
+    session = assemble(Start(World(detect(), HashStore(), RankChannel()), checked, torch.device("cpu"), hooks, "never"))
     try:
         train(session, StopRequest())
     finally:

@@ -43,6 +43,7 @@ from hpctrain.training.assembly import assemble
 from hpctrain.training.feed import Feed
 from hpctrain.training.loop import train_step
 from hpctrain.training.progress import Progress
+from hpctrain.training.start import Start
 
 SIZES: dict[str, dict[str, int]] = {
     "large": {"hidden_size": 2048, "layers": 16, "attention_heads": 16, "vocab_size": 50304, "max_seq_length": 2048},
@@ -89,7 +90,7 @@ class Bench:
         """A step of hpctrain, which returns its loss."""
         checked = self._checked(name, changes)
         hooks = LifeCycle(checked.registry, self._world.identity, [])
-        session = assemble(checked, self._world, self.device, "never", hooks)
+        session = assemble(Start(self._world, checked, self.device, hooks, "never"))
         loader, stop = session.feed.training_loader(session.progress), StopRequest()
         return lambda: float(train_step(session, loader, stop)[0]["loss"])
 

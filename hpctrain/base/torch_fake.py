@@ -21,7 +21,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def kind_of(tensor: Tensor) -> str:
-    """The kind of a tensor's device. `device` of a fake tensor goes through torch's dispatcher, and takes as long as an operator."""
+    """The kind of a tensor's device. A fake tensor's `device` asks torch's dispatcher, which takes as long as an operator."""
     device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
     return device.type
 

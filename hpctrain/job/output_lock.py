@@ -54,7 +54,7 @@ class OutputLock:
         file.flush()
         self._file = file
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Release the lock."""
         if self._file is not None:
             self._file.close()
@@ -107,7 +107,7 @@ def set_aside(directory: Path) -> Path | None:
         names = (directory.with_name(f"{directory.name}.{number}") for number in itertools.count(1))
         return directory.rename(next(name for name in names if not os.path.lexists(name)))
     finally:
-        lock.release()
+        lock.close()
 
 
 def put_back(aside: Path, directory: Path) -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from hpctrain.base.launcher_variables import launcher_name
@@ -13,10 +11,7 @@ from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.plugin import Machine
 from hpctrain.model.conformance.trials import refuse_impure_schedule
 from hpctrain.model.mesh import build_meshes, layout_of
-from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.ranks.json_collectives import gather_values
-from hpctrain.ranks.meeting import World
-from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed
 from hpctrain.training.guard.judging import Guard
@@ -29,31 +24,31 @@ from hpctrain.training.report import Report
 from hpctrain.training.restoring import restore
 from hpctrain.training.saving import open_store
 from hpctrain.training.session import Session
+from hpctrain.training.start import Start
 from hpctrain.training.trained_model import TrainedModel
 
 
-def assemble(
-    checked: CheckedJob,
-    world: World,
-    device: torch.device,
-    resume: str,
-    hooks: LifeCycle,
-    begin: float | None = None,
-    queries: Queries | None = None,
-) -> Session:
-    """The session that the loop works with. Collective.
+def assemble(start: Start) -> Session:
+    """The session that the loop works with. Collective."""
+    return complete(start, start.checked, build(start, start.checked))
 
-    resume: "auto", "never" or a path. begin: of the run, on time.monotonic(); None: now. queries: of other terminals.
-    """
-    job, parts, identity = checked.job, checked.parts, world.identity
+
+def build(start: Start, checked: CheckedJob) -> TrainedModel:
+    """The model of `checked`. Collective."""
+    job, parts, identity, device = checked.job, checked.parts, start.world.identity, start.device
     refuse_machine(job, parts, Machine(identity, device), checked.registry)
-    hooks.refuse_differences()
-    layout = layout_of(job, parts, identity.size)
-    meshes = build_meshes(layout, device)
-    report = Report(identity, world.channel, job.checkpoint.keep_best, begin)
+    start.hooks.refuse_differences()
+    meshes = build_meshes(layout_of(job, parts, identity.size), device)
     building = memory_explained(job, parts, identity, device, "while the model was built", has_batch=False)
-    with hooks.phase("build", 0), building:
-        model = TrainedModel(job, parts, meshes, identity.node, device, hooks)
+    with start.hooks.phase("build", 0), building:
+        return TrainedModel(job, parts, meshes, identity.node, device, start.hooks)
+
+
+def complete(start: Start, checked: CheckedJob, model: TrainedModel) -> Session:
+    """The session of a model: opens the data, restores a checkpoint. Collective."""
+    job, parts, identity, device = checked.job, checked.parts, start.world.identity, start.device
+    hooks, layout, meshes = start.hooks, layout_of(job, parts, identity.size), model.meshes
+    report = Report(identity, start.world.channel, job.checkpoint.keep_best, start.begin)
     feed = Feed(job, parts, meshes.data_rank, layout.data_ranks, identity.node, device, model.split)
     if job.guard.rolls_back:
         feed.refuse_stream()
@@ -71,13 +66,13 @@ def assemble(
         store=open_store(job, parts, device),
         guard=guard,
         replicas=Replicas(model.module, meshes, identity) if job.guard.replica_check_every else None,
-        deadline=deadline_of(job.job.time_limit, time.monotonic() if begin is None else begin, identity),
+        deadline=deadline_of(job.job.time_limit, start.begin, identity),
         states=[*guard.state(), *told],
-        progress=progress, queries=queries,
+        progress=progress, queries=start.queries,
         meters=meters,
     )  # fmt: skip
     with memory_explained(job, parts, identity, device, "while the optimizer's state was made", has_batch=False):
-        restore(session, resume)
+        restore(session, start.resume)
     model.refuse_optimizer()
     if job.job.epochs is not None and progress.step:  # the earlier run may have had another batch size
         progress.steps = progress.step + feed.steps_from(progress.samples_seen)

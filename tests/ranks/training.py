@@ -25,6 +25,7 @@ from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.assembly import assemble
 from hpctrain.training.loop import train
 from hpctrain.training.session import Session
+from hpctrain.training.start import Start
 
 
 def thorough(*values: Any) -> Any:
@@ -95,7 +96,7 @@ def session_of(tables: dict[str, Any], plugin: object = None, identity: Identity
         checked.registry.manager.register(plugin)
     before = set(dist.distributed_c10d._world.pg_map)
     hooks = LifeCycle(checked.registry, identity, checked.parts.hooks)
-    session = assemble(checked, World(identity, HashStore(), RankChannel()), own_device(), "auto", hooks)
+    session = assemble(Start(World(identity, HashStore(), RankChannel()), checked, own_device(), hooks))
     try:
         yield session
     finally:
