@@ -17,12 +17,13 @@ from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.job.tables import Job
+    from hpctrain.library.loop import own_loop
     from hpctrain.planning.plan import plan
     from hpctrain.training.loading import load
     from hpctrain.training.meters.memory import memory
     from hpctrain.training.rank import run
 
-__all__ = ["Job", "__version__", "load", "load_job", "memory", "plan", "run"]
+__all__ = ["Job", "__version__", "load", "load_job", "memory", "own_loop", "plan", "run"]
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -37,6 +38,7 @@ _HOMES = {
     "Job": "hpctrain.job.tables",
     "load": "hpctrain.training.loading",
     "memory": "hpctrain.training.meters.memory",
+    "own_loop": "hpctrain.library.loop",
     "plan": "hpctrain.planning.plan",
     "run": "hpctrain.training.rank",
 }

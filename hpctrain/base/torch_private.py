@@ -268,6 +268,11 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def foreach_add_(targets: list[Tensor], others: list[Tensor]) -> None:
+    """Add tensors to others of the same shapes and devices, together where that is faster."""
+    torch._foreach_add_(targets, others)
+
+
 def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
     """Multiply each in place."""
     torch._foreach_mul_(tensors, factor)

@@ -88,7 +88,13 @@ class InitialValues:
 
 
 def build_model(
-    job: Job, parts: Parts, meshes: Meshes, sums: GradientSums, device: torch.device, values: InitialValues
+    job: Job,
+    parts: Parts,
+    meshes: Meshes,
+    sums: GradientSums,
+    device: torch.device,
+    values: InitialValues,
+    trains: bool = True,
 ) -> Built:
     """Build -> precision -> parallelism -> compile and activation checkpointing -> sharding -> materialize and initialize."""
     spec, dtype = parts.model, parts.precision.parameter_dtype
@@ -103,7 +109,8 @@ def build_model(
     parts.precision.convert(module, spec)
     outline.refuse_change(parts.precision, "convert", module)
     trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
-    refuse_untrained(spec, list(trained))
+    if trains:
+        refuse_untrained(spec, list(trained))
     elements = sum(parameter.numel() for parameter in module.parameters())
     tied = tied_parameters(module)
     axes: list[AppliedAxis] = []

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
+from torch import nn
 
 from hpctrain.base.launcher_variables import launcher_name
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.choices import refuse_machine
+from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.plugin import Machine
+from hpctrain.model.build import InitialValues, build_model
 from hpctrain.model.conformance.trials import refuse_impure_schedule
+from hpctrain.model.gradients.reducer import GradientReducer
 from hpctrain.model.mesh import build_meshes, layout_of
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.deadline import deadline_of
@@ -44,8 +50,27 @@ def build(start: Start, checked: CheckedJob) -> TrainedModel:
         return TrainedModel(job, parts, meshes, identity.node, device, start.hooks)
 
 
-def complete(start: Start, checked: CheckedJob, model: TrainedModel) -> Session:
-    """The session of a model: opens the data, restores a checkpoint. Collective."""
+def build_frozen(start: Start, checked: CheckedJob) -> nn.Module:
+    """A module without trained parameters, laid out as the job says. Collective."""
+    job, parts, identity, device = checked.job, checked.parts, start.world.identity, start.device
+    refuse_machine(job, parts, Machine(identity, device), checked.registry)
+    meshes = build_meshes(layout_of(job, parts, identity.size), device)
+    sums = GradientReducer(parts.compression, meshes, identity.node)
+    with start.hooks.phase("build", 0):
+        return build_model(job, parts, meshes, sums, device, InitialValues(), trains=False).sharded.module
+
+
+def complete(
+    start: Start,
+    checked: CheckedJob,
+    model: TrainedModel,
+    further: Mapping[str, TrainedModel] | None = None,
+    states: Sequence[PluginState] = (),
+) -> Session:
+    """The session of a model: opens the data, restores a checkpoint. Collective.
+
+    further: other models of a program, by their names. states: what it keeps in checkpoints itself.
+    """
     job, parts, identity, device = checked.job, checked.parts, start.world.identity, start.device
     hooks, layout, meshes = start.hooks, layout_of(job, parts, identity.size), model.meshes
     report = Report(identity, start.world.channel, job.checkpoint.keep_best, start.begin)
@@ -67,9 +92,9 @@ def complete(start: Start, checked: CheckedJob, model: TrainedModel) -> Session:
         guard=guard,
         replicas=Replicas(model.module, meshes, identity) if job.guard.replica_check_every else None,
         deadline=deadline_of(job.job.time_limit, start.begin, identity),
-        states=[*guard.state(), *told],
+        states=[*guard.state(), *told, *states],
         progress=progress, queries=start.queries,
-        meters=meters,
+        meters=meters, further=further or {},
     )  # fmt: skip
     with memory_explained(job, parts, identity, device, "while the optimizer's state was made", has_batch=False):
         restore(session, start.resume)

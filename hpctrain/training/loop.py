@@ -52,13 +52,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     row: dict[str, Any] = {}
     stops, begun = 0, progress.step
     world = world_group()
-    start: dict[str, Any] = {
-        "job": session.job,
-        "identity": session.identity,
-        "control": session.control,
-        "membership": hooks,
-    }
-    together(world, lambda: show_model(session, "hpctrain_job_start", step=progress.step, **start))
+    start_hooks(session)
     look(session)
     if progress.step and progress.evaluation is None:
         evaluate_if_due(session)  # skipped at a signal, to save first
@@ -97,6 +91,18 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     }
     together(world, lambda: hooks.call("hpctrain_job_end", result=result))
     return result
+
+
+def start_hooks(session: Session) -> None:
+    """Tell the hooks that the training begins. Collective."""
+    start: dict[str, Any] = {
+        "job": session.job,
+        "identity": session.identity,
+        "control": session.control,
+        "membership": session.hooks,
+    }
+    step = session.progress.step
+    together(world_group(), lambda: show_model(session, "hpctrain_job_start", step=step, **start))
 
 
 def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dict[str, Any], int, Verdict | None]:

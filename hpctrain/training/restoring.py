@@ -23,6 +23,7 @@ from hpctrain.checkpoint.weights import PLUGIN, OtherModelError
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
 from hpctrain.ranks.json_collectives import sum_of, together, world_group
+from hpctrain.training.further_models import refuse_absent
 from hpctrain.training.saving import as_typed, numbers_to_save, pieces_to_save, plugin_states
 from hpctrain.training.session import Session
 
@@ -75,7 +76,8 @@ class _Values(BaseModel):
 def restore(session: Session, resume: str) -> None:
     """Restore model and progress from a checkpoint, or start from the beginning. resume: "auto", "never" or a path."""
     model, group = session.model, world_group()
-    create_state(model.optimizer)
+    for one in session.models:
+        create_state(one.optimizer)
     states = plugin_states(session)
     refuse_same_names(states)
     # Also if nothing is restored: state that can't be saved must be reported before the first step.
@@ -92,9 +94,10 @@ def restore(session: Session, resume: str) -> None:
 def roll_back(session: Session) -> None:
     """Restore the newest checkpoint, all but the place in the data. Raises CheckpointError if it has gone bad."""
     model = session.model
-    model.optimizer = model.new_optimizer()
-    create_state(model.optimizer)
-    model.sums.consolidate()  # the state of compression is one rank's in a checkpoint, and zero on the others
+    for one in session.models:
+        one.optimizer = one.new_optimizer()
+        create_state(one.optimizer)
+        one.sums.consolidate()  # the state of compression is one rank's in a checkpoint, and zero on the others
     states = plugin_states(session)
     pieces = together(world_group(), lambda: pieces_to_save(model, model.optimizer, states))
     restored = _read(session, pieces, session.saved.newest)
@@ -112,7 +115,8 @@ def _read(session: Session, pieces: list[Piece], path: Path | None) -> Restored 
 
 def _begin_anew(session: Session) -> None:
     model, table = session.model, session.job.model
-    model.optimizer = model.new_optimizer()  # drops the state that was created for a restore
+    for one in session.models:
+        one.optimizer = one.new_optimizer()  # drops the state that was created for a restore
     if table.weights is not None:
         try:
             remarks = model.load(table.weights, world_group(), strict=table.weights_strict)
@@ -134,6 +138,7 @@ def _go_on(session: Session, restored: Restored, pieces: list[Piece], states: Se
     loss = values.get("loss")
     progress.resume(restored.step, values["samples_seen"], before, math.nan if loss is None else loss)
     progress.steps_before = values.get("steps")
+    refuse_absent(list(session.further), restored.absent, restored.path)
     _take_over(session, restored, pieces, states)
     _tell_of_absent(session, restored.absent)
     told = feed.restore_stream(values.get("stream"))
@@ -164,7 +169,8 @@ def _take_over(session: Session, restored: Restored, pieces: list[Piece], states
     model.optimizer_begun = values.get("optimizer_begun", True)
     if not model.optimizer_begun:
         model.optimizer = model.new_optimizer()
-    model.sharded.refresh()
+    for one in session.models:
+        one.sharded.refresh()
     session.saved.newest = as_typed(restored.path)
 
 

@@ -25,6 +25,7 @@ from hpctrain.job.run_files import CHECKPOINTS
 from hpctrain.job.tables import Job
 from hpctrain.model.conformance.trials import refuse_lossy_scaler
 from hpctrain.ranks.json_collectives import broadcast_value, together, world_group
+from hpctrain.training.further_models import state_of_model
 from hpctrain.training.kernels import save_kernels
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
@@ -110,8 +111,9 @@ def save_before_evaluation(session: Session) -> None:
 def save(session: Session, final: bool) -> None:
     """Save this step; in the background if the job says so and the save isn't `final`."""
     model, step = session.model, session.progress.step
-    model.sums.consolidate()
-    model.consolidate()
+    for one in session.models:
+        one.sums.consolidate()
+        one.consolidate()
     optimizer = model.optimizer
     if not model.optimizer_begun:  # all steps were skipped; a resume expects the tensors but does not use them
         optimizer = model.spare_optimizer()
@@ -158,15 +160,16 @@ def as_typed(path: Path) -> Path:
 
 
 def plugin_states(session: Session) -> list[PluginState]:
-    """The state of the guard, of life-cycle plugins and of the sharding strategy."""
+    """The state of the guard, of life-cycle plugins, of the sharding strategy and of further models."""
     own = session.model.sharded.state()
-    return [*session.states, *([own] if own is not None else [])]
+    further = [state_of_model(name, model) for name, model in session.further.items()]
+    return [*session.states, *([own] if own is not None else []), *further]
 
 
 def pieces_to_save(model: TrainedModel, optimizer: torch.optim.Optimizer, states: Sequence[PluginState]) -> list[Piece]:
     """All tensors of a checkpoint on this rank."""
     return [
-        *state_pieces(model.module, model.pieces, optimizer),
+        *state_pieces(model.module, model.pieces, model.shapes, optimizer),
         *(replace(piece, name=COMPRESSION + piece.name) for piece in model.sums.pieces()),
         *(replace(p, name=f"{PLUGIN}{state.name}/{p.name}") for state in states for p in state.pieces),
     ]

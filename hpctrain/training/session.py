@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,14 +61,22 @@ class Session:
     """State that checkpoints keep: the guard's and that of life-cycle plugins."""
     progress: Progress
     meters: Meters
+    further: Mapping[str, TrainedModel] = field(default_factory=dict)
+    """Models that a program trains besides `model`, by their names."""
     saved: Saved = field(default_factory=Saved)
     control: Control = field(default_factory=Control)
     queries: Queries | None = None
     """Questions of other terminals; those of rank 0 count."""
 
+    @property
+    def models(self) -> list[TrainedModel]:
+        """All models that are trained."""
+        return [self.model, *self.further.values()]
+
     def close(self) -> None:
         """End background work, and close rank 0's outputs."""
         self.feed.close()
-        self.model.sums.close()
+        for model in self.models:
+            model.sums.close()
         self.meters.close()
         self.report.close()

@@ -182,7 +182,7 @@ class TrainedModel:
         self, weights: Path, group: dist.ProcessGroup, kept_by: str | None = None, strict: bool = True
     ) -> list[str]:
         """Take the values of a checkpoint or a file of weights. Collective; returns and raises what `load_weights` does."""
-        pieces = model_pieces(self.module, self.pieces)
+        pieces = model_pieces(self.module, self.pieces, self.shapes)
         told = load_weights(weights, self._parts.formats, pieces, group, self.tied, kept_by, strict)
         self.refresh()
         return told

@@ -27,11 +27,15 @@ def given_objects(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """
     before = dict(GIVEN)
     try:
-        tables = {name: _copied(value, (name,)) for name, value in job.items()}
-        yield tables
+        yield referenced(job)
     finally:
         GIVEN.clear()
         GIVEN.update(before)
+
+
+def referenced(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables with references, which `resolve` finds as long as a context of `given_objects` lasts."""
+    return {name: _copied(value, (name,)) for name, value in job.items()}
 
 
 def _copied(value: Any, key: Key) -> Any:

@@ -1,0 +1,1 @@
+"""hpctrain as a library: its parts in the loop of a program."""

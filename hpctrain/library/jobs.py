@@ -1,0 +1,95 @@
+"""The jobs of a program with its own loop: one for all ranks, and one for each of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.base.errors import UsageError
+from hpctrain.checking.check import CheckedJob, check
+from hpctrain.contracts.dataset import Split
+from hpctrain.job.raw import RawJob, merge
+from hpctrain.job.reading import read_job
+from hpctrain.job.tables import Job
+from hpctrain.library.given import GivenModel, GivenOptimizer, groups_of
+from hpctrain.plugins.user_code.python_objects import referenced
+
+FIRST = "model"
+"""The name of a model that the program gives none."""
+
+
+def no_data(split: Split) -> list[Tensor] | None:
+    """The data of a loop that takes none from the job."""
+    return [torch.zeros(1)] * 2**20 if split == "train" else None
+
+
+def has_data(job: Job) -> bool:
+    """Whether the job has data of its own."""
+    return not job.dataset.name.endswith(f":{no_data.__name__}")
+
+
+def no_model() -> nn.Module:
+    """A module in the place of those that the program sets up."""
+    return nn.Linear(1, 1)
+
+
+def no_optimizer(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """An optimizer in the place of those that the program brings."""
+    raise UsageError(
+        "setup: the model has parameters to train and no optimizer; give setup one, give the job an [optimizer], or freeze the "
+        "model with requires_grad_(False)"
+    )
+
+
+def no_loss(outputs: Tensor, target: Tensor) -> Tensor:
+    """A loss in the place of the program's own."""
+    raise UsageError("the program's own loop computes the loss")
+
+
+def job_tables(job: Job | Mapping[str, Any] | str | Path, tables: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """The tables of the job for `ranks` ranks, with `tables` on top, and with something in the place of what the program brings."""
+    if isinstance(job, (str, Path)):
+        found = read_job(Path(job), ()).tables
+    else:
+        found = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else dict(job)
+    found = merge(found, dict(tables))
+    has_model = "name" in found.get("model", {})
+    if not has_model:
+        found["model"] = {**found.get("model", {}), "name": no_model, "loss": no_loss}
+    found.setdefault("optimizer", {"name": no_optimizer, "lr": 1.0})
+    if "dataset" not in found:
+        found["dataset"] = {"name": no_data}
+        found.setdefault("batch", {"global_size": ranks, "micro_size": 1})
+    return found
+
+
+def check_model(
+    tables: Mapping[str, Any],
+    ranks: int,
+    name: str,
+    module: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    own: Mapping[str, Any],
+) -> CheckedJob:
+    """The job of one model. own: tables in which it differs from the others. Raises JobError with every problem."""
+    found = merge(dict(tables), dict(own))
+    if module is not None:
+        found["model"] = {**found["model"], "name": no_model, "loss": no_loss}
+    checked = check(RawJob(referenced(found), {}, f"the model {name!r}").refuse_values(), ranks)
+    parts = checked.parts
+    if any(one.traits.ranks_have == "other parameters" for one in parts.parallelism.values()):
+        raise UsageError(
+            "[parallelism]: an axis spreads the model's layers over ranks, which the forward of a program's own loop can't run; "
+            "use hpctrain.run for it, or take the axis out"
+        )
+    if module is not None:
+        parts = replace(parts, model=GivenModel(name, module, parts.precision.parameter_dtype))
+    if optimizer is not None:
+        assert module is not None
+        parts = replace(parts, optimizer=GivenOptimizer(optimizer), optimizer_groups=groups_of(optimizer, module, name))
+    return replace(checked, parts=parts)

@@ -1,0 +1,277 @@
+"""A program's own loop on hpctrain's world: models, optimizers, samples, metrics, checkpoints."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
+from hpctrain.checking.check import CheckedJob
+from hpctrain.contracts.runner import MicroBatch
+from hpctrain.job.tables import Job
+from hpctrain.library.agreement import END_OF_LOOP, Agreement
+from hpctrain.library.jobs import FIRST, check_model, job_tables
+from hpctrain.library.kept import kept_object
+from hpctrain.library.module import OwnModule
+from hpctrain.library.optimizer import OwnOptimizer
+from hpctrain.library.steps import Step, Steps
+from hpctrain.library.trained import Trained
+from hpctrain.library.updates import Updates
+from hpctrain.library.values import gathered, reduced
+from hpctrain.ranks.detection import detect
+from hpctrain.ranks.prints import own
+from hpctrain.ranks.rank_channel import RankChannel
+from hpctrain.training.assembly import build, build_frozen
+from hpctrain.training.rank import job_of_python
+from hpctrain.training.start import Start, started
+
+
+@contextmanager
+def own_loop(
+    job: Job | Mapping[str, Any] | str | Path, resume: str = "auto", **tables: Mapping[str, Any]
+) -> Iterator[Loop]:
+    """Start `job` on this process's rank, one of many under mpiexec, srun or torchrun, else the only one, for a loop of one's own.
+
+    job: a file, what `hpctrain.load_job` gives, or tables. It needs [job] only: models and optimizers may come from `Loop.setup`.
+    resume: "auto", "never", or a checkpoint. tables: tables on top of the job's, such as `dataset={"name": data}`, in which objects
+    may stand as in `hpctrain.run`.
+
+    After a signal that asked the job to stop, the context ends with SystemExit(75), or KeyboardInterrupt after Ctrl-C. Errors that
+    a user can fix are HpctrainErrors. With several ranks, an error on one rank ends the processes of all.
+    """
+    identity = detect()
+    with (
+        job_of_python(job_tables(job, tables, identity.size), "hpctrain.own_loop") as raw,
+        started(identity, lambda: raw, resume, RankChannel()) as start,
+        start.alarmed(),
+    ):
+        loop = Loop(start)
+        try:
+            yield loop
+            loop.end()
+        finally:
+            loop.close()
+        start.exit_code = EXIT_STOPPED if loop.stopped else EXIT_DONE
+    if loop.stopped:
+        raise KeyboardInterrupt if loop.is_interrupted else SystemExit(EXIT_STOPPED)
+
+
+class Loop:
+    """The program's loop on this rank. `own_loop` makes it."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._agreement = Agreement(start.device)
+        self._trained: dict[str, Trained] = {}
+        self._names: set[str] = set()
+        self._parameters: list[tuple[weakref.ref[nn.Parameter], str]] = []
+        """The parameters that were set up, as long as they live, and their models."""
+        self._of: dict[str, CheckedJob] = {}
+        self._kept: dict[str, Any] = {}
+        self._steps: Steps | None = None
+        self._updates = Updates(self._agreement)
+        self._contexts: list[Any] = []
+
+    @property
+    def rank(self) -> int:
+        """This rank among all, from 0."""
+        return self._start.world.identity.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._start.world.identity.size
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self._start.device
+
+    @property
+    def step(self) -> int:
+        """Completed steps; after a resume those of the checkpoint."""
+        return 0 if self._steps is None else self._steps.session.progress.step
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal, the job's time limit or `hpctrain cancel` has ended the steps before the last one."""
+        return self._steps is not None and self._steps.stopped
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether it was Ctrl-C."""
+        return self._steps is not None and self._steps.is_interrupted
+
+    def setup(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        name: str | None = None,
+        **tables: Mapping[str, Any],
+    ) -> Any:
+        """Lay a model out over the ranks; returns it and its optimizer, or a frozen one alone. Collective.
+
+        model: None takes the job's [model]; one whose parameters all have requires_grad = False is frozen. optimizer: made over the
+        model's parameters, whose options the new one takes over; None takes the job's [optimizer]. name: in checkpoints and
+        metrics; needed from the second model on. tables: in which this model differs from the job, such as
+        `sharding={"stage": 3}`. `model` is given away: use the returned one.
+        """
+        if self._steps is not None:
+            raise UsageError(
+                "setup: the loop's steps have begun already; expected every model to be set up before steps()"
+            )
+        name = name or FIRST
+        if name in self._names:
+            raise UsageError(f"setup: there is a model {name!r} already; give this one another name=...")
+        self._names.add(name)
+        self._refuse_known(name, model)
+        checked = check_model(self._start.checked.raw.tables, self.world_size, name, model, optimizer, tables)
+        if model is not None and not any(one.requires_grad for one in model.parameters()):
+            if optimizer is not None:
+                raise UsageError(f"setup: {name!r} has an optimizer and no parameter with requires_grad = True")
+            return self._module(name, build_frozen(self._start, checked), checked, None)
+        made = build(self._start, checked)
+        made.refuse_optimizer()
+        whole = dict(made.module.named_parameters())
+        by_job = optimizer is None or "schedule" in self._start.checked.raw.tables or "schedule" in tables
+        trained = Trained(name, made, {key: one for key, one in whole.items() if one.requires_grad}, by_job)
+        self._trained[name], self._of[name] = trained, checked
+        return self._module(name, made.module, checked, trained), OwnOptimizer(trained, self._update)
+
+    def _module(self, name: str, module: nn.Module, checked: CheckedJob, trained: Trained | None) -> OwnModule:
+        def context() -> AbstractContextManager[None]:
+            return self._context(checked, trained)
+
+        def forwarding() -> Any:
+            if trained is None or not trained.is_training or not module.training:
+                return None
+            trained.forwarding(self.step, self._steps is None or self._steps.is_last)
+            return trained.reached
+
+        return OwnModule(name, module, checked.parts.precision.parameter_dtype, context, forwarding)
+
+    @contextmanager
+    def _context(self, checked: CheckedJob, trained: Trained | None) -> Iterator[None]:
+        with ExitStack() as stack:
+            for axis in [] if trained is None else trained.model.axes:
+                stack.enter_context(axis.context())
+            stack.enter_context(self._start.hooks.phase("forward", self.step))
+            stack.enter_context(checked.parts.precision.forward(self.device))
+            yield
+
+    def _refuse_known(self, name: str, model: nn.Module | None) -> None:
+        known = {id(one): other for reference, other in self._parameters if (one := reference()) is not None}
+        for key, parameter in [] if model is None else model.named_parameters():
+            if id(parameter) in known:
+                raise UsageError(
+                    f"setup: {key} of {name!r} is a parameter of {known[id(parameter)]!r}, too: two optimizers would change it; "
+                    "set up one module that holds both"
+                )
+            self._parameters.append((weakref.ref(parameter), name))
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """A context in the job's precision, for what the program computes besides its models' forwards."""
+        return self._start.checked.parts.precision.forward(self.device)
+
+    def register_for_checkpointing(self, **objects: Any) -> None:
+        """Keep objects in checkpoints. A resume gives them back when the steps begin.
+
+        Each has `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors that are equal on all ranks.
+        """
+        for name, one in objects.items():
+            if self._steps is not None or name in self._kept or name in self._names:
+                raise UsageError(
+                    f"register_for_checkpointing: expected a new name before steps() begins, found {name!r}"
+                )
+            self._kept[name] = one
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps that are left of the job's, with the micro batches of each; between two of them metrics are written,
+        checkpoints saved, and requests to stop taken. Collective."""
+        if self._steps is not None:
+            raise UsageError("steps: the loop's steps have begun already; expected one call")
+        if not self._trained:
+            raise UsageError("steps: no model is trained; expected setup(model, optimizer) before")
+        states = [kept_object(name, one) for name, one in self._kept.items()]
+        self._steps = Steps(self._start, self._of, self._trained, states, self._agreement, self._updates)
+        yield from self._steps
+
+    def backward(self, loss: Tensor, divisor: float | None = None, **named: Any) -> None:
+        """Add the loss's gradients to those of the models that it follows from, which the ranks sum. Collective.
+
+        loss: a mean over this rank's micro batch. Its gradients are averaged over the ranks with different samples and the micro
+        batches of the step; divisor: divide by it instead, for sums, such as by the number of tokens of the whole batch. named:
+        of Tensor.backward.
+        """
+        if not isinstance(loss, Tensor) or loss.dim():
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TrainingError(f"backward: found a loss of {found}, expected a scalar tensor")
+        if not loss.requires_grad:
+            raise TrainingError(
+                "backward: the loss has no gradient, expected one that follows from trained parameters; look for detach(), item() "
+                "or no_grad between a model's outputs and the loss"
+            )
+        if self._steps is None:
+            raise UsageError("backward: the loop has no step yet; expected it inside of `for step in loop.steps()`")
+        parts = self._steps.parts_of_batch
+        scale = max((one.model.scaler.scale for one in self._trained.values()), default=1.0)
+        with self._start.hooks.phase("backward", self.step):
+            (loss * (scale / (parts if divisor is None else divisor))).backward(**named)
+        self._updates.backwarded(self._trained.values(), loss.detach() / self._steps.micro_batches)
+
+    def clip_grad_norm_(self, model: OwnModule, max_norm: float) -> float:
+        """Scale the model's gradients so that their norm over all ranks is at most `max_norm`; returns that before. Collective."""
+        found = next((one for one in self._trained.values() if one.model.module is model.module), None)
+        if found is None:
+            raise UsageError(
+                "clip_grad_norm_: found a model that is not trained here, expected one that setup returned"
+            )
+        return self._updates.clip(found, max_norm)
+
+    def _update(self, trained: Trained) -> None:
+        self._updates.step(trained)
+
+    def log(self, **values: float | Tensor) -> None:
+        """Add numbers to the row of this step's metrics: each is the mean over the ranks."""
+        if self._steps is None:
+            raise UsageError("log: the loop has no step yet; expected it inside of `for step in loop.steps()`")
+        self._steps.log(values)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The ranks' tensors of one shape (rows, ...), one after the other: (world_size * rows, ...). Collective."""
+        return gathered(tensor)
+
+    def reduce(self, tensor: Tensor, reduction: str = "mean") -> Tensor:
+        """The "sum" or "mean" of the ranks' tensors. Collective."""
+        return reduced(tensor, reduction)
+
+    def validation(self) -> Iterator[MicroBatch]:
+        """Yield this rank's micro batches of the validation data."""
+        if self._steps is None:
+            raise UsageError("validation: the loop has no data yet; expected it after steps() has begun")
+        yield from self._steps.validation()
+
+    def print(self, *values: object) -> None:
+        """Print a line on rank 0."""
+        if self.rank == 0:
+            print(*values, file=own(sys.stdout), flush=True)
+
+    def end(self) -> None:
+        """The program has left its loop. Collective."""
+        self._agreement.on(END_OF_LOOP, self.step)
+        if self._steps is not None:
+            self._steps.end()
+
+    def close(self) -> None:
+        """End background work."""
+        if self._steps is not None:
+            self._steps.close()
+        for trained in self._trained.values() if self._steps is None else ():
+            trained.model.sums.close()

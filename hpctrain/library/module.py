@@ -1,0 +1,92 @@
+"""A model of a program's loop, to be called as the module that it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.base.errors import TrainingError
+from hpctrain.contracts.model import tensors_in
+
+
+class OwnModule(nn.Module):
+    """The module as this rank has it, under the job's precision. Its attributes are the module's."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        dtype: torch.dtype,
+        context: Callable[[], AbstractContextManager[None]],
+        forwarding: Callable[[], Callable[[], None] | None],
+    ) -> None:
+        """dtype: of floating point inputs. context: for a forward. forwarding: is told of each; returns what is called when a
+        backward comes to its outputs, None where none can."""
+        super().__init__()
+        self.module = module
+        self._name, self._dtype, self._context, self._forwarding = name, dtype, context, forwarding
+        self._inside = False
+        for child in module.children():
+            child.register_forward_pre_hook(self._refuse_part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's outputs; floating ones of 16 bits in float32, as a loss needs them."""
+        reached = self._forwarding()
+        self._inside = True
+        try:
+            with self._context():
+                outputs = self.module(*self._converted(args), **self._converted(kwargs))
+        finally:
+            self._inside = False
+        outputs = _mapped(_widened, outputs)
+        for one in tensors_in(outputs) if reached is not None else ():
+            if one.requires_grad:
+                one.register_hook(_calling(reached))
+        return outputs
+
+    def _converted(self, inputs: Any) -> Any:
+        def converted(one: Tensor) -> Tensor:
+            return one.to(self._dtype) if one.is_floating_point() else one
+
+        return _mapped(converted, inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def _refuse_part(self, part: nn.Module, _: Any) -> None:
+        if not self._inside and torch.is_grad_enabled():
+            raise TrainingError(
+                f"the program calls {type(part).__name__}, a part of the model {self._name!r}; call the model that setup returned: "
+                "the ranks gather parameters and sum gradients around its forward (a part can be called under torch.no_grad())"
+            )
+
+
+def _calling(function: Callable[[], None] | None) -> Callable[[Tensor], None]:
+    def call(_: Tensor) -> None:
+        if function is not None:
+            function()
+
+    return call
+
+
+def _widened(one: Tensor) -> Tensor:
+    return one.float() if one.is_floating_point() and one.dtype.itemsize < 4 else one
+
+
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The value with what `function` makes of each tensor in it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        mapped = {key: _mapped(function, inner) for key, inner in value.items()}
+        return mapped if type(value) is dict else type(value)(**mapped)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(function, inner) for inner in value))
+    return type(value)(_mapped(function, inner) for inner in value) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,243 @@
+"""The steps of a program's loop, and what happens between two of them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from hpctrain.base.devices import seed_draws
+from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, UsageError
+from hpctrain.base.random_numbers import derive_seed
+from hpctrain.checking.check import CheckedJob
+from hpctrain.contracts.life_cycle import PluginState
+from hpctrain.contracts.model import Batch
+from hpctrain.contracts.precision import LossScaler
+from hpctrain.contracts.runner import MicroBatch
+from hpctrain.data.loader import Loader
+from hpctrain.library.agreement import END_OF_STEP, Agreement
+from hpctrain.library.jobs import has_data
+from hpctrain.library.trained import Trained
+from hpctrain.library.updates import Update, Updates
+from hpctrain.ranks.signals import INTERRUPTED, STOPPED
+from hpctrain.ranks.watchdog.position import BETWEEN, END
+from hpctrain.training.assembly import complete
+from hpctrain.training.guard.judging import Guard
+from hpctrain.training.guard_actions import act
+from hpctrain.training.loop import drained, end_if_asked, moment, show_model, start_hooks
+from hpctrain.training.metrics import Figure, OwnRow, StepRow, gather_row
+from hpctrain.training.requests import take_request
+from hpctrain.training.saving import save_if_due
+from hpctrain.training.start import Start
+
+LOG = logging.getLogger("hpctrain")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the loop: iterate over it for this rank's micro batches. number: from 1."""
+
+    number: int
+    _batches: Iterator[Batch]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches
+
+
+class Steps:
+    """Yields the steps from the newest checkpoint to the last one. Collective."""
+
+    def __init__(
+        self,
+        start: Start,
+        of: Mapping[str, CheckedJob],
+        trained: Mapping[str, Trained],
+        states: Sequence[PluginState],
+        agreement: Agreement,
+        updates: Updates,
+    ) -> None:
+        """of: the job of each model. states: what the program keeps in checkpoints."""
+        self._start, self._agreement, self._updates, self._trained = start, agreement, updates, trained
+        first, *others = trained
+        further = {name: trained[name].model for name in others}
+        _share_scaler([one.model for one in trained.values()])
+        for one in trained.values():
+            one.note_rates()
+        rates = [one.rates_state() for one in trained.values() if not one.follows_schedule]
+        self.session = complete(start, of[first], trained[first].model, further, [*states, *rates])
+        for name, one in trained.items():
+            job, parts = of[name].job, of[name].parts
+            guard = self.session.guard if name == first else Guard(job.guard)
+            one.session = replace(self.session, job=job, parts=parts, model=one.model, guard=guard)
+        self._restore_rates()
+        updates.name(trained.values())
+        start.checked.registry.refuse_unfit_parts()
+        self._reads = has_data(self.session.job)
+        self.micro_batches, self.is_last = 1, True
+        self.stopped = self.is_interrupted = False
+        self._logged: dict[str, list[Figure]] = {}
+        self._loader: Loader | None = None
+
+    def _restore_rates(self) -> None:
+        for one in self._trained.values():
+            if not one.follows_schedule:
+                one.restore_rates()
+
+    @property
+    def parts_of_batch(self) -> int:
+        """The parts of a global batch: micro batches of all ranks with different samples, or different parts of them."""
+        return self.session.model.batch_group.size() * self.micro_batches
+
+    def log(self, values: Mapping[str, Figure]) -> None:
+        """Add numbers to the row of this step."""
+        for name, value in values.items():
+            self._logged.setdefault(name, []).append(value.detach() if isinstance(value, Tensor) else value)
+
+    def __iter__(self) -> Iterator[Step]:
+        session, position = self.session, self._start.hooks.position
+        start_hooks(session)
+        session.meters.clock.restart()
+        position.entered = session.meters.clock.enter
+        position.move(BETWEEN)
+        end_if_asked(session)
+        self._loader = session.feed.training_loader(session.progress) if self._reads else None
+        code = EXIT_DONE
+        while not session.progress.done and code == EXIT_DONE:
+            begin = time.perf_counter()
+            micro_batches, seen = self._load()
+            self._updates.begin_step()
+            with session.meters.counting(micro_batches):
+                yield Step(session.progress.step + 1, self._dealt(micro_batches))
+            code = self._end_step(micro_batches, seen, begin)
+        self.stopped = code == EXIT_STOPPED
+
+    def _load(self) -> tuple[list[MicroBatch], int]:
+        session = self.session
+        if self._loader is None:
+            seed_draws(derive_seed(session.job.job.seed, session.progress.step, session.identity.rank), session.device)
+            return [], 0
+        with session.hooks.phase("data", session.progress.step):
+            return self._loader.step()
+
+    def _dealt(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Batch]:
+        """Yield the batches; random numbers depend on the place of each in the global batch."""
+        if self._loader is None:
+            raise UsageError(
+                "the step has no batches: the job has no [dataset]; give own_loop(..., dataset={'name': data})"
+            )
+        seed, step = self.session.job.job.seed, self.session.progress.step
+        self.micro_batches = len(micro_batches)
+        for number, micro in enumerate(micro_batches):
+            self.is_last = number == len(micro_batches) - 1
+            seed_draws(derive_seed(seed, step, micro.place, 0), self.session.device)
+            yield micro.batch
+
+    def _end_step(self, micro_batches: Sequence[MicroBatch], seen: int, begin: float) -> int:
+        """Write the step's row, let hooks, guard and requests act, and save; the exit code so far. Collective."""
+        session, updates = self.session, self._updates
+        self.micro_batches, self.is_last = 1, True
+        self._agreement.on(END_OF_STEP, session.progress.step)
+        stop = float(max(self._start.stop.level, STOPPED if session.deadline.turn() else 0))
+        request = float(session.queries is not None and session.queries.has_request)
+        logged = {name: sum(values[1:], values[0]) / len(values) for name, values in self._logged.items()}
+        self._logged.clear()
+        figures = session.meters.figures(micro_batches)
+        ranks = gather_row([stop, request, *logged.values(), *figures], session.device)
+        session.model.scaler.update(updates.finite)
+        session.progress.advance(seen)
+        row = self._row(list(logged), ranks, time.perf_counter() - begin)
+        show_model(session, "hpctrain_step_end", step=session.progress.step, metrics=row, control=session.control)
+        session.hooks.step_done()
+        if any(rank[1] for rank in ranks):
+            take_request(session)
+        own: OwnRow = {**session.meters.traffic(), **drained(session)}
+        session.report.row({**row, **own}, session.progress.steps, session.parts.model.counts)
+        level = int(max(rank[0] for rank in ranks))
+        self.is_interrupted = level == INTERRUPTED
+        if self._acted():
+            return EXIT_STOPPED if level else EXIT_DONE
+        end_if_asked(session)
+        return save_if_due(session, bool(level))
+
+    def _row(self, logged: Sequence[str], ranks: Sequence[Sequence[float]], seconds: float) -> dict[str, Any]:
+        session, done = self.session, self._updates.done
+        first = next(iter(self._trained))
+        mine = done.get(first, Update(math.nan, math.nan, math.nan, True, None))
+        others = {name: one for name, one in done.items() if name != first}
+        session.progress.loss = mine.loss
+        count = round(session.feed.plan.samples_per_step) if self._reads else 0
+        measured = [rank[2 + len(logged) :] for rank in ranks]
+        row = StepRow(
+            loss=mine.loss,
+            named_losses={name: one.loss for name, one in others.items()},
+            lr=mine.lr,
+            grad_norm=mine.norm,
+            count=count,
+            step_seconds=seconds,
+            per_second=count / seconds,
+            ranks=len(ranks),
+            rank_loss={},
+            loss_scale=None if type(session.model.scaler) is LossScaler else session.model.scaler.scale,
+            measured=session.meters.row(measured, seconds, partial(LOG.warning, "%s")),
+            of_runner={},
+            skipped=not all(one.taken for one in done.values()),
+            of_guard=session.guard.metrics(mine.verdict),
+        )
+        found = row.as_dict(moment(session), session.parts.model.counts)
+        found |= {f"lr_{name}": one.lr for name, one in others.items()}
+        found |= {f"grad_norm_{name}": one.norm for name, one in others.items()}
+        means = {name: sum(rank[2 + place] for rank in ranks) / len(ranks) for place, name in enumerate(logged)}
+        return {**found, **means}
+
+    def _acted(self) -> bool:
+        """Do what guards have decided; whether the training went back to a checkpoint."""
+        for name, one in self._updates.done.items():
+            session = self._trained[name].session
+            if one.verdict is None or session is None:
+                continue
+            if act(self.session if one.verdict.action == "rollback" else session, one.verdict):
+                self._restore_rates()
+                if self._loader is not None:
+                    self._loader.close()
+                    self._loader = self.session.feed.training_loader(self.session.progress)
+                return True
+        return False
+
+    def validation(self) -> Iterator[Batch]:
+        """Yield this rank's micro batches of the validation data that count."""
+        if not self.session.feed.validates:
+            raise UsageError(
+                "validation: the job has no validation data; give it [evaluation] and data with that split"
+            )
+        loader = self.session.feed.validation_loader()
+        try:
+            yield from (micro.batch for micro in loader if micro.counts)
+        finally:
+            loader.close()
+
+    def end(self) -> None:
+        """The loop is over: the last save ends. Collective."""
+        self._start.hooks.position.move(END)
+        session = self.session
+        result = {"step": session.progress.step, "loss": session.progress.loss, "checkpoint": session.saved.newest}
+        session.hooks.call("hpctrain_job_end", result=result)
+        session.report.say(f"{'stopped after' if self.stopped else 'done:'} step {session.progress.step}")
+
+    def close(self) -> None:
+        """End background work."""
+        if self._loader is not None:
+            self._loader.close()
+        self.session.close()
+
+
+def _share_scaler(models: Sequence[Any]) -> None:
+    """Give all models the scaler of the first that scales its loss: one backward may reach several."""
+    scalers = [one.scaler for one in models if one.scaler.skips_nonfinite]
+    for model in models if scalers else ():
+        model.scaler = scalers[0]

@@ -1,0 +1,132 @@
+"""The gradients of one model of a program's loop: from its forwards over backwards to the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.base.errors import TrainingError
+from hpctrain.base.torch_private import foreach_add_
+from hpctrain.contracts.life_cycle import PluginState
+from hpctrain.training.session import Session
+from hpctrain.training.trained_model import TrainedModel
+
+
+class Trained:
+    """A model that is trained, as torch's `backward`, `zero_grad` and `step` have it: gradients add up until `zero_grad`.
+
+    losses: the sum of the losses whose backwards have reached it since then, each over the number of micro batches.
+    """
+
+    def __init__(
+        self, name: str, model: TrainedModel, whole: Mapping[str, nn.Parameter], follows_schedule: bool
+    ) -> None:
+        """whole: the trained parameters by name. follows_schedule: whether the job sets the learning rate, not the program."""
+        self.name, self.model, self.follows_schedule = name, model, follows_schedule
+        self.session: Session | None = None
+        self.steps = 0
+        """Steps of its optimizer so far in this process."""
+        self.losses = torch.zeros((), dtype=torch.float64, device=model.device)
+        self._whole = whole
+        self._open = self._reached = self._pending = self._summed = False
+        self._last = True
+        self._kept: list[Tensor] = []
+        self._noted: list[dict[str, Any]] = []
+        self._set_rates: list[float] = []
+
+    def forwarding(self, step: int, last: bool) -> None:
+        """A forward begins whose backward may follow. last: whether the ranks sum the gradients in that backward."""
+        if self._open:
+            return
+        if self._summed:  # the program goes on adding: the strategy would begin anew
+            self._kept = [gradient.clone() for gradient in self._gradients()]
+            self._summed = False
+        if not self._pending:
+            self.model.begin_sums(step)
+        self.model.sharded.begin(last)
+        self._open, self._last = True, last
+
+    def reached(self) -> None:
+        """A backward has come to the model's outputs. Raises TrainingError without a forward of its own."""
+        if not self._open:
+            raise TrainingError(
+                f"a second backward has come to one forward of the model {self.name!r}, whose gradients are summed already; add "
+                "the losses before one backward, or call the model again"
+            )
+        self._reached = True
+
+    def backwarded(self) -> bool:
+        """A backward is over; whether it has reached the model. Then it is collective at the step's last micro batch."""
+        if not self._reached:
+            return False
+        self._open = self._reached = False
+        self._pending = True
+        if self._last:
+            self._sum()
+        return True
+
+    def _sum(self) -> None:
+        self.model.sharded.synchronize()
+        gradients = self.model.take_gradients()
+        if self._kept:
+            foreach_add_(gradients, self._kept)
+            self._kept = []
+        self._pending, self._summed = False, True
+
+    def summed_gradients(self) -> list[Tensor]:
+        """The gradients of this rank's pieces. Raises TrainingError if no backward has come here since `zero_grad`."""
+        if self._pending:
+            self._sum()
+        if not self._summed:
+            raise TrainingError(
+                f"the optimizer of the model {self.name!r} steps without a gradient; expected a loop.backward(loss) of a loss that "
+                "follows from this model's outputs, after zero_grad()"
+            )
+        return self._gradients()
+
+    def leave_frozen(self) -> None:
+        """Keep the optimizer from parameters that the program has frozen for a while, as torch does where there is no gradient."""
+        frozen = {name for name, one in self._whole.items() if not one.requires_grad}
+        for piece in self.model.pieces if frozen else ():
+            if piece.name in frozen:
+                piece.tensor.grad = None
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self._kept, self._summed = [], False
+        self.losses.zero_()
+        if self._pending:
+            self._sum()
+            self._summed = False
+
+    @property
+    def is_training(self) -> bool:
+        """Whether any parameter takes part in the next backward."""
+        return torch.is_grad_enabled() and any(one.requires_grad for one in self._whole.values())
+
+    def note_rates(self) -> None:
+        """Keep the groups' learning rates, and what a scheduler of torch has noted there: a start replaces the optimizer."""
+        groups = self.model.optimizer.param_groups
+        self._noted = [{key: value for key, value in group.items() if key == "initial_lr"} for group in groups]
+        self._set_rates = [float(group["lr"]) for group in groups]
+
+    def rates_state(self) -> PluginState:
+        """The learning rates, which the program sets, in checkpoints."""
+        return PluginState(f"{self.name} rates", values=self._rates, restore=self._take_rates)
+
+    def _rates(self) -> dict[str, Any]:
+        return {"rates": [float(group["lr"]) for group in self.model.optimizer.param_groups]}
+
+    def _take_rates(self, values: dict[str, Any]) -> None:
+        self._set_rates = [float(one) for one in values["rates"]]
+
+    def restore_rates(self) -> None:
+        """Bring what `note_rates` or a checkpoint has kept into the optimizer that trains now."""
+        for group, noted, rate in zip(self.model.optimizer.param_groups, self._noted, self._set_rates, strict=True):
+            group.update(noted, lr=rate)
+
+    def _gradients(self) -> list[Tensor]:
+        return [piece.tensor.grad for piece in self.model.pieces if piece.tensor.grad is not None]

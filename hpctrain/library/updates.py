@@ -1,0 +1,116 @@
+"""The updates of a program's loop: an optimizer's step as the loop of `hpctrain run` takes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpctrain.base.errors import TrainingError
+from hpctrain.library.agreement import Agreement
+from hpctrain.library.trained import Trained
+from hpctrain.training.figures import refuse_different_norms
+from hpctrain.training.guard.judging import StepFigures, Verdict
+from hpctrain.training.loop import clip, is_taken, update
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer's step, equal on all ranks. lr: of its first group. taken: whether it has changed the model."""
+
+    loss: float
+    norm: float
+    lr: float
+    taken: bool
+    verdict: Verdict | None
+
+
+class Updates:
+    """The updates of the step that goes on, by the model's name."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._numbers: dict[str, int] = {}
+        self._found: dict[str, StepFigures] = {}
+        """Figures of gradients that the program has had clipped."""
+        self.done: dict[str, Update] = {}
+        self.finite = True
+        """Whether every gradient of the step was finite so far."""
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self.done.clear()
+        self._found.clear()
+        self.finite = True
+
+    def name(self, trained: Iterable[Trained]) -> None:
+        """Number the optimizers, in one order on all ranks."""
+        self._numbers = {one.name: self._agreement.name(one.name) for one in trained}
+
+    def backwarded(self, trained: Iterable[Trained], loss: Tensor) -> None:
+        """A backward of `loss` is over. Collective where the last micro batch's gradients are summed."""
+        for one in trained:
+            if one.backwarded():
+                one.losses += loss
+                self._found.pop(one.name, None)
+
+    def clip(self, trained: Trained, limit: float) -> float:
+        """Clip the gradients; returns their norm before. Collective."""
+        gradients = trained.summed_gradients()
+        figures = self._figures(trained, gradients)
+        clip(gradients, figures.norm, limit)
+        self._found[trained.name] = figures
+        return figures.norm
+
+    def step(self, trained: Trained) -> None:
+        """Judge, clip and update, on all ranks or on none. Collective."""
+        session = trained.session
+        if session is None:
+            raise TrainingError("step: the loop has no step yet; expected it inside of `for step in loop.steps()`")
+        model, progress = trained.model, session.progress
+        gradients = trained.summed_gradients()
+        clipped = trained.name in self._found
+        figures = self._found.pop(trained.name) if clipped else self._figures(trained, gradients)
+        verdict = session.guard.judge(figures)
+        lr = (
+            model.set_learning_rate(progress.step, progress.steps)
+            if trained.follows_schedule
+            else _rate(model.optimizer)
+        )
+        taken = is_taken(figures, verdict)
+        with session.hooks.phase("optimizer", progress.step):
+            if taken:
+                trained.leave_frozen()
+                update(session, gradients, 0.0 if clipped else figures.norm, None)
+                trained.steps += 1
+            else:
+                model.sums.leave_out()
+        self.finite = self.finite and math.isfinite(figures.norm)
+        self.done[trained.name] = Update(figures.loss, figures.norm, lr, taken, verdict)
+
+    def _figures(self, trained: Trained, gradients: list[Tensor]) -> StepFigures:
+        """Tell all ranks this one's loss and norm."""
+        session, model = trained.session, trained.model
+        assert session is not None
+        told = self._agreement.on(
+            self._numbers[trained.name],
+            session.progress.step,
+            trained.losses * model.loss_share,
+            model.loss_share,
+            model.totals.square(gradients),
+        )
+        losses = [one.loss for one in told]
+        loss = sum(losses) / sum(one.weight for one in told)
+        norms = model.totals.norms([one.square for one in told])
+        norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
+        if math.isfinite(norm) and not session.parts.sharding.ranks_diverge:
+            refuse_different_norms(session.parts, norms)
+        overflow = not math.isfinite(norm) and model.scaler.skips_nonfinite
+        return StepFigures(session.progress.step + 1, loss, norm, losses, [], overflow)
+
+
+def _rate(optimizer: torch.optim.Optimizer) -> float:
+    return float(optimizer.param_groups[0]["lr"])

@@ -1,0 +1,83 @@
+"""The state in checkpoints of the models that a program trains besides its first one, each under its name as a plugin's is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from hpctrain.base.errors import CheckpointError
+from hpctrain.checkpoint.state import (
+    COMPRESSION,
+    create_state,
+    group_numbers,
+    optimizer_numbers,
+    restore_group_numbers,
+    restore_numbers,
+    restore_quantized,
+    state_pieces,
+)
+from hpctrain.checkpoint.weights import PLUGIN
+from hpctrain.contracts.life_cycle import PluginState
+from hpctrain.contracts.pieces import Piece
+from hpctrain.training.trained_model import TrainedModel
+
+
+def state_of_model(name: str, model: TrainedModel) -> PluginState:
+    """The state of `model`, whose pieces and averages are consolidated and whose optimizer has its state or gets one of its own."""
+    optimizer = model.optimizer
+    if not optimizer.state:  # no step yet; a resume expects the tensors but does not use them
+        optimizer = model.spare_optimizer()
+        create_state(optimizer)
+    own = model.sharded.state()
+    pieces = [
+        *state_pieces(model.module, model.pieces, model.shapes, optimizer),
+        *(replace(piece, name=COMPRESSION + piece.name) for piece in model.sums.pieces()),
+        *(() if own is None else (replace(one, name=f"{PLUGIN}{own.name}/{one.name}") for one in own.pieces)),
+    ]
+    return PluginState(
+        name, pieces, partial(_values, model, optimizer, own), partial(_restore, name, model, pieces, own)
+    )
+
+
+def _values(model: TrainedModel, optimizer: torch.optim.Optimizer, own: PluginState | None) -> dict[str, Any]:
+    return {
+        "precision": model.scaler.state(),
+        "optimizer_numbers": model.totals.merged(optimizer_numbers(model.pieces, optimizer)),
+        "optimizer_groups": group_numbers(optimizer, model.group_options),
+        "optimizer_begun": model.optimizer_begun,
+        "sharding": None if own is None else own.values(),
+    }
+
+
+def _restore(
+    name: str, model: TrainedModel, pieces: Sequence[Piece], own: PluginState | None, values: Mapping[str, Any]
+) -> None:
+    """Take over the values; the pieces are filled already."""
+    try:
+        model.scaler.restore(values["precision"])
+        if own is not None and values["sharding"] is not None:
+            own.restore(values["sharding"])
+        restore_quantized(model.pieces, model.optimizer, list(pieces))
+        restore_numbers(model.pieces, model.optimizer, values["optimizer_numbers"])
+        restore_group_numbers(model.optimizer, model.group_options, values["optimizer_groups"])
+        model.optimizer_begun = bool(values["optimizer_begun"])
+    except (KeyError, TypeError, AttributeError):
+        raise CheckpointError(
+            f"the checkpoint's values of the model {name!r} can't come from a training; choose another with --resume PATH"
+        ) from None
+    if not model.optimizer_begun:
+        model.optimizer = model.new_optimizer()
+
+
+def refuse_absent(names: Sequence[str], absent: Sequence[str], path: object) -> None:
+    """Raises CheckpointError if a checkpoint lacks tensors of the models `names`: their training can't begin in the middle."""
+    for name in names:
+        if any(one.startswith(f"{PLUGIN}{name}/") for one in absent):
+            raise CheckpointError(
+                f"{path} has no model {name!r}, which the program trains; train it in another output_dir, or give the model the "
+                "name that it had"
+            )
