@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -17,6 +19,7 @@ import torch
 from conftest import JobFile
 from hpctrain_plugins import report as package
 from hpctrain_plugins.report.curves import RowReader
+from hpctrain_plugins.report.facts import Ending
 from hpctrain_plugins.report.gathering import gather
 from hpctrain_plugins.report.pages import html_page, markdown
 from hpctrain_plugins.report.verdict import judge
@@ -37,6 +40,7 @@ from torch import Tensor, nn
 import hpctrain
 from hpctrain.base.errors import TrainingError
 from hpctrain.cli import execute
+from hpctrain.job.output_lock import OutputLock
 from hpctrain.job.table_types import SlotTable
 from hpctrain.job.tables import Job
 
@@ -166,6 +170,22 @@ def test_a_run_writes_its_report_at_its_end_and_after_an_error(job: JobFile, tmp
         hpctrain.run(trained(job, tmp_path / "b"))
     page = (tmp_path / "b" / "report.html").read_text()
     assert "Loss not finite (NaN)" in page and "[optimizer] clip_norm = 1.0" in page
+
+
+HOLDER = "import sys; from pathlib import Path; from hpctrain.job.output_lock import holder_of; print(holder_of(Path(sys.argv[1])))"
+
+
+def test_a_run_that_asks_for_its_report_keeps_its_lock(tmp_path: Path) -> None:
+    directory, lock = healthy(tmp_path / "run").directory, OutputLock()
+    lock.take(directory)
+    try:
+        assert gather(directory, Ending("done")).ending.how == "done"
+        told = subprocess.run(
+            [sys.executable, "-c", HOLDER, str(directory)], capture_output=True, text=True, timeout=60, check=True
+        )
+    finally:
+        lock.close()
+    assert f"process {os.getpid()} on " in told.stdout and "holds=True" in told.stdout, told
 
 
 class Squares(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

@@ -38,8 +38,8 @@ def gather(directory: Path, ending: Ending | None = None) -> Facts:
     run = RunDirectory(directory)
     job, starts, log = run.job(), read_starts(directory), read_log(run.log)
     rows = RowReader(run.metrics, [one.time for one in starts.starts]).read()
-    standing = standing_of(run, job, rows.newest)
-    ended = ending or _ending(standing, directory)
+    # the run itself, which asks with its ending, would lose its lock by a look at it
+    ended = ending or _ending(standing_of(run, job, rows.newest), directory)
     offset = starts.starts[-1].offset if starts.starts else timedelta()
     is_over = ended.how not in ("running", "pending", "unknown")
     end = None if is_over and ending is None else time.time()
@@ -49,7 +49,6 @@ def gather(directory: Path, ending: Ending | None = None) -> Facts:
         directory,
         job,
         run.tables(),
-        standing,
         ended,
         starts,
         rows,
