@@ -15,7 +15,7 @@ from hpctrain.job.run_files import LOGS
 from hpctrain.training.log_file import BEGUN, DONE, STOPPED
 from hpctrain.viewing.following import parts_of
 
-_LINE = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)")
+_LINE = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}[+-]\d{4}) ([A-Z]+) (.*)")
 _ERROR = re.compile(r"([A-Z]\w*(?:Error|Exception|Interrupt)): \S")
 OF_ANOTHER = "CommunicationError"
 """Follows where another rank has failed."""
@@ -32,7 +32,7 @@ _TAIL = 2**18
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line. time: by the clock of the job, without its zone."""
+    """A line."""
 
     time: datetime
     level: str
@@ -75,11 +75,11 @@ def read_log(path: Path) -> LogSeen:
             match = _LINE.match(line)
             if match is None:
                 continue
-            begins = match[3] == b"INFO" and match[4].startswith(BEGUN.encode())
+            begins = match[2] == b"INFO" and match[3].startswith(BEGUN.encode())
             if begins and last is not None and seen.starts:
                 seen.starts[-1].last = _time(last) or seen.starts[-1].last
             last = match
-            if begins or match[3] != b"INFO" or not match[4].startswith(b"step "):
+            if begins or match[2] != b"INFO" or not match[3].startswith(b"step "):
                 _take(seen, match)
     if last is not None and seen.starts:
         seen.starts[-1].last = _time(last) or seen.starts[-1].last
@@ -87,7 +87,7 @@ def read_log(path: Path) -> LogSeen:
 
 
 def _take(seen: LogSeen, match: re.Match[bytes]) -> None:
-    time, level, text = _time(match), match[3].decode(), match[4][:_LONGEST].decode(errors="replace")
+    time, level, text = _time(match), match[2].decode(), match[3][:_LONGEST].decode(errors="replace")
     if time is None or level == "PRINT":
         return
     if level == "INFO" and text.startswith(BEGUN):
@@ -115,9 +115,9 @@ def _failure(path: Path) -> Failure | None:
         for line in _tail(path):
             match = _LINE.match(line)
             time = None if match is None else _time(match)
-            if match is None or time is None or match[3] != b"INFO":
+            if match is None or time is None or match[2] != b"INFO":
                 continue
-            text = escaped(match[4][:_LONGEST].decode(errors="replace"))
+            text = escaped(match[3][:_LONGEST].decode(errors="replace"))
             if re.match(r"rank \d+ of ", text):
                 found = None
             error = _ERROR.match(text)
@@ -137,7 +137,7 @@ def _tail(path: Path) -> list[bytes]:
 
 def _time(match: re.Match[bytes]) -> datetime | None:
     with suppress(ValueError):
-        return datetime.strptime(f"{match[1].decode()},{match[2].decode()}", "%Y-%m-%d %H:%M:%S,%f")
+        return datetime.strptime(match[1].decode(), "%Y-%m-%d %H:%M:%S,%f%z")
     return None
 
 

@@ -24,6 +24,7 @@ from hpctrain_plugins.report.gathering import gather
 from hpctrain_plugins.report.pages import html_page, markdown
 from hpctrain_plugins.report.verdict import judge
 from planted_runs import (
+    BEGIN,
     COMPUTING,
     Planted,
     communication_bound,
@@ -96,6 +97,14 @@ def test_the_parts_of_the_wall_time_add_up_over_restarts(tmp_path: Path) -> None
     assert wall.of["lost steps"] == pytest.approx(90 * each, rel=1e-6)
     assert wall.of["waiting for data"] == pytest.approx(200 * 0.01, rel=1e-6)
     assert sum(wall.of.values()) == pytest.approx(wall.seconds, rel=1e-9)
+
+
+def test_a_clock_change_adds_no_time(tmp_path: Path) -> None:
+    planted = Planted(tmp_path / "run").starts().trains(10)
+    planted.hours = 1
+    found = gather(planted.says("guard        a loss is high", "WARNING").ends().directory)
+    assert found.wall is not None and found.wall.seconds == pytest.approx(planted.now - BEGIN, abs=0.01)
+    assert [one.time for one in found.events if one.kind == "warning"] == [pytest.approx(planted.now, abs=0.01)]
 
 
 HOSTILE = "</svg></pre><script>alert(1)</script>|`$\\frac{a}$`\x1b[31m<img src=x onerror=alert(1)>&\"'\n# x"

@@ -215,7 +215,7 @@ def seen(tmp_path: Path) -> Snapshot:
     (directory / "checkpoints" / "step-00000040").mkdir(parents=True)
     (directory / "log").mkdir()
     lines = [
-        f"2026-01-02 03:04:05,678 INFO {text}"
+        f"2026-01-02 03:04:05,678+0100 INFO {text}"
         for text in ("rank 0 of 8 on node1 (mpi)", "step 50/100  loss 1", "a word")
     ]
     (directory / "log" / "rank-00000.log").write_text("\n".join([*lines, "    more of it", "torn"]))
