@@ -64,7 +64,7 @@ class Planted:
             "device": "NVIDIA H100 80GB HBM3", "device_bytes": 80 * GB, **more,
         }  # fmt: skip
         self._append("starts.jsonl", json.dumps(row))
-        self.says("rank 0 of 16 on node1 (mpi)").says("mesh         dp_shard 4 x tp 4; sharding zero-2")
+        self.says(f"rank 0 of {row['ranks']} on node1 (mpi)").says("mesh         dp_shard 4 x tp 4; sharding zero-2")
         self.now += seconds
         return self
 

@@ -86,6 +86,32 @@ def test_a_killed_run_is_told_so_and_goes_on_from_its_checkpoint(tmp_path: Path)
     assert "goes on from step 50" in found.first.step, found
 
 
+def failing(planted: Planted, rank: int, error: str) -> None:
+    planted.says(f"rank {rank} of 16 on node1 (mpi)", rank=rank).says(error, rank=rank)
+
+
+def test_a_restart_is_not_blamed_for_the_error_of_an_earlier_start(tmp_path: Path) -> None:
+    planted = Planted(tmp_path / "run").starts().trains(50).saves()
+    failing(planted, 15, "TrainingError: of a rank that is no more")
+    failing(planted, 3, "TrainingError: of a rank that does not come back")
+    planted.now += 60
+    planted.starts(0.1, ranks=8).says("CommunicationError: rank 3 is gone")
+    planted.now += 5
+    failing(planted, 1, "ValueError: of this start")
+    found = judge(gather(planted.long_ago().directory))
+    assert "of this start" in found.first.limit and "rank 1" in found.ended, found
+
+
+def test_the_cause_is_found_among_more_ranks_than_have_failed_by_it(tmp_path: Path) -> None:
+    planted = Planted(tmp_path / "run").starts(ranks=100).trains(5)
+    for rank in range(1, 99):
+        failing(planted, rank, "CommunicationError: rank 99 is gone")
+    planted.now += 3
+    failing(planted, 99, "TrainingError: the cause")
+    found = judge(gather(planted.long_ago().directory))
+    assert found.first.limit == "the cause" and "rank 99" in found.ended, found
+
+
 def test_the_parts_of_the_wall_time_add_up_over_restarts(tmp_path: Path) -> None:
     planted = killed_and_resumed(tmp_path / "run")
     each = sum(COMPUTING.values()) + 0.04
