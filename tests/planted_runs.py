@@ -78,7 +78,7 @@ class Planted:
             row = {
                 "step": self.step, "epoch": self.step / 1000, "time": self.now, "loss": 2 + 3 * math.exp(-self.step / 60),
                 "lr": 0.001, "grad_norm": 1.0, "tokens": 262_144, "step_seconds": sum(seconds.values()),
-                "tokens_per_second": 262_144 / sum(seconds.values()), "seconds": seconds, "mfu": 0.42,
+                "tokens_per_second": 262_144 / (sum(seconds.values()) or 1.0), "seconds": seconds, "mfu": 0.42,
                 "memory_bytes": {"rank_max": memory, "rank_mean": 0.9 * memory},
                 "exposed_seconds": {"tp.all_reduce": seconds["communication"] * 0.7, "dp_shard.reduce_scatter": 0.006},
                 "hidden_seconds": {"dp_shard.reduce_scatter": 0.1},

@@ -133,6 +133,20 @@ def test_a_clock_change_adds_no_time(tmp_path: Path) -> None:
     assert [one.time for one in found.events if one.kind == "warning"] == [pytest.approx(planted.now, abs=0.01)]
 
 
+def test_the_first_step_of_a_start_is_left_out_also_where_rows_have_the_times_of_the_step_before(
+    tmp_path: Path,
+) -> None:
+    nothing = dict.fromkeys(COMPUTING, 0.0)
+    planted = Planted(tmp_path / "run").starts().trains(1, data=0.0, communication=0.0, **nothing)
+    planted.trains(1, forward=90.0).trains(20).saves()  # the first step compiles
+    planted.resumes(5).trains(1, data=0.0, communication=0.0, **nothing).trains(1, forward=80.0).trains(10)
+    found = gather(planted.directory)
+    assert found.rows.steady_steps == 20 + 10
+    assert found.step_seconds == pytest.approx(sum(COMPUTING.values()) + 0.04)
+    assert found.rows.steady["forward"] == pytest.approx(30 * COMPUTING["forward"])
+    assert sum(one.sums["forward"] for one in found.rows.points) == pytest.approx(30 * COMPUTING["forward"])
+
+
 HOSTILE = "</svg></pre><script>alert(1)</script>|`$\\frac{a}$`\x1b[31m<img src=x onerror=alert(1)>&\"'\n# x"
 
 

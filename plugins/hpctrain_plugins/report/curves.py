@@ -58,6 +58,8 @@ class StartRows:
 
     begun: float | None = None
     ended: float | None = None
+    read: int = 0
+    """Rows that were parsed."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
@@ -160,12 +162,14 @@ class RowReader:
         self._draw(rows, row, is_first)
 
     def _count_time(self, rows: Rows, row: Step, weight: int) -> bool:
-        """Count the row's seconds. Returns whether it is the first one of a start."""
+        """Count the row's seconds. Returns whether they are those of the first step of a start."""
         parts = {name: seconds for name, seconds in row.parts.items() if 0 <= seconds < _LONGEST}
         whole = sum(parts.values())
         number = sum(1 for time in self._starts if row.time is not None and time <= row.time) - 1
         of_start = rows.of_starts[max(0, number)]
-        is_first = of_start.begun is None
+        # an accelerator's row has the times of the step before, so its first row has none
+        is_first = of_start.read == 0 or (of_start.read == 1 and not any(of_start.seconds.values()))
+        of_start.read += 1
         if row.time is not None and 0 <= row.time < _LATEST:
             of_start.begun = row.time - whole if of_start.begun is None else of_start.begun
             of_start.ended = row.time
