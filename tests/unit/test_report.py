@@ -48,7 +48,8 @@ from hpctrain.job.tables import Job
 STORIES: list[tuple[Callable[[Path], Planted], str, str, str]] = [
     (healthy, r"Finished at step 200 of 200", r"nothing stands out: 92% of the steps' time computes, mfu 42", "hpctrain profile"),
     (data_bound, r"Finished", r"42% of each step waits for data", r"\[dataset\] workers = 4"),
-    (communication_bound, r"Finished", r"47% of each step waits for communication, most of it for tp\.all_reduce", "bf16"),
+    (communication_bound, r"Finished", r"47% of each step waits for communication, most of it for tp\.all_reduce",
+     r"\[parallelism\.tensor\] size = 2, if the model fits"),
     (memory_unused, r"Finished", r"peak 31 of 80 GB", r"\[batch\] micro_size = 16, now 8"),
     (straggling, r"Finished", r"rank 5 on node2 is slow: its data takes 0\.31 s longer a step", r"\[dataset\] workers = 4; if"),
     (out_of_memory, r"Out of memory at step 2 of 200, rank 3", r"rank 3 on node1 ran out of memory in step 3: asked for 2.00 GiB",
@@ -84,6 +85,30 @@ def test_a_killed_run_is_told_so_and_goes_on_from_its_checkpoint(tmp_path: Path)
     found = judge(gather(planted.directory))
     assert found.ended.startswith("Killed at step 70 of 200") and found.level == "bad", found
     assert "goes on from step 50" in found.first.step, found
+
+
+@pytest.mark.parametrize(
+    ("operation", "tables", "step"),
+    [
+        (
+            "tp.all_reduce",
+            {"parallelism": {"tensor": {"size": 16}}},
+            "[parallelism.tensor] size = 8: the ranks of a node",
+        ),
+        ("pp.recv", {"parallelism": {"pipeline": {"size": 4}}}, "[parallelism.pipeline] size = 2"),
+        ("cp.send", {"parallelism": {"context": {"size": 2}}}, "[parallelism.context] size = 1"),
+        ("dp_shard.all_gather", {"sharding": {"stage": 3}}, "[sharding] stage = 2"),
+        ("dp_shard.reduce_scatter", {}, '[compression] name = "bf16"'),
+        ("dp_shard.reduce_scatter", {"compression": {"name": "bf16"}}, "[batch] global_size = 512"),
+    ],
+)
+def test_the_step_against_waiting_is_that_of_the_axis(
+    operation: str, tables: dict[str, Any], step: str, tmp_path: Path
+) -> None:
+    planted = Planted(tmp_path / "run", **tables).starts()
+    planted.trains(20, communication=0.6, more={"exposed_seconds": {operation: 0.5, "world.all_reduce": 0.01}})
+    found = judge(gather(planted.ends().directory)).first
+    assert found.rule == "communication" and found.step.startswith(step), found
 
 
 def failing(planted: Planted, rank: int, error: str) -> None:

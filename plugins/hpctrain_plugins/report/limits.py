@@ -18,6 +18,8 @@ _STEPS = 5
 _SECONDS = 60.0
 """Wall time from which on shares of it do: every short run mostly starts."""
 _WORKERS = 4
+_NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
+"""The keys of [parallelism] by the axes of the mesh, which rows name. An axis of another package may have the same for both."""
 _GB = 1e9
 
 
@@ -55,11 +57,12 @@ def communication_bound(facts: Facts) -> Finding | None:
 
 def _less_communication(facts: Facts, operation: str) -> str:
     axis, layout = operation.partition(".")[0], facts.layout
-    size = facts.count("parallelism", axis, "size") if axis else None
-    if size is not None and size > 1 and not axis.startswith("dp"):
+    name = _NAMES.get(axis, axis)
+    size = facts.count("parallelism", name, "size") if name else None
+    if size is not None and size > 1:
         if layout is not None and size > layout.per_host:
-            return f"[parallelism.{axis}] size = {layout.per_host}: the ranks of a node, so that it stays inside"
-        return f"[parallelism.{axis}] size = {size // 2}, if the model fits"
+            return f"[parallelism.{name}] size = {layout.per_host}: the ranks of a node, so that it stays inside"
+        return f"[parallelism.{name}] size = {size // 2}, if the model fits"
     if facts.count("sharding", "stage") == 3:
         return "[sharding] stage = 2, if memory allows: it gathers no parameters in each micro batch"
     hosts = len(set(layout.hosts)) if layout is not None else 1
