@@ -44,6 +44,7 @@ from hpctrain.cli import execute
 from hpctrain.job.output_lock import OutputLock
 from hpctrain.job.table_types import SlotTable
 from hpctrain.job.tables import Job
+from hpctrain.viewing.run_directory import RunDirectory
 
 STORIES: list[tuple[Callable[[Path], Planted], str, str, str]] = [
     (healthy, r"Finished at step 200 of 200", r"nothing stands out: 92% of the steps' time computes, mfu 42", "hpctrain profile"),
@@ -332,7 +333,7 @@ def test_many_rows_are_thinned_in_bounded_memory_and_time(tmp_path: Path, monkey
     monkeypatch.setattr("hpctrain_plugins.report.curves._WHOLE_BYTES", path.stat().st_size // 8)
     begin = time.monotonic()
     tracemalloc.start()
-    found = RowReader(path, [1e9]).read()
+    found = RowReader(RunDirectory(tmp_path), [1e9]).read()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found.seen == rows and found.read < rows / 7 and found.weight == rows and len(found.points) <= 800
@@ -341,4 +342,7 @@ def test_many_rows_are_thinned_in_bounded_memory_and_time(tmp_path: Path, monkey
         10 * rows / 1000, rel=0.6
     )  # saves each 1000 steps are met all the same
     assert peak < 40e6 and time.monotonic() - begin < 60
-    assert found.points[0].first <= 8 and found.points[-1].last > rows - 100
+    newest = found.newest
+    assert newest is not None and (newest.step, newest.loss) == (rows, 1 / rows)
+    assert found.of_starts[0].ended == 1e9 + rows
+    assert found.points[0].first <= 8 and found.points[-1].last == rows

@@ -6,9 +6,8 @@ import random
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from hpctrain.toolkit.runs import Evaluation, Step, is_evaluation, parts_of, read_row
+from hpctrain.toolkit.runs import Evaluation, RunDirectory, Step, is_evaluation, parts_of, read_row
 
 PARTS = ("forward", "backward", "communication", "optimizer", "other", "data", "evaluation", "checkpoint")
 """The parts of a step's time; what a file has besides counts as other."""
@@ -100,9 +99,9 @@ class Rows:
 class RowReader:
     """Reads metrics.jsonl in pieces."""
 
-    def __init__(self, path: Path, starts: list[float]) -> None:
+    def __init__(self, run: RunDirectory, starts: list[float]) -> None:
         """starts: the times of the run's starts, in order."""
-        self._path, self._starts = path, starts
+        self._run, self._starts = run, starts
         self._random = random.Random(0)
         self._every = 1
         self._each = 1
@@ -112,11 +111,14 @@ class RowReader:
         """All rows. A row that can't be read is left out, and so are the rest of a file that the system can't read."""
         rows = Rows()
         with suppress(OSError):
-            self._every = max(1, -(-self._path.lstat().st_size // _WHOLE_BYTES))
-            for part in parts_of(self._path):
+            self._every = max(1, -(-self._run.metrics.lstat().st_size // _WHOLE_BYTES))
+            for part in parts_of(self._run.metrics):
                 if part.anew:
                     rows = Rows()
                 self._take(rows, part.lines)
+        newest = self._run.newest_rows().step if self._every > 1 else None
+        if newest is not None and (rows.newest is None or newest.step > rows.newest.step):
+            self._step(rows, newest, 0)  # its block's random row counts for it
         return rows
 
     def _take(self, rows: Rows, lines: tuple[bytes, ...]) -> None:

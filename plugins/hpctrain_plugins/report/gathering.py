@@ -37,7 +37,7 @@ def gather(directory: Path, ending: Ending | None = None) -> Facts:
     """Read a run. ending: how it ends, where the run itself asks, whose files do not say so yet."""
     run = RunDirectory(directory)
     job, starts, log = run.job(), read_starts(directory), read_log(run.log)
-    rows = RowReader(run.metrics, [one.time for one in starts.starts]).read()
+    rows = RowReader(run, [one.time for one in starts.starts]).read()
     # the run itself, which asks with its ending, would lose its lock by a look at it
     ended = ending or _ending(standing_of(run, job, rows.newest), directory)
     offset = starts.starts[-1].offset if starts.starts else timedelta()
