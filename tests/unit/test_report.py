@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -56,7 +57,7 @@ STORIES: list[tuple[Callable[[Path], Planted], str, str, str]] = [
     (out_of_memory, r"Out of memory at step 2 of 200, rank 3", r"rank 3 on node1 ran out of memory in step 3: asked for 2.00 GiB",
      r'\[activation_checkpointing\] mode = "full"'),
     (not_finite, r"Loss not finite \(NaN\) at step 57 of 200, rank 0", r"step 58: loss nan", r"\[optimizer\] clip_norm = 1.0"),
-    (killed_and_resumed, r"Finished", r"22% of the time went into 90 lost steps", r"\[checkpoint\] every_steps = \d+$"),
+    (killed_and_resumed, r"Finished", r"22% of the time went into 90 lost steps", r"\[checkpoint\] every_steps = 20$"),
 ]  # fmt: skip
 
 
@@ -110,6 +111,32 @@ def test_the_step_against_waiting_is_that_of_the_axis(
     planted.trains(20, communication=0.6, more={"exposed_seconds": {operation: 0.5, "world.all_reduce": 0.01}})
     found = judge(gather(planted.ends().directory)).first
     assert found.rule == "communication" and found.step.startswith(step), found
+
+
+@pytest.mark.parametrize(
+    ("every", "table", "told"),
+    [
+        (100, {"every_steps": 100}, r"\[checkpoint\] every_steps = 70$"),
+        (100, {"every_steps": 0, "every_epochs": 1}, r"\[checkpoint\] every_steps = 70$"),
+        (40, {"every_steps": 40}, r"\[checkpoint\] asynchronous = true: more saves would cost more"),
+        (40, {"every_steps": 40, "asynchronous": True}, r"fewer losses: "),
+    ],
+)
+def test_lost_steps_lead_to_as_many_saves_as_lose_least(
+    every: int, table: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    planted = Planted(tmp_path / "run", steps=5 * every, checkpoint=table).starts()
+    for _ in range(2):
+        for steps in (every - 1, every - 1, every * 4 // 5):
+            planted.trains(1, checkpoint=5.0).trains(steps)
+            if steps == every - 1:
+                planted.saves()
+        planted.resumes(5)
+    found = judge(gather(planted.trains(every).ends().directory))
+    young = math.sqrt(2 * 5.0 * (planted.now - BEGIN) / 2) / 0.71
+    assert (70 <= young < 80) if every == 100 else (50 <= young < 60), young
+    first = next(one for one in found.findings if one.rule == "lost")
+    assert re.match(told, first.step), first
 
 
 def failing(planted: Planted, rank: int, error: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpctrain_plugins.report.facts import Facts
+from hpctrain_plugins.report.wall_time import WallTime
 
 DATA, COMMUNICATION, LOST, STRAGGLER, SAVING, EVALUATION, STARTING, IDLE = 0.15, 0.3, 0.05, 0.05, 0.1, 0.25, 0.25, 0.25
 """The least shares of the time at which a rule speaks."""
@@ -127,19 +128,25 @@ def losing(facts: Facts) -> Finding | None:
         return None
     share = wall.share("lost steps")
     limit = f"{share:.0%} of the time went into {wall.lost_steps} lost steps, which were trained again"
-    return Finding("lost", limit, f"[checkpoint] every_steps = {_every(facts)}", share)
+    # a loss costs half of the steps between two saves on average
+    now = facts.count("checkpoint", "every_steps") or 2 * wall.lost_steps // max(1, len(facts.starts.lost))
+    every = _every(facts, wall)
+    if every < now:
+        step = f"[checkpoint] every_steps = {every}"
+    elif facts.key("checkpoint", "asynchronous") is not True:
+        step = "[checkpoint] asynchronous = true: more saves would cost more than they keep, unless they are cheaper"
+    else:
+        step = "fewer losses: the events tell when they came, the logs why; more saves would cost more than they keep"
+    return Finding("lost", limit, step, share)
 
 
-def _every(facts: Facts) -> int:
-    """Steps between saves that lose least: the root of twice a save's time and the time between losses (Young, 1974)."""
-    wall, each = facts.wall, facts.step_seconds or 1.0
-    assert wall is not None
-    losses = max(1, len(facts.starts.lost))
+def _every(facts: Facts, wall: WallTime) -> int:
+    """Steps between saves that lose least, rounded down: the root of twice a save's time and the time between losses (Young,
+    1974)."""
+    each = facts.step_seconds or 1.0
     save = wall.of["saving"] / facts.rows.saves if facts.rows.saves else each
-    best = math.sqrt(2 * max(save, 1e-3) * wall.seconds / losses) / max(each, 1e-6)
-    now = facts.count("checkpoint", "every_steps") or 0
-    most = now // 2 if now > 1 else max(1, wall.lost_steps // losses // 2)
-    return _round(max(1, min(best, most)))
+    best = math.sqrt(2 * max(save, 1e-3) * wall.seconds / max(1, len(facts.starts.lost))) / max(each, 1e-6)
+    return _round(max(1, best))
 
 
 def _round(number: float) -> int:
