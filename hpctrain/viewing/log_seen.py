@@ -36,7 +36,7 @@ _TAIL = 2**18
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line."""
+    """A line. time: with its zone."""
 
     time: datetime
     level: str
@@ -114,7 +114,7 @@ def find_failure(directory: Path) -> Failure | None:
         if number >= _LOGS and any(one.kind != OF_ANOTHER for one in found):
             break
         one = _failure(path)
-        if one is not None and (newest is None or one.time >= newest.begun - _EARLIER):
+        if one is not None and (newest is None or newest.begun - one.time <= _EARLIER):
             found.append(one)
     return min(found, key=lambda one: (one.kind == OF_ANOTHER, one.time), default=None)
 

@@ -139,6 +139,19 @@ def test_lost_steps_lead_to_as_many_saves_as_lose_least(
     assert re.match(told, first.step), first
 
 
+@pytest.mark.parametrize(
+    "stamp", ["0001-01-01 00:00:00,000+2359", "9999-12-31 23:59:59,999-2359", "2026-01-01 00:00:00,000+9999"]
+)
+def test_no_time_of_a_log_breaks_the_report(stamp: str, tmp_path: Path) -> None:
+    planted = Planted(tmp_path / "run").starts().trains(5)
+    failing(planted, 3, "TrainingError: of rank 3")
+    for rank in (0, 1):
+        text = f"{stamp} INFO rank {rank} of 16 on node1 (mpi)\n{stamp} INFO ValueError: x\n{stamp} WARNING x\n"
+        with (planted.directory / "log" / f"rank-{rank:05d}.log").open("a") as file:
+            file.write(text)
+    assert "Failed" in markdown([gather(planted.long_ago().directory)])
+
+
 def failing(planted: Planted, rank: int, error: str) -> None:
     planted.says(f"rank {rank} of 16 on node1 (mpi)", rank=rank).says(error, rank=rank)
 
