@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ COMPUTING = {"forward": 0.2, "backward": 0.4, "optimizer": 0.05, "other": 0.02}
 GB = 1_000_000_000
 
 
-def clock(time: float) -> datetime:
-    return datetime.fromtimestamp(time, timezone.utc)
+def clock(time: float, hours: int = 0) -> datetime:
+    return datetime.fromtimestamp(time, timezone(timedelta(hours=hours)))
 
 
 class Planted:
@@ -26,6 +26,8 @@ class Planted:
 
     def __init__(self, directory: Path, steps: int = 200, **tables: dict[str, Any]) -> None:
         self.directory, self.steps, self.now, self.step = directory, steps, BEGIN, 0
+        self.hours = 0
+        """Of the clock, before UTC."""
         (directory / "log").mkdir(parents=True)
         job: dict[str, dict[str, Any]] = {
             "job": {"name": directory.name, "steps": steps, "output_dir": str(directory)},
@@ -42,7 +44,8 @@ class Planted:
 
     def says(self, text: str, level: str = "INFO", rank: int = 0) -> Planted:
         """A line of a rank's log."""
-        stamp = clock(self.now).strftime("%Y-%m-%d %H:%M:%S,%f")[:-3]
+        moment = clock(self.now, self.hours)
+        stamp = f"{moment:%Y-%m-%d %H:%M:%S},{moment.microsecond // 1000:03d}{moment:%z}"
         self._append(f"log/rank-{rank:05d}.log", f"{stamp} {level} {text}")
         return self
 
@@ -61,7 +64,7 @@ class Planted:
             "device": "NVIDIA H100 80GB HBM3", "device_bytes": 80 * GB, **more,
         }  # fmt: skip
         self._append("starts.jsonl", json.dumps(row))
-        self.says("rank 0 of 16 on node1 (mpi)").says("mesh         dp_shard 4 x tp 4; sharding zero-2")
+        self.says(f"rank 0 of {row['ranks']} on node1 (mpi)").says("mesh         dp_shard 4 x tp 4; sharding zero-2")
         self.now += seconds
         return self
 
@@ -75,7 +78,7 @@ class Planted:
             row = {
                 "step": self.step, "epoch": self.step / 1000, "time": self.now, "loss": 2 + 3 * math.exp(-self.step / 60),
                 "lr": 0.001, "grad_norm": 1.0, "tokens": 262_144, "step_seconds": sum(seconds.values()),
-                "tokens_per_second": 262_144 / sum(seconds.values()), "seconds": seconds, "mfu": 0.42,
+                "tokens_per_second": 262_144 / (sum(seconds.values()) or 1.0), "seconds": seconds, "mfu": 0.42,
                 "memory_bytes": {"rank_max": memory, "rank_mean": 0.9 * memory},
                 "exposed_seconds": {"tp.all_reduce": seconds["communication"] * 0.7, "dp_shard.reduce_scatter": 0.006},
                 "hidden_seconds": {"dp_shard.reduce_scatter": 0.1},

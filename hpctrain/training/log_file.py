@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TextIO
 
@@ -52,10 +53,14 @@ class _Screen(logging.Handler):
 
 
 class _Escaped(logging.Formatter):
-    """Escapes control characters: a line may quote another person's file."""
+    """Escapes control characters: a line may quote another person's file. Times have their zone."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escaped(super().format(record))
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        moment = datetime.fromtimestamp(record.created, timezone.utc).astimezone()
+        return f"{moment:%Y-%m-%d %H:%M:%S},{moment.microsecond // 1000:03d}{moment:%z}"
 
 
 @contextmanager

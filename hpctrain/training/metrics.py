@@ -162,7 +162,7 @@ class OwnRow(TypedDict, total=False):
     is `checkpoint` in `seconds`. Absent without such a save."""
 
     exposed_seconds: Mapping[str, float]
-    """Seconds that rank 0 waited for communication, by "AXIS.OPERATION", such as `tensor.all_reduce`; "world" are all ranks. Known
+    """Seconds that rank 0 waited for communication, by "AXIS.OPERATION", such as `tp.all_reduce`; "world" are all ranks. Known
     where ranks talk over MPI; so are the next two."""
 
     hidden_seconds: Mapping[str, float]

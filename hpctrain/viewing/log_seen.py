@@ -6,16 +6,18 @@ import re
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from hpctrain.base.errors import escaped
 from hpctrain.base.safe_files import reading
-from hpctrain.job.run_files import LOGS
+from hpctrain.job.run_files import LOGS, log_of
 from hpctrain.training.log_file import BEGUN, DONE, STOPPED
 from hpctrain.viewing.following import parts_of
 
-_LINE = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)")
+_LINE = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}[+-]\d{4}) ([A-Z]+) (.*)")
+_BEGUN = re.compile(r"rank \d+ of (\d{1,9})\b")
+"""Begins the first line of a start, with the number of ranks."""
 _ERROR = re.compile(r"([A-Z]\w*(?:Error|Exception|Interrupt)): \S")
 OF_ANOTHER = "CommunicationError"
 """Follows where another rank has failed."""
@@ -26,13 +28,15 @@ _FACTS = ("mesh", "batch", "parameters", "precision", "ranks", "data", "pipeline
 """Lines of a start, by their first word."""
 _STARTS, _REMARKS, _LONGEST = 1000, 200, 2000
 _LOGS = 64
-"""Logs that are looked at for the error of a rank."""
+"""Logs that are looked at for the errors of ranks; more only until there is one that does not follow from another rank's."""
+_EARLIER = timedelta(seconds=1)
+"""The error of a start may seem to be so much before its begin, as clocks of nodes differ."""
 _TAIL = 2**18
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line. time: by the clock of the job, without its zone."""
+    """A line. time: with its zone."""
 
     time: datetime
     level: str
@@ -41,10 +45,11 @@ class LogLine:
 
 @dataclass
 class LogStart:
-    """A start of rank 0. last: the time of its last line. facts: of the job, by name, such as "mesh"."""
+    """A start of rank 0. last: the time of its last line. ranks: their number. facts: of the job, by name, such as "mesh"."""
 
     begun: datetime
     last: datetime
+    ranks: int
     facts: dict[str, str] = field(default_factory=dict)
 
 
@@ -75,11 +80,11 @@ def read_log(path: Path) -> LogSeen:
             match = _LINE.match(line)
             if match is None:
                 continue
-            begins = match[3] == b"INFO" and match[4].startswith(BEGUN.encode())
+            begins = match[2] == b"INFO" and match[3].startswith(BEGUN.encode())
             if begins and last is not None and seen.starts:
                 seen.starts[-1].last = _time(last) or seen.starts[-1].last
             last = match
-            if begins or match[3] != b"INFO" or not match[4].startswith(b"step "):
+            if begins or match[2] != b"INFO" or not match[3].startswith(b"step "):
                 _take(seen, match)
     if last is not None and seen.starts:
         seen.starts[-1].last = _time(last) or seen.starts[-1].last
@@ -87,11 +92,12 @@ def read_log(path: Path) -> LogSeen:
 
 
 def _take(seen: LogSeen, match: re.Match[bytes]) -> None:
-    time, level, text = _time(match), match[3].decode(), match[4][:_LONGEST].decode(errors="replace")
+    time, level, text = _time(match), match[2].decode(), match[3][:_LONGEST].decode(errors="replace")
     if time is None or level == "PRINT":
         return
-    if level == "INFO" and text.startswith(BEGUN):
-        seen.starts.append(LogStart(time, time))
+    begins = _BEGUN.match(text) if level == "INFO" else None
+    if begins is not None:
+        seen.starts.append(LogStart(time, time, int(begins[1])))
     elif level != "INFO" or text.startswith(_EVENTS):
         seen.remarks.append(LogLine(time, level, escaped(text)))
     elif seen.starts:
@@ -102,11 +108,23 @@ def _take(seen: LogSeen, match: re.Match[bytes]) -> None:
 
 def find_failure(directory: Path) -> Failure | None:
     """The first error with which a rank's newest start failed; of several, rather none that follows from another rank's."""
-    logs: list[Path] = []
-    with suppress(OSError):
-        logs = sorted((directory / LOGS).glob("rank-[0-9]*.log"))[:_LOGS]
-    found = [one for path in logs if (one := _failure(path)) is not None]
+    starts, found = read_log(log_of(directory, 0)).starts, list[Failure]()
+    newest = starts[-1] if starts else None
+    for number, path in enumerate(_logs(directory, newest)):
+        if number >= _LOGS and any(one.kind != OF_ANOTHER for one in found):
+            break
+        one = _failure(path)
+        if one is not None and (newest is None or newest.begun - one.time <= _EARLIER):
+            found.append(one)
     return min(found, key=lambda one: (one.kind == OF_ANOTHER, one.time), default=None)
+
+
+def _logs(directory: Path, newest: LogStart | None) -> list[Path]:
+    """The logs of the ranks of the newest start: a start on fewer ranks leaves those of others behind."""
+    with suppress(OSError):
+        paths = sorted((directory / LOGS).glob("rank-[0-9]*.log"))
+        return [path for path in paths if newest is None or _rank(path) < newest.ranks]
+    return []
 
 
 def _failure(path: Path) -> Failure | None:
@@ -114,17 +132,20 @@ def _failure(path: Path) -> Failure | None:
     with suppress(OSError):
         for line in _tail(path):
             match = _LINE.match(line)
-            time = None if match is None else _time(match)
-            if match is None or time is None or match[3] != b"INFO":
+            if match is None or match[2] != b"INFO":
                 continue
-            text = escaped(match[4][:_LONGEST].decode(errors="replace"))
-            if re.match(r"rank \d+ of ", text):
+            text = escaped(match[3][:_LONGEST].decode(errors="replace"))
+            if _BEGUN.match(text):
                 found = None
             error = _ERROR.match(text)
             if error is not None:
-                found = Failure(_rank(path), error[1], text[len(error[1]) + 2 :], time, path)
+                kind, text = error[1], text[len(error[1]) + 2 :]
             elif text.startswith(_WATCHDOG) and found is None:
-                found = Failure(_rank(path), "watchdog", text, time, path)
+                kind = "watchdog"
+            else:
+                continue
+            time = _time(match)
+            found = found if time is None else Failure(_rank(path), kind, text, time, path)
     return found
 
 
@@ -137,7 +158,7 @@ def _tail(path: Path) -> list[bytes]:
 
 def _time(match: re.Match[bytes]) -> datetime | None:
     with suppress(ValueError):
-        return datetime.strptime(f"{match[1].decode()},{match[2].decode()}", "%Y-%m-%d %H:%M:%S,%f")
+        return datetime.strptime(match[1].decode(), "%Y-%m-%d %H:%M:%S,%f%z")
     return None
 
 

@@ -12,7 +12,7 @@ from hpctrain.base.safe_files import reading
 from hpctrain.training.log_file import AS_CANCELLED, BEGUN, DONE, STOPPED
 
 _TAIL = 2**16
-_LINE = re.compile(r"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d+ ([A-Z]+) (.*)")
+_LINE = re.compile(r"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d+\S* ([A-Z]+) (.*)")
 _OF_A_STEP = re.compile(r"step \d+/\d+  ")
 """Begins the lines of progress."""
 _LONGEST = 1000

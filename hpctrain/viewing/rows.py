@@ -82,7 +82,7 @@ Row: TypeAlias = Step | Evaluation
 
 def is_evaluation(line: bytes) -> bool:
     """Whether a line may be an evaluation's row; cheap."""
-    return b'"evaluation_' in line
+    return b'"evaluation_' in line and b'"step_seconds"' not in line
 
 
 def read_row(line: bytes) -> Row | None:
@@ -95,7 +95,7 @@ def read_row(line: bytes) -> Row | None:
     if step is None:
         return None
     measured = {name.removeprefix(_EVALUATION): value for name, value in row.items() if name.startswith(_EVALUATION)}
-    if measured:
+    if measured and "step_seconds" not in row:  # hooks may add any keys to a step's row
         shown = {name: number_of(value) for name, value in measured.items() if name not in ("tokens", "samples")}
         return Evaluation(step, shown)
     return _step(step, row)

@@ -45,12 +45,12 @@ def standing_of(run: RunDirectory, job: JobSeen, newest: Step | None) -> Standin
     holder, why = _holder(run.path)
     if holder is not None and holder.holds:
         return Standing("running", holder.name)
-    if job.is_done(newest):
+    word = last_word(run.log)
+    if word is None and job.is_done(newest):
         return Standing("done")
     submitted, wrote = run.submitted(), run.wrote()
     if submitted is not None and (wrote is None or wrote < submitted):
         return Standing("pending", "submitted")
-    word = last_word(run.log)
     if word is None:
         return Standing("unknown", why) if why else Standing("stopped")
     if word != "begun":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -17,10 +20,12 @@ import torch
 from conftest import JobFile
 from hpctrain_plugins import report as package
 from hpctrain_plugins.report.curves import RowReader
+from hpctrain_plugins.report.facts import Ending
 from hpctrain_plugins.report.gathering import gather
 from hpctrain_plugins.report.pages import html_page, markdown
 from hpctrain_plugins.report.verdict import judge
 from planted_runs import (
+    BEGIN,
     COMPUTING,
     Planted,
     communication_bound,
@@ -37,19 +42,22 @@ from torch import Tensor, nn
 import hpctrain
 from hpctrain.base.errors import TrainingError
 from hpctrain.cli import execute
+from hpctrain.job.output_lock import OutputLock
 from hpctrain.job.table_types import SlotTable
 from hpctrain.job.tables import Job
+from hpctrain.viewing.run_directory import RunDirectory
 
 STORIES: list[tuple[Callable[[Path], Planted], str, str, str]] = [
     (healthy, r"Finished at step 200 of 200", r"nothing stands out: 92% of the steps' time computes, mfu 42", "hpctrain profile"),
     (data_bound, r"Finished", r"42% of each step waits for data", r"\[dataset\] workers = 4"),
-    (communication_bound, r"Finished", r"47% of each step waits for communication, most of it for tp\.all_reduce", "bf16"),
+    (communication_bound, r"Finished", r"47% of each step waits for communication, most of it for tp\.all_reduce",
+     r"\[parallelism\.tensor\] size = 2, if the model fits"),
     (memory_unused, r"Finished", r"peak 31 of 80 GB", r"\[batch\] micro_size = 16, now 8"),
     (straggling, r"Finished", r"rank 5 on node2 is slow: its data takes 0\.31 s longer a step", r"\[dataset\] workers = 4; if"),
     (out_of_memory, r"Out of memory at step 2 of 200, rank 3", r"rank 3 on node1 ran out of memory in step 3: asked for 2.00 GiB",
      r'\[activation_checkpointing\] mode = "full"'),
     (not_finite, r"Loss not finite \(NaN\) at step 57 of 200, rank 0", r"step 58: loss nan", r"\[optimizer\] clip_norm = 1.0"),
-    (killed_and_resumed, r"Finished", r"22% of the time went into 90 lost steps", r"\[checkpoint\] every_steps = \d+$"),
+    (killed_and_resumed, r"Finished", r"22% of the time went into 90 lost steps", r"\[checkpoint\] every_steps = 20$"),
 ]  # fmt: skip
 
 
@@ -81,6 +89,95 @@ def test_a_killed_run_is_told_so_and_goes_on_from_its_checkpoint(tmp_path: Path)
     assert "goes on from step 50" in found.first.step, found
 
 
+@pytest.mark.parametrize(
+    ("operation", "tables", "step"),
+    [
+        (
+            "tp.all_reduce",
+            {"parallelism": {"tensor": {"size": 16}}},
+            "[parallelism.tensor] size = 8: the ranks of a node",
+        ),
+        ("pp.recv", {"parallelism": {"pipeline": {"size": 4}}}, "[parallelism.pipeline] size = 2"),
+        ("cp.send", {"parallelism": {"context": {"size": 2}}}, "[parallelism.context] size = 1"),
+        ("dp_shard.all_gather", {"sharding": {"stage": 3}}, "[sharding] stage = 2"),
+        ("dp_shard.reduce_scatter", {}, '[compression] name = "bf16"'),
+        ("dp_shard.reduce_scatter", {"compression": {"name": "bf16"}}, "[batch] global_size = 512"),
+    ],
+)
+def test_the_step_against_waiting_is_that_of_the_axis(
+    operation: str, tables: dict[str, Any], step: str, tmp_path: Path
+) -> None:
+    planted = Planted(tmp_path / "run", **tables).starts()
+    planted.trains(20, communication=0.6, more={"exposed_seconds": {operation: 0.5, "world.all_reduce": 0.01}})
+    found = judge(gather(planted.ends().directory)).first
+    assert found.rule == "communication" and found.step.startswith(step), found
+
+
+@pytest.mark.parametrize(
+    ("every", "table", "told"),
+    [
+        (100, {"every_steps": 100}, r"\[checkpoint\] every_steps = 70$"),
+        (100, {"every_steps": 0, "every_epochs": 1}, r"\[checkpoint\] every_steps = 70$"),
+        (40, {"every_steps": 40}, r"\[checkpoint\] asynchronous = true: more saves would cost more"),
+        (40, {"every_steps": 40, "asynchronous": True}, r"fewer losses: "),
+    ],
+)
+def test_lost_steps_lead_to_as_many_saves_as_lose_least(
+    every: int, table: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    planted = Planted(tmp_path / "run", steps=5 * every, checkpoint=table).starts()
+    for _ in range(2):
+        for steps in (every - 1, every - 1, every * 4 // 5):
+            planted.trains(1, checkpoint=5.0).trains(steps)
+            if steps == every - 1:
+                planted.saves()
+        planted.resumes(5)
+    found = judge(gather(planted.trains(every).ends().directory))
+    young = math.sqrt(2 * 5.0 * (planted.now - BEGIN) / 2) / 0.71
+    assert (70 <= young < 80) if every == 100 else (50 <= young < 60), young
+    first = next(one for one in found.findings if one.rule == "lost")
+    assert re.match(told, first.step), first
+
+
+@pytest.mark.parametrize(
+    "stamp", ["0001-01-01 00:00:00,000+2359", "9999-12-31 23:59:59,999-2359", "2026-01-01 00:00:00,000+9999"]
+)
+def test_no_time_of_a_log_breaks_the_report(stamp: str, tmp_path: Path) -> None:
+    planted = Planted(tmp_path / "run").starts().trains(5)
+    failing(planted, 3, "TrainingError: of rank 3")
+    for rank in (0, 1):
+        text = f"{stamp} INFO rank {rank} of 16 on node1 (mpi)\n{stamp} INFO ValueError: x\n{stamp} WARNING x\n"
+        with (planted.directory / "log" / f"rank-{rank:05d}.log").open("a") as file:
+            file.write(text)
+    assert "Failed" in markdown([gather(planted.long_ago().directory)])
+
+
+def failing(planted: Planted, rank: int, error: str) -> None:
+    planted.says(f"rank {rank} of 16 on node1 (mpi)", rank=rank).says(error, rank=rank)
+
+
+def test_a_restart_is_not_blamed_for_the_error_of_an_earlier_start(tmp_path: Path) -> None:
+    planted = Planted(tmp_path / "run").starts().trains(50).saves()
+    failing(planted, 15, "TrainingError: of a rank that is no more")
+    failing(planted, 3, "TrainingError: of a rank that does not come back")
+    planted.now += 60
+    planted.starts(0.1, ranks=8).says("CommunicationError: rank 3 is gone")
+    planted.now += 5
+    failing(planted, 1, "ValueError: of this start")
+    found = judge(gather(planted.long_ago().directory))
+    assert "of this start" in found.first.limit and "rank 1" in found.ended, found
+
+
+def test_the_cause_is_found_among_more_ranks_than_have_failed_by_it(tmp_path: Path) -> None:
+    planted = Planted(tmp_path / "run").starts(ranks=100).trains(5)
+    for rank in range(1, 99):
+        failing(planted, rank, "CommunicationError: rank 99 is gone")
+    planted.now += 3
+    failing(planted, 99, "TrainingError: the cause")
+    found = judge(gather(planted.long_ago().directory))
+    assert found.first.limit == "the cause" and "rank 99" in found.ended, found
+
+
 def test_the_parts_of_the_wall_time_add_up_over_restarts(tmp_path: Path) -> None:
     planted = killed_and_resumed(tmp_path / "run")
     each = sum(COMPUTING.values()) + 0.04
@@ -92,6 +189,28 @@ def test_the_parts_of_the_wall_time_add_up_over_restarts(tmp_path: Path) -> None
     assert wall.of["lost steps"] == pytest.approx(90 * each, rel=1e-6)
     assert wall.of["waiting for data"] == pytest.approx(200 * 0.01, rel=1e-6)
     assert sum(wall.of.values()) == pytest.approx(wall.seconds, rel=1e-9)
+
+
+def test_a_clock_change_adds_no_time(tmp_path: Path) -> None:
+    planted = Planted(tmp_path / "run").starts().trains(10)
+    planted.hours = 1
+    found = gather(planted.says("guard        a loss is high", "WARNING").ends().directory)
+    assert found.wall is not None and found.wall.seconds == pytest.approx(planted.now - BEGIN, abs=0.01)
+    assert [one.time for one in found.events if one.kind == "warning"] == [pytest.approx(planted.now, abs=0.01)]
+
+
+def test_the_first_step_of_a_start_is_left_out_also_where_rows_have_the_times_of_the_step_before(
+    tmp_path: Path,
+) -> None:
+    nothing = dict.fromkeys(COMPUTING, 0.0)
+    planted = Planted(tmp_path / "run").starts().trains(1, data=0.0, communication=0.0, **nothing)
+    planted.trains(1, forward=90.0).trains(20).saves()  # the first step compiles
+    planted.resumes(5).trains(1, data=0.0, communication=0.0, **nothing).trains(1, forward=80.0).trains(10)
+    found = gather(planted.directory)
+    assert found.rows.steady_steps == 20 + 10
+    assert found.step_seconds == pytest.approx(sum(COMPUTING.values()) + 0.04)
+    assert found.rows.steady["forward"] == pytest.approx(30 * COMPUTING["forward"])
+    assert sum(one.sums["forward"] for one in found.rows.points) == pytest.approx(30 * COMPUTING["forward"])
 
 
 HOSTILE = "</svg></pre><script>alert(1)</script>|`$\\frac{a}$`\x1b[31m<img src=x onerror=alert(1)>&\"'\n# x"
@@ -168,6 +287,22 @@ def test_a_run_writes_its_report_at_its_end_and_after_an_error(job: JobFile, tmp
     assert "Loss not finite (NaN)" in page and "[optimizer] clip_norm = 1.0" in page
 
 
+HOLDER = "import sys; from pathlib import Path; from hpctrain.job.output_lock import holder_of; print(holder_of(Path(sys.argv[1])))"
+
+
+def test_a_run_that_asks_for_its_report_keeps_its_lock(tmp_path: Path) -> None:
+    directory, lock = healthy(tmp_path / "run").directory, OutputLock()
+    lock.take(directory)
+    try:
+        assert gather(directory, Ending("done")).ending.how == "done"
+        told = subprocess.run(
+            [sys.executable, "-c", HOLDER, str(directory)], capture_output=True, text=True, timeout=60, check=True
+        )
+    finally:
+        lock.close()
+    assert f"process {os.getpid()} on " in told.stdout and "holds=True" in told.stdout, told
+
+
 class Squares(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """Sixty-four samples, each of which takes a while."""
 
@@ -238,7 +373,7 @@ def test_many_rows_are_thinned_in_bounded_memory_and_time(tmp_path: Path, monkey
     monkeypatch.setattr("hpctrain_plugins.report.curves._WHOLE_BYTES", path.stat().st_size // 8)
     begin = time.monotonic()
     tracemalloc.start()
-    found = RowReader(path, [1e9]).read()
+    found = RowReader(RunDirectory(tmp_path), [1e9]).read()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found.seen == rows and found.read < rows / 7 and found.weight == rows and len(found.points) <= 800
@@ -247,4 +382,7 @@ def test_many_rows_are_thinned_in_bounded_memory_and_time(tmp_path: Path, monkey
         10 * rows / 1000, rel=0.6
     )  # saves each 1000 steps are met all the same
     assert peak < 40e6 and time.monotonic() - begin < 60
-    assert found.points[0].first <= 8 and found.points[-1].last > rows - 100
+    newest = found.newest
+    assert newest is not None and (newest.step, newest.loss) == (rows, 1 / rows)
+    assert found.of_starts[0].ended == 1e9 + rows
+    assert found.points[0].first <= 8 and found.points[-1].last == rows

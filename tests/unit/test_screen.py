@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hpctrain.ranks.prints import CLEAR_LINE, Labelled, labelled_prints, tell
 from hpctrain.ranks.rank_channel import RankChannel
 from hpctrain.training.console import Console
 from hpctrain.training.log_file import logged_to_file
+from hpctrain.viewing.log_seen import read_log
 
 
 def test_the_bar_is_one_line_that_leaves_out_what_has_no_room(
@@ -84,6 +86,22 @@ def test_a_rank_s_log_has_what_is_printed_on_it(tmp_path: Path, capsys: pytest.C
     lines = (tmp_path / "log" / "rank-00001.log").read_text().splitlines()
     assert [line.partition(" PRINT ")[2] for line in lines if "PRINT" in line] == ["two", "lines", "an error"]
     assert capsys.readouterr().out.count("lines") == 1
+
+
+def test_the_times_of_a_log_are_true_whatever_the_clock_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = time.time()
+    try:
+        with logged_to_file(tmp_path, Identity()):
+            for zone in ("WEST+7", "EAST-5:30"):
+                monkeypatch.setenv("TZ", zone)
+                time.tzset()
+                logging.getLogger("hpctrain").warning("in %s", zone)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    remarks = read_log(tmp_path / "log" / "rank-00000.log").remarks
+    assert [one.text for one in remarks] == ["in WEST+7", "in EAST-5:30"]
+    assert all(begin - 0.01 <= one.time.timestamp() <= time.time() for one in remarks), remarks
 
 
 def test_prints_are_whole_lines_with_their_rank() -> None:

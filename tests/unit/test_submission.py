@@ -498,7 +498,11 @@ def test_the_status_of_a_run_that_nobody_submitted(tmp_path: Path, monkeypatch: 
         assert described(Path("out")) == done.replace("done", word).replace("4 of 4", "4, epoch 0.10 of 1")
     log.write_text(begun)
     resolved.write_text(resolved.read_text().replace("epochs = 1", "epochs = 0.1"))
-    assert (described(Path("out")) or "").startswith("done, step 4, epoch 0.10 of 0.1")
+    trained = "step 4, epoch 0.10 of 0.1"
+    assert (described(Path("out")) or "").startswith(f"failed, {trained}")  # in its last evaluation or save
+    log.unlink()
+    assert (described(Path("out")) or "").startswith(f"done, {trained}")
+    log.write_text(begun)
     resolved.write_text(resolved.read_text().replace("epochs = 0.1", "epochs = 1"))
     lock = Path("out/lock")
     with monkeypatch.context() as patched:  # what only tells where no lock does: whether it has written within a minute

@@ -24,7 +24,7 @@ from hpctrain.viewing.frame import frame
 from hpctrain.viewing.history import History
 from hpctrain.viewing.listing import list_runs
 from hpctrain.viewing.room import Room
-from hpctrain.viewing.rows import Evaluation, Step, read_row
+from hpctrain.viewing.rows import Evaluation, Step, is_evaluation, read_row
 from hpctrain.viewing.table import table
 from hpctrain.viewing.watcher import Snapshot, Watcher
 
@@ -183,6 +183,17 @@ def test_rows_have_types_whatever_a_file_holds() -> None:
         assert read_row(line) is None, line[:40]
 
 
+def test_a_step_stays_one_whatever_a_hook_calls_its_keys(tmp_path: Path) -> None:
+    line = json.dumps(row(7, evaluation_gap=0.1)).encode()
+    found = read_row(line)
+    assert isinstance(found, Step) and found.step == 7 and not is_evaluation(line)
+    directory = made(tmp_path / "run", *(row(step, evaluation_gap=0.1) for step in range(1, 51)), evaluation(40, 2.5))
+    seen = Watcher(directory).look().history
+    assert seen.step is not None and seen.step.step == 50 and seen.evaluation == Evaluation(40, {"loss": 2.5})
+    (listed,) = list_runs(directory, ()).runs
+    assert listed.step is not None and listed.step.step == 50 and listed.evaluation == Evaluation(40, {"loss": 2.5})
+
+
 @given(st.lists(st.floats() | st.none(), max_size=300), st.integers(1, 20))
 def test_a_curve_has_bounded_points_and_a_mark_for_each_cell(values: list[float | None], width: int) -> None:
     series = Series(32)
@@ -215,7 +226,7 @@ def seen(tmp_path: Path) -> Snapshot:
     (directory / "checkpoints" / "step-00000040").mkdir(parents=True)
     (directory / "log").mkdir()
     lines = [
-        f"2026-01-02 03:04:05,678 INFO {text}"
+        f"2026-01-02 03:04:05,678+0100 INFO {text}"
         for text in ("rank 0 of 8 on node1 (mpi)", "step 50/100  loss 1", "a word")
     ]
     (directory / "log" / "rank-00000.log").write_text("\n".join([*lines, "    more of it", "torn"]))

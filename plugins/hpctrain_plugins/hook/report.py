@@ -64,7 +64,7 @@ class _Writing:
     @hookimpl
     def hpctrain_exception(self, exception: BaseException, identity: Identity) -> None:
         """The rank that fails writes, since rank 0 may wait for it and be ended by it."""
-        mine = type(exception).__name__, str(exception), datetime.now()
+        mine = type(exception).__name__, str(exception), datetime.now().astimezone()
         if self._rank and (getattr(exception, "everywhere", False) or mine[0] == OF_ANOTHER):
             return
 

@@ -6,9 +6,8 @@ import random
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from hpctrain.toolkit.runs import Evaluation, Step, is_evaluation, parts_of, read_row
+from hpctrain.toolkit.runs import Evaluation, RunDirectory, Step, is_evaluation, parts_of, read_row
 
 PARTS = ("forward", "backward", "communication", "optimizer", "other", "data", "evaluation", "checkpoint")
 """The parts of a step's time; what a file has besides counts as other."""
@@ -58,6 +57,8 @@ class StartRows:
 
     begun: float | None = None
     ended: float | None = None
+    read: int = 0
+    """Rows that were parsed."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
@@ -98,9 +99,9 @@ class Rows:
 class RowReader:
     """Reads metrics.jsonl in pieces."""
 
-    def __init__(self, path: Path, starts: list[float]) -> None:
+    def __init__(self, run: RunDirectory, starts: list[float]) -> None:
         """starts: the times of the run's starts, in order."""
-        self._path, self._starts = path, starts
+        self._run, self._starts = run, starts
         self._random = random.Random(0)
         self._every = 1
         self._each = 1
@@ -110,11 +111,14 @@ class RowReader:
         """All rows. A row that can't be read is left out, and so are the rest of a file that the system can't read."""
         rows = Rows()
         with suppress(OSError):
-            self._every = max(1, -(-self._path.lstat().st_size // _WHOLE_BYTES))
-            for part in parts_of(self._path):
+            self._every = max(1, -(-self._run.metrics.lstat().st_size // _WHOLE_BYTES))
+            for part in parts_of(self._run.metrics):
                 if part.anew:
                     rows = Rows()
                 self._take(rows, part.lines)
+        newest = self._run.newest_rows().step if self._every > 1 else None
+        if newest is not None and (rows.newest is None or newest.step > rows.newest.step):
+            self._step(rows, newest, 0)  # its block's random row counts for it
         return rows
 
     def _take(self, rows: Rows, lines: tuple[bytes, ...]) -> None:
@@ -160,12 +164,14 @@ class RowReader:
         self._draw(rows, row, is_first)
 
     def _count_time(self, rows: Rows, row: Step, weight: int) -> bool:
-        """Count the row's seconds. Returns whether it is the first one of a start."""
+        """Count the row's seconds. Returns whether they are those of the first step of a start."""
         parts = {name: seconds for name, seconds in row.parts.items() if 0 <= seconds < _LONGEST}
         whole = sum(parts.values())
         number = sum(1 for time in self._starts if row.time is not None and time <= row.time) - 1
         of_start = rows.of_starts[max(0, number)]
-        is_first = of_start.begun is None
+        # an accelerator's row has the times of the step before, so its first row has none
+        is_first = of_start.read == 0 or (of_start.read == 1 and not any(of_start.seconds.values()))
+        of_start.read += 1
         if row.time is not None and 0 <= row.time < _LATEST:
             of_start.begun = row.time - whole if of_start.begun is None else of_start.begun
             of_start.ended = row.time

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.toolkit.runs import Failure, JobSeen, LogLine, Standing, StartsSeen
+from hpctrain.toolkit.runs import Failure, JobSeen, LogLine, StartsSeen
 from hpctrain_plugins.report.curves import Rows
 from hpctrain_plugins.report.wall_time import WallTime
 
@@ -66,7 +66,6 @@ class Facts:
     directory: Path
     job: JobSeen
     tables: Mapping[str, Any]
-    standing: Standing
     ending: Ending
     starts: StartsSeen
     rows: Rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 
 from hpctrain.toolkit.runs import (
@@ -37,9 +37,9 @@ def gather(directory: Path, ending: Ending | None = None) -> Facts:
     """Read a run. ending: how it ends, where the run itself asks, whose files do not say so yet."""
     run = RunDirectory(directory)
     job, starts, log = run.job(), read_starts(directory), read_log(run.log)
-    rows = RowReader(run.metrics, [one.time for one in starts.starts]).read()
-    standing = standing_of(run, job, rows.newest)
-    ended = ending or _ending(standing, directory)
+    rows = RowReader(run, [one.time for one in starts.starts]).read()
+    # the run itself, which asks with its ending, would lose its lock by a look at it
+    ended = ending or _ending(standing_of(run, job, rows.newest), directory)
     offset = starts.starts[-1].offset if starts.starts else timedelta()
     is_over = ended.how not in ("running", "pending", "unknown")
     end = None if is_over and ending is None else time.time()
@@ -49,7 +49,6 @@ def gather(directory: Path, ending: Ending | None = None) -> Facts:
         directory,
         job,
         run.tables(),
-        standing,
         ended,
         starts,
         rows,
@@ -59,7 +58,7 @@ def gather(directory: Path, ending: Ending | None = None) -> Facts:
         run.checkpoints(),
         list(log.remarks),
         last_lines(run.log, _LINES),
-        _events(starts, log, offset),
+        _events(starts, log),
         (submission.target, submission.id) if submission is not None and submission.id else None,
         offset,
     )
@@ -112,14 +111,10 @@ def _last_words(log: LogSeen, start: Start, until: float | None) -> list[float]:
     """The time of the last line that the log has of a start; none if it has no such start. until: the next start."""
     found = []
     for one in log.starts:
-        begun = _seconds(one.begun, start.offset)
+        begun = one.begun.timestamp()
         if start.time - _EARLIER <= begun and (until is None or begun < until - _EARLIER):
-            found.append(_seconds(one.last, start.offset))
+            found.append(one.last.timestamp())
     return found
-
-
-def _seconds(moment: datetime, offset: timedelta) -> float:
-    return moment.replace(tzinfo=timezone(offset)).timestamp()
 
 
 def counted(start: Start) -> str:
@@ -145,7 +140,7 @@ def _layout(starts: Sequence[Start], mesh: str) -> Layout | None:
     return Layout(axes if whole == ranks else {}, hosts if len(hosts) == ranks else ("",) * ranks)
 
 
-def _events(starts: StartsSeen, log: LogSeen, offset: timedelta) -> list[Event]:
+def _events(starts: StartsSeen, log: LogSeen) -> list[Event]:
     found = [
         Event(one.time, "start" if number == 0 else "restart", counted(one)) for number, one in enumerate(starts.starts)
     ]
@@ -165,5 +160,5 @@ def _events(starts: StartsSeen, log: LogSeen, offset: timedelta) -> list[Event]:
             if line.level == "INFO"
             else line.level.lower()
         )
-        found.append(Event(_seconds(line.time, offset), kind, line.text))
+        found.append(Event(line.time.timestamp(), kind, line.text))
     return sorted(found, key=lambda one: one.time)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpctrain_plugins.report.facts import Facts
+from hpctrain_plugins.report.wall_time import WallTime
 
 DATA, COMMUNICATION, LOST, STRAGGLER, SAVING, EVALUATION, STARTING, IDLE = 0.15, 0.3, 0.05, 0.05, 0.1, 0.25, 0.25, 0.25
 """The least shares of the time at which a rule speaks."""
@@ -18,6 +19,8 @@ _STEPS = 5
 _SECONDS = 60.0
 """Wall time from which on shares of it do: every short run mostly starts."""
 _WORKERS = 4
+_NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
+"""The keys of [parallelism] by the axes of the mesh, which rows name. An axis of another package may have the same for both."""
 _GB = 1e9
 
 
@@ -55,11 +58,12 @@ def communication_bound(facts: Facts) -> Finding | None:
 
 def _less_communication(facts: Facts, operation: str) -> str:
     axis, layout = operation.partition(".")[0], facts.layout
-    size = facts.count("parallelism", axis, "size") if axis else None
-    if size is not None and size > 1 and not axis.startswith("dp"):
+    name = _NAMES.get(axis, axis)
+    size = facts.count("parallelism", name, "size") if name else None
+    if size is not None and size > 1:
         if layout is not None and size > layout.per_host:
-            return f"[parallelism.{axis}] size = {layout.per_host}: the ranks of a node, so that it stays inside"
-        return f"[parallelism.{axis}] size = {size // 2}, if the model fits"
+            return f"[parallelism.{name}] size = {layout.per_host}: the ranks of a node, so that it stays inside"
+        return f"[parallelism.{name}] size = {size // 2}, if the model fits"
     if facts.count("sharding", "stage") == 3:
         return "[sharding] stage = 2, if memory allows: it gathers no parameters in each micro batch"
     hosts = len(set(layout.hosts)) if layout is not None else 1
@@ -124,19 +128,25 @@ def losing(facts: Facts) -> Finding | None:
         return None
     share = wall.share("lost steps")
     limit = f"{share:.0%} of the time went into {wall.lost_steps} lost steps, which were trained again"
-    return Finding("lost", limit, f"[checkpoint] every_steps = {_every(facts)}", share)
+    # a loss costs half of the steps between two saves on average
+    now = facts.count("checkpoint", "every_steps") or 2 * wall.lost_steps // max(1, len(facts.starts.lost))
+    every = _every(facts, wall)
+    if every < now:
+        step = f"[checkpoint] every_steps = {every}"
+    elif facts.key("checkpoint", "asynchronous") is not True:
+        step = "[checkpoint] asynchronous = true: more saves would cost more than they keep, unless they are cheaper"
+    else:
+        step = "fewer losses: the events tell when they came, the logs why; more saves would cost more than they keep"
+    return Finding("lost", limit, step, share)
 
 
-def _every(facts: Facts) -> int:
-    """Steps between saves that lose least: the root of twice a save's time and the time between losses (Young, 1974)."""
-    wall, each = facts.wall, facts.step_seconds or 1.0
-    assert wall is not None
-    losses = max(1, len(facts.starts.lost))
+def _every(facts: Facts, wall: WallTime) -> int:
+    """Steps between saves that lose least, rounded down: the root of twice a save's time and the time between losses (Young,
+    1974)."""
+    each = facts.step_seconds or 1.0
     save = wall.of["saving"] / facts.rows.saves if facts.rows.saves else each
-    best = math.sqrt(2 * max(save, 1e-3) * wall.seconds / losses) / max(each, 1e-6)
-    now = facts.count("checkpoint", "every_steps") or 0
-    most = now // 2 if now > 1 else max(1, wall.lost_steps // losses // 2)
-    return _round(max(1, min(best, most)))
+    best = math.sqrt(2 * max(save, 1e-3) * wall.seconds / max(1, len(facts.starts.lost))) / max(each, 1e-6)
+    return _round(max(1, best))
 
 
 def _round(number: float) -> int:
