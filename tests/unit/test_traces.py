@@ -1,11 +1,10 @@
-"""Profiles in one process: figures of operators against torch's own, merged traces, requests, and what costs nothing."""
+"""Profiles in one process: figures of operators against torch's own, merged traces, and what costs nothing."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.registry import build_registry
-from hpctrain.ranks.watchdog import queries
-from hpctrain.ranks.watchdog.queries import Queries, asked
 
 BASE = 1_790_857_026_000_000_000
 
@@ -327,53 +324,3 @@ def test_no_hook_is_called_outside_of_windows() -> None:
     assert calls == ["forward"]
     with pytest.raises(TypeError, match="object can't join the run: it implements no hook"):
         life.join(object())
-
-
-@pytest.fixture
-def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Queries]:
-    monkeypatch.setattr(queries, "_LOOK", 0.02)
-    closing, found = threading.Event(), Queries(tmp_path)
-    found.start(closing)
-    yield found
-    closing.set()
-
-
-def test_a_request_is_taken_once_and_answered_to_its_end(answering: Queries, tmp_path: Path) -> None:
-    with asked(tmp_path, "profile", {"record": 2}) as terminal:
-        answers = terminal.answers(30)
-        while not answering.has_request:
-            pass
-        answering.acknowledge("step 3, forward")
-        assert next(answers) == {"state": "waiting", "where": "step 3, forward"}
-        question = answering.take()
-        assert question is not None and (question.name, question.values) == ("profile", {"record": 2})
-        assert answering.take() is None and not answering.has_request and not answering.is_waiting
-        for number in range(20):
-            answering.tell(question, {"state": "gathering", "come": number})
-        answering.tell(question, {"state": "done"})
-        answering.close("the job ends")
-        newest = list(iter(lambda: next(answers), {"state": "done"}))
-        assert all(one["state"] == "gathering" for one in newest)
-    assert not list(tmp_path.iterdir())
-    answering.tell(question, {"state": "done"})
-    answering.close("")
-    assert not list(tmp_path.iterdir()), "nobody waits for it"
-
-
-def test_a_request_is_withdrawn_or_refused(answering: Queries, tmp_path: Path) -> None:
-    with asked(tmp_path, "profile", {}):
-        while not answering.has_request:
-            pass
-    while answering.has_request:
-        pass
-    assert answering.take() is None
-    with asked(tmp_path, "profile", {}) as terminal:
-        while not answering.has_request:
-            pass
-        answering.close("the job ends after step 9")
-        assert next(terminal.answers(30)) == {"state": "refused", "why": "the job ends after step 9"}
-    with (
-        pytest.raises(UsageError, match="expected the directory of a running job"),
-        asked(tmp_path / "no", "profile", {}),
-    ):
-        pass

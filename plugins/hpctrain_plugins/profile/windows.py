@@ -127,8 +127,13 @@ class Profiling:
             request.answer({"state": "refused", "why": str(error)})
             return True
         first, ranks = step + 1 + options.warmup, options.chosen(self._identity.size)
-        request.answer({"state": "taken", "first": first, "last": first + options.record - 1, "ranks": ranks})
-        self._window = Window(options, self._begin, self._finish, request.answer)
+        about = {"first": first, "last": first + options.record - 1, "ranks": ranks}
+
+        def answer(told: dict[str, Any]) -> None:
+            request.answer({**about, **told})
+
+        answer({"state": "taken"})
+        self._window = Window(options, self._begin, self._finish, answer)
         self._membership.join(self._window)
         return True
 

@@ -1,0 +1,115 @@
+"""Requests for a window of steps: from the command over files to the ranks, and their answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hpctrain_plugins.profile import asking
+from hpctrain_plugins.profile.asking import record_now
+
+from hpctrain.base.errors import UsageError
+from hpctrain.ranks.watchdog import queries
+from hpctrain.ranks.watchdog.queries import Queries, asked
+
+
+@pytest.fixture
+def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Queries]:
+    monkeypatch.setattr(queries, "_LOOK", 0.02)
+    closing, found = threading.Event(), Queries(tmp_path)
+    found.start(closing)
+    yield found
+    closing.set()
+
+
+def test_a_request_is_taken_once_and_answered_to_its_end(answering: Queries, tmp_path: Path) -> None:
+    with asked(tmp_path, "profile", {"record": 2}) as terminal:
+        answers = terminal.answers(30)
+        while not answering.has_request:
+            pass
+        answering.acknowledge("step 3, forward")
+        assert next(answers) == {"state": "waiting", "where": "step 3, forward"}
+        question = answering.take()
+        assert question is not None and (question.name, question.values) == ("profile", {"record": 2})
+        assert answering.take() is None and not answering.has_request and not answering.is_waiting
+        for number in range(20):
+            answering.tell(question, {"state": "gathering", "come": number})
+        answering.tell(question, {"state": "done"})
+        answering.close("the job ends")
+        newest = list(iter(lambda: next(answers), {"state": "done"}))
+        assert all(one["state"] == "gathering" for one in newest)
+    assert not list(tmp_path.iterdir())
+    answering.tell(question, {"state": "done"})
+    answering.close("")
+    assert not list(tmp_path.iterdir()), "nobody waits for it"
+
+
+def test_a_request_is_withdrawn_or_refused(answering: Queries, tmp_path: Path) -> None:
+    with asked(tmp_path, "profile", {}):
+        while not answering.has_request:
+            pass
+    while answering.has_request:
+        pass
+    assert answering.take() is None
+    with asked(tmp_path, "profile", {}) as terminal:
+        while not answering.has_request:
+            pass
+        answering.close("the job ends after step 9")
+        assert next(terminal.answers(30)) == {"state": "refused", "why": "the job ends after step 9"}
+    with (
+        pytest.raises(UsageError, match="expected the directory of a running job"),
+        asked(tmp_path / "no", "profile", {}),
+    ):
+        pass
+
+
+def test_a_request_that_is_taken_meanwhile_does_not_wait(answering: Queries, tmp_path: Path) -> None:
+    """The ranks take it while the watchdog is about to tell that it waits."""
+    with asked(tmp_path, "profile", {}) as terminal:
+        while not answering.has_request:
+            pass
+        lock = answering._lock
+
+        class Taking:
+            def __enter__(self) -> None:
+                answering._lock = lock
+                question = answering.take()
+                assert question is not None
+                answering.tell(question, {"state": "taken"})
+                lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                lock.release()
+
+        answering._lock = Taking()  # type: ignore[assignment]
+        answering.acknowledge("step 3, forward")
+        answering.close("")  # every answer is written
+        assert next(terminal.answers(30)) == {"state": "taken"}
+
+
+@pytest.mark.parametrize("state", ["gathering", "done"])
+def test_answers_that_replaced_others_are_enough(
+    state: str, answering: Queries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The terminal looks ten times a second, and so may never see that its request was taken."""
+    monkeypatch.setattr(asking, "_WHERE", 0.1)
+
+    def take() -> None:
+        while not answering.has_request:
+            pass
+        question = answering.take()
+        assert question is not None
+        told = {"first": 3, "last": 5, "ranks": [0, 1]}
+        answering.tell(question, {"state": state, "come": [0], "window": "step-00000003", "missing": {}, **told})
+
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(take)
+        if state == "done":
+            assert record_now(tmp_path, {}, 20, 20) == ("step-00000003", 0)
+        else:
+            with pytest.raises(UsageError, match=r"the traces of rank 1 have not come within 0\.2 s"):
+                record_now(tmp_path, {}, 20, 0.2)
+        taken.result(20)
