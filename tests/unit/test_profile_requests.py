@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from conftest import TINY
+from hpctrain_plugins.commands.profile import command
 from hpctrain_plugins.profile import asking
 from hpctrain_plugins.profile.asking import record_now
+from hpctrain_plugins.profile.table import Figures
+from hpctrain_plugins.profile.traces import stored_window
 
+import hpctrain
 from hpctrain.base.errors import UsageError
 from hpctrain.ranks.watchdog import queries
 from hpctrain.ranks.watchdog.queries import Queries, asked
@@ -113,3 +122,66 @@ def test_answers_that_replaced_others_are_enough(
             with pytest.raises(UsageError, match=r"the traces of rank 1 have not come within 0\.2 s"):
                 record_now(tmp_path, {}, 20, 0.2)
         taken.result(20)
+
+
+TRAINS_ON = """
+from pathlib import Path
+
+from hpctrain.api import hookimpl
+
+
+@hookimpl
+def hpctrain_step_end(step, control):
+    if Path("enough").exists():
+        control.stop("nobody asks any more")
+"""
+
+
+def beside_training(ask: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The result of `ask` on a thread beside a run, which trains until then."""
+    monkeypatch.setattr(queries, "_LOOK", 0.02)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("trains_on.py").write_text(TRAINS_ON)
+
+    def asking() -> Any:
+        try:
+            give_up = time.monotonic() + 60
+            while not Path("out/metrics.jsonl").exists() and time.monotonic() < give_up:
+                time.sleep(0.01)
+            return ask()
+        finally:
+            Path("enough").touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(asking)
+        hpctrain.run({**TINY, "job": {**TINY["job"], "steps": 10**6}, "plugins": {"load": ["trains_on"]}})
+        return found.result(60)
+
+
+def test_every_answer_tells_what_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The second window has no trace, since no rank has a directory for one."""
+
+    def ask() -> tuple[list[dict[str, Any]], int]:
+        found = []
+        with asked(Path("out"), "profile", {"record": 2}) as terminal:
+            for one in terminal.answers(60):
+                found.append(one)
+                if one["state"] in ("done", "refused"):
+                    break
+        with monkeypatch.context() as here:
+            here.setattr(tempfile, "tempdir", "nowhere")
+            return found, command.main(["out", "--now", "--json"], standalone_mode=False)
+
+    answers, code = beside_training(ask, tmp_path, monkeypatch)
+    window = json.loads((Path("out/profile") / answers[-1]["window"] / "window.json").read_text())
+    for one in answers:
+        if one["state"] != "waiting":
+            assert (one["first"], one["last"], one["ranks"]) == (window["first"], window["last"], [0])
+    assert code == 4 and "missing      rank 0: its trace could not be written" in capfd.readouterr().err
+    with pytest.raises(
+        UsageError, match="found no trace, expected that of a rank at least; rank 0: its trace could not"
+    ):
+        Figures(stored_window(Path("out"), None), [])

@@ -97,6 +97,8 @@ def show(
         values = {"record": asked["record"], "warmup": asked["warmup"], "ranks": ranks or "all", **flags}
         window, code = record_now(run, values, timeout, wait)
     stored = stored_window(run, window)
+    if code and not stored.ranks:
+        return code  # each rank's reason has been told
     figures = Figures(stored, ranks)
     if as_json:
         click.echo(json.dumps(figures.as_dict()))
