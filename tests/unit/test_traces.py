@@ -168,6 +168,14 @@ def test_a_merged_trace_is_on_the_clock_of_rank_0(monkeypatch: pytest.MonkeyPatc
     assert not list(path.parent.glob(".*"))
 
 
+@pytest.mark.parametrize("target", ["file.txt/merged.json.gz", "nowhere/merged.json.gz"])
+def test_a_merged_trace_that_cannot_be_written_is_a_sentence(target: str) -> None:
+    Path("file.txt").touch()
+    run = write_window(Path("run"), {0: accelerated(0)})
+    with pytest.raises(UsageError, match=f"{target} can't be written: .*; -o takes another file"):
+        write_merged(stored_window(run, None), Path(target))
+
+
 def test_tables_of_time_and_memory() -> None:
     run = write_window(Path("run"), {0: accelerated(0), 1: accelerated(1)})
     lines = Figures(stored_window(run, None), []).lines(2)
