@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,37 @@ def test_a_run_without_windows_is_a_sentence() -> None:
     Path("run/profile/step-00000003/window.json").write_text("[]")
     with pytest.raises(UsageError, match="expected the index of a window"):
         stored_window(Path("run"), None)
+
+
+def places(content: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of all values of a JSON object."""
+    inner = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in inner:
+        yield (*place, key)
+        yield from places(value, (*place, key))
+
+
+def test_a_damaged_index_is_a_sentence() -> None:
+    """Each of its values gives way to each of these, or is missing."""
+    run = write_window(Path("run"), {0: [span("aten::mm", 1, 2)]})
+    path, told = run / "profile" / "step-00000003" / "window.json", 0
+    whole = path.read_text()
+    for place in places(json.loads(whole)):
+        for wrong in (None, [], {}, "x", -1, 1e999, [[]], {"x": []}, "missing"):
+            content = inner = json.loads(whole)
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = wrong
+            if wrong == "missing":
+                del inner[place[-1]]
+            path.write_text(json.dumps(content))
+            try:
+                stored = stored_window(run, None)
+                Figures(stored, []).lines(1)
+                write_merged(stored, None)
+            except UsageError:
+                told += 1
+    assert told > 50
 
 
 def test_hta_is_asked_where_it_is_installed() -> None:
