@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from conftest import TINY
-from hpctrain_plugins.profile import merging
+from hpctrain_plugins.profile import merging, recording
 from hpctrain_plugins.profile.hta_report import Report
 from hpctrain_plugins.profile.merging import write_merged
 from hpctrain_plugins.profile.operators import Operator, operators_in
@@ -337,6 +340,46 @@ def test_a_trace_that_fails_does_not_end_a_training(capfd: pytest.CaptureFixture
     table = {**TINY["job"], "output_dir": "plain"}
     found = hpctrain.run({**TINY, "job": table, "profile": {"wait": 0, "record": 1}})
     assert found["losses"] == losses and "plain/profile/step-00000002 could not be written" in capfd.readouterr().err
+
+
+class History:
+    """An accelerator's history of memory, which a CPU lacks."""
+
+    is_kept = True
+    told: ClassVar[list[str]] = []
+
+    def __init__(self, _: torch.device) -> None:
+        pass
+
+    def begin(self, _: int) -> None:
+        self.told.append("begin")
+
+    def write(self, path: str) -> None:
+        self.told.append(Path(path).name)
+
+    def end(self) -> None:
+        self.told.append("end")
+
+
+def failing_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose first call finds no room."""
+    calls = itertools.count()
+
+    def called(*values: Any, **named: Any) -> Any:
+        if next(calls) == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return function(*values, **named)
+
+    return called
+
+
+def test_a_history_of_memory_ends_with_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no room for the directory of the first window, and none for the trace of the second one."""
+    monkeypatch.setattr(recording, "MemoryHistory", History)
+    monkeypatch.setattr(tempfile, "mkdtemp", failing_once(tempfile.mkdtemp))
+    monkeypatch.setattr(profile, "export_chrome_trace", failing_once(profile.export_chrome_trace))
+    trained(profile={"wait": 0, "warmup": 0, "record": 1, "repeat": 3, "snapshot": True})
+    assert History.told == ["begin", "end"] * 2 + ["begin", "rank-00000.memory.pickle", "end"]
 
 
 def test_no_hook_is_called_outside_of_windows() -> None:

@@ -6,6 +6,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,10 @@ class Profiling:
             return
         target = self._directory / f"failed-step-{window.first:08d}"
         try:
-            make_directory(target)
-            window.recording.stop()
-            files = window.recording.write(target, self._stem)
+            with closing(window.recording):
+                make_directory(target)
+                window.recording.stop()
+                files = window.recording.write(target, self._stem)
             LOG.info("profile: the window that the error has cut: %s", ", ".join(map(str, files)) or "nothing recorded")
         except Exception as error:  # the first error is the one to report
             LOG.info("profile: the window that the error has cut is lost: %s", reason(error))
@@ -216,9 +218,10 @@ class Profiling:
         """Write this rank's files into a new directory. A trace that fails must not end the training."""
         local = None
         try:
-            recording.stop()
-            local = Path(tempfile.mkdtemp(prefix="hpctrain-profile-"))
-            share.give(recording.write(local, self._stem))
+            with closing(recording):
+                recording.stop()
+                local = Path(tempfile.mkdtemp(prefix="hpctrain-profile-"))
+                share.give(recording.write(local, self._stem))
             share.begin_ns, share.end_ns = recording.begin, recording.end
         except Exception as error:
             LOG.info("a trace failed", exc_info=True)
