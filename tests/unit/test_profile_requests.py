@@ -6,7 +6,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -185,3 +185,29 @@ def test_every_answer_tells_what_is_recorded(
         UsageError, match="found no trace, expected that of a rank at least; rank 0: its trace could not"
     ):
         Figures(stored_window(Path("out"), None), [])
+
+
+@pytest.mark.parametrize(
+    ("words", "values"), [((), {}), (("--ranks", "1,0"), {"ranks": [0, 1]}), (("--ranks", "all"), {"ranks": "all"})]
+)
+def test_a_request_has_what_was_typed(
+    words: Sequence[str], values: dict[str, Any], answering: Queries, tmp_path: Path
+) -> None:
+    """The job's own values hold for the rest."""
+    with ThreadPoolExecutor(1) as pool:
+        typed = ["show", str(tmp_path), "--now", "--memory", *words]
+        done = pool.submit(command.main, typed, standalone_mode=False)
+        while not answering.has_request:
+            pass
+        question = answering.take()
+        assert question is not None and question.values == {"record": 3, "warmup": 1, "memory": True, **values}
+        answering.tell(question, {"state": "refused", "why": "that is enough"})
+        with pytest.raises(UsageError, match="the job does not record: that is enough"):
+            done.result(20)
+
+
+def test_options_of_a_request_are_refused_without_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="found --record, --memory without --now"):
+        command.main([str(tmp_path), "--record", "5", "--memory"], standalone_mode=False)
+    with pytest.raises(UsageError, match="found none, expected a window of steps"):
+        command.main([str(tmp_path), "--ranks", "all"], standalone_mode=False)
