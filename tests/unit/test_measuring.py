@@ -14,7 +14,8 @@ from hpctrain_plugins.bench.tables import measured_tables
 from hpctrain_plugins.bench.turns import Turn
 
 from hpctrain.base.errors import UsageError
-from hpctrain.toolkit.commands import spread
+from hpctrain.cli import bench
+from hpctrain.toolkit.commands import spread, start_measuring
 
 
 @pytest.mark.parametrize("values", [[3.0], [1.0, 2.0], [5.0, 1.0, 4.0, 2.0], [0.1 * n**2 for n in range(31)]])
@@ -71,3 +72,10 @@ def test_a_measured_job_saves_nothing_and_is_long_enough() -> None:
     assert tables == before and made["job"]["output_dir"] == "/scratch/run" and made["job"]["steps"] > 30
     assert not {"evaluation", "checkpoint", "logger"} & made.keys() and made["hook"][0] == {"name": "ema"}
     assert measured_tables({"job": {"epochs": 2}}, 30, "x")["job"].keys() == {"steps", "output_dir"}
+
+
+def test_a_measurement_that_takes_too_long_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mpi4py")
+    monkeypatch.setattr(bench, "_TIME_LIMIT", 0.0)
+    with pytest.raises(UsageError, match="hpctrain bench collectives took more than 0 s on 1 rank and was ended"):
+        start_measuring(1, ["collectives"], as_json=True)
