@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import TINY, JobFile
+from hpctrain_plugins.bench.running import measure
 from hpctrain_plugins.bench.scaling import batches, numbers, places
-from hpctrain_plugins.bench.step import split
+from hpctrain_plugins.bench.step import plain_loop, split
 from hpctrain_plugins.bench.tables import measured_tables
 from hpctrain_plugins.bench.turns import Turn
+from hpctrain_plugins.commands import bench_scaling
 
 from hpctrain.base.errors import UsageError
 from hpctrain.cli import bench
+from hpctrain.job.problems import JobError
 from hpctrain.toolkit.commands import spread, start_measuring
 
 
@@ -79,3 +83,14 @@ def test_a_measurement_that_takes_too_long_is_a_sentence(monkeypatch: pytest.Mon
     monkeypatch.setattr(bench, "_TIME_LIMIT", 0.0)
     with pytest.raises(UsageError, match="hpctrain bench collectives took more than 0 s on 1 rank and was ended"):
         start_measuring(1, ["collectives"], as_json=True)
+
+
+def test_a_wrong_job_is_told_before_its_tables_are_changed(tmp_path: Path) -> None:
+    """On ranks of a launcher, and by `scaling`, which changes the batch."""
+    job = JobFile(tmp_path).set(job={"steps": "many"})
+    with pytest.raises(JobError, match=r"\[job\] steps"):
+        measure(job.path, [], None, 1, plain_loop)
+    job.tables = {**copy.deepcopy(TINY), "batch": 3}
+    job.write()
+    with pytest.raises(JobError, match="batch"):
+        bench_scaling.command.main([str(job.path)], standalone_mode=False)
