@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import TINY, JobFile
+from hpctrain_plugins.bench.figures import Figure, Ratio
+from hpctrain_plugins.bench.peers import Peer, PeersResult
 from hpctrain_plugins.bench.running import measure
 from hpctrain_plugins.bench.scaling import batches, numbers, places
 from hpctrain_plugins.bench.step import plain_loop, split
@@ -76,6 +79,17 @@ def test_a_measured_job_saves_nothing_and_is_long_enough() -> None:
     assert tables == before and made["job"]["output_dir"] == "/scratch/run" and made["job"]["steps"] > 30
     assert not {"evaluation", "checkpoint", "logger"} & made.keys() and made["hook"][0] == {"name": "ema"}
     assert measured_tables({"job": {"epochs": 2}}, 30, "x")["job"].keys() == {"steps", "output_dir"}
+
+
+def test_losses_that_are_no_numbers_are_null_in_json() -> None:
+    nan, inf = float("nan"), float("inf")
+    found = [
+        Peer(name, Figure.of([1.0]), Ratio.of([1.0]), losses, difference)
+        for name, losses, difference in (("hpctrain", [nan, 2.0], inf), ("ddp", [3.0, inf], inf))
+    ]
+    result = json.dumps(PeersResult("tiny", 2, 1, 1e-3, found, {}).as_dict(), allow_nan=False)
+    mine, ddp = json.loads(result)["trainers"]
+    assert (mine["losses"], ddp["losses"], ddp["difference"]) == ([None, 2.0], [3.0, None], None)
 
 
 def test_a_measurement_that_takes_too_long_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
