@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import TINY, JobFile
 from hpctrain_plugins.bench.figures import Figure, Ratio
 from hpctrain_plugins.bench.peers import Peer, PeersResult
@@ -16,6 +18,8 @@ from hpctrain_plugins.bench.running import measure
 from hpctrain_plugins.bench.scaling import batches, numbers, places
 from hpctrain_plugins.bench.step import plain_loop, split
 from hpctrain_plugins.bench.tables import measured_tables
+from hpctrain_plugins.bench.task import Step
+from hpctrain_plugins.bench.trainers import Trainer
 from hpctrain_plugins.bench.turns import Turn
 from hpctrain_plugins.commands import bench_scaling
 
@@ -90,6 +94,21 @@ def test_losses_that_are_no_numbers_are_null_in_json() -> None:
     result = json.dumps(PeersResult("tiny", 2, 1, 1e-3, found, {}).as_dict(), allow_nan=False)
     mine, ddp = json.loads(result)["trainers"]
     assert (mine["losses"], ddp["losses"], ddp["difference"]) == ([None, 2.0], [3.0, None], None)
+
+
+def test_a_rank_without_labels_trains_nothing() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    class Unlabelled(Trainer):
+        """The loss of no label is a sum of nothing."""
+
+        def __init__(self) -> None:
+            self._task: Any = SimpleNamespace(ranks=2, device=torch.device("cpu"))
+            self._limit, self._optimizer = None, torch.optim.SGD([weight], lr=0.1)
+            self._module = lambda batch: (weight * batch["x"])[:0].sum()
+
+    step = Step([{"x": torch.ones(3)}], count=4, own_count=0, rates=[0.1], draws=[])
+    assert Unlabelled().step(step) == 0 and weight.tolist() == [1.0] * 3
 
 
 def test_a_measurement_that_takes_too_long_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
