@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY
+import torch
+from conftest import TINY, JobFile
+from hpctrain_plugins.bench.figures import Figure, Ratio
+from hpctrain_plugins.bench.peers import Peer, PeersResult
+from hpctrain_plugins.bench.running import measure
 from hpctrain_plugins.bench.scaling import batches, numbers, places
-from hpctrain_plugins.bench.step import split
+from hpctrain_plugins.bench.step import plain_loop, split
 from hpctrain_plugins.bench.tables import measured_tables
+from hpctrain_plugins.bench.task import Step
+from hpctrain_plugins.bench.trainers import Trainer
 from hpctrain_plugins.bench.turns import Turn
+from hpctrain_plugins.commands import bench_scaling
 
 from hpctrain.base.errors import UsageError
-from hpctrain.toolkit.commands import spread
+from hpctrain.cli import bench
+from hpctrain.job.problems import JobError
+from hpctrain.toolkit.commands import spread, start_measuring
 
 
 @pytest.mark.parametrize("values", [[3.0], [1.0, 2.0], [5.0, 1.0, 4.0, 2.0], [0.1 * n**2 for n in range(31)]])
@@ -71,3 +83,47 @@ def test_a_measured_job_saves_nothing_and_is_long_enough() -> None:
     assert tables == before and made["job"]["output_dir"] == "/scratch/run" and made["job"]["steps"] > 30
     assert not {"evaluation", "checkpoint", "logger"} & made.keys() and made["hook"][0] == {"name": "ema"}
     assert measured_tables({"job": {"epochs": 2}}, 30, "x")["job"].keys() == {"steps", "output_dir"}
+
+
+def test_losses_that_are_no_numbers_are_null_in_json() -> None:
+    nan, inf = float("nan"), float("inf")
+    found = [
+        Peer(name, Figure.of([1.0]), Ratio.of([1.0]), losses, difference)
+        for name, losses, difference in (("hpctrain", [nan, 2.0], inf), ("ddp", [3.0, inf], inf))
+    ]
+    result = json.dumps(PeersResult("tiny", 2, 1, 1e-3, found, {}).as_dict(), allow_nan=False)
+    mine, ddp = json.loads(result)["trainers"]
+    assert (mine["losses"], ddp["losses"], ddp["difference"]) == ([None, 2.0], [3.0, None], None)
+
+
+def test_a_rank_without_labels_trains_nothing() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    class Unlabelled(Trainer):
+        """The loss of no label is a sum of nothing."""
+
+        def __init__(self) -> None:
+            self._task: Any = SimpleNamespace(ranks=2, device=torch.device("cpu"))
+            self._limit, self._optimizer = None, torch.optim.SGD([weight], lr=0.1)
+            self._module = lambda batch: (weight * batch["x"])[:0].sum()
+
+    step = Step([{"x": torch.ones(3)}], count=4, own_count=0, rates=[0.1], draws=[])
+    assert Unlabelled().step(step) == 0 and weight.tolist() == [1.0] * 3
+
+
+def test_a_measurement_that_takes_too_long_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mpi4py")
+    monkeypatch.setattr(bench, "_TIME_LIMIT", 0.0)
+    with pytest.raises(UsageError, match="hpctrain bench collectives took more than 0 s on 1 rank and was ended"):
+        start_measuring(1, ["collectives"], as_json=True)
+
+
+def test_a_wrong_job_is_told_before_its_tables_are_changed(tmp_path: Path) -> None:
+    """On ranks of a launcher, and by `scaling`, which changes the batch."""
+    job = JobFile(tmp_path).set(job={"steps": "many"})
+    with pytest.raises(JobError, match=r"\[job\] steps"):
+        measure(job.path, [], None, 1, plain_loop)
+    job.tables = {**copy.deepcopy(TINY), "batch": 3}
+    job.write()
+    with pytest.raises(JobError, match="batch"):
+        bench_scaling.command.main([str(job.path)], standalone_mode=False)

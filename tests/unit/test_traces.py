@@ -1,18 +1,20 @@
-"""Profiles in one process: figures of operators against torch's own, merged traces, requests, and what costs nothing."""
+"""Profiles in one process: figures of operators against torch's own, merged traces, and what costs nothing."""
 
 from __future__ import annotations
 
+import errno
 import gzip
+import itertools
 import json
-import threading
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from conftest import TINY
-from hpctrain_plugins.profile import merging
+from hpctrain_plugins.profile import merging, recording
 from hpctrain_plugins.profile.hta_report import Report
 from hpctrain_plugins.profile.merging import write_merged
 from hpctrain_plugins.profile.operators import Operator, operators_in
@@ -29,8 +31,6 @@ from hpctrain.contracts.identity import Identity
 from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.registry import build_registry
-from hpctrain.ranks.watchdog import queries
-from hpctrain.ranks.watchdog.queries import Queries, asked
 
 BASE = 1_790_857_026_000_000_000
 
@@ -171,6 +171,14 @@ def test_a_merged_trace_is_on_the_clock_of_rank_0(monkeypatch: pytest.MonkeyPatc
     assert not list(path.parent.glob(".*"))
 
 
+@pytest.mark.parametrize("target", ["file.txt/merged.json.gz", "nowhere/merged.json.gz"])
+def test_a_merged_trace_that_cannot_be_written_is_a_sentence(target: str) -> None:
+    Path("file.txt").touch()
+    run = write_window(Path("run"), {0: accelerated(0)})
+    with pytest.raises(UsageError, match=f"{target} can't be written: .*; -o takes another file"):
+        write_merged(stored_window(run, None), Path(target))
+
+
 def test_tables_of_time_and_memory() -> None:
     run = write_window(Path("run"), {0: accelerated(0), 1: accelerated(1)})
     lines = Figures(stored_window(run, None), []).lines(2)
@@ -211,6 +219,37 @@ def test_a_run_without_windows_is_a_sentence() -> None:
     Path("run/profile/step-00000003/window.json").write_text("[]")
     with pytest.raises(UsageError, match="expected the index of a window"):
         stored_window(Path("run"), None)
+
+
+def places(content: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of all values of a JSON object."""
+    inner = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in inner:
+        yield (*place, key)
+        yield from places(value, (*place, key))
+
+
+def test_a_damaged_index_is_a_sentence() -> None:
+    """Each of its values gives way to each of these, or is missing."""
+    run = write_window(Path("run"), {0: [span("aten::mm", 1, 2)]})
+    path, told = run / "profile" / "step-00000003" / "window.json", 0
+    whole = path.read_text()
+    for place in places(json.loads(whole)):
+        for wrong in (None, [], {}, "x", -1, 1e999, [[]], {"x": []}, "missing"):
+            content = inner = json.loads(whole)
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = wrong
+            if wrong == "missing":
+                del inner[place[-1]]
+            path.write_text(json.dumps(content))
+            try:
+                stored = stored_window(run, None)
+                Figures(stored, []).lines(1)
+                write_merged(stored, None)
+            except UsageError:
+                told += 1
+    assert told > 50
 
 
 def test_hta_is_asked_where_it_is_installed() -> None:
@@ -303,6 +342,46 @@ def test_a_trace_that_fails_does_not_end_a_training(capfd: pytest.CaptureFixture
     assert found["losses"] == losses and "plain/profile/step-00000002 could not be written" in capfd.readouterr().err
 
 
+class History:
+    """An accelerator's history of memory, which a CPU lacks."""
+
+    is_kept = True
+    told: ClassVar[list[str]] = []
+
+    def __init__(self, _: torch.device) -> None:
+        pass
+
+    def begin(self, _: int) -> None:
+        self.told.append("begin")
+
+    def write(self, path: str) -> None:
+        self.told.append(Path(path).name)
+
+    def end(self) -> None:
+        self.told.append("end")
+
+
+def failing_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose first call finds no room."""
+    calls = itertools.count()
+
+    def called(*values: Any, **named: Any) -> Any:
+        if next(calls) == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return function(*values, **named)
+
+    return called
+
+
+def test_a_history_of_memory_ends_with_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no room for the directory of the first window, and none for the trace of the second one."""
+    monkeypatch.setattr(recording, "MemoryHistory", History)
+    monkeypatch.setattr(tempfile, "mkdtemp", failing_once(tempfile.mkdtemp))
+    monkeypatch.setattr(profile, "export_chrome_trace", failing_once(profile.export_chrome_trace))
+    trained(profile={"wait": 0, "warmup": 0, "record": 1, "repeat": 3, "snapshot": True})
+    assert History.told == ["begin", "end"] * 2 + ["begin", "rank-00000.memory.pickle", "end"]
+
+
 def test_no_hook_is_called_outside_of_windows() -> None:
     registry = build_registry()
     made = registry.find("profile", "torch").cls
@@ -327,53 +406,3 @@ def test_no_hook_is_called_outside_of_windows() -> None:
     assert calls == ["forward"]
     with pytest.raises(TypeError, match="object can't join the run: it implements no hook"):
         life.join(object())
-
-
-@pytest.fixture
-def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Queries]:
-    monkeypatch.setattr(queries, "_LOOK", 0.02)
-    closing, found = threading.Event(), Queries(tmp_path)
-    found.start(closing)
-    yield found
-    closing.set()
-
-
-def test_a_request_is_taken_once_and_answered_to_its_end(answering: Queries, tmp_path: Path) -> None:
-    with asked(tmp_path, "profile", {"record": 2}) as terminal:
-        answers = terminal.answers(30)
-        while not answering.has_request:
-            pass
-        answering.acknowledge("step 3, forward")
-        assert next(answers) == {"state": "waiting", "where": "step 3, forward"}
-        question = answering.take()
-        assert question is not None and (question.name, question.values) == ("profile", {"record": 2})
-        assert answering.take() is None and not answering.has_request and not answering.is_waiting
-        for number in range(20):
-            answering.tell(question, {"state": "gathering", "come": number})
-        answering.tell(question, {"state": "done"})
-        answering.close("the job ends")
-        newest = list(iter(lambda: next(answers), {"state": "done"}))
-        assert all(one["state"] == "gathering" for one in newest)
-    assert not list(tmp_path.iterdir())
-    answering.tell(question, {"state": "done"})
-    answering.close("")
-    assert not list(tmp_path.iterdir()), "nobody waits for it"
-
-
-def test_a_request_is_withdrawn_or_refused(answering: Queries, tmp_path: Path) -> None:
-    with asked(tmp_path, "profile", {}):
-        while not answering.has_request:
-            pass
-    while answering.has_request:
-        pass
-    assert answering.take() is None
-    with asked(tmp_path, "profile", {}) as terminal:
-        while not answering.has_request:
-            pass
-        answering.close("the job ends after step 9")
-        assert next(terminal.answers(30)) == {"state": "refused", "why": "the job ends after step 9"}
-    with (
-        pytest.raises(UsageError, match="expected the directory of a running job"),
-        asked(tmp_path / "no", "profile", {}),
-    ):
-        pass

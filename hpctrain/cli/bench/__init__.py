@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,8 @@ _KNOWN = ("mpi", "gloo", "mpi4py")
 
 
 def start_measuring(ranks: int, words: list[str], as_json: bool) -> int:
-    """Run `hpctrain bench WORDS` again, on ranks of its own; the exit code. Raises UsageError without an MPI."""
+    """Run `hpctrain bench WORDS` again, on ranks of its own; the exit code. Raises UsageError without an MPI, and if it takes
+    too long."""
     from hpctrain.starting.processes import launch_over_mpi, spawn_with_parent
 
     command = [sys.executable, "-m", "hpctrain", "bench", *words, *(["--json"] if as_json else [])]
@@ -31,6 +33,11 @@ def start_measuring(ranks: int, words: list[str], as_json: bool) -> int:
         raise UsageError(f"hpctrain bench {words[0]} needs an MPI to start its ranks: pip install 'hpctrain[mpich]'")
     try:
         return launched.wait(_TIME_LIMIT)
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"hpctrain bench {words[0]} took more than {_TIME_LIMIT:g} s on {ranks} rank{'s' * (ranks > 1)} and was ended; "
+            "measure less, such as fewer --steps of a job"
+        ) from None
     finally:
         launched.kill()
 

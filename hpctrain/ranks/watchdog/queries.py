@@ -92,9 +92,10 @@ class Queries:
 
     def acknowledge(self, where: str) -> None:
         """Tell those who wait with a request that the job runs. where: rank 0's position in words."""
-        for one in [*self._waiting.values()]:
-            if one.name != _WHERE:
-                self.tell(one, {"state": "waiting", "where": where})
+        with self._lock:  # the answer of those who take a request meanwhile comes later
+            for one in self._waiting.values():
+                if one.name != _WHERE:
+                    self._put(one, {"state": "waiting", "where": where})
 
     def close(self, why: str) -> None:
         """Refuse all requests, which no rank will take; wait for the last answers."""
@@ -107,10 +108,14 @@ class Queries:
     def tell(self, question: Question, answer: Mapping[str, Any]) -> None:
         """Write an answer, if somebody still waits for it."""
         with self._lock:
-            self._answers[question.token] = answer
-            writer = threading.Thread(target=self._write, args=(question,), name="watchdog's answer", daemon=True)
-            self._writers = [*(one for one in self._writers if one.is_alive()), writer]
-            writer.start()
+            self._put(question, answer)
+
+    def _put(self, question: Question, answer: Mapping[str, Any]) -> None:
+        """Let a thread write an answer. The caller has the lock."""
+        self._answers[question.token] = answer
+        writer = threading.Thread(target=self._write, args=(question,), name="watchdog's answer", daemon=True)
+        self._writers = [*(one for one in self._writers if one.is_alive()), writer]
+        writer.start()
 
     def _take(self, wanted: Callable[[Question], bool]) -> list[Question]:
         with self._lock:

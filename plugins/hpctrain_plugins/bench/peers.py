@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,8 +26,8 @@ class Peer:
     difference: float
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON: the figures of the step are at the first level."""
-        found = asdict(self)
+        """JSON: the figures of the step are at the first level. null in place of a number that is not finite."""
+        found = asdict(self) | {"losses": [*map(_finite, self.losses)], "difference": _finite(self.difference)}
         return {"name": found.pop("name"), **found.pop("step"), **found}
 
 
@@ -105,6 +106,10 @@ class Peers:
         return Peer(
             one.name, Figure.of(one.measured), Ratio.of(mine.ratios(one)), one.losses, one.difference(mine, COMPARED)
         )
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 def chosen(only: str | None) -> list[str]:

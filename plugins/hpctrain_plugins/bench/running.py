@@ -33,6 +33,7 @@ def measure(job: Path, overrides: Sequence[str], ranks: int | None, steps: int, 
     ranks: how many there should be; None for any.
     """
     raw = read_job(job, overrides)
+    check(raw, None)
     turns = Turns(raw, ranks, steps, choose)
     TurnsHook.turns = turns
     # the ranks take that of rank 0

@@ -45,7 +45,7 @@ class Trainer:
                 task.restore(step.draws[number])
             with self.micro_batch(number == len(step.batches) - 1):
                 loss = self._module(batch)
-                self.backward(loss * (factor / count))
+                self.backward(loss * (factor / max(1, count)))  # a rank's samples may have no label
             total += loss.detach()
         if self._limit is not None:
             self.clip(self._limit)

@@ -43,11 +43,12 @@ def command(
             "bench scaling starts ranks of several numbers itself; expected no launcher: use bench step under each"
         )
     _refuse_picture(plot)
-    from hpctrain.toolkit.jobs import RawJob, read_job
+    from hpctrain.toolkit.jobs import RawJob, check, read_job
     from hpctrain_plugins.bench.running import refuse
     from hpctrain_plugins.bench.tables import with_batch
 
     raw = read_job(job, overrides)
+    check(raw, None)
     of_counts = batches(raw.tables, counts, weak)
     for count, (key, size) in zip(counts, of_counts, strict=True):
         refuse(RawJob(with_batch(raw.tables, key, size), raw.places, raw.source), count, steps)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from hpctrain.toolkit.commands import UsageError, example, hookimpl
 
 _SHOW = "show"
+_OF_REQUEST = ("record", "warmup", "shapes", "memory", "stacks", "snapshot", "timeout", "wait")
 _SECONDS = click.FloatRange(min=0, min_open=True)
 
 
@@ -61,8 +63,10 @@ def _of_request(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _ranks(_: click.Context, __: click.Parameter, text: str) -> list[int]:
-    """Rank numbers; none for all."""
+def _ranks(_: click.Context, __: click.Parameter, text: str | None) -> list[int] | None:
+    """Rank numbers, which are empty for all; None where they are not given."""
+    if text is None:
+        return None
     try:
         return [] if text == "all" else sorted({int(one) for one in text.split(",")})
     except ValueError:
@@ -72,13 +76,14 @@ def _ranks(_: click.Context, __: click.Parameter, text: str) -> list[int]:
 @command.command(_SHOW, epilog=example("hpctrain profile runs/gpt", "hpctrain profile runs/gpt --now --ranks 0,1"))
 @_of_window
 @click.option(
-    "--ranks", default="all", show_default=True, metavar="LIST", callback=_ranks, help="These ranks, such as 0,3."
-)
+    "--ranks", metavar="LIST", callback=_ranks,
+    help="These ranks, such as 0,3, or all (default: all; with --now those of the job's [profile]).",
+)  # fmt: skip
 @click.option("--top", default=10, show_default=True, type=click.IntRange(min=1), help="Rows of a table.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with every operator of each rank, and of all.")
 @_of_request
 def show(
-    run: Path, window: str | None, ranks: list[int], top: int, as_json: bool, now: bool, timeout: float, wait: float,
+    run: Path, window: str | None, ranks: list[int] | None, top: int, as_json: bool, now: bool, timeout: float, wait: float,
     **asked: Any,
 ) -> int:  # fmt: skip
     """Print the operators that took most time and memory in a window, over the ranks together.
@@ -91,13 +96,18 @@ def show(
     from hpctrain_plugins.profile.traces import stored_window
 
     _refuse_no_run(run)
+    if not now:
+        _refuse_request()
     code = 0
     if now:
         flags = {name: True for name, is_given in asked.items() if is_given is True}  # else as the job has them
-        values = {"record": asked["record"], "warmup": asked["warmup"], "ranks": ranks or "all", **flags}
+        chosen = {} if ranks is None else {"ranks": ranks or "all"}
+        values = {"record": asked["record"], "warmup": asked["warmup"], **chosen, **flags}
         window, code = record_now(run, values, timeout, wait)
     stored = stored_window(run, window)
-    figures = Figures(stored, ranks)
+    if code and not stored.ranks:
+        return code  # each rank's reason has been told
+    figures = Figures(stored, ranks or [])
     if as_json:
         click.echo(json.dumps(figures.as_dict()))
     else:
@@ -134,6 +144,16 @@ def report(run: Path, window: str | None, as_json: bool) -> None:
     _refuse_no_run(run)
     found = Report(stored_window(run, window))
     click.echo(json.dumps(found.as_dict()) if as_json else "\n".join([str(found.window), *found.lines()]))
+
+
+def _refuse_request() -> None:
+    """Raises for options that say how a running job records."""
+    source = click.get_current_context().get_parameter_source
+    given = [f"--{name}" for name in _OF_REQUEST if source(name) is ParameterSource.COMMANDLINE]
+    if given:
+        raise UsageError(
+            f"found {', '.join(given)} without --now, which has a running job record; expected both or neither"
+        )
 
 
 def _refuse_no_run(run: Path) -> None:

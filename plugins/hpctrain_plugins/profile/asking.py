@@ -22,15 +22,16 @@ def record_now(run: Path, values: Mapping[str, Any], timeout: float, wait: float
     timeout: seconds for the job to take the request. wait: for the traces after that. Raises UsageError if there is no window.
     """
     with asked(run, REQUEST, values) as job:
-        taken = _until(job, timeout, ("taken", "refused"))
+        # a newer answer replaces one that was not read
+        taken = _until(job, timeout, ("taken", "gathering", "done", "refused"))
         if taken is None or taken["state"] == "waiting":
             raise _not_taken(run, taken, timeout)
         if taken["state"] == "refused":
             raise UsageError(f"{run}: the job does not record: {taken['why']}")
         ranks = [int(rank) for rank in taken["ranks"]]
         click.echo(f"recording    steps {taken['first']} to {taken['last']} on {_named(ranks)}", err=True)
-        done = _until(job, wait, ("done", "refused"))
-        if done is None or done["state"] != "done":
+        done = taken if taken["state"] == "done" else _until(job, wait, ("done", "refused")) or taken
+        if done["state"] != "done":
             raise _not_done(run, done, ranks, wait)
     missing = {int(rank): str(why) for rank, why in done["missing"].items()}
     for rank, why in missing.items():
@@ -57,10 +58,10 @@ def _not_taken(run: Path, waiting: Mapping[str, Any] | None, timeout: float) -> 
     )
 
 
-def _not_done(run: Path, newest: Mapping[str, Any] | None, ranks: list[int], wait: float) -> UsageError:
-    if newest is not None and newest["state"] == "refused":
+def _not_done(run: Path, newest: Mapping[str, Any], ranks: list[int], wait: float) -> UsageError:
+    if newest["state"] == "refused":
         return UsageError(f"{run}: there are no traces: {newest['why']}")
-    come = newest["come"] if newest is not None and newest["state"] == "gathering" else []
+    come = newest["come"] if newest["state"] == "gathering" else []
     missing = [rank for rank in ranks if rank not in come]
     return UsageError(
         f"{run}: the traces of {_named(missing)} have not come within {wait:g} s; if the job goes on, they will be in {run}/profile"

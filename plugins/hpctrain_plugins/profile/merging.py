@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,7 +39,8 @@ def write_merged(window: StoredWindow, path: Path | None) -> tuple[Path, int]:
     except OSError as error:
         raise UsageError(f"{target} can't be written: {reason(error)}; -o takes another file") from None
     finally:
-        between.unlink(missing_ok=True)
+        with suppress(OSError):  # what hindered the writing may hinder this, too
+            between.unlink()
     return target, count
 
 

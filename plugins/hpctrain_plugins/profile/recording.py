@@ -156,13 +156,13 @@ class Recording:
         with open(whole, "rb") as source, gzip.open(trace, "wb", _LEVEL) as target:
             shutil.copyfileobj(source, target, _PIECE)
         whole.unlink()
-        return [trace, *self._write_history(directory / f"{stem}{SNAPSHOT}")]
-
-    def _write_history(self, snapshot: Path) -> list[Path]:
         if self._history is None:
-            return []
-        try:
-            self._history.write(str(snapshot))
-        finally:
+            return [trace]
+        snapshot = directory / f"{stem}{SNAPSHOT}"
+        self._history.write(str(snapshot))
+        return [trace, snapshot]
+
+    def close(self) -> None:
+        """Keep no more of who takes memory, which would slow the rest of the training."""
+        if self.begin and self._history is not None:
             self._history.end()
-        return [snapshot]

@@ -25,8 +25,11 @@ class Figures:
             if not ranks or one.rank in ranks:
                 with told(one.trace):
                     self.of_ranks[one.rank] = operators_in(Events(one.trace))
+        if not window.ranks:
+            missing = "".join(f"; rank {rank}: {why}" for rank, why in window.missing.items())
+            raise UsageError(f"{window.directory}: found no trace, expected that of a rank at least{missing}")
         if not self.of_ranks:
-            there = ", ".join(str(one.rank) for one in window.ranks) or "none"
+            there = ", ".join(str(one.rank) for one in window.ranks)
             raise UsageError(
                 f"{window.directory}: found the traces of ranks {there}, expected one of {', '.join(map(str, ranks))}"
             )

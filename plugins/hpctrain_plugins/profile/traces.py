@@ -71,7 +71,7 @@ def stored_window(run: Path, name: str | None) -> StoredWindow:
         )
     try:
         return _window(known[-1].parent, json.loads(known[-1].read_bytes()))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise UsageError(f"{known[-1]}: {reason(error)}; expected the index of a window") from None
 
 

@@ -6,6 +6,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,13 @@ class Profiling:
             request.answer({"state": "refused", "why": str(error)})
             return True
         first, ranks = step + 1 + options.warmup, options.chosen(self._identity.size)
-        request.answer({"state": "taken", "first": first, "last": first + options.record - 1, "ranks": ranks})
-        self._window = Window(options, self._begin, self._finish, request.answer)
+        about = {"first": first, "last": first + options.record - 1, "ranks": ranks}
+
+        def answer(told: dict[str, Any]) -> None:
+            request.answer({**about, **told})
+
+        answer({"state": "taken"})
+        self._window = Window(options, self._begin, self._finish, answer)
         self._membership.join(self._window)
         return True
 
@@ -145,9 +151,10 @@ class Profiling:
             return
         target = self._directory / f"failed-step-{window.first:08d}"
         try:
-            make_directory(target)
-            window.recording.stop()
-            files = window.recording.write(target, self._stem)
+            with closing(window.recording):
+                make_directory(target)
+                window.recording.stop()
+                files = window.recording.write(target, self._stem)
             LOG.info("profile: the window that the error has cut: %s", ", ".join(map(str, files)) or "nothing recorded")
         except Exception as error:  # the first error is the one to report
             LOG.info("profile: the window that the error has cut is lost: %s", reason(error))
@@ -211,9 +218,10 @@ class Profiling:
         """Write this rank's files into a new directory. A trace that fails must not end the training."""
         local = None
         try:
-            recording.stop()
-            local = Path(tempfile.mkdtemp(prefix="hpctrain-profile-"))
-            share.give(recording.write(local, self._stem))
+            with closing(recording):
+                recording.stop()
+                local = Path(tempfile.mkdtemp(prefix="hpctrain-profile-"))
+                share.give(recording.write(local, self._stem))
             share.begin_ns, share.end_ns = recording.begin, recording.end
         except Exception as error:
             LOG.info("a trace failed", exc_info=True)
