@@ -158,6 +158,8 @@ def foreach_of_fakes() -> Iterator[None]:
         kinds.remove(FakeTensor)
 
 
+ASKS_DEVICE = torch.ops.prim.device.default
+"""The operator of `.device`, where a mode or a tensor of a kind of its own answers."""
 PINS = torch.ops.aten._pin_memory.default
 """The operator of `.pin_memory()`."""
 WAITS = torch.ops._c10d_functional.wait_tensor.default

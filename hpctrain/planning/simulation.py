@@ -45,9 +45,9 @@ from hpctrain.training.saving import open_store, pieces_to_save, plugin_states
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
 
-_FEW = 1, 1, 2
-"""Micro batches of the steps that are run. In the first one, caches of torch's fill. A further micro batch takes what the third
-step has more than the second; the peak stays, since each micro batch ends before the next."""
+_FEW = 1, 2
+"""Micro batches of the steps that are run. A further micro batch takes what the second step has more than the first; the peak stays,
+since each micro batch ends before the next."""
 _FEW_IN_FLIGHT = 2, 3, 3
 """Micro batches of a pipeline, for each stage. Stages tell each other their shapes in a step with another number of micro batches,
 which the third one has not."""
@@ -93,7 +93,8 @@ def plan_rank(
     quick: bool = False,
 ) -> RankPlan:
     """Run steps of one rank in this process, which has no torch.distributed. stages: parts of the model on different ranks.
-    device: None for the CPU. quick: with a step less, in which caches of torch's fill: a little more is counted."""
+    device: None for the CPU. quick: a pipeline runs a step less: the shapes that stages tell each other are
+    counted, too."""
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
     device = device or _CPU
     layout = layout_of(checked.job, checked.parts, size)
@@ -108,7 +109,7 @@ def plan_rank(
         create_state(session.model.optimizer)
         start = watch.device.peak
         found: list[RankPlan] = []
-        steps = (_FEW_IN_FLIGHT[:2] if quick else _FEW_IN_FLIGHT) if stages > 1 else _FEW[quick:]
+        steps = (_FEW_IN_FLIGHT[:2] if quick else _FEW_IN_FLIGHT) if stages > 1 else _FEW
         for few in steps:
             watch.begin()
             TRAFFIC.clear()

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hpctrain.base.flops import operator_flops
-from hpctrain.base.torch_fake import PINS, READS_A_NUMBER, WAITS, is_fake, kind_of, local_tensors, operator_of
+from hpctrain.base.torch_fake import (
+    ASKS_DEVICE,
+    PINS,
+    READS_A_NUMBER,
+    WAITS,
+    is_fake,
+    kind_of,
+    local_tensors,
+    operator_of,
+)
 from hpctrain.base.torch_private import TorchDispatchMode
 from hpctrain.contracts.model import tensors_in
 from hpctrain.planning.ledger import Ledger, Origin
@@ -99,8 +108,8 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)  # asks for a tensor's device
+        if func is ASKS_DEVICE:  # the most frequent one
+            return getattr(args[0], "fake_device", None) or func(*args)
         if args and isinstance(args[0], Tensor) and is_fake(args[0]):
             if func is READS_A_NUMBER:
                 self.guesses += not args[0].dtype.is_floating_point
