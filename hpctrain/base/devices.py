@@ -10,6 +10,7 @@ Imports only torch. Plugins find these functions in hpctrain.api.
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -114,13 +115,16 @@ def begin_peak(device: torch.device) -> None:
 
 
 def device_load(device: torch.device) -> tuple[float, float] | None:
-    """The share of the last moment in which an accelerator computed, and the watts that it takes; None for the CPU and where torch,
-    or the vendor's library that it asks, can't tell."""
+    """The share of the last moment in which an accelerator computed, and the watts that it takes, NaN if unknown; None for the CPU
+    and where torch, or the vendor's library that it asks, can't tell."""
     if not is_accelerator(device):
         return None
     module: Any = torch.get_device_module(device)
     try:
-        return module.utilization(device) / 100, module.power_draw(device) / 1000
+        drawn = module.power_draw(device) / (
+            1 if torch.version.hip else 1000
+        )  # AMD's library tells watts, 0 where it can't
+        return module.utilization(device) / 100, drawn or math.nan
     except Exception:  # each vendor's library raises its own
         return None
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
+from hpctrain.base.errors import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
 from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.tables import Job
@@ -25,6 +26,7 @@ from hpctrain.library.steps import Step, Steps
 from hpctrain.library.trained import Trained
 from hpctrain.library.updates import Updates
 from hpctrain.library.values import gathered, reduced
+from hpctrain.model.parameters import named_tensors
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.prints import own
 from hpctrain.ranks.rank_channel import RankChannel
@@ -55,12 +57,11 @@ def own_loop(
         loop = Loop(start)
         try:
             yield loop
-            loop.end()
+            start.exit_code = loop.end()
         finally:
             loop.close()
-        start.exit_code = EXIT_STOPPED if loop.stopped else EXIT_DONE
-    if loop.stopped:
-        raise KeyboardInterrupt if loop.is_interrupted else SystemExit(EXIT_STOPPED)
+    if start.exit_code != EXIT_DONE:
+        raise KeyboardInterrupt if loop.is_interrupted else SystemExit(start.exit_code)
 
 
 class Loop:
@@ -228,12 +229,28 @@ class Loop:
 
     def clip_grad_norm_(self, model: OwnModule, max_norm: float) -> float:
         """Scale the model's gradients so that their norm over all ranks is at most `max_norm`; returns that before. Collective."""
-        found = next((one for one in self._trained.values() if one.model.module is model.module), None)
+        found = self._of_module(model)
         if found is None:
             raise UsageError(
                 "clip_grad_norm_: found a model that is not trained here, expected one that setup returned"
             )
         return self._updates.clip(found, max_norm)
+
+    def get_state_dict(self, model: OwnModule) -> dict[str, Tensor]:
+        """The full parameters and buffers of a model by name, on every rank. Collective."""
+        trained = self._of_module(model)
+        names = {} if trained is None else trained.model.shapes
+        found = {}
+        for name, tensor in named_tensors(model.module):
+            if name in names:
+                assert trained is not None
+                found[name] = trained.model.value(name)
+            else:
+                found[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+        return found
+
+    def _of_module(self, model: OwnModule) -> Trained | None:
+        return next((one for one in self._trained.values() if one.model.module is model.module), None)
 
     def _update(self, trained: Trained) -> None:
         self._updates.step(trained)
@@ -263,11 +280,16 @@ class Loop:
         if self.rank == 0:
             print(*values, file=own(sys.stdout), flush=True)
 
-    def end(self) -> None:
-        """The program has left its loop. Collective."""
+    def end(self) -> int:
+        """The program has left its loop; the exit code. Collective."""
         self._agreement.on(END_OF_LOOP, self.step)
-        if self._steps is not None:
-            self._steps.end()
+        if self._steps is None:
+            return EXIT_DONE
+        code = EXIT_DONE
+        if self.stopped:
+            code = EXIT_CANCELLED if self._start.is_cancelled() else EXIT_STOPPED
+        self._steps.end(code)
+        return code
 
     def close(self) -> None:
         """End background work."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from hpctrain.library.agreement import END_OF_STEP, Agreement
 from hpctrain.library.jobs import has_data
 from hpctrain.library.trained import Trained
 from hpctrain.library.updates import Update, Updates
+from hpctrain.ranks.json_collectives import together, world_group
 from hpctrain.ranks.signals import INTERRUPTED, STOPPED
 from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.training.assembly import complete
@@ -32,6 +33,7 @@ from hpctrain.training.guard.judging import Guard
 from hpctrain.training.guard_actions import act
 from hpctrain.training.loop import drained, end_if_asked, moment, show_model, start_hooks
 from hpctrain.training.metrics import Figure, OwnRow, StepRow, gather_row
+from hpctrain.training.rank import say_goodbye
 from hpctrain.training.requests import take_request
 from hpctrain.training.saving import save_if_due
 from hpctrain.training.start import Start
@@ -41,13 +43,13 @@ LOG = logging.getLogger("hpctrain")
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the loop: iterate over it for this rank's micro batches. number: from 1."""
+    """A step of the loop: iterate over it for this rank's micro batches, as often as you like. number: from 1."""
 
     number: int
-    _batches: Iterator[Batch]
+    _deal: Callable[[], Iterator[Batch]]
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._batches
+        return self._deal()
 
 
 class Steps:
@@ -83,6 +85,7 @@ class Steps:
         self.stopped = self.is_interrupted = False
         self._logged: dict[str, list[Figure]] = {}
         self._loader: Loader | None = None
+        self._row_before: dict[str, Any] = {}
 
     def _restore_rates(self) -> None:
         for one in self._trained.values():
@@ -112,9 +115,8 @@ class Steps:
             begin = time.perf_counter()
             micro_batches, seen = self._load()
             self._updates.begin_step()
-            with session.meters.counting(micro_batches):
-                yield Step(session.progress.step + 1, self._dealt(micro_batches))
-            code = self._end_step(micro_batches, seen, begin)
+            yield Step(session.progress.step + 1, partial(self._dealt, micro_batches))
+            code = self._end_step(seen, begin)
         self.stopped = code == EXIT_STOPPED
 
     def _load(self) -> tuple[list[MicroBatch], int]:
@@ -138,7 +140,7 @@ class Steps:
             seed_draws(derive_seed(seed, step, micro.place, 0), self.session.device)
             yield micro.batch
 
-    def _end_step(self, micro_batches: Sequence[MicroBatch], seen: int, begin: float) -> int:
+    def _end_step(self, seen: int, begin: float) -> int:
         """Write the step's row, let hooks, guard and requests act, and save; the exit code so far. Collective."""
         session, updates = self.session, self._updates
         self.micro_batches, self.is_last = 1, True
@@ -147,7 +149,7 @@ class Steps:
         request = float(session.queries is not None and session.queries.has_request)
         logged = {name: sum(values[1:], values[0]) / len(values) for name, values in self._logged.items()}
         self._logged.clear()
-        figures = session.meters.figures(micro_batches)
+        figures = session.meters.figures([])  # operations are not counted: forwards may be of any kind
         ranks = gather_row([stop, request, *logged.values(), *figures], session.device)
         session.model.scaler.update(updates.finite)
         session.progress.advance(seen)
@@ -158,6 +160,7 @@ class Steps:
             take_request(session)
         own: OwnRow = {**session.meters.traffic(), **drained(session)}
         session.report.row({**row, **own}, session.progress.steps, session.parts.model.counts)
+        self._row_before = row
         level = int(max(rank[0] for rank in ranks))
         self.is_interrupted = level == INTERRUPTED
         if self._acted():
@@ -221,13 +224,19 @@ class Steps:
         finally:
             loader.close()
 
-    def end(self) -> None:
-        """The loop is over: the last save ends. Collective."""
-        self._start.hooks.position.move(END)
-        session = self.session
-        result = {"step": session.progress.step, "loss": session.progress.loss, "checkpoint": session.saved.newest}
-        session.hooks.call("hpctrain_job_end", result=result)
-        session.report.say(f"{'stopped after' if self.stopped else 'done:'} step {session.progress.step}")
+    def end(self, code: int) -> None:
+        """The loop is over. Collective."""
+        session, position = self.session, self._start.hooks.position
+        result = {
+            "step": session.progress.step,
+            "loss": session.progress.loss,
+            "metrics": self._row_before,
+            "checkpoint": session.saved.newest,
+            "exit_code": code,
+        }
+        together(world_group(), lambda: session.hooks.call("hpctrain_job_end", result=result))
+        position.move(END)
+        say_goodbye(session, result, time.monotonic() - self._start.begin)
 
     def close(self) -> None:
         """End background work."""

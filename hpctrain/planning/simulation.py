@@ -46,8 +46,8 @@ from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
 
 _FEW = 1, 2
-"""Micro batches of the steps that are run. A further micro batch takes what the second step has more than the first; the peak stays,
-since each micro batch ends before the next."""
+"""Micro batches of the steps that are run. A further micro batch takes what the second step has more than the first; the peak
+stays, since each micro batch ends before the next."""
 _FEW_IN_FLIGHT = 2, 3, 3
 """Micro batches of a pipeline, for each stage. Stages tell each other their shapes in a step with another number of micro batches,
 which the third one has not."""

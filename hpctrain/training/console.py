@@ -91,7 +91,8 @@ class Console:
         told = {
             name.removeprefix("evaluation_"): value for name, value in row.items() if name.startswith("evaluation_")
         }
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in told.items() if name != counts)
+        numbers = {name: value for name, value in told.items() if isinstance(value, (int, float)) and name != counts}
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
         self._best.see(row)
         self.line("  ".join([f"step {row['step']}/{steps}  evaluation {shown}", *self._best.words()]))
 

@@ -122,6 +122,8 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     with session.meters.counting(micro_batches):
         # forward and backward; buckets are summed as they fill
         loss_sum = model.runner.train(micro_batches, count, step)
+    if model.runner.out_of_memory is not None:
+        session.meters.count_again()
     if trial is not None:
         trial.forwarded(loss_sum.item())
     with position.inside("sums of gradients", step):

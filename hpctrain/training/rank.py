@@ -94,7 +94,7 @@ def run_rank(
             position.move(END)
         finally:
             session.close()
-        _say_goodbye(session, result, time.monotonic() - start.begin)
+        say_goodbye(session, result, time.monotonic() - start.begin)
         start.exit_code = result["exit_code"]
     return result
 
@@ -114,7 +114,8 @@ def answer_on_rank(
     return {**found, "exit_code": EXIT_DONE}
 
 
-def _say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> None:
+def say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> None:
+    """Say on the screen how the run ended. seconds: that it took."""
     directory = session.job.output_dir
     if result["exit_code"] in (EXIT_STOPPED, EXIT_CANCELLED):
         cancelled = result["exit_code"] == EXIT_CANCELLED

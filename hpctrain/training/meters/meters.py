@@ -49,6 +49,10 @@ class Meters:
         """A context for the forwards and backwards of a step."""
         return self._flops.counting(micro_batches)
 
+    def count_again(self) -> None:
+        """Count the operations of the next step anew: this one left forwards out."""
+        self._flops.count_again()
+
     def figures(self, micro_batches: Sequence[MicroBatch]) -> list[float]:
         """This rank's figures for `row`, from the last call until now."""
         times = self.clock.take()

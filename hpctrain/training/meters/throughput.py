@@ -42,6 +42,10 @@ class ModelFlops:
             yield
         self._per_element = _TRAINING * counted.total / max(1, _elements(micro_batches))
 
+    def count_again(self) -> None:
+        """Count the next step anew: this one left forwards out."""
+        self._countable, self._per_element = self._countable or bool(self._per_element), 0.0
+
     def of(self, micro_batches: Sequence[MicroBatch]) -> float:
         """The share of these; all ranks' shares together are the step's. 0 if nobody has counted."""
         told = [micro.flops for micro in micro_batches if micro.flops is not None]

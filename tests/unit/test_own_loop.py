@@ -1,0 +1,312 @@
+"""hpctrain.own_loop on one rank: against plain torch loops, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import hpctrain
+from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
+from hpctrain.library.loop import Loop
+
+DATA = [(one, one.sum(0, keepdim=True).sin()) for one in torch.randn(64, 3, generator=torch.Generator().manual_seed(1))]
+
+
+@pytest.fixture(autouse=True)
+def _in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+@contextmanager
+def looping(steps: int = 5, data: bool = True, **tables: Any) -> Iterator[Loop]:
+    job = {"job": {"name": "own", "steps": steps}, "precision": {"mode": "fp64"}}
+    if data:
+        tables = {"dataset": {"name": DATA}, "batch": {"global_size": 8, "micro_size": 4}, **tables}
+    with hpctrain.own_loop(job, **tables) as loop:
+        yield loop
+
+
+def values(module: nn.Module) -> list[Tensor]:
+    return [one.detach().clone() for one in module.parameters()]
+
+
+def whole(loop: Loop, model: Any) -> list[Tensor]:
+    """The parameters, whichever part this rank has."""
+    return list(loop.get_state_dict(model).values())
+
+
+def rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("runs/own/metrics.jsonl").read_text().splitlines()]
+
+
+def test_groups_and_a_scheduler_of_torch() -> None:
+    """The optimizer has the groups and options of the given one, and the program's scheduler sets its rates."""
+
+    def optimizer_of(net: nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [{"params": net[0].parameters(), "lr": 0.1, "momentum": 0.9}, {"params": net[2].parameters()}], lr=0.02
+        )
+
+    def factor(step: int) -> float:
+        return 1 / (step + 1)
+
+    net, seen = make_net(), []
+    expected = copy.deepcopy(net)
+    with looping() as loop:
+        model, optimizer = loop.setup(net, optimizer_of(net))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        for step in loop.steps():
+            for x, y in step:
+                seen.append((x, y))
+                loop.backward(mse_loss(model(x), y))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        found = values(model)
+    mine = optimizer_of(expected)
+    schedule = torch.optim.lr_scheduler.LambdaLR(mine, factor)
+    for step in range(5):
+        for x, y in seen[2 * step : 2 * step + 2]:
+            (mse_loss(expected(x), y) / 2).backward()
+        mine.step()
+        schedule.step()
+        mine.zero_grad()
+    torch.testing.assert_close(found, values(expected), rtol=1e-12, atol=1e-12)
+    assert [row["lr"] for row in rows()] == pytest.approx([0.1 / (step + 1) for step in range(5)])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_add_up_until_zero_grad(stage: int) -> None:
+    """Several backwards in a step, one of them after an update that has left its gradients."""
+
+    def train(net: nn.Module, backward: Callable[[Tensor], None], optimizer: Any, x: Tensor, y: Tensor) -> None:
+        backward(mse_loss(net(x), y))
+        backward(net(x).square().mean() + net(2 * x).mean())  # two forwards
+        optimizer.step()
+        backward(net(x).abs().mean())  # without zero_grad
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(mse_loss(net(x), 2 * y))
+        optimizer.zero_grad()  # dropped
+
+    net, seen = make_net(), []
+    expected = copy.deepcopy(net)
+    tables = {"sharding": {"stage": stage}, "batch": {"global_size": 8, "micro_size": 8}}
+    with looping(**tables) as loop:
+        model, optimizer = loop.setup(net, torch.optim.Adam(net.parameters(), lr=0.01))
+        for step in loop.steps():
+            for x, y in step:
+                seen.append((x, y))
+                train(model, loop.backward, optimizer, x, y)
+        found = whole(loop, model)
+    mine = torch.optim.Adam(expected.parameters(), lr=0.01)
+    for x, y in seen:
+        train(expected, Tensor.backward, mine, x, y)
+    torch.testing.assert_close(found, values(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_a_frozen_part_keeps_its_values_and_its_state() -> None:
+    net = make_net()
+    with looping(4) as loop:
+        model, optimizer = loop.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5))
+        for step in loop.steps():
+            model.module[0].requires_grad_(step.number != 2)
+            before = values(model.module[0])
+            for x, y in step:
+                loop.backward(mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            same = all(torch.equal(one, other) for one, other in zip(before, values(model.module[0]), strict=True))
+            assert same == (step.number == 2)
+
+
+def test_clipping_and_the_norm_before() -> None:
+    net = make_net()
+    with looping(3) as loop:
+        model, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in loop.steps():
+            before = values(model)
+            for x, y in step:
+                loop.backward(100 * mse_loss(model(x), y))
+            norm = loop.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            moved = torch.cat([(one - other).flatten() for one, other in zip(before, values(model), strict=True)])
+            assert norm > 1 and float(moved.norm()) == pytest.approx(0.1, rel=1e-6)
+            assert step.number == loop.step + 1
+    assert all(row["grad_norm"] > 1 for row in rows())
+
+
+def test_a_resume_gives_everything_back() -> None:
+    """Models, optimizers, a scheduler, an object with a tensor, and random numbers."""
+
+    class Counter:
+        def __init__(self) -> None:
+            self.seen, self.total = 0, torch.zeros(3, dtype=torch.float64)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen, "total": self.total}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen, self.total = state["seen"], state["total"]
+
+    def train(steps: int, name: str) -> tuple[list[Tensor], Counter]:
+        counter, first, second = Counter(), make_net(), make_net()
+        job = {"job": {"name": name, "steps": steps}, "precision": {"mode": "fp64"}}
+        tables = {"dataset": {"name": DATA}, "batch": {"global_size": 8, "micro_size": 4}}
+        with hpctrain.own_loop(job, **tables) as loop:
+            one, of_one = loop.setup(first, torch.optim.Adam(first.parameters(), lr=0.01), name="one")
+            two, of_two = loop.setup(second, torch.optim.Adam(second.parameters(), lr=0.02), name="two")
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(of_two, 0.5)
+            loop.register_for_checkpointing(counter=counter, scheduler=scheduler)
+            for step in loop.steps():
+                for x, y in step:
+                    noise = torch.randn_like(x)
+                    loop.backward(mse_loss(one(x + noise), y) + mse_loss(two(x), y))
+                    counter.seen += 1
+                    counter.total = counter.total + x.sum(0)
+                of_one.step()
+                if step.number % 2:
+                    of_two.step()
+                    scheduler.step()
+                of_one.zero_grad()
+                of_two.zero_grad()
+            return [*values(one), *values(two)], counter
+
+    expected, of_expected = train(6, "whole")
+    train(3, "cut")
+    found, counter = train(6, "cut")
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert counter.seen == of_expected.seen == 12 and torch.equal(counter.total, of_expected.total)
+    whole, cut = (Path(f"runs/{name}/metrics.jsonl").read_text().splitlines() for name in ("whole", "cut"))
+    for one, other in zip(map(json.loads, whole), map(json.loads, cut), strict=True):
+        keys = [key for key in one if key.startswith(("loss", "lr", "grad_norm"))]
+        assert [one[key] for key in keys] == [other[key] for key in keys]
+        assert ("loss_two" in keys) == bool(one["step"] % 2)
+
+
+def trained(loop: Loop) -> Any:
+    net = make_net()
+    return loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def second_parameter(loop: Loop) -> None:
+    net = make_net()
+    loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    loop.setup(nn.Sequential(net, nn.Linear(1, 1)), None, name="other")
+
+
+def used_optimizer(loop: Loop) -> None:
+    net = make_net()
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    loop.setup(net, optimizer)
+
+
+def lacking_parameter(loop: Loop) -> None:
+    net = make_net()
+    loop.setup(net, torch.optim.SGD(net[0].parameters(), lr=0.1))
+
+
+def strange_parameter(loop: Loop) -> None:
+    loop.setup(make_net(), torch.optim.SGD(make_net().parameters(), lr=0.1))
+
+
+def no_optimizer(loop: Loop) -> None:
+    loop.setup(make_net())
+
+
+def same_name(loop: Loop) -> None:
+    trained(loop)
+    trained(loop)
+
+
+def late_setup(loop: Loop) -> None:
+    trained(loop)
+    for _ in loop.steps():
+        loop.setup(make_net(), name="late")
+
+
+def nothing_trained(loop: Loop) -> None:
+    loop.setup(make_net().requires_grad_(False))
+    next(iter(loop.steps()))
+
+
+def a_part(loop: Loop) -> None:
+    model, _ = trained(loop)
+    for step in loop.steps():
+        for x, _ in step:
+            model.module[0](x)
+
+
+def twice_through_one_forward(loop: Loop) -> None:
+    model, _ = trained(loop)
+    for step in loop.steps():
+        for x, _ in step:
+            outputs = model(x)
+        loop.backward(outputs.mean(), retain_graph=True)
+        loop.backward(outputs.sum())
+
+
+def no_gradient(loop: Loop) -> None:
+    model, _ = trained(loop)
+    for step in loop.steps():
+        for x, _ in step:
+            loop.backward(model(x).mean().detach())
+
+
+def not_a_scalar(loop: Loop) -> None:
+    model, _ = trained(loop)
+    for step in loop.steps():
+        for x, _ in step:
+            loop.backward(model(x))
+
+
+def step_without_backward(loop: Loop) -> None:
+    _, optimizer = trained(loop)
+    for _ in loop.steps():
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "said"),
+    [
+        (second_parameter, UsageError, r"0\.0\.weight of 'other' is a parameter of 'model', too"),
+        (used_optimizer, UsageError, "has taken steps already"),
+        (lacking_parameter, UsageError, r"2\.weight of 'model' is trained, but not in the optimizer"),
+        (strange_parameter, UsageError, "parameters that are not the model's"),
+        (no_optimizer, UsageError, "has parameters to train and no optimizer"),
+        (same_name, UsageError, "there is a model 'model' already"),
+        (late_setup, UsageError, "steps have begun already"),
+        (nothing_trained, UsageError, "no model is trained"),
+        (a_part, TrainingError, "calls Linear, a part of the model 'model'"),
+        (twice_through_one_forward, TrainingError, "a second backward has come to one forward of the model 'model'"),
+        (no_gradient, TrainingError, "the loss has no gradient"),
+        (not_a_scalar, TrainingError, r"found a loss of shape \(4, 1\)"),
+        (step_without_backward, TrainingError, "steps without a gradient"),
+    ],
+)
+def test_a_mistake_gets_a_sentence(wrong: Callable[[Loop], None], kind: type[HpctrainError], said: str) -> None:
+    with pytest.raises(kind, match=said), looping() as loop:
+        wrong(loop)
+
+
+def test_a_pipeline_is_refused() -> None:
+    with pytest.raises(HpctrainError, match="pipeline"), looping() as loop:
+        net = make_net()
+        loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), parallelism={"pipeline": {"size": 2}})
