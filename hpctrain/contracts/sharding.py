@@ -95,6 +95,12 @@ class ShardedModel(ABC):
         Afterwards every piece has a gradient: a parameter that no rank used has zeros.
         """
 
+    def keep_whole(self) -> None:
+        """A program's own loop differentiates through the module outside of the micro batch's backward, whose graph may have this
+        in it (a gradient penalty): until `begin` or `synchronize`, parameters have to stay whole, and gradients may come late.
+        Called after the forward that is differentiated, before the first operator of its backward."""
+        return
+
     def refresh(self) -> None:
         """The values of the pieces have changed, by a step or a restore: bring the module up to date; collective."""
         return

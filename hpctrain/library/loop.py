@@ -223,7 +223,7 @@ class Loop:
             raise UsageError("backward: the loop has no step yet; expected it inside of `for step in loop.steps()`")
         parts = self._steps.parts_of_batch
         scale = max((one.model.scaler.scale for one in self._trained.values()), default=1.0)
-        with self._start.hooks.phase("backward", self.step):
+        with self._start.hooks.phase("backward", self.step), self._updates.backwarding(self._trained.values()):
             (loss * (scale / (parts if divisor is None else divisor))).backward(**named)
         self._updates.backwarded(self._trained.values(), loss.detach() / self._steps.micro_batches)
 

@@ -32,7 +32,9 @@ class Trained:
         self.losses = torch.zeros((), dtype=torch.float64, device=model.device)
         self._whole = whole
         self._open = self._reached = self._pending = self._summed = False
-        self._last = True
+        self._last, self._differentiates = True, False
+        self.backward_runs = False
+        """Whether the loop's own backward goes on."""
         self._kept: list[Tensor] = []
         self._noted: list[dict[str, Any]] = []
         self._set_rates: list[float] = []
@@ -47,10 +49,18 @@ class Trained:
         if not self._pending:
             self.model.begin_sums(step)
         self.model.sharded.begin(last)
-        self._open, self._last = True, last
+        self._open, self._last, self._differentiates = True, last, False
 
     def reached(self) -> None:
-        """A backward has come to the model's outputs. Raises TrainingError without a forward of its own."""
+        """A backward has come to the model's outputs: the loop's, or one of the program's own inside of its forwards.
+
+        Raises TrainingError without a forward of its own.
+        """
+        if not self.backward_runs:
+            if not self._differentiates:
+                self._differentiates = True
+                self.model.sharded.keep_whole()
+            return
         if not self._open:
             raise TrainingError(
                 f"a second backward has come to one forward of the model {self.name!r}, whose gradients are summed already; add "
@@ -62,7 +72,7 @@ class Trained:
         """A backward is over; whether it has reached the model. Then it is collective at the step's last micro batch."""
         if not self._reached:
             return False
-        self._open = self._reached = False
+        self._open = self._reached = self._differentiates = False
         self._pending = True
         if self._last:
             self._sum()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,17 @@ class Updates:
     def name(self, trained: Iterable[Trained]) -> None:
         """Number the optimizers, in one order on all ranks."""
         self._numbers = {one.name: self._agreement.name(one.name) for one in trained}
+
+    @contextmanager
+    def backwarding(self, trained: Collection[Trained]) -> Iterator[None]:
+        """A context for the loop's backward."""
+        for one in trained:
+            one.backward_runs = True
+        try:
+            yield
+        finally:
+            for one in trained:
+                one.backward_runs = False
 
     def backwarded(self, trained: Iterable[Trained], loss: Tensor) -> None:
         """A backward of `loss` is over. Collective where the last micro batch's gradients are summed."""

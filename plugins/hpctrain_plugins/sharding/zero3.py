@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -32,6 +33,7 @@ from hpctrain.api import (
     Problem,
     ShardedModel,
     Sharding,
+    TrainingError,
     UsageError,
     hookimpl,
     is_accelerator,
@@ -41,6 +43,7 @@ from hpctrain.toolkit.buckets import trained
 from hpctrain.toolkit.offload import HostGradients, host_copy, is_needed, warn_if_useless
 from hpctrain_plugins.sharding.advice import memory_advice
 from hpctrain_plugins.sharding.communication import AsynchronousAllGather, HostBuffers, Pending, SummingReduceScatter
+from hpctrain_plugins.sharding.whole_gradients import WholeGradients
 from hpctrain_plugins.sharding.wrapping import refuse_mixed, refuse_unseen, units_of, unseen
 
 _MIN_PARAMETERS = 100_000_000
@@ -193,7 +196,9 @@ class Zero3Model(ShardedModel):
         fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=False, offload_policy=policy)
         self._has_forwarded = False
         module.register_forward_pre_hook(self._forwards)
-        self._set_up([cast(FSDPModule, one) for one in (module, *units)], mesh.device_type)
+        sharded = [cast(FSDPModule, one) for one in (module, *units)]
+        self._set_up(sharded, mesh.device_type)
+        self._whole = WholeGradients(sharded, sums, mesh["dp_shard"].get_group(), options.reshard_after_forward)
 
     def _forwards(self, module: nn.Module, inputs: Any) -> None:
         """A forward begins, of a training or an evaluation."""
@@ -238,6 +243,8 @@ class Zero3Model(ShardedModel):
 
     def begin(self, last: bool, interleaved: bool = False) -> None:
         if self._fresh:
+            if self._whole.kept:  # no backward has followed
+                self._whole.take()
             for held in self._held:
                 held.piece.tensor.grad = None
         else:
@@ -249,18 +256,35 @@ class Zero3Model(ShardedModel):
         """Take over the gradients of the last backward, so that fully_shard finds none to add to."""
         for one in self._reduce_scatters:
             one.finish()
+        if self._whole.kept:
+            rows = self._whole.take()
+            self._add([rows[held.piece.name][held.begin : held.begin + len(held.local)] for held in self._held])
+            return
         if all(made.grad is None for made in self._parameters):  # not even zeros for unused parameters
             raise unseen("backward reached no output of the model")
         gradients = [held.gradient() for held in self._held]
         if self._offloads:
             gradients = self._host_gradients.bring(gradients, all(one.piece.tensor.grad is None for one in self._held))
+        self._add(gradients)
+        for made in self._parameters:
+            made.grad = None
+
+    def _add(self, gradients: Sequence[Tensor]) -> None:
+        """Add gradients, one for each of what this rank holds, to those of the step."""
         for held, gradient in zip(self._held, gradients, strict=True):
             if held.piece.tensor.grad is None:
                 held.piece.tensor.grad = gradient
             else:
                 held.piece.tensor.grad += gradient
-        for made in self._parameters:
-            made.grad = None
+
+    def keep_whole(self) -> None:
+        options = self.options
+        if self._offloads or options.offload_parameters or options.gather_dtype != "parameters":
+            raise TrainingError(
+                "[sharding] stage = 3: the program differentiates through the model outside of its backward, which goes with "
+                "neither offloading nor gather_dtype; leave these out, or use stage = 2"
+            )
+        self._whole.keep()
 
     @torch.no_grad()
     def synchronize(self) -> None:
