@@ -3,57 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from hpctrain.base.devices import is_accelerator
 from hpctrain.base.errors import TrainingError
 from hpctrain.training.metrics import Figure, gather_row
 
-END_OF_STEP, END_OF_LOOP = -1, -2
-
-
-@dataclass(frozen=True)
-class Told:
-    """A rank's figures. loss: its part of the loss. weight: 0 where another rank counts that. square: of its gradients."""
-
-    loss: float
-    weight: float
-    square: float
+BACKWARD, END_OF_STEP, END_OF_LOOP = -1, -2, -3
+_WIDTH = 64
+"""Numbers that ranks exchange at a time: as many whatever they do, else ranks that part could not tell each other."""
+_CPU = torch.device("cpu")
 
 
 class Agreement:
     """Compares what the ranks are about to do. Collective."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._names = device, list[str]()
+    def __init__(self, device: torch.device, alone: bool) -> None:
+        """alone: whether there is one rank."""
+        self._device, self._alone, self._names = device, alone, list[str]()
 
     def name(self, optimizer: str) -> int:
         """The number of an optimizer, which all ranks name in one order."""
         self._names.append(optimizer)
         return len(self._names) - 1
 
-    def on(self, action: int, step: int, loss: Figure = 0.0, weight: float = 0.0, square: Figure = 0.0) -> list[Told]:
-        """Every rank's figures. Raises TrainingError on all ranks unless all do the same.
+    def on(self, action: int, step: int, values: Sequence[Figure] = ()) -> list[list[float]]:
+        """Every rank's values. Raises TrainingError on all ranks unless all do the same.
 
-        action: an optimizer's number, END_OF_STEP or END_OF_LOOP. step: completed ones.
+        action: an optimizer's number, or what begins or ends. step: completed ones. Waits for an accelerator only where there are
+        values.
         """
-        rows = gather_row([float(action), float(step), loss, weight, square], self._device)
-        if any(row[:2] != rows[0][:2] for row in rows):
+        if self._alone:
+            return gather_row(values, self._device) if values else [[]]
+        row = [float(action), float(step), *([] if is_accelerator(self._device) else values)]
+        row += [0.0] * (_WIDTH - len(row))
+        rows = gather_row(row[:_WIDTH], _CPU)
+        if any(one[:2] != rows[0][:2] for one in rows):
             raise TrainingError(self._difference(rows), everywhere=True)
-        return [Told(*row[2:]) for row in rows]
+        if is_accelerator(self._device):
+            return gather_row(values, self._device) if values else [[] for _ in rows]
+        if len(row) > _WIDTH:
+            rows = [[*one, *more] for one, more in zip(rows, gather_row(row[_WIDTH:], _CPU), strict=True)]
+        return [one[2 : 2 + len(values)] for one in rows]
 
     def _difference(self, rows: Sequence[Sequence[float]]) -> str:
         other = next(rank for rank, row in enumerate(rows) if row[:2] != rows[0][:2])
         first, second = (self._words(*rows[rank][:2]) for rank in (0, other))
         return (
             f"the ranks of the program's loop have parted: rank 0 {first}, but rank {other} {second}; expected the same steps on "
-            "all ranks; what depends on a rank's own data must not decide whether an optimizer steps"
+            "all ranks: what depends on a rank's own data must not decide whether an optimizer steps"
         )
 
     def _words(self, action: float, step: float) -> str:
         if action == END_OF_LOOP:
             return f"has left the loop after step {step:.0f}"
+        if action == BACKWARD:
+            return f"begins a backward in step {step + 1:.0f}"
         if action == END_OF_STEP:
             return f"ends step {step + 1:.0f}"
         return f"steps the optimizer of {self._names[int(action)]!r} in step {step + 1:.0f}"

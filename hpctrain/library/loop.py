@@ -17,7 +17,7 @@ from hpctrain.base.errors import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, Traini
 from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.tables import Job
-from hpctrain.library.agreement import END_OF_LOOP, Agreement
+from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, Agreement
 from hpctrain.library.jobs import FIRST, check_model, job_tables
 from hpctrain.library.kept import kept_object
 from hpctrain.library.module import OwnModule
@@ -69,7 +69,7 @@ class Loop:
 
     def __init__(self, start: Start) -> None:
         self._start = start
-        self._agreement = Agreement(start.device)
+        self._agreement = Agreement(start.device, alone=start.world.identity.size == 1)
         self._trained: dict[str, Trained] = {}
         self._names: set[str] = set()
         self._parameters: list[tuple[weakref.ref[nn.Parameter], str]] = []
@@ -221,6 +221,8 @@ class Loop:
             )
         if self._steps is None:
             raise UsageError("backward: the loop has no step yet; expected it inside of `for step in loop.steps()`")
+        if self._steps.is_last:
+            self._agreement.on(BACKWARD, self.step)
         parts = self._steps.parts_of_batch
         scale = max((one.model.scaler.scale for one in self._trained.values()), default=1.0)
         with self._start.hooks.phase("backward", self.step), self._updates.backwarding(self._trained.values()):

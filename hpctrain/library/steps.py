@@ -32,7 +32,7 @@ from hpctrain.training.assembly import complete
 from hpctrain.training.guard.judging import Guard
 from hpctrain.training.guard_actions import act
 from hpctrain.training.loop import drained, end_if_asked, moment, show_model, start_hooks
-from hpctrain.training.metrics import Figure, OwnRow, StepRow, gather_row
+from hpctrain.training.metrics import Figure, OwnRow, StepRow
 from hpctrain.training.rank import say_goodbye
 from hpctrain.training.requests import take_request
 from hpctrain.training.saving import save_if_due
@@ -144,13 +144,13 @@ class Steps:
         """Write the step's row, let hooks, guard and requests act, and save; the exit code so far. Collective."""
         session, updates = self.session, self._updates
         self.micro_batches, self.is_last = 1, True
-        self._agreement.on(END_OF_STEP, session.progress.step)
         stop = float(max(self._start.stop.level, STOPPED if session.deadline.turn() else 0))
         request = float(session.queries is not None and session.queries.has_request)
         logged = {name: sum(values[1:], values[0]) / len(values) for name, values in self._logged.items()}
         self._logged.clear()
         figures = session.meters.figures([])  # operations are not counted: forwards may be of any kind
-        ranks = gather_row([stop, request, *logged.values(), *figures], session.device)
+        told = [stop, request, *logged.values(), *figures]
+        ranks = self._agreement.on(END_OF_STEP, session.progress.step, told)
         session.model.scaler.update(updates.finite)
         session.progress.advance(seen)
         row = self._row(list(logged), ranks, time.perf_counter() - begin)

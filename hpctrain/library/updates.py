@@ -110,13 +110,11 @@ class Updates:
         told = self._agreement.on(
             self._numbers[trained.name],
             session.progress.step,
-            trained.losses * model.loss_share,
-            model.loss_share,
-            model.totals.square(gradients),
+            [trained.losses * model.loss_share, model.loss_share, model.totals.square(gradients)],
         )
-        losses = [one.loss for one in told]
-        loss = sum(losses) / sum(one.weight for one in told)
-        norms = model.totals.norms([one.square for one in told])
+        losses, weights, squares = zip(*told, strict=True)
+        loss = sum(losses) / sum(weights)
+        norms = model.totals.norms(squares)
         norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
         if math.isfinite(norm) and not session.parts.sharding.ranks_diverge:
             refuse_different_norms(session.parts, norms)

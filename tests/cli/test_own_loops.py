@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Finished, run
+from launching import Finished, Started, hpctrain, run, started, wait_until
 from own_loops import NAMES
 
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
@@ -72,3 +73,52 @@ def test_ranks_train_as_one_process(alone: Path, tmp_path: Path, stage: int, ran
         assert expected[0]["loss"] != expected[-1]["loss"], name
         for one, other in zip(expected, found, strict=True):
             assert other == pytest.approx(one, rel=1e-10, abs=1e-12), name
+
+
+def wait_for_rows(command: Started, file: Path, least: int) -> None:
+    """Until so many rows are written."""
+
+    def written() -> bool:
+        assert command.process.poll() is None, "it has ended"
+        return file.exists() and file.read_bytes().count(b"\n") >= least
+
+    wait_until(written, 60, f"{least} rows")
+
+
+@pytest.mark.parametrize(
+    ("loop", "signal_number"), [("gan", signal.SIGKILL), ("ppo", signal.SIGTERM)], ids=["killed", "stopped"]
+)
+def test_a_second_start_goes_on_as_if_nothing_had_happened(tmp_path: Path, loop: str, signal_number: int) -> None:
+    steps = 100 if loop == "ppo" else 200
+    job = write_job(tmp_path, stage=3, ranks=2, steps=steps, checkpoint={"every_steps": 30})
+    words = [MPIEXEC, "-n", "2", sys.executable, LOOPS, str(job)]
+    with started([*words, f"{loop}:cut"], tmp_path) as command:
+        wait_for_rows(command, tmp_path / "cut" / "metrics.jsonl", 40)
+        for rank in command.members():
+            rank.send_signal(signal_number)
+        done = command.finish(60)
+    assert done.code == (75 if signal_number == signal.SIGTERM else 137) or done.code < 0, done
+    before = len(rows(tmp_path / "cut"))
+    assert 40 <= before < steps
+    loops(job, 2, f"{loop}:cut", f"{loop}:whole")
+    assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
+    last = [str(tmp_path / name / "checkpoints" / "latest") for name in ("cut", "whole")]
+    assert run(hpctrain("checkpoint", "diff", *last), tmp_path).code == 0
+
+
+def test_ranks_that_part_are_named(tmp_path: Path) -> None:
+    """A rank that steps another optimizer, or none, ends the job; nothing is summed that does not belong together."""
+    write_job(tmp_path, stage=0, ranks=2)
+    text = (Path(LOOPS).parents[1] / "examples" / "own_loops" / "gan.py").read_text()
+    stepping = "            of_d.step()\n"
+    skipped = text.replace(stepping, f"            if loop.rank == 0 or step.number < 3:\n    {stepping}")
+    assert skipped != text
+    (tmp_path / "parted.py").write_text(skipped)
+    (tmp_path / "job.toml").write_text(
+        (tmp_path / "job.toml").read_text().replace("OUTPUT", "out") + (tmp_path / "samples.toml").read_text()
+    )
+    done = run([MPIEXEC, "-n", "2", sys.executable, "parted.py", "job.toml"], tmp_path)
+    assert done.code == 4
+    said = "rank 0 steps the optimizer of 'discriminator' in step 3, but rank 1 begins a backward in step 3"
+    assert said in done.err, done
+    assert len(rows(tmp_path / "out")) == 2
