@@ -86,20 +86,22 @@ def wait_for_rows(command: Started, file: Path, least: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loop", "signal_number"), [("gan", signal.SIGKILL), ("ppo", signal.SIGTERM)], ids=["killed", "stopped"]
+    ("loop", "signal_number"),
+    [pytest.param("ppo", signal.SIGKILL, marks=pytest.mark.thorough), ("gan", signal.SIGTERM)],
+    ids=["killed", "stopped"],
 )
 def test_a_second_start_goes_on_as_if_nothing_had_happened(tmp_path: Path, loop: str, signal_number: int) -> None:
-    steps = 100 if loop == "ppo" else 200
-    job = write_job(tmp_path, stage=3, ranks=2, steps=steps, checkpoint={"every_steps": 30})
+    hook = "import time\nfrom hpctrain.api import hookimpl\n@hookimpl\ndef hpctrain_step_end(step):\n    time.sleep(0.05)\n"
+    (tmp_path / "slow.py").write_text(hook)
+    job = write_job(tmp_path, stage=3, ranks=2, steps=40, checkpoint={"every_steps": 5}, plugins={"load": ["slow"]})
     words = [MPIEXEC, "-n", "2", sys.executable, LOOPS, str(job)]
     with started([*words, f"{loop}:cut"], tmp_path) as command:
-        wait_for_rows(command, tmp_path / "cut" / "metrics.jsonl", 40)
+        wait_for_rows(command, tmp_path / "cut" / "metrics.jsonl", 12)
         for rank in command.members():
             rank.send_signal(signal_number)
         done = command.finish(60)
-    assert done.code == (75 if signal_number == signal.SIGTERM else 137) or done.code < 0, done
-    before = len(rows(tmp_path / "cut"))
-    assert 40 <= before < steps
+    assert done.code == 75 if signal_number == signal.SIGTERM else done.code, done
+    assert 12 <= len(rows(tmp_path / "cut")) < 40
     loops(job, 2, f"{loop}:cut", f"{loop}:whole")
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
     last = [str(tmp_path / name / "checkpoints" / "latest") for name in ("cut", "whole")]
