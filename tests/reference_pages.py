@@ -29,6 +29,9 @@ PAGES = Path(__file__).parent.parent / "docs" / "reference"
 LATE = {
     "Job": ("hpctrain.job.tables", "Job"),
     "load": ("hpctrain.training.loading", "load"),
+    "memory": ("hpctrain.training.meters.memory", "memory"),
+    "own_loop": ("hpctrain.library.loop", "own_loop"),
+    "Loop": ("hpctrain.library.loop", "Loop"),
     "plan": ("hpctrain.planning.plan", "plan"),
     "run": ("hpctrain.training.rank", "run"),
 }

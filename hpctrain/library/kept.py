@@ -11,7 +11,7 @@ from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
 
 
-def kept_object(name: str, one: Any) -> PluginState:
+def kept_state(name: str, one: Any) -> PluginState:
     """The state of an object with `state_dict` and `load_state_dict`: tensors as pieces, all else as JSON values.
 
     Raises UsageError for an object without them. The tensors' names and shapes have to stay as they are now.

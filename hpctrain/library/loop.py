@@ -19,7 +19,7 @@ from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.tables import Job
 from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, Agreement
 from hpctrain.library.jobs import FIRST, check_model, job_tables
-from hpctrain.library.kept import kept_object
+from hpctrain.library.kept import kept_state
 from hpctrain.library.module import OwnModule
 from hpctrain.library.optimizer import OwnOptimizer
 from hpctrain.library.steps import Step, Steps
@@ -200,7 +200,7 @@ class Loop:
             raise UsageError("steps: the loop's steps have begun already; expected one call")
         if not self._trained:
             raise UsageError("steps: no model is trained; expected setup(model, optimizer) before")
-        states = [kept_object(name, one) for name, one in self._kept.items()]
+        states = [kept_state(name, one) for name, one in self._kept.items()]
         self._steps = Steps(self._start, self._of, self._trained, states, self._agreement, self._updates)
         yield from self._steps
 
