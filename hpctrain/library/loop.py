@@ -18,6 +18,7 @@ from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.tables import Job
 from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, Agreement
+from hpctrain.library.graph import parameters_behind, refuse_strangers
 from hpctrain.library.jobs import FIRST, check_model, job_tables
 from hpctrain.library.kept import kept_state
 from hpctrain.library.module import OwnModule
@@ -225,8 +226,10 @@ class Loop:
             self._agreement.on(BACKWARD, self.step)
         parts = self._steps.parts_of_batch
         scale = max((one.model.scaler.scale for one in self._trained.values()), default=1.0)
+        behind = parameters_behind(loss) if self._steps.is_first else []
         with self._start.hooks.phase("backward", self.step), self._updates.backwarding(self._trained.values()):
             (loss * (scale / (parts if divisor is None else divisor))).backward(**named)
+        refuse_strangers(behind, [one.model.module for one in self._trained.values()])
         self._updates.backwarded(self._trained.values(), loss.detach() / self._steps.micro_batches)
 
     def clip_grad_norm_(self, model: OwnModule, max_norm: float) -> float:

@@ -93,6 +93,11 @@ class Steps:
                 one.restore_rates()
 
     @property
+    def is_first(self) -> bool:
+        """Whether no step of this run is complete."""
+        return self.session.progress.step == self.session.progress.first_step
+
+    @property
     def parts_of_batch(self) -> int:
         """The parts of a global batch: micro batches of all ranks with different samples, or different parts of them."""
         return self.session.model.batch_group.size() * self.micro_batches

@@ -277,6 +277,14 @@ def not_a_scalar(loop: Loop) -> None:
             loop.backward(model(x))
 
 
+def strange_module(loop: Loop) -> None:
+    model, _ = trained(loop)
+    forgotten = nn.Linear(1, 1).double()
+    for step in loop.steps():
+        for x, _ in step:
+            loop.backward(forgotten(model(x)).mean())
+
+
 def step_without_backward(loop: Loop) -> None:
     _, optimizer = trained(loop)
     for _ in loop.steps():
@@ -296,6 +304,7 @@ def step_without_backward(loop: Loop) -> None:
         (nothing_trained, UsageError, "no model is trained"),
         (a_part, TrainingError, "calls Linear, a part of the model 'model'"),
         (twice_through_one_forward, TrainingError, "a second backward has come to one forward of the model 'model'"),
+        (strange_module, TrainingError, r"parameters that were not set up, of the shape \(1, 1\), \(1,\)"),
         (no_gradient, TrainingError, "the loss has no gradient"),
         (not_a_scalar, TrainingError, r"found a loss of shape \(4, 1\)"),
         (step_without_backward, TrainingError, "steps without a gradient"),
