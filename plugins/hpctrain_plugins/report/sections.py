@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 
-from hpctrain_plugins.report.curves import PARTS, Point
+from hpctrain_plugins.report.curves import PARTS, mean_of
 from hpctrain_plugins.report.facts import Facts
 from hpctrain_plugins.report.gathering import counted
 from hpctrain_plugins.report.wall_time import KINDS
@@ -240,12 +240,6 @@ def _rate(value: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
-
-
-def mean_of(points: Sequence[Point], key: str) -> float | None:
-    """The mean of a key over all rows that have it."""
-    count = sum(one.counts[key] for one in points)
-    return sum(one.sums[key] for one in points) / count if count else None
 
 
 def _cut(text: str) -> str:
