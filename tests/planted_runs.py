@@ -120,6 +120,18 @@ class Planted:
         return self
 
 
+def planted_plan(*most: int, **keys: Any) -> dict[str, Any]:
+    """What `hpctrain plan --json` says of the ranks of a planted run, for parts of the model that need so many bytes in a step."""
+    ranks = [
+        {
+            "rank": number, "most_bytes": one, "peak_bytes": one, "start_bytes": one // 8, "save": {"peak": one // 4},
+            "at_peak_bytes": {"parameters": one // 4, "optimizer state": one // 4, "activations and buffers": one // 2},
+        }
+        for number, one in enumerate(most)
+    ]  # fmt: skip
+    return {"ranks": 16, "axes": {"dp_replicate": 1, "dp_shard": 4, "tp": 4}, "job": {}, "of_ranks": ranks, **keys}
+
+
 def healthy(directory: Path) -> Planted:
     return Planted(directory).starts().trains(100).evaluates().saves().trains(100).evaluates().saves().ends()
 

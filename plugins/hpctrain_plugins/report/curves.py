@@ -60,6 +60,9 @@ class StartRows:
     ended: float | None = None
     read: int = 0
     """Rows that were parsed."""
+    memory_max: float | None = None
+    memory_mean: float | None = None
+    """The largest ones of its rows."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
@@ -146,6 +149,9 @@ class RowReader:
             rows.lowest = row.step, row.loss
         if row.memory_max is not None:
             rows.memory_peak = max(rows.memory_peak or 0.0, row.memory_max)
+            of_start.memory_max = max(of_start.memory_max or 0.0, row.memory_max)
+        if row.memory_mean is not None:
+            of_start.memory_mean = max(of_start.memory_mean or 0.0, row.memory_mean)
         if row.guard and (row.guard in rows.guards or len(rows.guards) < _KEYS):
             rows.guards[row.guard] += weight
         if row.skipped and len(rows.skipped) < _KEYS:

@@ -19,3 +19,8 @@ class Finding:
     limit: str
     step: str
     cost: float
+
+    @property
+    def told(self) -> str:
+        """The limit with its step."""
+        return f"{self.limit}: {self.step}" if self.step else self.limit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from hpctrain_plugins.report.against_plan import against
 from hpctrain_plugins.report.facts import Facts
 from hpctrain_plugins.report.finding import STEPS, WORKERS, Finding
 from hpctrain_plugins.report.waits import PIPELINE, communication_bound, pipeline_idle, pipeline_share, straggling
@@ -15,6 +16,8 @@ DATA, LOST, SAVING, EVALUATION, STARTING, IDLE = 0.15, 0.05, 0.1, 0.25, 0.25, 0.
 MEMORY = 0.5
 """The share of an accelerator's memory below which it counts as unused."""
 SKIPPED = 0.02
+PLANNED = 1.1
+"""The measured peak of memory to the planned one."""
 _SECONDS = 60.0
 """Wall time from which on shares of it do: every short run mostly starts."""
 _GB = 1e9
@@ -47,6 +50,15 @@ def memory_unused(facts: Facts) -> Finding | None:
     if every is not None and every < 2 * micro * ranks:
         grown += f", with global_size = {2 * micro * ranks}"
     return Finding("memory", limit, grown, 0.1)
+
+
+def above_plan(facts: Facts) -> Finding | None:
+    """More memory was taken than planned."""
+    found = against(facts)
+    if found is None or found.ratio is None or found.ratio <= PLANNED:
+        return None
+    planned, measured = found.plan.largest.most_bytes / _GB, (found.measured or 0.0) / _GB
+    return Finding("plan", f"peak {measured:.3g} GB, {found.ratio - 1:.0%} above the planned {planned:.3g} GB", "", 0.0)
 
 
 def losing(facts: Facts) -> Finding | None:
@@ -148,6 +160,6 @@ def calmer(facts: Facts) -> str:
 
 
 LIMITS: tuple[Callable[[Facts], Finding | None], ...] = (
-    data_bound, communication_bound, straggling, pipeline_idle, memory_unused, losing, saving, evaluating, starting,
+    data_bound, communication_bound, straggling, pipeline_idle, memory_unused, above_plan, losing, saving, evaluating, starting,
     waiting, skipping,
 )  # fmt: skip
