@@ -28,6 +28,7 @@ class Planted:
         self.directory, self.steps, self.now, self.step = directory, steps, BEGIN, 0
         self.hours = 0
         """Of the clock, before UTC."""
+        self.mesh = "dp_shard 4 x tp 4"
         (directory / "log").mkdir(parents=True)
         job: dict[str, dict[str, Any]] = {
             "job": {"name": directory.name, "steps": steps, "output_dir": str(directory)},
@@ -64,7 +65,7 @@ class Planted:
             "device": "NVIDIA H100 80GB HBM3", "device_bytes": 80 * GB, **more,
         }  # fmt: skip
         self._append("starts.jsonl", json.dumps(row))
-        self.says(f"rank 0 of {row['ranks']} on node1 (mpi)").says("mesh         dp_shard 4 x tp 4; sharding zero-2")
+        self.says(f"rank 0 of {row['ranks']} on node1 (mpi)").says(f"mesh         {self.mesh}; sharding zero-2")
         self.now += seconds
         return self
 
@@ -119,6 +120,18 @@ class Planted:
         return self
 
 
+def planted_plan(*most: int, **keys: Any) -> dict[str, Any]:
+    """What `hpctrain plan --json` says of the ranks of a planted run, for parts of the model that need so many bytes in a step."""
+    ranks = [
+        {
+            "rank": number, "most_bytes": one, "peak_bytes": one, "start_bytes": one // 8, "save": {"peak": one // 4},
+            "at_peak_bytes": {"parameters": one // 4, "optimizer state": one // 4, "activations and buffers": one // 2},
+        }
+        for number, one in enumerate(most)
+    ]  # fmt: skip
+    return {"ranks": 16, "axes": {"dp_replicate": 1, "dp_shard": 4, "tp": 4}, "job": {}, "of_ranks": ranks, **keys}
+
+
 def healthy(directory: Path) -> Planted:
     return Planted(directory).starts().trains(100).evaluates().saves().trains(100).evaluates().saves().ends()
 
@@ -141,6 +154,14 @@ def straggling(directory: Path) -> Planted:
     return (
         Planted(directory).starts().trains(60).says(warning, "WARNING").trains(140, communication=0.3, more=slow).ends()
     )
+
+
+def pipeline_idle(directory: Path, bubble: float = 0.3, **tables: Any) -> Planted:
+    """Four stages and eight micro batches, which leave 3/11 of a step empty."""
+    of_job = {"batch": {"global_size": 64}, "parallelism": {"pipeline": {"size": 4, "schedule": "1f1b"}}, **tables}
+    planted = Planted(directory, **of_job)
+    planted.mesh = "pp 4 x tp 4"
+    return planted.starts().trains(200, more={"pipeline_bubble": bubble}).ends()
 
 
 def out_of_memory(directory: Path) -> Planted:
@@ -167,5 +188,6 @@ def killed_and_resumed(directory: Path) -> Planted:
 
 
 STORIES = [
-    healthy, data_bound, communication_bound, memory_unused, straggling, out_of_memory, not_finite, killed_and_resumed,
+    healthy, data_bound, communication_bound, memory_unused, straggling, pipeline_idle, out_of_memory, not_finite,
+    killed_and_resumed,
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ _SHOWN = 6
 class JobPlan:
     """The needs of a job: one rank for each part of the model.
 
-    memory: bytes of a device, None if that is not known. time: None without a machine. left_out: what the plan does not have.
+    memory: bytes of a device, None if that is not known. time: None without a machine. left_out: what the plan does not have. job:
+    the tables that memory depends on, with their defaults.
     """
 
     sharding: str
@@ -29,6 +30,7 @@ class JobPlan:
     memory: float | None
     time: StepTime | None
     left_out: list[str]
+    job: Mapping[str, Any]
 
     @property
     def largest(self) -> RankPlan:
@@ -44,6 +46,7 @@ class JobPlan:
         """The plan for JSON, in bytes, seconds and floating-point operations."""
         return {
             "ranks": self.world,
+            "job": self.job,
             "axes": self.ranks[0].axes,
             "peak_bytes": self.largest.most,
             "memory_bytes": self.memory,
@@ -114,6 +117,7 @@ def _as_dict(plan: RankPlan) -> dict[str, Any]:
         "gradients_bytes": plan.gradients,
         "optimizer_state_bytes": plan.optimizer_state,
         "inputs_bytes": plan.inputs,
+        "most_bytes": plan.most,
         "peak_bytes": plan.peak,
         "at_peak_bytes": plan.at_peak,
         "origins_bytes": dict(sorted(plan.origins.items(), key=lambda one: -one[1])),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.full_check import check_thoroughly
+from hpctrain.checking.resolved import resolved_tables
 from hpctrain.job.machines import Machine, open_machine
 from hpctrain.job.raw import RawJob
 from hpctrain.job.tables import Job
@@ -21,6 +22,10 @@ from hpctrain.planning.job_plan import JobPlan
 from hpctrain.planning.processes import plan_ranks
 from hpctrain.planning.rank_plan import RankPlan
 
+_OF_MEMORY = (
+    "model", "dataset", "batch", "optimizer", "precision", "parallelism", "sharding", "activation_checkpointing",
+)  # fmt: skip
+"""The tables that memory depends on."""
 _PER_NODE = 8
 """Ranks of a node where nobody says it."""
 
@@ -80,6 +85,7 @@ def told_plan(checked: CheckedJob, hardware: Hardware, ranks: list[RankPlan]) ->
         data_axes = layout_of(job, checked.parts, hardware.ranks).data_axes
         time = step_time(ranks, hardware.machine, data_axes, job.precision.mode == "tf32")
     left_out = list(_left_out(checked, ranks))
+    tables = resolved_tables(checked)
     return JobPlan(
         checked.parts.sharding.name,
         job.precision.mode,
@@ -89,6 +95,7 @@ def told_plan(checked: CheckedJob, hardware: Hardware, ranks: list[RankPlan]) ->
         hardware.memory,
         time,
         left_out,
+        {name: tables[name] for name in _OF_MEMORY if name in tables},
     )
 
 

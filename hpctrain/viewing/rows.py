@@ -47,6 +47,8 @@ class Step:
     flops: float | None = None
     """The model's operations per second."""
     goodput: float | None = None
+    pipeline_bubble: float | None = None
+    """The share of the step in which a pipeline's rank has nothing to compute."""
     slowest: str = ""
     """The slowest rank in words."""
     straggler: Straggler | None = None
@@ -106,7 +108,7 @@ def _step(step: int, row: Mapping[str, Any]) -> Step:
     memory, guard = _numbers_of(row, "memory_bytes"), row.get("guard")
     numbers = {
         key: number_of(row.get(key))
-        for key in ("time", "epoch", "loss", "lr", "grad_norm", "step_seconds", "mfu", "goodput")
+        for key in ("time", "epoch", "loss", "lr", "grad_norm", "step_seconds", "mfu", "goodput", "pipeline_bubble")
     }
     return Step(
         step,

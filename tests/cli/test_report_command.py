@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 from conftest import JobFile
 from hpctrain_plugins.report.gathering import gather
-from hpctrain_plugins.report.pages import html_page
+from hpctrain_plugins.report.pages import html_page, markdown
+from hpctrain_plugins.report.plan_file import JobPlan, read_plan
 from launching import KILL, hpctrain, run, started, wait_until
-from planted_runs import STORIES, healthy, killed_and_resumed
+from planted_runs import GB, STORIES, healthy, killed_and_resumed, planted_plan
+
+import hpctrain as package
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -52,6 +55,33 @@ def test_the_time_of_a_run_that_was_killed_and_resumed_adds_up(job: JobFile) -> 
     stepping = ("forward", "backward", "communication", "optimizer", "other")
     assert wall["of"]["stepping"] == pytest.approx(sum(row["seconds"][part] for row in job.rows() for part in stepping))
     assert wall["of"]["not running"] > 0.9 * (again - killed)
+
+
+def test_a_real_plan_is_compared_with_a_run_of_its_job(job: JobFile) -> None:
+    job.set(precision={"mode": "fp32"})
+    planned = run(hpctrain("plan", "job.toml", "-n", "1", "--json"), job.directory).out
+    (job.directory / "plan.json").write_text(planned)
+    plan, most = read_plan(job.directory / "plan.json"), json.loads(planned)["peak_bytes"]
+    job.set(job={"output_dir": str(job.directory / "out")}, optimizer={"lr": 0.02})
+    assert package.run(job.tables)["exit_code"] == 0
+    told = markdown([gather(job.output, plan=plan)])
+    assert "Not compared: the run had no accelerator" in told and told.count("Not compared") == 1, told
+    # as if it had run on an accelerator, which takes a quarter more than planned
+    _change_rows(job.output / "starts.jsonl", device="NVIDIA H100 80GB HBM3", device_bytes=2 * most)
+    _change_rows(job.output / "metrics.jsonl", memory_bytes={"rank_max": 1.25 * most, "rank_mean": 1.25 * most})
+    told = markdown([gather(job.output, plan=plan)])
+    assert "25% above the planned" in told and "| 125% |\n| mean over" in told and "Not compared" not in told, told
+    assert '"micro_size": 1,' in planned
+    (job.directory / "plan.json").write_text(planned.replace('"micro_size": 1,', '"micro_size": 2,'))
+    told = markdown([gather(job.output, plan=read_plan(job.directory / "plan.json"))])
+    assert "the plan is of another job: batch.micro\\_size is 2, not 1\n" in told and "above the planned" not in told, (
+        told
+    )
+
+
+def _change_rows(path: Path, **keys: Any) -> None:
+    rows = [json.loads(line) | keys for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_without_matplotlib_pages_are_refused_and_texts_are_not(tmp_path: Path) -> None:
@@ -96,6 +126,7 @@ return {
   small: Math.min(...shown.flatMap(one => [...one.querySelectorAll('text')].map(text => text.getBoundingClientRect().height))),
   paper: getComputedStyle(document.body).backgroundColor, ink: getComputedStyle(document.body).color,
   text: getComputedStyle(document.querySelector('.plot svg text')).fill,
+  titles: [...document.querySelectorAll('h2')].filter(one => one.getBoundingClientRect().height > 10).map(one => one.innerText),
   scripts: document.scripts.length,
 };
 """
@@ -121,12 +152,14 @@ def lightness(color: str) -> float:
 
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    page.write_text(html_page([gather(killed_and_resumed(tmp_path / "run").directory)]))
+    plan = JobPlan.model_validate(planted_plan(*(number * GB for number in range(45, 51))))
+    page.write_text(html_page([gather(killed_and_resumed(tmp_path / "run").directory, plan=plan)]))
     with browser() as driver:
         for width, scheme in ((390, "light"), (390, "dark"), (1280, "light"), (1280, "dark")):
             found = looked_at(page, driver, width, scheme)
             assert found["plots"] == PLOTS and found["paths"] > 1 and found["scripts"] == 0, found
             assert found["wide"] <= found["room"] == width and found["small"] >= 8, found
+            assert "Memory against the plan" in found["titles"], found
             paper, ink = lightness(found["paper"]), lightness(found["ink"])
             assert (paper > 200 and ink < 80) if scheme == "light" else (paper < 50 and ink > 200), found
             assert abs(lightness(found["text"]) - paper) > 120, found

@@ -27,6 +27,7 @@ from hpctrain_plugins.report.verdict import judge
 from planted_runs import (
     BEGIN,
     COMPUTING,
+    GB,
     Planted,
     communication_bound,
     data_bound,
@@ -35,6 +36,7 @@ from planted_runs import (
     memory_unused,
     not_finite,
     out_of_memory,
+    pipeline_idle,
     straggling,
 )
 from torch import Tensor, nn
@@ -54,6 +56,8 @@ STORIES: list[tuple[Callable[[Path], Planted], str, str, str]] = [
      r"\[parallelism\.tensor\] size = 2, if the model fits"),
     (memory_unused, r"Finished", r"peak 31 of 80 GB", r"\[batch\] micro_size = 16, now 8"),
     (straggling, r"Finished", r"rank 5 on node2 is slow: its data takes 0\.31 s longer a step", r"\[dataset\] workers = 4; if"),
+    (pipeline_idle, r"Finished", r"for 27% of each step, ranks of the pipeline .*; its schedule with 8 micro batches leaves 25%",
+     r"\[batch\] micro_size = 4, now 8"),
     (out_of_memory, r"Out of memory at step 2 of 200, rank 3", r"rank 3 on node1 ran out of memory in step 3: asked for 2.00 GiB",
      r'\[activation_checkpointing\] mode = "full"'),
     (not_finite, r"Loss not finite \(NaN\) at step 57 of 200, rank 0", r"step 58: loss nan", r"\[optimizer\] clip_norm = 1.0"),
@@ -74,7 +78,9 @@ def test_the_verdict_is_that_of_the_story(
 
 
 def test_each_step_to_try_names_a_key_of_the_job_file() -> None:
-    sources = "".join((Path(package.__file__).parent / name).read_text() for name in ("limits.py", "endings.py"))
+    sources = "".join(
+        (Path(package.__file__).parent / name).read_text() for name in ("limits.py", "waits.py", "endings.py")
+    )
     named = set(re.findall(r"\[([a-z_]+)\] ([a-z_]+)(?= = | larger| half| so )", sources))
     assert len(named) >= 12
     for table, key in named:
@@ -111,6 +117,32 @@ def test_the_step_against_waiting_is_that_of_the_axis(
     planted.trains(20, communication=0.6, more={"exposed_seconds": {operation: 0.5, "world.all_reduce": 0.01}})
     found = judge(gather(planted.ends().directory)).first
     assert found.rule == "communication" and found.step.startswith(step), found
+
+
+@pytest.mark.parametrize(
+    ("bubble", "tables", "step"),
+    [
+        (0.3, {"batch": {"micro_size": 1, "global_size": 8}}, '[parallelism.pipeline] schedule = "interleaved-1f1b"'),
+        (0.3, {"batch": {"micro_size": 1, "global_size": 8}, "parallelism": {"pipeline": {"size": 4, "schedule": "zbv"}}},
+         "[batch] global_size = 16: more micro batches"),
+        (0.6, {}, "[parallelism.pipeline] split: blocks of each stage"),
+        (0.15, {}, "hpctrain profile"),
+        (0.3, {"parallelism": {"pipeline": {"size": 1}}}, "hpctrain profile"),
+    ],
+)  # fmt: skip
+def test_the_step_against_an_empty_pipeline(bubble: float, tables: dict[str, Any], step: str, tmp_path: Path) -> None:
+    found = judge(gather(pipeline_idle(tmp_path / "run", bubble, **tables).directory)).first
+    assert found.step.startswith(step), found
+
+
+def test_the_waiting_of_an_empty_pipeline_is_told_once(tmp_path: Path) -> None:
+    planted = Planted(tmp_path / "run", parallelism={"pipeline": {"size": 4}}).starts()
+    waits = {"exposed_seconds": {"pp.recv": 0.5}, "pipeline_bubble": 0.4}
+    planted.trains(
+        20, memory=31 * GB, communication=0.6, more=waits
+    )  # memory for larger micro batches, which would be fewer
+    found = judge(gather(planted.ends().directory)).findings
+    assert [one.rule for one in found] == ["pipeline"] and found[0].cost > 0.4, found
 
 
 @pytest.mark.parametrize(

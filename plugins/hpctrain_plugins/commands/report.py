@@ -13,7 +13,7 @@ _FORMATS = ("html", "markdown", "json")
 
 @click.command(
     "report", epilog=example("hpctrain report runs/gpt", "hpctrain report runs/a runs/b -o both.html",
-                             "hpctrain report runs/gpt --format markdown"),
+                             "hpctrain report runs/gpt --format markdown", "hpctrain report runs/gpt --plan plan.json"),
 )  # fmt: skip
 @click.argument("runs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
@@ -23,13 +23,18 @@ _FORMATS = ("html", "markdown", "json")
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE",
     help="Default: of HTML, report.html in RUN_DIR, or here for several runs; else the terminal.",
 )  # fmt: skip
-def command(runs: tuple[Path, ...], kind: str, output: Path | None) -> None:
+@click.option(
+    "--plan", type=click.Path(path_type=Path), metavar="FILE",
+    help="Compare the memory with a plan, as `hpctrain plan JOB.toml -n RANKS --json > FILE` writes it.",
+)  # fmt: skip
+def command(runs: tuple[Path, ...], kind: str, output: Path | None, plan: Path | None) -> None:
     """Write a report of a run: how it ended, what limited it, what to try next, and all that its files tell.
 
     Works on any machine that sees RUN_DIR, while the run goes on and afterwards. Several runs are compared.
     """
     from hpctrain_plugins.report.gathering import gather
     from hpctrain_plugins.report.pages import FILE_NAME, text_of
+    from hpctrain_plugins.report.plan_file import read_plan
     from hpctrain_plugins.report.plots import refuse_without_matplotlib
 
     for run in runs:
@@ -37,7 +42,8 @@ def command(runs: tuple[Path, ...], kind: str, output: Path | None) -> None:
     if kind == "html":
         refuse_without_matplotlib()
         output = output or (runs[0] / FILE_NAME if len(runs) == 1 else Path(FILE_NAME))
-    text = text_of([gather(run) for run in runs], kind)
+    planned = None if plan is None else read_plan(plan)
+    text = text_of([gather(run, plan=planned) for run in runs], kind)
     if output is None:
         click.echo(text, nl=False)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ _WHOLE_BYTES = 128 * 2**20
 _KEYS, _EVALUATIONS = 64, 2000
 _LONGEST, _LATEST = 1e8, 1e10
 """Seconds of a step, and since 1970: a crafted file may have any."""
-_SINGLE = ("lr", "per_second", "mfu", "goodput", "memory_max", "memory_mean", "grad_norm")
+_SINGLE = ("lr", "per_second", "mfu", "goodput", "memory_max", "memory_mean", "grad_norm", "pipeline_bubble")
 
 
 @dataclass
@@ -59,6 +60,9 @@ class StartRows:
     ended: float | None = None
     read: int = 0
     """Rows that were parsed."""
+    memory_max: float | None = None
+    memory_mean: float | None = None
+    """The largest ones of its rows."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
@@ -136,7 +140,8 @@ class RowReader:
         rows.seen += len(lines)
 
     def _step(self, rows: Rows, row: Step, weight: int) -> None:
-        is_first = self._count_time(rows, row, weight)
+        of_start = self._start_of(rows, row)
+        is_first = self._count_time(rows, of_start, row, weight)
         rows.newest, rows.read, rows.weight = row, rows.read + 1, rows.weight + weight
         if row.loss is None:
             rows.not_finite += weight
@@ -144,6 +149,9 @@ class RowReader:
             rows.lowest = row.step, row.loss
         if row.memory_max is not None:
             rows.memory_peak = max(rows.memory_peak or 0.0, row.memory_max)
+            of_start.memory_max = max(of_start.memory_max or 0.0, row.memory_max)
+        if row.memory_mean is not None:
+            of_start.memory_mean = max(of_start.memory_mean or 0.0, row.memory_mean)
         if row.guard and (row.guard in rows.guards or len(rows.guards) < _KEYS):
             rows.guards[row.guard] += weight
         if row.skipped and len(rows.skipped) < _KEYS:
@@ -163,12 +171,14 @@ class RowReader:
                 rows.bandwidth.setdefault(name, Point(row.step, row.step)).add(name, value)
         self._draw(rows, row, is_first)
 
-    def _count_time(self, rows: Rows, row: Step, weight: int) -> bool:
+    def _start_of(self, rows: Rows, row: Step) -> StartRows:
+        number = sum(1 for time in self._starts if row.time is not None and time <= row.time) - 1
+        return rows.of_starts[max(0, number)]
+
+    def _count_time(self, rows: Rows, of_start: StartRows, row: Step, weight: int) -> bool:
         """Count the row's seconds. Returns whether they are those of the first step of a start."""
         parts = {name: seconds for name, seconds in row.parts.items() if 0 <= seconds < _LONGEST}
         whole = sum(parts.values())
-        number = sum(1 for time in self._starts if row.time is not None and time <= row.time) - 1
-        of_start = rows.of_starts[max(0, number)]
         # an accelerator's row has the times of the step before, so its first row has none
         is_first = of_start.read == 0 or (of_start.read == 1 and not any(of_start.seconds.values()))
         of_start.read += 1
@@ -212,3 +222,9 @@ def _evaluated(rows: Rows, row: Evaluation) -> None:
     rows.evaluations.append(row)
     if len(rows.evaluations) > 2 * _EVALUATIONS:
         rows.evaluations = [*rows.evaluations[:-1:2], rows.evaluations[-1]]
+
+
+def mean_of(points: Sequence[Point], key: str) -> float | None:
+    """The mean of a key over all rows that have it."""
+    count = sum(one.counts[key] for one in points)
+    return sum(one.sums[key] for one in points) / count if count else None

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from hpctrain.toolkit.commands import escaped
 from hpctrain_plugins.report.facts import Facts
-from hpctrain_plugins.report.limits import Finding, calmer
+from hpctrain_plugins.report.finding import Finding
+from hpctrain_plugins.report.limits import calmer
 
 _LONGEST = 300
 _MEMORY = re.compile(r"ran out of memory|out of memory|OutOfMemoryError|MemoryError")

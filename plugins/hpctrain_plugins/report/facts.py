@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from hpctrain.toolkit.runs import Failure, JobSeen, LogLine, StartsSeen
 from hpctrain_plugins.report.curves import Rows
+from hpctrain_plugins.report.plan_file import JobPlan
 from hpctrain_plugins.report.wall_time import WallTime
 
 How = Literal["done", "running", "stopped", "cancelled", "failed", "killed", "pending", "unknown"]
@@ -81,6 +82,8 @@ class Facts:
     """The scheduler and the id of the newest submission."""
     offset: timedelta
     """The difference of the job's clock from UTC."""
+    plan: JobPlan | None = None
+    """The plan that the run is to be compared with."""
 
     @property
     def name(self) -> str:
@@ -114,3 +117,14 @@ class Facts:
         """The mean time of a step without saves and evaluations."""
         whole = sum(seconds for name, seconds in self.rows.steady.items() if name not in ("evaluation", "checkpoint"))
         return whole / self.rows.steady_steps if self.rows.steady_steps else None
+
+
+def flat(tables: object, longest: int, prefix: str = "", depth: int = 0) -> list[tuple[str, str]]:
+    """The keys of nested tables, joined by dots, with their values as texts of at most so many letters."""
+    if isinstance(tables, Mapping) and depth < 8:
+        return [
+            pair
+            for key, value in tables.items()
+            for pair in flat(value, longest, f"{prefix}.{key}".strip("."), depth + 1)
+        ]
+    return [(prefix, str(tables)[:longest])]

@@ -24,6 +24,7 @@ from hpctrain.toolkit.runs import (
 )
 from hpctrain_plugins.report.curves import RowReader, Rows, StartRows
 from hpctrain_plugins.report.facts import Ending, Event, Facts, How, Layout
+from hpctrain_plugins.report.plan_file import JobPlan
 from hpctrain_plugins.report.wall_time import Stretch, WallTime, account
 
 _LINES = 30
@@ -33,8 +34,8 @@ _MOST_RANKS = 100_000
 _AXIS = re.compile(r"(\w+) (\d+)")
 
 
-def gather(directory: Path, ending: Ending | None = None) -> Facts:
-    """Read a run. ending: how it ends, where the run itself asks, whose files do not say so yet."""
+def gather(directory: Path, ending: Ending | None = None, plan: JobPlan | None = None) -> Facts:
+    """Read a run. ending: how it ends, where the run itself asks, whose files do not say so yet. plan: to compare it with."""
     run = RunDirectory(directory)
     job, starts, log = run.job(), read_starts(directory), read_log(run.log)
     rows = RowReader(run, [one.time for one in starts.starts]).read()
@@ -61,6 +62,7 @@ def gather(directory: Path, ending: Ending | None = None) -> Facts:
         _events(starts, log),
         (submission.target, submission.id) if submission is not None and submission.id else None,
         offset,
+        plan,
     )
 
 

@@ -4,102 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from hpctrain_plugins.report.against_plan import against
 from hpctrain_plugins.report.facts import Facts
+from hpctrain_plugins.report.finding import STEPS, WORKERS, Finding
+from hpctrain_plugins.report.waits import PIPELINE, communication_bound, pipeline_idle, pipeline_share, straggling
 from hpctrain_plugins.report.wall_time import WallTime
 
-DATA, COMMUNICATION, LOST, STRAGGLER, SAVING, EVALUATION, STARTING, IDLE = 0.15, 0.3, 0.05, 0.05, 0.1, 0.25, 0.25, 0.25
+DATA, LOST, SAVING, EVALUATION, STARTING, IDLE = 0.15, 0.05, 0.1, 0.25, 0.25, 0.25
 """The least shares of the time at which a rule speaks."""
 MEMORY = 0.5
 """The share of an accelerator's memory below which it counts as unused."""
 SKIPPED = 0.02
-_STEPS = 5
-"""Steps from which on shares of their time tell anything."""
+PLANNED = 1.1
+"""The measured peak of memory to the planned one."""
 _SECONDS = 60.0
 """Wall time from which on shares of it do: every short run mostly starts."""
-_WORKERS = 4
-_NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
-"""The keys of [parallelism] by the axes of the mesh, which rows name. An axis of another package may have the same for both."""
 _GB = 1e9
-
-
-@dataclass(frozen=True)
-class Finding:
-    """rule: its name. limit: what limits the run. step: to try next, in the words of the job file or the shell; "" if none. cost:
-    about the share of the time that it costs."""
-
-    rule: str
-    limit: str
-    step: str
-    cost: float
 
 
 def data_bound(facts: Facts) -> Finding | None:
     """Steps wait for samples."""
     share = facts.steady_share("data")
-    if share < DATA or facts.rows.steady_steps < _STEPS:
+    if share < DATA or facts.rows.steady_steps < STEPS:
         return None
     workers = facts.count("dataset", "workers") or 0
-    more = _WORKERS if workers == 0 else 2 * workers
+    more = WORKERS if workers == 0 else 2 * workers
     return Finding("data", f"{share:.0%} of each step waits for data", f"[dataset] workers = {more}", share)
-
-
-def communication_bound(facts: Facts) -> Finding | None:
-    """Steps wait for communication that computing does not hide."""
-    share = facts.steady_share("communication")
-    if share < COMMUNICATION or facts.rows.steady_steps < _STEPS:
-        return None
-    most = max(facts.rows.exposed.items(), key=lambda one: one[1], default=None)
-    where = f", most of it for {most[0]}" if most is not None else ""
-    limit = f"{share:.0%} of each step waits for communication{where}"
-    return Finding("communication", limit, _less_communication(facts, most[0] if most else ""), share)
-
-
-def _less_communication(facts: Facts, operation: str) -> str:
-    axis, layout = operation.partition(".")[0], facts.layout
-    name = _NAMES.get(axis, axis)
-    size = facts.count("parallelism", name, "size") if name else None
-    if size is not None and size > 1:
-        if layout is not None and size > layout.per_host:
-            return f"[parallelism.{name}] size = {layout.per_host}: the ranks of a node, so that it stays inside"
-        return f"[parallelism.{name}] size = {size // 2}, if the model fits"
-    if facts.count("sharding", "stage") == 3:
-        return "[sharding] stage = 2, if memory allows: it gathers no parameters in each micro batch"
-    hosts = len(set(layout.hosts)) if layout is not None else 1
-    if hosts > 1 and facts.key("compression", "name") == "none":
-        return '[compression] name = "bf16": half the bytes between nodes'
-    whole = facts.count("batch", "global_size")
-    if whole:
-        return f"[batch] global_size = {2 * whole}: as many samples with half the sums of gradients"
-    return "larger batches: the same samples with fewer sums of gradients"
-
-
-def straggling(facts: Facts) -> Finding | None:
-    """The ranks wait for one of them."""
-    if not facts.rows.stragglers or not facts.step_seconds:
-        return None
-    (rank, node, cause), (steps, seconds) = max(facts.rows.stragglers.items(), key=lambda one: one[1][1])
-    share = seconds / (facts.step_seconds * max(1.0, facts.rows.steady_steps))
-    if share < STRAGGLER:
-        return None
-    where = f"rank {rank} on {node}" if node else f"rank {rank}"
-    limit = f"{where} is slow: its {cause} takes {seconds / steps:.3g} s longer a step than that of the others, which wait for it"
-    # a slow rank is why others wait, so it comes before what they wait for
-    waits = facts.steady_share("communication") + facts.steady_share("data")
-    return Finding("straggler", limit, _without_slow(facts, node, cause), min(0.99, max(share, waits) + 0.01))
-
-
-def _without_slow(facts: Facts, node: str, cause: str) -> str:
-    several = facts.layout is not None and len(set(facts.layout.hosts)) > 1
-    if cause == "data":
-        workers = facts.count("dataset", "workers") or 0
-        return f"[dataset] workers = {2 * workers or _WORKERS}; if the rank stays slow, look at its files and its node"
-    if cause == "save":
-        return "[checkpoint] asynchronous = true; look at the file system of that node"
-    if several and node:
-        return f"sbatch --exclude={node}; hpctrain doctor tells what is wrong with it"
-    return "see what else computes on its cores or its device: top, nvidia-smi; hpctrain doctor"
 
 
 def memory_unused(facts: Facts) -> Finding | None:
@@ -113,12 +44,21 @@ def memory_unused(facts: Facts) -> Finding | None:
         return Finding("memory", limit, '[activation_checkpointing] mode = "none": computes nothing twice', 0.1)
     micro, every = facts.count("batch", "micro_size"), facts.count("batch", "global_size")
     ranks = facts.layout.data_ranks if facts.layout is not None else 1
-    if not micro:
+    if not micro or pipeline_share(facts) >= PIPELINE:  # larger ones would be fewer, and leave a pipeline emptier
         return None
     grown = f"[batch] micro_size = {2 * micro}, now {micro}"
     if every is not None and every < 2 * micro * ranks:
         grown += f", with global_size = {2 * micro * ranks}"
     return Finding("memory", limit, grown, 0.1)
+
+
+def above_plan(facts: Facts) -> Finding | None:
+    """More memory was taken than planned."""
+    found = against(facts)
+    if found is None or found.ratio is None or found.ratio <= PLANNED:
+        return None
+    planned, measured = found.plan.largest.most_bytes / _GB, (found.measured or 0.0) / _GB
+    return Finding("plan", f"peak {measured:.3g} GB, {found.ratio - 1:.0%} above the planned {planned:.3g} GB", "", 0.0)
 
 
 def losing(facts: Facts) -> Finding | None:
@@ -220,5 +160,6 @@ def calmer(facts: Facts) -> str:
 
 
 LIMITS: tuple[Callable[[Facts], Finding | None], ...] = (
-    data_bound, communication_bound, straggling, memory_unused, losing, saving, evaluating, starting, waiting, skipping,
+    data_bound, communication_bound, straggling, pipeline_idle, memory_unused, above_plan, losing, saving, evaluating, starting,
+    waiting, skipping,
 )  # fmt: skip

@@ -13,10 +13,12 @@ from datetime import datetime
 from typing import Any
 
 from hpctrain.toolkit.commands import escaped
+from hpctrain_plugins.report.against_plan import against
 from hpctrain_plugins.report.curves import PARTS
 from hpctrain_plugins.report.facts import Facts
 from hpctrain_plugins.report.plots import WIDTHS, draw
-from hpctrain_plugins.report.sections import Section, compared, sections_of
+from hpctrain_plugins.report.section import Section
+from hpctrain_plugins.report.sections import compared, sections_of
 from hpctrain_plugins.report.verdict import judge
 
 FILE_NAME = "report.html"
@@ -54,7 +56,7 @@ def markdown(runs: Sequence[Facts]) -> str:
         lines += ["", f"## {_plain(one.name)}" if len(runs) > 1 else "", f"**{_plain(verdict.ended)}**", ""]
         lines.append(f"- Limit: {_plain(verdict.first.limit)}")
         lines += [f"- Next step: {_plain(verdict.first.step)}"] if verdict.first.step else []
-        lines += [f"- Also: {_plain(other.limit)}: {_plain(other.step)}" for other in verdict.findings[1:]]
+        lines += [f"- Also: {_plain(other.told)}" for other in verdict.findings[1:]]
     if len(runs) > 1:
         lines += _section(compared(runs), 2)
     for one in runs:
@@ -150,6 +152,7 @@ def _numbers(facts: Facts) -> dict[str, Any]:
         "seconds_of_step": {part: rows.steady[part] / rows.steady_steps for part in PARTS} if rows.steady_steps else {},
         "memory_peak_bytes": rows.memory_peak,
         "device_bytes": facts.device_bytes,
+        "plan": None if (plan := against(facts)) is None else plan.as_dict(),
         "exposed_seconds": dict(rows.exposed),
         "hidden_seconds": dict(rows.hidden),
         "wall": None if facts.wall is None else {"seconds": facts.wall.seconds, "of": dict(facts.wall.of)},

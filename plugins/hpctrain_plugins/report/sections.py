@@ -3,36 +3,20 @@ writes them escapes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 
-from hpctrain_plugins.report.curves import PARTS, Point
-from hpctrain_plugins.report.facts import Facts
+from hpctrain_plugins.report.against_plan import against, told_plan
+from hpctrain_plugins.report.curves import PARTS, mean_of
+from hpctrain_plugins.report.facts import Facts, flat
 from hpctrain_plugins.report.gathering import counted
+from hpctrain_plugins.report.section import Section
 from hpctrain_plugins.report.wall_time import KINDS
 
 _MOST = 40
 """Rows of a table."""
 _LONGEST = 400
 _GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of a report. rows: a table, whose first column names the others. plots: names of what plots.py draws."""
-
-    title: str
-    lines: Sequence[str] = ()
-    head: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    plots: Sequence[str] = ()
-    log: Sequence[str] = field(default=())
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
-        return not (self.lines or self.rows or self.plots or self.log)
 
 
 def sections_of(facts: Facts) -> list[Section]:
@@ -188,7 +172,7 @@ def log(facts: Facts) -> Section:
 
 def compared(runs: Sequence[Facts]) -> Section:
     """Differences of jobs and results of several runs."""
-    jobs = [dict(_flat(one.tables)) for one in runs]
+    jobs = [dict(flat(one.tables, _LONGEST)) for one in runs]
     keys = [key for key in dict.fromkeys(key for job in jobs for key in job) if len({job.get(key) for job in jobs}) > 1]
     rows = [(_cut(key), *(_cut(job.get(key, "-")) for job in jobs)) for key in keys[:_MOST]]
     told = [f"and {len(keys) - _MOST} more keys differ"] if len(keys) > _MOST else []
@@ -200,6 +184,7 @@ def compared(runs: Sequence[Facts]) -> Section:
         "units a second": lambda one: _rate(mean_of(one.rows.points, "per_second")),
         "mfu": lambda one: "-" if (mfu := mean_of(one.rows.points, "mfu")) is None else f"{mfu:.1%}",
         "peak memory": lambda one: f"{one.rows.memory_peak / _GIB:.2f} GiB" if one.rows.memory_peak else "-",
+        "peak to plan": _to_plan,
         "goodput": lambda one: f"{one.wall.share('stepping'):.0%}" if one.wall else "-",
         "wall time": lambda one: duration(one.wall.seconds) if one.wall else "-",
     }
@@ -207,10 +192,9 @@ def compared(runs: Sequence[Facts]) -> Section:
     return Section("What differs", told, ("", *(_cut(one.name) for one in runs)), rows, ["compared"])
 
 
-def _flat(tables: object, prefix: str = "", depth: int = 0) -> list[tuple[str, str]]:
-    if isinstance(tables, Mapping) and depth < 8:
-        return [pair for key, value in tables.items() for pair in _flat(value, f"{prefix}.{key}".strip("."), depth + 1)]
-    return [(prefix, str(tables)[:_LONGEST])]
+def _to_plan(facts: Facts) -> str:
+    found = against(facts)
+    return "-" if found is None or found.ratio is None else f"{found.ratio:.0%}"
 
 
 def duration(seconds: float) -> str:
@@ -242,16 +226,10 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
 
 
-def mean_of(points: Sequence[Point], key: str) -> float | None:
-    """The mean of a key over all rows that have it."""
-    count = sum(one.counts[key] for one in points)
-    return sum(one.sums[key] for one in points) / count if count else None
-
-
 def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 _MAKERS: tuple[Callable[[Facts], Section], ...] = (
-    where, loss, speed, step_time, memory, communication, goodput, checkpoints, events, log,
+    where, loss, speed, step_time, memory, told_plan, communication, goodput, checkpoints, events, log,
 )  # fmt: skip

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from hpctrain_plugins.report.endings import AFTER, told_ending
 from hpctrain_plugins.report.facts import Facts
-from hpctrain_plugins.report.limits import LIMITS, Finding
+from hpctrain_plugins.report.finding import Finding
+from hpctrain_plugins.report.limits import LIMITS
 
 
 @dataclass(frozen=True)
