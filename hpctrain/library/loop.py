@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.base.errors import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
 from hpctrain.checking.check import CheckedJob
+from hpctrain.contracts.parallelism import AppliedAxis
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.tables import Job
 from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, Agreement
@@ -138,35 +139,43 @@ class Loop:
         if model is not None and not any(one.requires_grad for one in model.parameters()):
             if optimizer is not None:
                 raise UsageError(f"setup: {name!r} has an optimizer and no parameter with requires_grad = True")
-            return self._module(name, build_frozen(self._start, checked), checked, None)
+            built = build_frozen(self._start, checked)
+            return self._module(name, built.sharded.module, built.axes, checked, None)
         made = build(self._start, checked)
         made.refuse_optimizer()
         whole = dict(made.module.named_parameters())
         by_job = optimizer is None or "schedule" in self._start.checked.raw.tables or "schedule" in tables
         trained = Trained(name, made, {key: one for key, one in whole.items() if one.requires_grad}, by_job)
         self._trained[name], self._of[name] = trained, checked
-        return self._module(name, made.module, checked, trained), OwnOptimizer(trained, self._update)
+        return self._module(name, made.module, made.axes, checked, trained), OwnOptimizer(trained, self._update)
 
-    def _module(self, name: str, module: nn.Module, checked: CheckedJob, trained: Trained | None) -> OwnModule:
-        def context() -> AbstractContextManager[None]:
-            return self._context(checked, trained)
+    def _module(
+        self,
+        name: str,
+        module: nn.Module,
+        axes: Sequence[AppliedAxis],
+        checked: CheckedJob,
+        trained: Trained | None,
+    ) -> OwnModule:
+        precision = checked.parts.precision
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            with ExitStack() as stack:
+                for axis in axes:
+                    stack.enter_context(axis.context())
+                stack.enter_context(self._start.hooks.phase("forward", self.step))
+                stack.enter_context(precision.forward(self.device))
+                yield
 
         def forwarding() -> Any:
-            if trained is None or not trained.is_training or not module.training:
+            if trained is None or not trained.is_training:
                 return None
             trained.forwarding(self.step, self._steps is None or self._steps.is_last)
             return trained.reached
 
-        return OwnModule(name, module, checked.parts.precision.parameter_dtype, context, forwarding)
-
-    @contextmanager
-    def _context(self, checked: CheckedJob, trained: Trained | None) -> Iterator[None]:
-        with ExitStack() as stack:
-            for axis in [] if trained is None else trained.model.axes:
-                stack.enter_context(axis.context())
-            stack.enter_context(self._start.hooks.phase("forward", self.step))
-            stack.enter_context(checked.parts.precision.forward(self.device))
-            yield
+        drop = None if trained is None else trained.zero_grad
+        return OwnModule(name, module, precision.parameter_dtype, context, forwarding, drop)
 
     def _refuse_known(self, name: str, model: nn.Module | None) -> None:
         known = {id(one): other for reference, other in self._parameters if (one := reference()) is not None}

@@ -23,13 +23,14 @@ class OwnModule(nn.Module):
         dtype: torch.dtype,
         context: Callable[[], AbstractContextManager[None]],
         forwarding: Callable[[], Callable[[], None] | None],
+        drop: Callable[[], None] | None,
     ) -> None:
         """dtype: of floating point inputs. context: for a forward. forwarding: is told of each; returns what is called when a
-        backward comes to its outputs, None where none can."""
+        backward comes to its outputs, None where none can. drop: drops the gradients."""
         super().__init__()
         self.module = module
         self._name, self._dtype, self._context, self._forwarding = name, dtype, context, forwarding
-        self._inside = False
+        self._inside, self._drop = False, drop
         for child in module.children():
             child.register_forward_pre_hook(self._refuse_part)
 
@@ -47,6 +48,11 @@ class OwnModule(nn.Module):
             if one.requires_grad:
                 one.register_hook(_calling(reached))
         return outputs
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as the optimizer's `zero_grad` does."""
+        if self._drop is not None:
+            self._drop()
 
     def _converted(self, inputs: Any) -> Any:
         def converted(one: Tensor) -> Tensor:

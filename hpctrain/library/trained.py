@@ -36,12 +36,18 @@ class Trained:
         self.backward_runs = False
         """Whether the loop's own backward goes on."""
         self._kept: list[Tensor] = []
+        """Gradients of earlier backwards, which a forward has put aside."""
         self._noted: list[dict[str, Any]] = []
         self._set_rates: list[float] = []
 
     def forwarding(self, step: int, last: bool) -> None:
-        """A forward begins whose backward may follow. last: whether the ranks sum the gradients in that backward."""
+        """A forward begins whose backward may follow. last: whether the ranks sum the gradients in that backward.
+
+        Raises TrainingError if the model waits for the backward of a forward in another micro batch.
+        """
         if self._open:
+            if last != self._last:
+                raise self._unused_forward()
             return
         if self._summed:  # the program goes on adding: the strategy would begin anew
             self._kept = [gradient.clone() for gradient in self._gradients()]
@@ -90,12 +96,20 @@ class Trained:
         """The gradients of this rank's pieces. Raises TrainingError if no backward has come here since `zero_grad`."""
         if self._pending:
             self._sum()
+        if self._kept and not self._summed:
+            raise self._unused_forward()
         if not self._summed:
             raise TrainingError(
                 f"the optimizer of the model {self.name!r} steps without a gradient; expected a loop.backward(loss) of a loss that "
                 "follows from this model's outputs, after zero_grad()"
             )
         return self._gradients()
+
+    def _unused_forward(self) -> TrainingError:
+        return TrainingError(
+            f"a forward of the model {self.name!r} has no backward: the strategy waits for its gradients; call the model under "
+            "torch.no_grad() where no loop.backward follows"
+        )
 
     def leave_frozen(self) -> None:
         """Keep the optimizer from parameters that the program has frozen for a while, as torch does where there is no gradient."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 
 from hpctrain.base.launcher_variables import launcher_name
 from hpctrain.checking.check import CheckedJob
@@ -13,7 +12,7 @@ from hpctrain.checking.choices import refuse_machine
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.plugin import Machine
-from hpctrain.model.build import InitialValues, build_model
+from hpctrain.model.build import Built, InitialValues, build_model
 from hpctrain.model.conformance.trials import refuse_impure_schedule
 from hpctrain.model.gradients.reducer import GradientReducer
 from hpctrain.model.mesh import build_meshes, layout_of
@@ -50,14 +49,14 @@ def build(start: Start, checked: CheckedJob) -> TrainedModel:
         return TrainedModel(job, parts, meshes, identity.node, device, start.hooks)
 
 
-def build_frozen(start: Start, checked: CheckedJob) -> nn.Module:
-    """A module without trained parameters, laid out as the job says. Collective."""
+def build_frozen(start: Start, checked: CheckedJob) -> Built:
+    """A model without trained parameters, laid out as the job says. Collective."""
     job, parts, identity, device = checked.job, checked.parts, start.world.identity, start.device
     refuse_machine(job, parts, Machine(identity, device), checked.registry)
     meshes = build_meshes(layout_of(job, parts, identity.size), device)
     sums = GradientReducer(parts.compression, meshes, identity.node)
     with start.hooks.phase("build", 0):
-        return build_model(job, parts, meshes, sums, device, InitialValues(), trains=False).sharded.module
+        return build_model(job, parts, meshes, sums, device, InitialValues(), trains=False)
 
 
 def complete(

@@ -97,9 +97,10 @@ def test_gradients_add_up_until_zero_grad(stage: int) -> None:
         backward(mse_loss(net(x), y))
         backward(net(x).square().mean() + net(2 * x).mean())  # two forwards
         optimizer.step()
+        net.eval()(x)  # as an evaluation does that forgets no_grad
         backward(net(x).abs().mean())  # without zero_grad
         optimizer.step()
-        optimizer.zero_grad()
+        net.zero_grad()
         backward(mse_loss(net(x), 2 * y))
         optimizer.zero_grad()  # dropped
 
@@ -259,8 +260,8 @@ def twice_through_one_forward(loop: Loop) -> None:
     for step in loop.steps():
         for x, _ in step:
             outputs = model(x)
-        loop.backward(outputs.mean(), retain_graph=True)
-        loop.backward(outputs.sum())
+            loop.backward(outputs.mean(), retain_graph=True)
+            loop.backward(outputs.sum())
 
 
 def no_gradient(loop: Loop) -> None:
@@ -285,6 +286,15 @@ def strange_module(loop: Loop) -> None:
             loop.backward(forgotten(model(x)).mean())
 
 
+def forward_before_step(loop: Loop) -> None:
+    model, optimizer = trained(loop)
+    for step in loop.steps():
+        for x, _ in step:
+            loop.backward(model(x).mean())
+        model(x)
+        optimizer.step()
+
+
 def step_without_backward(loop: Loop) -> None:
     _, optimizer = trained(loop)
     for _ in loop.steps():
@@ -305,6 +315,7 @@ def step_without_backward(loop: Loop) -> None:
         (a_part, TrainingError, "calls Linear, a part of the model 'model'"),
         (twice_through_one_forward, TrainingError, "a second backward has come to one forward of the model 'model'"),
         (strange_module, TrainingError, r"parameters that were not set up, of the shape \(1, 1\), \(1,\)"),
+        (forward_before_step, TrainingError, "a forward of the model 'model' has no backward"),
         (no_gradient, TrainingError, "the loss has no gradient"),
         (not_a_scalar, TrainingError, r"found a loss of shape \(4, 1\)"),
         (step_without_backward, TrainingError, "steps without a gradient"),
