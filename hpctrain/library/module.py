@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hpctrain.base.errors import TrainingError
 from hpctrain.contracts.model import tensors_in
@@ -35,7 +36,8 @@ class OwnModule(nn.Module):
             child.register_forward_pre_hook(self._refuse_part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's outputs; floating ones of 16 bits in float32, as a loss needs them."""
+        """The module's outputs, whole where tensor parallelism has cut them; floating ones of 16 bits in float32, as a loss needs
+        them."""
         reached = self._forwarding()
         self._inside = True
         try:
@@ -83,6 +85,7 @@ def _calling(function: Callable[[], None] | None) -> Callable[[Tensor], None]:
 
 
 def _widened(one: Tensor) -> Tensor:
+    one = one.full_tensor() if isinstance(one, DTensor) else one
     return one.float() if one.is_floating_point() and one.dtype.itemsize < 4 else one
 
 

@@ -121,7 +121,7 @@ class Steps:
             micro_batches, seen = self._load()
             self._updates.begin_step()
             yield Step(session.progress.step + 1, partial(self._dealt, micro_batches))
-            code = self._end_step(seen, begin)
+            code = self._end_step(micro_batches, seen, begin)
         self.stopped = code == EXIT_STOPPED
 
     def _load(self) -> tuple[list[MicroBatch], int]:
@@ -145,7 +145,7 @@ class Steps:
             seed_draws(derive_seed(seed, step, micro.place, 0), self.session.device)
             yield micro.batch
 
-    def _end_step(self, seen: int, begin: float) -> int:
+    def _end_step(self, micro_batches: Sequence[MicroBatch], seen: int, begin: float) -> int:
         """Write the step's row, let hooks, guard and requests act, and save; the exit code so far. Collective."""
         session, updates = self.session, self._updates
         self.micro_batches, self.is_last = 1, True
@@ -154,7 +154,8 @@ class Steps:
         logged = {name: sum(values[1:], values[0]) / len(values) for name, values in self._logged.items()}
         self._logged.clear()
         figures = session.meters.figures([])  # operations are not counted: forwards may be of any kind
-        told = [stop, request, *logged.values(), *figures]
+        terms = session.model.loss_share * sum(micro.terms for micro in micro_batches)
+        told = [stop, request, terms, *logged.values(), *figures]
         ranks = self._agreement.on(END_OF_STEP, session.progress.step, told)
         session.model.scaler.update(updates.finite)
         session.progress.advance(seen)
@@ -179,8 +180,8 @@ class Steps:
         mine = done.get(first, Update(math.nan, math.nan, math.nan, True, None))
         others = {name: one for name, one in done.items() if name != first}
         session.progress.loss = mine.loss
-        count = round(session.feed.plan.samples_per_step) if self._reads else 0
-        measured = [rank[2 + len(logged) :] for rank in ranks]
+        count = int(sum(rank[2] for rank in ranks))
+        measured = [rank[3 + len(logged) :] for rank in ranks]
         row = StepRow(
             loss=mine.loss,
             named_losses={name: one.loss for name, one in others.items()},
@@ -200,7 +201,7 @@ class Steps:
         found = row.as_dict(moment(session), session.parts.model.counts)
         found |= {f"lr_{name}": one.lr for name, one in others.items()}
         found |= {f"grad_norm_{name}": one.norm for name, one in others.items()}
-        means = {name: sum(rank[2 + place] for rank in ranks) / len(ranks) for place, name in enumerate(logged)}
+        means = {name: sum(rank[3 + place] for rank in ranks) / len(ranks) for place, name in enumerate(logged)}
         return {**found, **means}
 
     def _acted(self) -> bool:

@@ -124,3 +124,59 @@ def test_ranks_that_part_are_named(tmp_path: Path) -> None:
     said = "rank 0 steps the optimizer of 'discriminator' in step 3, but rank 1 begins a backward in step 3"
     assert said in done.err, done
     assert len(rows(tmp_path / "out")) == 2
+
+
+LANGUAGE_MODEL = """
+import sys
+from torch.nn.functional import cross_entropy
+import hpctrain
+
+with hpctrain.own_loop(sys.argv[1]) as loop:
+    model, optimizer = loop.setup()
+    for step in loop.steps():
+        for batch in step:
+            logits = model(batch["input_ids"], batch.get("positions"))
+            loop.backward(cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("axis", "stage", "ranks"),
+    [
+        ("tensor", 1, 2),
+        pytest.param("tensor", 3, 4, marks=pytest.mark.thorough),
+        pytest.param("context", 0, 2, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_model_of_the_job_on_an_axis(tmp_path: Path, axis: str, stage: int, ranks: int) -> None:
+    """Model, optimizer, schedule and clipping of the job, against `hpctrain run` of the same job on one rank."""
+    tables: dict[str, dict[str, Any]] = {
+        "model": {
+            "name": "gpt",
+            "hidden_size": 32,
+            "layers": 2,
+            "attention_heads": 4,
+            "vocab_size": 64,
+            "max_seq_length": 16,
+        },
+        "dataset": {"name": "synthetic"},
+        "batch": {"global_size": 8, "micro_size": 2},
+        "optimizer": {"name": "adamw", "lr": 1e-3, "clip_norm": 0.5},
+        "schedule": {"name": "cosine", "warmup_steps": 2},
+    }
+    (tmp_path / "loop.py").write_text(LANGUAGE_MODEL)
+    job = write_job(tmp_path, stage, ranks, 4, **tables, **{f"parallelism.{axis}": {"size": 2}})
+    job.write_text(job.read_text().replace("OUTPUT", "own"))
+    done = run([MPIEXEC, "-n", str(ranks), sys.executable, "loop.py", "job.toml"], tmp_path)
+    assert done.code == 0, done
+    job = write_job(tmp_path, 0, 1, 4, **tables)
+    job.write_text(job.read_text().replace("OUTPUT", "whole"))
+    done = run(hpctrain("run", "job.toml"), tmp_path)
+    assert done.code == 0, done
+    found, expected = rows(tmp_path / "own"), rows(tmp_path / "whole")
+    assert len(found) == len(expected) == 4
+    for one, other in zip(found, expected, strict=True):
+        keys = ["loss", "grad_norm", "lr"]
+        assert [one[key] for key in keys] == pytest.approx([other[key] for key in keys], rel=1e-10)
