@@ -143,9 +143,8 @@ class Loop:
             return self._module(name, built.sharded.module, built.axes, checked, None)
         made = build(self._start, checked)
         made.refuse_optimizer()
-        whole = dict(made.module.named_parameters())
         by_job = optimizer is None or "schedule" in self._start.checked.raw.tables or "schedule" in tables
-        trained = Trained(name, made, {key: one for key, one in whole.items() if one.requires_grad}, by_job)
+        trained = Trained(name, made, by_job)
         self._trained[name], self._of[name] = trained, checked
         return self._module(name, made.module, made.axes, checked, trained), OwnOptimizer(trained, self._update)
 

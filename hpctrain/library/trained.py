@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpctrain.base.errors import TrainingError
 from hpctrain.base.torch_private import foreach_add_
@@ -21,16 +20,17 @@ class Trained:
     losses: the sum of the losses whose backwards have reached it since then, each over the number of micro batches.
     """
 
-    def __init__(
-        self, name: str, model: TrainedModel, whole: Mapping[str, nn.Parameter], follows_schedule: bool
-    ) -> None:
-        """whole: the trained parameters by name. follows_schedule: whether the job sets the learning rate, not the program."""
+    def __init__(self, name: str, model: TrainedModel, follows_schedule: bool) -> None:
+        """follows_schedule: whether the job sets the learning rate, not the program."""
         self.name, self.model, self.follows_schedule = name, model, follows_schedule
+        parameters = dict(model.module.named_parameters())
+        self._whole = {key: one for key, one in parameters.items() if key in model.shapes}
+        """The trained parameters."""
+        self._frozen = {key: one for key, one in parameters.items() if key not in model.shapes}
         self.session: Session | None = None
         self.steps = 0
         """Steps of its optimizer so far in this process."""
         self.losses = torch.zeros((), dtype=torch.float64, device=model.device)
-        self._whole = whole
         self._open = self._reached = self._pending = self._summed = False
         self._last, self._differentiates = True, False
         self.backward_runs = False
@@ -93,7 +93,17 @@ class Trained:
         self._pending, self._summed = False, True
 
     def summed_gradients(self) -> list[Tensor]:
-        """The gradients of this rank's pieces. Raises TrainingError if no backward has come here since `zero_grad`."""
+        """The gradients of this rank's pieces.
+
+        Raises TrainingError if no backward has come here since `zero_grad`, and for a parameter that was frozen at the setup and is no
+        more: no optimizer has it.
+        """
+        thawed = next((key for key, one in self._frozen.items() if one.requires_grad), None)
+        if thawed is not None:
+            raise TrainingError(
+                f"{thawed} of the model {self.name!r} was frozen when it was set up, has requires_grad now, and is in no "
+                "optimizer; set models up with all that is ever trained, and freeze it afterwards"
+            )
         if self._pending:
             self._sum()
         if self._kept and not self._summed:

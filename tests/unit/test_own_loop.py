@@ -295,6 +295,18 @@ def forward_before_step(loop: Loop) -> None:
         optimizer.step()
 
 
+def thawed_later(loop: Loop) -> None:
+    net = make_net()
+    net[0].requires_grad_(False)
+    model, optimizer = loop.setup(net, torch.optim.SGD(net[2].parameters(), lr=0.1))
+    for step in loop.steps():
+        model.module[0].requires_grad_(step.number > 1)
+        for x, _ in step:
+            loop.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def step_without_backward(loop: Loop) -> None:
     _, optimizer = trained(loop)
     for _ in loop.steps():
@@ -316,6 +328,7 @@ def step_without_backward(loop: Loop) -> None:
         (twice_through_one_forward, TrainingError, "a second backward has come to one forward of the model 'model'"),
         (strange_module, TrainingError, r"parameters that were not set up, of the shape \(1, 1\), \(1,\)"),
         (forward_before_step, TrainingError, "a forward of the model 'model' has no backward"),
+        (thawed_later, TrainingError, r"0\.weight of the model 'model' was frozen when it was set up"),
         (no_gradient, TrainingError, "the loss has no gradient"),
         (not_a_scalar, TrainingError, r"found a loss of shape \(4, 1\)"),
         (step_without_backward, TrainingError, "steps without a gradient"),
