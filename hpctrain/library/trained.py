@@ -95,8 +95,8 @@ class Trained:
     def summed_gradients(self) -> list[Tensor]:
         """The gradients of this rank's pieces.
 
-        Raises TrainingError if no backward has come here since `zero_grad`, and for a parameter that was frozen at the setup and is no
-        more: no optimizer has it.
+        Raises TrainingError if no backward has come here since `zero_grad`, and for a parameter that was frozen at the setup and
+        is no more: no optimizer has it.
         """
         thawed = next((key for key, one in self._frozen.items() if one.requires_grad), None)
         if thawed is not None:
