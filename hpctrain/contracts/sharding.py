@@ -95,6 +95,12 @@ class ShardedModel(ABC):
         Afterwards every piece has a gradient: a parameter that no rank used has zeros.
         """
 
+    def restart(self, last: bool) -> None:
+        """A program drops the gradients of the step's micro batches so far, where `begin(last)` of another one has been called and
+        its forward may have run: its gradients become the step's first ones. Collective."""
+        self.synchronize()
+        self.begin(last)
+
     def keep_whole(self) -> None:
         """A program's own loop differentiates through the module outside of the micro batch's backward, whose graph may have this
         in it (a gradient penalty): until `begin` or `synchronize`, parameters have to stay whole, and gradients may come late.

@@ -13,6 +13,8 @@ from hpctrain.training.metrics import Figure, gather_row
 BACKWARD, END_OF_STEP, END_OF_LOOP = -1, -2, -3
 _WIDTH = 64
 """Numbers that ranks exchange at a time: as many whatever they do, else ranks that part could not tell each other."""
+_SAME = 3
+"""The first of them are the same on all ranks: action, step, detail."""
 _CPU = torch.device("cpu")
 
 
@@ -28,27 +30,30 @@ class Agreement:
         self._names.append(optimizer)
         return len(self._names) - 1
 
-    def on(self, action: int, step: int, values: Sequence[Figure] = ()) -> list[list[float]]:
+    def on(self, action: int, step: int, values: Sequence[Figure] = (), detail: int = 0) -> list[list[float]]:
         """Every rank's values. Raises TrainingError on all ranks unless all do the same.
 
-        action: an optimizer's number, or what begins or ends. step: completed ones. Waits for an accelerator only where there are
-        values.
+        action: an optimizer's number, or what begins or ends. step: completed ones. detail: a number of the names of the values.
+        Waits for an accelerator only where there are values.
         """
         if self._alone:
             return gather_row(values, self._device) if values else [[]]
-        row = [float(action), float(step), *([] if is_accelerator(self._device) else values)]
+        row = [float(action), float(step), float(detail), *([] if is_accelerator(self._device) else values)]
         row += [0.0] * (_WIDTH - len(row))
         rows = gather_row(row[:_WIDTH], _CPU)
-        if any(one[:2] != rows[0][:2] for one in rows):
+        if any(one[:_SAME] != rows[0][:_SAME] for one in rows):
             raise TrainingError(self._difference(rows), everywhere=True)
         if is_accelerator(self._device):
             return gather_row(values, self._device) if values else [[] for _ in rows]
         if len(row) > _WIDTH:
             rows = [[*one, *more] for one, more in zip(rows, gather_row(row[_WIDTH:], _CPU), strict=True)]
-        return [one[2 : 2 + len(values)] for one in rows]
+        return [one[_SAME : _SAME + len(values)] for one in rows]
 
     def _difference(self, rows: Sequence[Sequence[float]]) -> str:
-        other = next(rank for rank, row in enumerate(rows) if row[:2] != rows[0][:2])
+        other = next(rank for rank, row in enumerate(rows) if row[:_SAME] != rows[0][:_SAME])
+        if rows[other][:2] == rows[0][:2]:
+            step = f"step {rows[0][1] + 1:.0f}"
+            return f"log: rank {other} has logged other names than rank 0 in {step}; expected the same on all ranks"
         first, second = (self._words(*rows[rank][:2]) for rank in (0, other))
         return (
             f"the ranks of the program's loop have parted: rank 0 {first}, but rank {other} {second}; expected the same steps on "

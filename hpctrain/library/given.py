@@ -49,6 +49,12 @@ class GivenOptimizer(UserOptimizer):
         takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
         options = {key: value for key, value in defaults.items() if takes_all or key in known}
         rate = float(options.pop("lr", like.param_groups[0]["lr"]))
+        lost = [key for key in known if key not in ("self", "params", "args", "kwargs") and key not in defaults]
+        if lost and not takes_all:
+            raise UsageError(
+                f"setup: {kind.__name__} takes {lost[0]!r} and doesn't keep it in its defaults, so it can't be built anew; name "
+                "it in the job's [optimizer] with its options"
+            )
 
         def build(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
             made: torch.optim.Optimizer = kind(groups, lr=lr, **options)
@@ -71,6 +77,15 @@ def groups_of(optimizer: torch.optim.Optimizer, module: nn.Module, name: str) ->
         raise UsageError(
             f"setup: the optimizer of {name!r} has taken steps already; expected a new one: its state would be lost"
         )
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise UsageError(
+            f"setup: a scheduler has been made over the optimizer of {name!r}, which is built anew; make the scheduler over the "
+            "one that setup returns"
+        )
+    if any(not float(group["lr"]) > 0 for group in optimizer.param_groups):
+        raise UsageError(
+            f"setup: the optimizer of {name!r} has the learning rate 0; expected more, and a schedule or 0 afterwards"
+        )
     names = {id(parameter): key for key, parameter in module.named_parameters()}
     held = [id(one) for group in optimizer.param_groups for one in group["params"]]
     if any(one not in names for one in held):
@@ -88,6 +103,10 @@ def groups_of(optimizer: torch.optim.Optimizer, module: nn.Module, name: str) ->
 def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
     for group in optimizer.param_groups:
         trained = [names[id(one)] for one in group["params"] if one.requires_grad]
+        if not trained:
+            raise UsageError(
+                "setup: a group of the optimizer has frozen parameters only; leave it out, or freeze them afterwards"
+            )
         if trained:
             options = {key: value for key, value in group.items() if key != "params"}
             yield {"pattern": [glob.escape(one) for one in trained], **options, "lr": float(options["lr"])}

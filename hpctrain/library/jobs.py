@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,12 @@ from hpctrain.contracts.dataset import Split
 from hpctrain.job.raw import RawJob, merge
 from hpctrain.job.reading import read_job
 from hpctrain.job.tables import Job
+from hpctrain.job.training_tables import ModelTable
 from hpctrain.library.given import GivenModel, GivenOptimizer, groups_of
 from hpctrain.plugins.user_code.python_objects import referenced
 
+_OF_A_MODEL = "sharding", "precision", "schedule", "compile", "compression", "activation_checkpointing"
+"""Tables in which models may differ."""
 FIRST = "model"
 """The name of a model that the program gives none."""
 
@@ -68,6 +71,19 @@ def job_tables(job: Job | Mapping[str, Any] | str | Path, tables: Mapping[str, A
     return found
 
 
+def refuse_tables(tables: Collection[str], optimizer: object) -> None:
+    """Raises UsageError for tables that are the loop's, not a model's, and for what is no optimizer."""
+    for name in tables:
+        if name not in _OF_A_MODEL:
+            raise UsageError(
+                f"setup: [{name}] is the same for all models: give it to own_loop; expected {', '.join(_OF_A_MODEL)}"
+            )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"setup: found an optimizer of type {type(optimizer).__name__}, expected a torch.optim.Optimizer"
+        )
+
+
 def check_model(
     tables: Mapping[str, Any],
     ranks: int,
@@ -79,7 +95,8 @@ def check_model(
     """The job of one model. own: tables in which it differs from the others. Raises JobError with every problem."""
     found = merge(dict(tables), dict(own))
     if module is not None:
-        found["model"] = {**found["model"], "name": no_model, "loss": no_loss}
+        known = {key: value for key, value in found["model"].items() if key in ModelTable.model_fields}
+        found["model"] = {**known, "name": no_model, "loss": no_loss}
     checked = check(RawJob(referenced(found), {}, f"the model {name!r}").refuse_values(), ranks)
     parts = checked.parts
     if any(one.traits.ranks_have == "other parameters" for one in parts.parallelism.values()):
@@ -91,5 +108,6 @@ def check_model(
         parts = replace(parts, model=GivenModel(name, module, parts.precision.parameter_dtype))
     if optimizer is not None:
         assert module is not None
-        parts = replace(parts, optimizer=GivenOptimizer(optimizer), optimizer_groups=groups_of(optimizer, module, name))
+        groups = groups_of(optimizer, module, name)
+        parts = replace(parts, optimizer=GivenOptimizer(optimizer), optimizer_groups=groups)
     return replace(checked, parts=parts)

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hpctrain.base.errors import UsageError
+from hpctrain.base.errors import TrainingError, UsageError
+from hpctrain.base.json_values import encode
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
 
@@ -20,11 +21,17 @@ def kept_state(name: str, one: Any) -> PluginState:
         raise UsageError(
             f"register_for_checkpointing: {name!r} is of type {type(one).__name__}, expected state_dict and load_state_dict"
         )
+    _refuse_value(name, one.state_dict())
     tensors = {key: value.detach().clone() for key, value in one.state_dict().items() if isinstance(value, Tensor)}
 
     def values() -> dict[str, Any]:
         found = one.state_dict()
         for key, tensor in tensors.items():
+            if found[key].shape != tensor.shape:
+                raise TrainingError(
+                    f"register_for_checkpointing: {key!r} of {name!r} has the shape {tuple(found[key].shape)} now, and had "
+                    f"{tuple(tensor.shape)} when the steps began; expected one shape"
+                )
             tensor.copy_(found[key])
         return {"values": {key: value for key, value in found.items() if key not in tensors}}
 
@@ -32,3 +39,15 @@ def kept_state(name: str, one: Any) -> PluginState:
         one.load_state_dict({**read["values"], **{key: tensor.clone() for key, tensor in tensors.items()}})
 
     return PluginState(name, [Piece.whole(key, tensor) for key, tensor in tensors.items()], values, restore)
+
+
+def _refuse_value(name: str, state: dict[str, Any]) -> None:
+    """Raises UsageError now for a value that the first save would refuse."""
+    for key, value in state.items():
+        try:
+            encode(None if isinstance(value, Tensor) else value)
+        except TypeError as error:
+            raise UsageError(
+                f"register_for_checkpointing: {key!r} of {name!r} can't be kept: {error}; expected tensors, numbers, texts, lists "
+                "and dicts"
+            ) from None

@@ -20,7 +20,7 @@ from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.tables import Job
 from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, Agreement
 from hpctrain.library.graph import parameters_behind, refuse_strangers
-from hpctrain.library.jobs import FIRST, check_model, job_tables
+from hpctrain.library.jobs import FIRST, check_model, job_tables, refuse_tables
 from hpctrain.library.kept import kept_state
 from hpctrain.library.module import OwnModule
 from hpctrain.library.optimizer import OwnOptimizer
@@ -117,13 +117,15 @@ class Loop:
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         name: str | None = None,
+        clip_norm: float | None = None,
         **tables: Mapping[str, Any],
     ) -> Any:
         """Lay a model out over the ranks; returns it and its optimizer, or a frozen one alone. Collective.
 
         model: None takes the job's [model]; one whose parameters all have requires_grad = False is frozen. optimizer: made over the
         model's parameters, whose options the new one takes over; None takes the job's [optimizer]. name: in checkpoints and
-        metrics; needed from the second model on. tables: in which this model differs from the job, such as
+        metrics; needed from the second model on. clip_norm: for its gradients, in place of the job's. tables: in which this model
+        differs from the job, of sharding, precision, schedule, compile, compression and activation_checkpointing, such as
         `sharding={"stage": 3}`. `model` is given away: use the returned one.
         """
         if self._steps is not None:
@@ -135,6 +137,9 @@ class Loop:
             raise UsageError(f"setup: there is a model {name!r} already; give this one another name=...")
         self._names.add(name)
         self._refuse_known(name, model)
+        refuse_tables(tables, optimizer)
+        if clip_norm is not None:
+            tables["optimizer"] = {"clip_norm": clip_norm}
         checked = check_model(self._start.checked.raw.tables, self.world_size, name, model, optimizer, tables)
         if model is not None and not any(one.requires_grad for one in model.parameters()):
             if optimizer is not None:
@@ -143,7 +148,10 @@ class Loop:
             return self._module(name, built.sharded.module, built.axes, checked, None)
         made = build(self._start, checked)
         made.refuse_optimizer()
-        by_job = optimizer is None or "schedule" in self._start.checked.raw.tables or "schedule" in tables
+        by_job = (
+            "schedule" in {**self._start.checked.raw.tables, **tables}
+            or checked.job.optimizer.lr_reference_batch is not None
+        )
         trained = Trained(name, made, by_job)
         self._trained[name], self._of[name] = trained, checked
         return self._module(name, made.module, made.axes, checked, trained), OwnOptimizer(trained, self._update)
@@ -233,12 +241,13 @@ class Loop:
         if self._steps.is_last:
             self._agreement.on(BACKWARD, self.step)
         parts = self._steps.parts_of_batch
+        share = 1 / self._steps.micro_batches if divisor is None else parts / self._steps.micro_batches / divisor
         scale = max((one.model.scaler.scale for one in self._trained.values()), default=1.0)
         behind = parameters_behind(loss) if self._steps.is_first else []
         with self._start.hooks.phase("backward", self.step), self._updates.backwarding(self._trained.values()):
             (loss * (scale / (parts if divisor is None else divisor))).backward(**named)
         refuse_strangers(behind, [one.model.module for one in self._trained.values()])
-        self._updates.backwarded(self._trained.values(), loss.detach() / self._steps.micro_batches)
+        self._updates.backwarded(self._trained.values(), loss.detach() * share)
 
     def clip_grad_norm_(self, model: OwnModule, max_norm: float) -> float:
         """Scale the model's gradients so that their norm over all ranks is at most `max_norm`; returns that before. Collective."""
@@ -252,6 +261,8 @@ class Loop:
     def get_state_dict(self, model: OwnModule) -> dict[str, Tensor]:
         """The full parameters and buffers of a model by name, on every rank. Collective."""
         trained = self._of_module(model)
+        if trained is not None:
+            trained.model.consolidate()
         names = {} if trained is None else trained.model.shapes
         found = {}
         for name, tensor in named_tensors(model.module):
@@ -283,7 +294,8 @@ class Loop:
         return reduced(tensor, reduction)
 
     def validation(self) -> Iterator[MicroBatch]:
-        """Yield this rank's micro batches of the validation data."""
+        """Yield this rank's micro batches of the validation data, as many on every rank: where `counts` is false, one fills up for
+        ranks that have more, and is no part of the result. Collective."""
         if self._steps is None:
             raise UsageError("validation: the loop has no data yet; expected it after steps() has begun")
         yield from self._steps.validation()
@@ -295,6 +307,8 @@ class Loop:
 
     def end(self) -> int:
         """The program has left its loop; the exit code. Collective."""
+        if self._steps is not None:
+            self._steps.leave()
         self._agreement.on(END_OF_LOOP, self.step)
         if self._steps is None:
             return EXIT_DONE

@@ -32,8 +32,9 @@ class OwnModule(nn.Module):
         self.module = module
         self._name, self._dtype, self._context, self._forwarding = name, dtype, context, forwarding
         self._inside, self._drop = False, drop
-        for child in module.children():
-            child.register_forward_pre_hook(self._refuse_part)
+        for inner, part in module.named_modules():
+            if inner.count(".") < 2:  # deeper ones are reached by these, and each hook costs time
+                part.register_forward_pre_hook(self._refuse_part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's outputs, whole where tensor parallelism has cut them; floating ones of 16 bits in float32, as a loss needs
@@ -72,7 +73,7 @@ class OwnModule(nn.Module):
         if not self._inside and torch.is_grad_enabled():
             raise TrainingError(
                 f"the program calls {type(part).__name__}, a part of the model {self._name!r}; call the model that setup returned: "
-                "the ranks gather parameters and sum gradients around its forward (a part can be called under torch.no_grad())"
+                "the ranks gather parameters and sum gradients around its forward"
             )
 
 

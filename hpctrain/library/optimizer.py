@@ -48,6 +48,10 @@ class OwnOptimizer(torch.optim.Optimizer):
         """Drop the gradients: the next backward begins anew."""
         self._trained.zero_grad()
 
+    def add_param_group(self, param_group: Any) -> None:
+        """Raises UsageError: nobody would sum the gradients of these parameters."""
+        raise UsageError("add_param_group: expected the optimizer to have all its groups when setup gets it")
+
     def state_dict(self) -> dict[str, Any]:
         """Raises UsageError: a checkpoint of the loop has it."""
         raise UsageError("state_dict: the loop's checkpoints have the optimizer's state, of which a rank holds a part")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from hpctrain.base.devices import seed_draws
-from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, UsageError
+from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.life_cycle import PluginState
@@ -72,7 +74,8 @@ class Steps:
         for one in trained.values():
             one.note_rates()
         rates = [one.rates_state() for one in trained.values() if not one.follows_schedule]
-        self.session = complete(start, of[first], trained[first].model, further, [*states, *rates])
+        self._reads = has_data(of[first].job)
+        self.session = complete(start, of[first], trained[first].model, further, [*states, *rates], self._reads)
         for name, one in trained.items():
             job, parts = of[name].job, of[name].parts
             guard = self.session.guard if name == first else Guard(job.guard)
@@ -80,17 +83,19 @@ class Steps:
         self._restore_rates()
         updates.name(trained.values())
         start.checked.registry.refuse_unfit_parts()
-        self._reads = has_data(self.session.job)
         self.micro_batches, self.is_last = 1, True
         self.stopped = self.is_interrupted = False
         self._logged: dict[str, list[Figure]] = {}
         self._loader: Loader | None = None
         self._row_before: dict[str, Any] = {}
+        self._finish: Callable[[], int] | None = None
+        """Ends the step that goes on."""
+        self._newest = Update(math.nan, math.nan, math.nan, True, None)
+        """The newest update of the first model, which need not be of this step."""
 
     def _restore_rates(self) -> None:
         for one in self._trained.values():
-            if not one.follows_schedule:
-                one.restore_rates()
+            one.restore_rates()
 
     @property
     def is_first(self) -> bool:
@@ -120,14 +125,17 @@ class Steps:
             begin = time.perf_counter()
             micro_batches, seen = self._load()
             self._updates.begin_step()
+            self._finish = partial(self._end_step, micro_batches, seen, begin)
             yield Step(session.progress.step + 1, partial(self._dealt, micro_batches))
+            self._finish = None
             code = self._end_step(micro_batches, seen, begin)
         self.stopped = code == EXIT_STOPPED
 
     def _load(self) -> tuple[list[MicroBatch], int]:
         session = self.session
         if self._loader is None:
-            seed_draws(derive_seed(session.job.job.seed, session.progress.step, session.identity.rank), session.device)
+            place = session.model.meshes.data_rank  # the others work on one sample
+            seed_draws(derive_seed(session.job.job.seed, session.progress.step, place), session.device)
             return [], 0
         with session.hooks.phase("data", session.progress.step):
             return self._loader.step()
@@ -156,7 +164,8 @@ class Steps:
         figures = session.meters.figures([])  # operations are not counted: forwards may be of any kind
         terms = session.model.loss_share * sum(micro.terms for micro in micro_batches)
         told = [stop, request, terms, *logged.values(), *figures]
-        ranks = self._agreement.on(END_OF_STEP, session.progress.step, told)
+        names = zlib.crc32(json.dumps(list(logged)).encode())
+        ranks = self._agreement.on(END_OF_STEP, session.progress.step, told, detail=names)
         session.model.scaler.update(updates.finite)
         session.progress.advance(seen)
         row = self._row(list(logged), ranks, time.perf_counter() - begin)
@@ -177,7 +186,7 @@ class Steps:
     def _row(self, logged: Sequence[str], ranks: Sequence[Sequence[float]], seconds: float) -> dict[str, Any]:
         session, done = self.session, self._updates.done
         first = next(iter(self._trained))
-        mine = done.get(first, Update(math.nan, math.nan, math.nan, True, None))
+        mine = self._newest = done.get(first, replace(self._newest, verdict=None, taken=True))
         others = {name: one for name, one in done.items() if name != first}
         session.progress.loss = mine.loss
         count = int(sum(rank[2] for rank in ranks))
@@ -201,6 +210,9 @@ class Steps:
         found = row.as_dict(moment(session), session.parts.model.counts)
         found |= {f"lr_{name}": one.lr for name, one in others.items()}
         found |= {f"grad_norm_{name}": one.norm for name, one in others.items()}
+        taken = [name for name in logged if name in found]
+        if taken:
+            raise TrainingError(f"log: {taken[0]!r} is a key of the row itself; expected another name", everywhere=True)
         means = {name: sum(rank[3 + place] for rank in ranks) / len(ranks) for place, name in enumerate(logged)}
         return {**found, **means}
 
@@ -218,17 +230,26 @@ class Steps:
                 return True
         return False
 
-    def validation(self) -> Iterator[Batch]:
-        """Yield this rank's micro batches of the validation data that count."""
+    def validation(self) -> Iterator[MicroBatch]:
+        """Yield this rank's micro batches of the validation data, as many on every rank. Collective."""
         if not self.session.feed.validates:
             raise UsageError(
                 "validation: the job has no validation data; give it [evaluation] and data with that split"
             )
+        for model in self.session.models:
+            model.consolidate()
         loader = self.session.feed.validation_loader()
         try:
-            yield from (micro.batch for micro in loader if micro.counts)
+            yield from loader
         finally:
             loader.close()
+
+    def leave(self) -> None:
+        """End the step that the program has left by a `break`, and save it: no other one follows. Collective."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self.session.progress.ended = True
+            finish()
 
     def end(self, code: int) -> None:
         """The loop is over. Collective."""

@@ -28,10 +28,10 @@ class Trained:
         """The trained parameters."""
         self._frozen = {key: one for key, one in parameters.items() if key not in model.shapes}
         self.session: Session | None = None
-        self.steps = 0
-        """Steps of its optimizer so far in this process."""
         self.losses = torch.zeros((), dtype=torch.float64, device=model.device)
         self._open = self._reached = self._pending = self._summed = False
+        self._unused = False
+        """Whether there are summed gradients that no update has used."""
         self._last, self._differentiates = True, False
         self.backward_runs = False
         """Whether the loop's own backward goes on."""
@@ -52,8 +52,8 @@ class Trained:
         if self._summed:  # the program goes on adding: the strategy would begin anew
             self._kept = [gradient.clone() for gradient in self._gradients()]
             self._summed = False
-        if not self._pending:
-            self.model.begin_sums(step)
+        if not (self._pending or self._unused):
+            self.model.begin_sums(step, may_be_left_out=True)
         self.model.sharded.begin(last)
         self._open, self._last, self._differentiates = True, last, False
 
@@ -69,8 +69,8 @@ class Trained:
             return
         if not self._open:
             raise TrainingError(
-                f"a second backward has come to one forward of the model {self.name!r}, whose gradients are summed already; add "
-                "the losses before one backward, or call the model again"
+                f"a backward has come to a forward of the model {self.name!r} whose gradients are summed already, by the "
+                "backward before; add the losses before one backward, or call the model again after it"
             )
         self._reached = True
 
@@ -90,7 +90,7 @@ class Trained:
         if self._kept:
             foreach_add_(gradients, self._kept)
             self._kept = []
-        self._pending, self._summed = False, True
+        self._pending, self._summed, self._unused = False, True, True
 
     def summed_gradients(self) -> list[Tensor]:
         """The gradients of this rank's pieces.
@@ -128,13 +128,22 @@ class Trained:
             if piece.name in frozen:
                 piece.tensor.grad = None
 
+    def updated(self) -> None:
+        """The optimizer has used the gradients, or the ranks have left them out."""
+        self._unused = False
+
     def zero_grad(self) -> None:
-        """Drop the gradients."""
-        self._kept, self._summed = [], False
+        """Drop the gradients. Collective where micro batches have left some that are not summed yet."""
+        self._kept = []
         self.losses.zero_()
-        if self._pending:
+        if self._pending and self._open:
+            self.model.sharded.restart(self._last)
+            self._pending, self._unused = False, True
+        elif self._pending:
             self._sum()
-            self._summed = False
+        if self._unused:  # compression has a part of them in its error feedback
+            self.model.sums.leave_out()
+        self._summed = self._unused = False
 
     @property
     def is_training(self) -> bool:
@@ -142,10 +151,14 @@ class Trained:
         return torch.is_grad_enabled() and any(one.requires_grad for one in self._whole.values())
 
     def note_rates(self) -> None:
-        """Keep the groups' learning rates, and what a scheduler of torch has noted there: a start replaces the optimizer."""
+        """Keep the groups' learning rates, and what the program or a scheduler of torch has set there: a start replaces the
+        optimizer."""
         groups = self.model.optimizer.param_groups
-        self._noted = [{key: value for key, value in group.items() if key == "initial_lr"} for group in groups]
         self._set_rates = [float(group["lr"]) for group in groups]
+        self._noted = [
+            {key: value for key, value in group.items() if key not in ("params", "lr") and made.get(key) != value}
+            for group, made in zip(groups, self.model.group_options, strict=True)
+        ]
 
     def rates_state(self) -> PluginState:
         """The learning rates, which the program sets, in checkpoints."""
@@ -160,7 +173,7 @@ class Trained:
     def restore_rates(self) -> None:
         """Bring what `note_rates` or a checkpoint has kept into the optimizer that trains now."""
         for group, noted, rate in zip(self.model.optimizer.param_groups, self._noted, self._set_rates, strict=True):
-            group.update(noted, lr=rate)
+            group.update(noted if self.follows_schedule else {**noted, "lr": rate})
 
     def _gradients(self) -> list[Tensor]:
         return [piece.tensor.grad for piece in self.model.pieces if piece.tensor.grad is not None]

@@ -97,10 +97,14 @@ class Updates:
             if taken:
                 trained.leave_frozen()
                 update(session, gradients, 0.0 if clipped else figures.norm, None)
-                trained.steps += 1
             else:
                 model.sums.leave_out()
+        trained.updated()
         self.finite = self.finite and math.isfinite(figures.norm)
+        before = self.done.get(trained.name)
+        if before is not None:  # the step's verdict is the strictest one
+            verdict = max(before.verdict, verdict, key=_strictness)
+            taken = taken and before.taken
         self.done[trained.name] = Update(figures.loss, figures.norm, lr, taken, verdict)
 
     def _figures(self, trained: Trained, gradients: list[Tensor]) -> StepFigures:
@@ -120,6 +124,10 @@ class Updates:
             refuse_different_norms(session.parts, norms)
         overflow = not math.isfinite(norm) and model.scaler.skips_nonfinite
         return StepFigures(session.progress.step + 1, loss, norm, losses, [], overflow)
+
+
+def _strictness(verdict: Verdict | None) -> int:
+    return -1 if verdict is None else ("warn", "skip", "rollback", "stop").index(verdict.action)
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float:

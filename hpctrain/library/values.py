@@ -23,5 +23,7 @@ def reduced(tensor: Tensor, reduction: str) -> Tensor:
     if reduction not in ("sum", "mean"):
         raise UsageError(f'reduce: found reduction = {reduction!r}, expected "sum" or "mean"')
     found = tensor.detach().clone()
+    if reduction == "mean" and not (found.is_floating_point() or found.is_complex()):
+        found = found.float()
     dist.all_reduce(found)
     return found / dist.get_world_size() if reduction == "mean" else found

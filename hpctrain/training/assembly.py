@@ -65,10 +65,12 @@ def complete(
     model: TrainedModel,
     further: Mapping[str, TrainedModel] | None = None,
     states: Sequence[PluginState] = (),
+    reads: bool = True,
 ) -> Session:
     """The session of a model: opens the data, restores a checkpoint. Collective.
 
-    further: other models of a program, by their names. states: what it keeps in checkpoints itself.
+    further: other models of a program, by their names. states: what it keeps in checkpoints itself. reads: whether it takes the
+    job's data.
     """
     job, parts, identity, device = checked.job, checked.parts, start.world.identity, start.device
     hooks, layout, meshes = start.hooks, layout_of(job, parts, identity.size), model.meshes
@@ -101,7 +103,8 @@ def complete(
     if job.job.epochs is not None and progress.step:  # the earlier run may have had another batch size
         progress.steps = progress.step + feed.steps_from(progress.samples_seen)
     for name, value in describe(session).items():
-        report.say(f"{name:<12} {value}")
+        if reads or name not in ("batch", "data", "loader"):
+            report.say(f"{name:<12} {value}")
     if progress.step:
         report.say(f"resuming     from step {progress.step} ({session.saved.newest})")
         for sentence in changed_schedule(parts.schedule, progress):

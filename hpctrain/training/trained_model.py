@@ -231,9 +231,9 @@ class TrainedModel:
         """The sum over the ranks that hold different parts of the global batch."""
         return sum_of(value, self.batch_group)
 
-    def begin_sums(self, step: int) -> None:
-        """Tell the gradient sums the loss scale of `step`, and whether the step may be skipped."""
-        may_be_left_out = self.scaler.skips_nonfinite or self._job.guard.may_leave_out
+    def begin_sums(self, step: int, may_be_left_out: bool = False) -> None:
+        """Tell the gradient sums the loss scale of `step`, and whether the step may be skipped (also by who calls)."""
+        may_be_left_out = may_be_left_out or self.scaler.skips_nonfinite or self._job.guard.may_leave_out
         if not 0 < self.scaler.scale < math.inf:
             raise broken(
                 self._parts.precision, f"scales the loss by {self.scaler.scale!r}", "a number above zero", True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,9 @@ from torch.nn.functional import mse_loss
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError, TrainingError, UsageError
+from hpctrain.library.jobs import check_model, job_tables
 from hpctrain.library.loop import Loop
+from hpctrain.plugins.user_code.python_objects import given_objects
 
 DATA = [(one, one.sum(0, keepdim=True).sin()) for one in torch.randn(64, 3, generator=torch.Generator().manual_seed(1))]
 
@@ -200,6 +203,90 @@ def test_a_resume_gives_everything_back() -> None:
         assert ("loss_two" in keys) == bool(one["step"] % 2)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_models_that_take_turns_in_each_micro_batch(stage: int) -> None:
+    """Gradients that a micro batch has left, unsummed, are dropped between a forward and its backward."""
+
+    def turns(
+        one: nn.Module, two: nn.Module, of_one: Any, of_two: Any, backward: Callable[[Tensor], None], x: Tensor
+    ) -> None:
+        outputs = two(one(x).expand(-1, 3).detach())
+        of_two.zero_grad()
+        backward(outputs.square().mean())
+        of_two.step()
+        of_one.zero_grad()
+        backward(two(one(x).expand(-1, 3)).mean())  # leaves gradients in the second model, too
+        of_one.step()
+
+    first, second = make_net(), make_net()
+    whole_first, whole_second, seen = copy.deepcopy(first), copy.deepcopy(second), []
+    with looping(4, sharding={"stage": stage}) as loop:
+        one, of_one = loop.setup(first, torch.optim.SGD(first.parameters(), lr=0.1), name="one")
+        two, of_two = loop.setup(second, torch.optim.SGD(second.parameters(), lr=0.1), name="two")
+        for step in loop.steps():
+            for x, _ in step:
+                seen.append(x)
+                turns(one, two, of_one, of_two, loop.backward, x)
+        found = [*whole(loop, one), *whole(loop, two)]
+    mine = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (whole_first, whole_second)]
+    for x in seen:
+        turns(whole_first, whole_second, *mine, lambda loss: (loss / 2).backward(), x)
+    torch.testing.assert_close(found, [*values(whole_first), *values(whole_second)], rtol=1e-12, atol=1e-12)
+
+
+def test_a_break_ends_the_run_in_order() -> None:
+    net = make_net()
+    with looping(9) as loop:
+        model, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in loop.steps():
+            for x, y in step:
+                loop.backward(mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step.number == 3:
+                break
+    assert len(rows()) == 3 and [one.name for one in Path("runs/own/checkpoints").glob("step-*")] == ["step-00000003"]
+
+
+def test_what_groups_are_set_to_before_the_steps_stays() -> None:
+    net = make_net()
+    with looping(3) as loop:
+        model, optimizer = loop.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+        optimizer.param_groups[0]["weight_decay"] = 0.25
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=4, cycle_momentum=False)
+        for step in loop.steps():
+            for x, y in step:
+                loop.backward(mse_loss(model(x), y), divisor=2)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            assert optimizer.param_groups[0]["weight_decay"] == 0.25
+    assert rows()[0]["lr"] < rows()[1]["lr"]
+
+
+def test_validation_and_a_step_with_two_updates() -> None:
+    class Splits:
+        def __call__(self, split: str) -> Any:
+            return DATA[:37] if split == "validation" else DATA
+
+    net = make_net()
+    tables = {"dataset": {"name": Splits()}, "evaluation": {"every_steps": 2}, "guard": {"non_finite": "skip"}}
+    with looping(2, **tables) as loop:
+        model, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in loop.steps():
+            for x, y in step:
+                loop.backward(mse_loss(model(x), y) * (math.nan if step.number == 2 else 1))
+            optimizer.step()
+            optimizer.zero_grad()
+            loop.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                seen = [micro.batch[0] for micro in loop.validation() if micro.counts]
+            assert sum(map(len, seen)) == 37
+    assert [row.get("skipped", False) for row in rows()] == [False, True]
+
+
 def trained(loop: Loop) -> Any:
     net = make_net()
     return loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -226,6 +313,56 @@ def lacking_parameter(loop: Loop) -> None:
 
 def strange_parameter(loop: Loop) -> None:
     loop.setup(make_net(), torch.optim.SGD(make_net().parameters(), lr=0.1))
+
+
+def early_scheduler(loop: Loop) -> None:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loop.setup(net, optimizer)
+
+
+def no_rate(loop: Loop) -> None:
+    net = make_net()
+    loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.0))
+
+
+def other_axes(loop: Loop) -> None:
+    loop.setup(make_net(), parallelism={"tensor": {"size": 1}})
+
+
+def late_group(loop: Loop) -> None:
+    _, optimizer = trained(loop)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def own_key(loop: Loop) -> None:
+    model, optimizer = trained(loop)
+    for step in loop.steps():
+        for x, _ in step:
+            loop.backward(model(x).mean())
+        optimizer.step()
+        loop.log(grad_norm=1.0)
+
+
+def strange_state(loop: Loop) -> None:
+    class Holder:
+        def state_dict(self) -> dict[str, Any]:
+            return {"what": object()}
+
+        load_state_dict = state_dict
+
+    trained(loop)
+    loop.register_for_checkpointing(holder=Holder())
+    next(iter(loop.steps()))
+
+
+def deep_part(loop: Loop) -> None:
+    net = nn.Sequential(make_net())
+    model, _ = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for step in loop.steps():
+        for x, _ in step:
+            model.module[0][0](x)
 
 
 def no_optimizer(loop: Loop) -> None:
@@ -320,12 +457,23 @@ def step_without_backward(loop: Loop) -> None:
         (used_optimizer, UsageError, "has taken steps already"),
         (lacking_parameter, UsageError, r"2\.weight of 'model' is trained, but not in the optimizer"),
         (strange_parameter, UsageError, "parameters that are not the model's"),
+        (early_scheduler, UsageError, "a scheduler has been made over the optimizer of 'model'"),
+        (no_rate, UsageError, "has the learning rate 0"),
+        (other_axes, UsageError, r"\[parallelism\] is the same for all models"),
+        (late_group, UsageError, "expected the optimizer to have all its groups"),
+        (own_key, TrainingError, "'grad_norm' is a key of the row itself"),
+        (strange_state, UsageError, "'what' of 'holder' can't be kept"),
+        (deep_part, TrainingError, "calls Linear, a part of the model 'model'"),
         (no_optimizer, UsageError, "has parameters to train and no optimizer"),
         (same_name, UsageError, "there is a model 'model' already"),
         (late_setup, UsageError, "steps have begun already"),
         (nothing_trained, UsageError, "no model is trained"),
         (a_part, TrainingError, "calls Linear, a part of the model 'model'"),
-        (twice_through_one_forward, TrainingError, "a second backward has come to one forward of the model 'model'"),
+        (
+            twice_through_one_forward,
+            TrainingError,
+            "come to a forward of the model 'model' whose gradients are summed already",
+        ),
         (strange_module, TrainingError, r"parameters that were not set up, of the shape \(1, 1\), \(1,\)"),
         (forward_before_step, TrainingError, "a forward of the model 'model' has no backward"),
         (thawed_later, TrainingError, r"0\.weight of the model 'model' was frozen when it was set up"),
@@ -340,6 +488,10 @@ def test_a_mistake_gets_a_sentence(wrong: Callable[[Loop], None], kind: type[Hpc
 
 
 def test_a_pipeline_is_refused() -> None:
-    with pytest.raises(HpctrainError, match="pipeline"), looping() as loop:
-        net = make_net()
-        loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), parallelism={"pipeline": {"size": 2}})
+    tables = job_tables({"job": {"name": "own", "steps": 2}, "parallelism": {"pipeline": {"size": 2}}}, {}, 2)
+    net = make_net()
+    with (
+        pytest.raises(UsageError, match="an axis spreads the model's layers over ranks"),
+        given_objects(tables) as plain,
+    ):
+        check_model(plain, 2, "model", net, torch.optim.SGD(net.parameters(), lr=0.1), {})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hpctrain.api import GradientBucket, GradientSums
+from hpctrain.api import BucketSum, GradientBucket, GradientSums
 from hpctrain.toolkit.buckets import trained
 
 
@@ -27,6 +27,7 @@ class WholeGradients:
     ) -> None:
         """units: the whole module first. group: the ranks of dp_shard. reshards: whether units are freed after their forward."""
         self._units, self._sums, self._group, self._reshards = units, sums, group, reshards
+        self._made: dict[torch.dtype, BucketSum] = {}
         self.kept = False
 
     def keep(self) -> None:
@@ -59,8 +60,10 @@ class WholeGradients:
 
     def _summed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         flat = torch.cat([one.reshape(-1) for one in gradients.values()])
-        content = GradientBucket([], len(flat), flat.dtype, flat.device)
-        self._sums.bucket(content, "dp_shard").all_reduce(flat)()
+        if flat.dtype not in self._made:
+            content = GradientBucket([], len(flat), flat.dtype, flat.device)
+            self._made[flat.dtype] = self._sums.bucket(content, "dp_shard")
+        self._made[flat.dtype].all_reduce(flat)()
         parts = torch.split(flat, [one.numel() for one in gradients.values()])
         return {
             name: self._rows(part.view(one.shape)) for (name, one), part in zip(gradients.items(), parts, strict=True)

@@ -277,6 +277,10 @@ class Zero3Model(ShardedModel):
             else:
                 held.piece.tensor.grad += gradient
 
+    def restart(self, last: bool) -> None:
+        for held in self._held:  # `begin` has collected what there was
+            held.piece.tensor.grad = None
+
     def keep_whole(self) -> None:
         options = self.options
         if self._offloads or options.offload_parameters or options.gather_dtype != "parameters":
