@@ -61,6 +61,7 @@ OWNERS: dict[str, Any] = {
     "_foreach_copy_": torch,
     "_foreach_mul_": torch,
     "_foreach_norm": torch,
+    "_foreach_add_": torch,
     "_fused_sdp_choice": torch,
     "_get_DTensor_sharding_propagator_cache_stats": torch._C,
     "_get_backend": dist.ProcessGroup,
