@@ -180,3 +180,38 @@ def test_a_model_of_the_job_on_an_axis(tmp_path: Path, axis: str, stage: int, ra
     for one, other in zip(found, expected, strict=True):
         keys = ["loss", "grad_norm", "lr"]
         assert [one[key] for key in keys] == pytest.approx([other[key] for key in keys], rel=1e-10)
+
+
+DROPPING = """
+import sys
+import torch
+from torch import nn
+import hpctrain
+
+torch.manual_seed(0)
+data = [(x, x.sum(0, keepdim=True).sin()) for x in torch.randn(64, 3)]
+for name in ("dropping", "whole"):
+    job = {"job": {"name": name, "steps": 6, "output_dir": name}}
+    tables = {"dataset": {"name": data}, "batch": {"global_size": 8, "micro_size": 4}}
+    with hpctrain.own_loop(job, **tables, compression={"name": "top-k", "inside_nodes": True, "ratio": 0.1}) as loop:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1))
+        model, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
+        for step in loop.steps():
+            for x, y in step:
+                loop.backward((model(x) - y).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if name == "dropping":
+                loop.backward(1000 * model(x).mean())
+                optimizer.zero_grad()
+"""
+
+
+@pytest.mark.thorough
+def test_dropped_gradients_leave_nothing_in_compression(tmp_path: Path) -> None:
+    """As a critic's gradients are dropped that the generator's backward has made."""
+    (tmp_path / "loop.py").write_text(DROPPING)
+    done = run([MPIEXEC, "-n", "2", sys.executable, "loop.py"], tmp_path)
+    assert done.code == 0, done
+    assert rows(tmp_path / "dropping") == rows(tmp_path / "whole")
