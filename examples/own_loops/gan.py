@@ -4,7 +4,7 @@ import sys
 
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits as bce
+from torch.nn.functional import softplus
 
 import hpctrain
 
@@ -25,11 +25,13 @@ with hpctrain.own_loop(sys.argv[1], dataset={"name": DATA}) as loop:
     critic, of_d = loop.setup(net_d, torch.optim.Adam(net_d.parameters(), lr=1e-3), name="discriminator")
     for step in loop.steps():
         for real, noise in step:
-            fake = generator(noise)
-            ones, zeros = torch.ones_like(real[:, :1]), torch.zeros_like(real[:, :1])
-            of_d.zero_grad()
-            loop.backward(bce(critic(real), ones) + bce(critic(fake.detach()), zeros))
-            of_d.step()
-            of_g.zero_grad()
-            loop.backward(bce(critic(fake), ones))
-            of_g.step()
+            with torch.no_grad():
+                fake = generator(noise)
+            loop.backward(softplus(-critic(real)).mean() + softplus(critic(fake)).mean())
+        of_d.step()
+        of_d.zero_grad()
+        for _, noise in step:
+            loop.backward(softplus(-critic(generator(noise))).mean())
+        of_g.step()
+        of_g.zero_grad()
+        of_d.zero_grad()
