@@ -215,3 +215,15 @@ def test_dropped_gradients_leave_nothing_in_compression(tmp_path: Path) -> None:
     done = run([MPIEXEC, "-n", "2", sys.executable, "loop.py"], tmp_path)
     assert done.code == 0, done
     assert rows(tmp_path / "dropping") == rows(tmp_path / "whole")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", NAMES)
+def test_other_libraries_have_the_same_losses(name: str, tmp_path: Path) -> None:
+    """The loops that the page counts beside ours, interrupted and resumed."""
+    for library in ("accelerate", "lightning"):
+        pytest.importorskip(library, reason=f"needs {library}")
+    program = Path(__file__).parents[2] / "benchmarks" / "own_loops" / "same_losses.py"
+    micro_size = [] if name == "ppo" else ["--micro-size", "8"]
+    done = run([sys.executable, str(program), name, *micro_size], tmp_path, timeout=280)
+    assert done.code == 0 and done.out.count("6 steps, largest difference") == 2, done
