@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,6 +121,16 @@ def test_the_site_has_every_page_and_only_these() -> None:
     there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md")}
     assert listed == {page for page in there if not re.match(r"decisions/\d", page)}
     assert llms_page.PAGE.read_text() == llms_page.page()
+
+
+def test_the_lines_of_own_loops_are_those_counted() -> None:
+    """`python benchmarks/own_loops/count.py` prints the table anew."""
+    words = [sys.executable, str(ROOT / "benchmarks" / "own_loops" / "count.py")]
+    printed = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert f"\n\n{printed}\n" in (ROOT / "docs" / "own-loop.md").read_text()
+    assert (
+        "\n| classifier | 7 | 6 |" in printed
+    )  # counted by hand: with, setup, two fors, backward, step, zero_grad; the job
 
 
 def test_every_exit_code_is_documented() -> None:
