@@ -112,8 +112,8 @@ def test_ranks_that_part_are_named(tmp_path: Path) -> None:
     """A rank that steps another optimizer, or none, ends the job; nothing is summed that does not belong together."""
     write_job(tmp_path, stage=0, ranks=2)
     text = (Path(LOOPS).parents[1] / "examples" / "own_loops" / "gan.py").read_text()
-    stepping = "            of_d.step()\n"
-    skipped = text.replace(stepping, f"            if loop.rank == 0 or step.number < 3:\n    {stepping}")
+    stepping = "        of_d.step()\n"
+    skipped = text.replace(stepping, f"        if loop.rank == 0 or step.number < 3:\n    {stepping}")
     assert skipped != text
     (tmp_path / "parted.py").write_text(skipped)
     (tmp_path / "job.toml").write_text(
