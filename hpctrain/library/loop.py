@@ -138,6 +138,8 @@ class Loop:
         self._names.add(name)
         self._refuse_known(name, model)
         refuse_tables(tables, optimizer)
+        if model is not None:
+            model.zero_grad()  # gradients from before the loop would be added to the first step's
         if clip_norm is not None:
             tables["optimizer"] = {"clip_norm": clip_norm}
         checked = check_model(self._start.checked.raw.tables, self.world_size, name, model, optimizer, tables)
