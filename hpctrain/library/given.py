@@ -22,20 +22,16 @@ class GivenModel(UserModel):
 
     def __init__(self, name: str, module: nn.Module, dtype: torch.dtype) -> None:
         """dtype: of the job's parameters."""
-        super().__init__(name, lambda: module.to(dtype), _no_loss, {})
+        super().__init__(name, lambda: module.to(dtype), no_loss, {})
 
     def count(self, batch: Batch) -> int:
-        """Samples: the rows of the batch's first tensor."""
-        return rows_of(batch)
+        """Samples: the rows of the batch's first tensor; 1 if there is none."""
+        first = next(tensors_in(batch), None)
+        return 1 if first is None or not first.dim() else len(first)
 
 
-def rows_of(batch: Batch) -> int:
-    """The rows of the batch's first tensor; 1 if there is none."""
-    first = next(tensors_in(batch), None)
-    return 1 if first is None or not first.dim() else len(first)
-
-
-def _no_loss(outputs: Any, target: Any) -> Tensor:
+def no_loss(outputs: Tensor, target: Tensor) -> Tensor:
+    """A loss in the place of the program's own."""
     raise UsageError("the program's own loop computes the loss")
 
 
@@ -107,6 +103,5 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Itera
             raise UsageError(
                 "setup: a group of the optimizer has frozen parameters only; leave it out, or freeze them afterwards"
             )
-        if trained:
-            options = {key: value for key, value in group.items() if key != "params"}
-            yield {"pattern": [glob.escape(one) for one in trained], **options, "lr": float(options["lr"])}
+        options = {key: value for key, value in group.items() if key != "params"}
+        yield {"pattern": [glob.escape(one) for one in trained], **options, "lr": float(options["lr"])}

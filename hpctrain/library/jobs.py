@@ -17,7 +17,7 @@ from hpctrain.job.raw import RawJob, merge
 from hpctrain.job.reading import read_job
 from hpctrain.job.tables import Job
 from hpctrain.job.training_tables import ModelTable
-from hpctrain.library.given import GivenModel, GivenOptimizer, groups_of
+from hpctrain.library.given import GivenModel, GivenOptimizer, groups_of, no_loss
 from hpctrain.plugins.user_code.python_objects import referenced
 
 _OF_A_MODEL = "sharding", "precision", "schedule", "compile", "compression", "activation_checkpointing"
@@ -47,11 +47,6 @@ def no_optimizer(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimiz
         "setup: the model has parameters to train and no optimizer; give setup one, give the job an [optimizer], or freeze the "
         "model with requires_grad_(False)"
     )
-
-
-def no_loss(outputs: Tensor, target: Tensor) -> Tensor:
-    """A loss in the place of the program's own."""
-    raise UsageError("the program's own loop computes the loss")
 
 
 def job_tables(job: Job | Mapping[str, Any] | str | Path, tables: Mapping[str, Any], ranks: int) -> dict[str, Any]:

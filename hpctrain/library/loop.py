@@ -80,7 +80,6 @@ class Loop:
         self._kept: dict[str, Any] = {}
         self._steps: Steps | None = None
         self._updates = Updates(self._agreement)
-        self._contexts: list[Any] = []
 
     @property
     def rank(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.base.errors import TrainingError
 from hpctrain.library.agreement import Agreement
 from hpctrain.library.trained import Trained
-from hpctrain.training.figures import refuse_different_norms
+from hpctrain.training.figures import figures_of_all
 from hpctrain.training.guard.judging import StepFigures, Verdict
 from hpctrain.training.loop import clip, is_taken, update
 
@@ -117,13 +117,7 @@ class Updates:
             [trained.losses * model.loss_share, model.loss_share, model.totals.square(gradients)],
         )
         losses, weights, squares = zip(*told, strict=True)
-        loss = sum(losses) / sum(weights)
-        norms = model.totals.norms(squares)
-        norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
-        if math.isfinite(norm) and not session.parts.sharding.ranks_diverge:
-            refuse_different_norms(session.parts, norms)
-        overflow = not math.isfinite(norm) and model.scaler.skips_nonfinite
-        return StepFigures(session.progress.step + 1, loss, norm, losses, [], overflow)
+        return figures_of_all(session, sum(losses) / sum(weights), losses, squares)
 
 
 def _strictness(verdict: Verdict | None) -> int:

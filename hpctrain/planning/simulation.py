@@ -39,9 +39,10 @@ from hpctrain.training.feed import Feed
 from hpctrain.training.guard.judging import Guard
 from hpctrain.training.loop import update
 from hpctrain.training.meters.meters import Meters
+from hpctrain.training.model_state import pieces_to_save
 from hpctrain.training.progress import Progress
 from hpctrain.training.report import Report
-from hpctrain.training.saving import open_store, pieces_to_save, plugin_states
+from hpctrain.training.saving import open_store, plugin_states
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
 

@@ -106,12 +106,20 @@ def step_figures(
     out_of_memory = [rank for rank, one in enumerate(ranks) if one.out_of_memory]
     losses = [one.loss for one in ranks]
     loss = math.nan if out_of_memory else sum(losses) / count
-    norms = session.model.totals.norms([one.square for one in ranks])
+    found = figures_of_all(session, loss, losses, [one.square for one in ranks], out_of_memory)
+    if trial is not None and math.isfinite(found.norm) and not session.parts.sharding.ranks_diverge:
+        trial.summed(found.norm, session.model.scaler.scale)
+    return found
+
+
+def figures_of_all(
+    session: Session, loss: float, losses: Sequence[float], squares: Sequence[float], out_of_memory: Sequence[int] = ()
+) -> StepFigures:
+    """The figures of an update. losses, squares: each rank's. Raises ContractError for different gradients."""
+    norms = session.model.totals.norms(squares)
     norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
     if math.isfinite(norm) and not session.parts.sharding.ranks_diverge:
         refuse_different_norms(session.parts, norms)
-        if trial is not None:
-            trial.summed(norm, session.model.scaler.scale)
     overflow = not math.isfinite(norm) and session.model.scaler.skips_nonfinite
     return StepFigures(session.progress.step + 1, loss, norm, losses, out_of_memory, overflow)
 

@@ -23,8 +23,8 @@ from hpctrain.checkpoint.weights import PLUGIN, OtherModelError
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
 from hpctrain.ranks.json_collectives import sum_of, together, world_group
-from hpctrain.training.further_models import refuse_absent
-from hpctrain.training.saving import as_typed, numbers_to_save, pieces_to_save, plugin_states
+from hpctrain.training.model_state import numbers_to_save, pieces_to_save, refuse_absent
+from hpctrain.training.saving import as_typed, plugin_states
 from hpctrain.training.session import Session
 
 _REQUIRED = ("samples_seen", "fingerprint", "precision", "optimizer_numbers")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,19 @@ import torch.distributed as dist
 from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, CheckpointError, TrainingError, reason
 from hpctrain.base.json_values import encode
 from hpctrain.checkpoint.retention import EVALUATION_LOSS, EVALUATION_METRICS, Best
-from hpctrain.checkpoint.state import COMPRESSION, create_state, group_numbers, optimizer_numbers, state_pieces
+from hpctrain.checkpoint.state import create_state
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.weights import PLUGIN, TIED
+from hpctrain.checkpoint.weights import TIED
 from hpctrain.contracts.life_cycle import PluginState
-from hpctrain.contracts.pieces import Piece, State
+from hpctrain.contracts.pieces import State
 from hpctrain.job.parts import Parts
 from hpctrain.job.run_files import CHECKPOINTS
 from hpctrain.job.tables import Job
 from hpctrain.model.conformance.trials import refuse_lossy_scaler
 from hpctrain.ranks.json_collectives import broadcast_value, together, world_group
-from hpctrain.training.further_models import state_of_model
 from hpctrain.training.kernels import save_kernels
+from hpctrain.training.model_state import numbers_to_save, pieces_to_save, state_of_model
 from hpctrain.training.session import Session
-from hpctrain.training.trained_model import TrainedModel
 
 _LOSABLE = 60.0
 """Seconds of training. A save before every evaluation would write twice as much; one at each start costs little."""
@@ -164,22 +162,6 @@ def plugin_states(session: Session) -> list[PluginState]:
     own = session.model.sharded.state()
     further = [state_of_model(name, model) for name, model in session.further.items()]
     return [*session.states, *([own] if own is not None else []), *further]
-
-
-def pieces_to_save(model: TrainedModel, optimizer: torch.optim.Optimizer, states: Sequence[PluginState]) -> list[Piece]:
-    """All tensors of a checkpoint on this rank."""
-    return [
-        *state_pieces(model.module, model.pieces, model.shapes, optimizer),
-        *(replace(piece, name=COMPRESSION + piece.name) for piece in model.sums.pieces()),
-        *(replace(p, name=f"{PLUGIN}{state.name}/{p.name}") for state in states for p in state.pieces),
-    ]
-
-
-def numbers_to_save(
-    model: TrainedModel, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """The optimizer's non-tensor state on this rank: by parameter, and by parameter group."""
-    return optimizer_numbers(model.pieces, optimizer), group_numbers(optimizer, model.group_options)
 
 
 def _values(session: Session, optimizer: torch.optim.Optimizer, states: Sequence[PluginState]) -> dict[str, Any]:

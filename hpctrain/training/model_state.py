@@ -1,4 +1,5 @@
-"""The state in checkpoints of the models that a program trains besides its first one, each under its name as a plugin's is."""
+"""The state of a model in checkpoints. Those that a program trains besides its first one are kept under their names, as a plugin's
+state is."""
 
 from __future__ import annotations
 
@@ -26,6 +27,22 @@ from hpctrain.contracts.pieces import Piece
 from hpctrain.training.trained_model import TrainedModel
 
 
+def pieces_to_save(model: TrainedModel, optimizer: torch.optim.Optimizer, states: Sequence[PluginState]) -> list[Piece]:
+    """All tensors of a checkpoint on this rank."""
+    return [
+        *state_pieces(model.module, model.pieces, model.shapes, optimizer),
+        *(replace(piece, name=COMPRESSION + piece.name) for piece in model.sums.pieces()),
+        *(replace(p, name=f"{PLUGIN}{state.name}/{p.name}") for state in states for p in state.pieces),
+    ]
+
+
+def numbers_to_save(
+    model: TrainedModel, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """The optimizer's non-tensor state on this rank: by parameter, and by parameter group."""
+    return optimizer_numbers(model.pieces, optimizer), group_numbers(optimizer, model.group_options)
+
+
 def state_of_model(name: str, model: TrainedModel) -> PluginState:
     """The state of `model`, whose pieces and averages are consolidated and whose optimizer has its state or gets one of its own."""
     optimizer = model.optimizer
@@ -33,21 +50,18 @@ def state_of_model(name: str, model: TrainedModel) -> PluginState:
         optimizer = model.spare_optimizer()
         create_state(optimizer)
     own = model.sharded.state()
-    pieces = [
-        *state_pieces(model.module, model.pieces, model.shapes, optimizer),
-        *(replace(piece, name=COMPRESSION + piece.name) for piece in model.sums.pieces()),
-        *(() if own is None else (replace(one, name=f"{PLUGIN}{own.name}/{one.name}") for one in own.pieces)),
-    ]
+    pieces = pieces_to_save(model, optimizer, [] if own is None else [own])
     return PluginState(
         name, pieces, partial(_values, model, optimizer, own), partial(_restore, name, model, pieces, own)
     )
 
 
 def _values(model: TrainedModel, optimizer: torch.optim.Optimizer, own: PluginState | None) -> dict[str, Any]:
+    numbers, groups = numbers_to_save(model, optimizer)
     return {
         "precision": model.scaler.state(),
-        "optimizer_numbers": model.totals.merged(optimizer_numbers(model.pieces, optimizer)),
-        "optimizer_groups": group_numbers(optimizer, model.group_options),
+        "optimizer_numbers": model.totals.merged(numbers),
+        "optimizer_groups": groups,
         "optimizer_begun": model.optimizer_begun,
         "sharding": None if own is None else own.values(),
     }
