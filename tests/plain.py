@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.checking.check import check
 from hpctrain.contracts.dataset import DatasetContext, Samples, Split
+from hpctrain.contracts.model import TokenModel
 from hpctrain.data.order import SampleOrder
 from hpctrain.job.raw import RawJob
 from hpctrain.model.parameters import named_tensors
@@ -38,7 +39,8 @@ def samples_of(tables: dict[str, Any], split: Split = "train") -> Samples:
     """The dataset of a job."""
     parts, model = check(RawJob(tables, {}, "j"), None).parts, tables["model"]
     seq_length = tables["dataset"].get("seq_length", model.get("max_seq_length"))
-    context = DatasetContext(seq_length, model.get("vocab_size"), tables["job"]["seed"])
+    vocabulary = parts.model.vocab_size if isinstance(parts.model, TokenModel) else model.get("vocab_size")
+    context = DatasetContext(seq_length, vocabulary, tables["job"]["seed"])
     samples = parts.dataset.open(split, context)
     assert samples is not None
     return samples

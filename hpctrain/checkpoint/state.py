@@ -23,23 +23,33 @@ _PARTS = 16
 """The number of parts in which the state of one of torch's optimizers is made."""
 
 
-def model_pieces(module: nn.Module, trained: Sequence[Piece], names: Collection[str]) -> list[Piece]:
+def model_pieces(
+    module: nn.Module, trained: Sequence[Piece], names: Collection[str], given: Collection[str] = ()
+) -> list[Piece]:
     """The pieces in `trained`, and this rank's part of everything else in the module (frozen parameters, buffers).
 
     names: of the trained parameters of the full model: a program may have frozen them for a while, or this rank hold no piece.
+    given: names of frozen parameters that are left out (`MetaModel.is_given`).
     """
-    others = [(name, tensor) for name, tensor in named_tensors(module) if name not in names or not tensor.numel()]
+    named = [(name, tensor) for name, tensor in named_tensors(module) if name not in given]
+    others = [(name, tensor) for name, tensor in named if name not in names or not tensor.numel()]
     return [*trained, *(piece for name, tensor in others for piece in pieces_of(module, name, tensor.detach()))]
 
 
 def state_pieces(
-    module: nn.Module, trained: Sequence[Piece], names: Collection[str], optimizer: torch.optim.Optimizer
+    module: nn.Module,
+    trained: Sequence[Piece],
+    names: Collection[str],
+    optimizer: torch.optim.Optimizer,
+    given: Collection[str] = (),
 ) -> list[Piece]:
-    """All of a checkpoint's tensors on this rank. The optimizer's state must exist: see `create_state`. names: see `model_pieces`.
+    """All of a checkpoint's tensors on this rank. The optimizer's state must exist: see `create_state`. names and given: see
+    `model_pieces`.
 
     UsageError if a parameter is cut over ranks and its state isn't cut the same way.
     """
-    pieces = [replace(p, name=MODEL + p.name, tensor=p.tensor.detach()) for p in model_pieces(module, trained, names)]
+    of_model = model_pieces(module, trained, names, given)
+    pieces = [replace(p, name=MODEL + p.name, tensor=p.tensor.detach()) for p in of_model]
     for piece in trained:
         for key, value in optimizer.state[piece.tensor].items():
             name = f"{OPTIMIZER}{piece.name}/{key}"

@@ -94,7 +94,10 @@ def _described(outputs: Any) -> str:
 
 
 class MetaModel(ModelSpec):
-    """A model that no rank ever holds as a whole: `build` runs on the meta device, and `initialize` gives the values."""
+    """A model that no rank ever holds as a whole: `build` runs on the meta device, and `initialize` gives the values.
+
+    Buffers that are not saved have no `initialize`: `build` gives them values, on the CPU.
+    """
 
     @abstractmethod
     def initialize(self, name: str, tensor: Tensor, rows: tuple[int, int], seed: int) -> None:
@@ -103,6 +106,14 @@ class MetaModel(ModelSpec):
         The values depend on (seed, name, row) alone, so that each rank makes just what it holds and every
         layout starts with the same numbers.
         """
+
+    def is_given(self, name: str) -> bool:
+        """Whether the frozen parameter `name` stays out of checkpoints: `initialize` gives its values to a resume, too."""
+        return False
+
+    def source(self, seed: int) -> str:
+        """A fingerprint of where the given values come from. A checkpoint keeps it, and a resume refuses another one."""
+        return ""
 
 
 class TokenModel(ModelSpec):

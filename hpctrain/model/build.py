@@ -27,7 +27,7 @@ from hpctrain.model.parameters import freeze, named_tensors, tie, tied_parameter
 from hpctrain.model.refusals import refuse_embeddings, refuse_unsaved_buffers, refuse_untrained
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from hpctrain.contracts.buckets import GradientSums
     from hpctrain.contracts.parallelism import AppliedAxis
@@ -52,6 +52,8 @@ class Built:
     """The number of elements of all parameters of the full model."""
     tied: list[list[str]]
     """The names of each tied parameter of the full model, its main name first."""
+    given: frozenset[str]
+    """The names of the frozen parameters that checkpoints leave out."""
 
 
 class InitialValues:
@@ -74,7 +76,7 @@ class InitialValues:
         if isinstance(spec, MetaModel):
             elements = sum(parameter.numel() for parameter in module.parameters())
             try:
-                module.to_empty(device=home)
+                materialize(module, home)
             except RuntimeError as error:  # torch has no other error for memory on the CPU
                 raise EnvironmentUnfitError(
                     f"[model] {spec.name}: no memory here for this rank's {elements:,} parameters: {str(error).splitlines()[0]}; "
@@ -112,7 +114,7 @@ def build_model(
     if trains:
         refuse_untrained(spec, list(trained))
     elements = sum(parameter.numel() for parameter in module.parameters())
-    tied = tied_parameters(module)
+    tied, given = tied_parameters(module), given_names(spec, module)
     axes: list[AppliedAxis] = []
     # the pipeline last: tensor-parallel plans name modules of the full model
     for plugin in sorted(parts.parallelism.values(), key=lambda p: -p.traits.order):
@@ -136,19 +138,34 @@ def build_model(
     values.fill(module, spec, job.job.seed, parts.sharding.home(device))
     _place_buffers(module, device, job.precision.buffer_dtype)
     sharded.materialized()
-    return Built(sharded, axes[::-1], trained, elements, tied)
+    return Built(sharded, axes[::-1], trained, elements, tied, given)
+
+
+def given_names(spec: ModelSpec, module: nn.Module) -> frozenset[str]:
+    """The frozen parameters of the full model whose values come from elsewhere than a checkpoint."""
+    if not isinstance(spec, MetaModel):
+        return frozenset()
+    return frozenset(name for name, p in module.named_parameters() if not p.requires_grad and spec.is_given(name))
+
+
+def source_of(spec: ModelSpec, seed: int, given: Collection[str]) -> str:
+    """The fingerprint of where the `given` values come from; "" where there are none."""
+    return spec.source(seed) if given and isinstance(spec, MetaModel) else ""
 
 
 def build_whole(spec: ModelSpec, dtype: torch.dtype, seed: int) -> nn.Module:
-    """The full module on the CPU, for weights to be loaded into: a MetaModel's parameters hold whatever lies in memory."""
+    """The full module on the CPU, for weights to be loaded into: but for what is given, a MetaModel's parameters hold whatever lies
+    in memory."""
     with _default_dtype(dtype):
         if not isinstance(spec, MetaModel):
             return _under_seed(spec, seed)
         module = build_on_meta(spec)
     refuse_unsaved_buffers(module, spec)
     tied = tied_parameters(module)
-    module.to_empty(device="cpu")
+    given = given_names(spec, module)
+    materialize(module, torch.device("cpu"))
     tie(module, tied)
+    initialize(module, spec, seed, given)
     return module
 
 
@@ -168,10 +185,21 @@ def _place_buffers(module: nn.Module, device: torch.device, dtype: str | None) -
                 buffers[name] = buffer.to(device, cast)
 
 
-def initialize(module: nn.Module, spec: MetaModel, seed: int) -> None:
-    """Set the initial values of this rank's parts of all parameters and buffers. Tied ones use their first name."""
+def materialize(module: nn.Module, home: torch.device) -> None:
+    """Give all tensors on the meta device memory on `home`; buffers that have values keep them."""
+    buffers = [(inner, name, one) for inner in module.modules() for name, one in buffers_of(inner).items()]
+    kept = [(inner, name, one) for inner, name, one in buffers if one is not None and not one.is_meta]
+    module.to_empty(device=home)
+    for inner, name, buffer in kept:
+        buffers_of(inner)[name] = buffer
+
+
+def initialize(module: nn.Module, spec: MetaModel, seed: int, names: Collection[str] | None = None) -> None:
+    """Set the initial values of this rank's parts of all parameters and buffers, or of `names`. Tied ones use their first name."""
     with torch.no_grad():
         for name, tensor in named_tensors(module):
+            if names is not None and name not in names:
+                continue
             for piece in pieces_of(module, name, tensor):
                 _fill(piece, spec, seed)
 

@@ -15,12 +15,12 @@ from hpctrain.contracts.model import MetaModel, ModelSpec
 def refuse_unsaved_buffers(module: nn.Module, spec: ModelSpec) -> None:
     """Raises UsageError for buffers that nobody would initialize: on the meta device no tensor has values."""
     saved = module.state_dict(keep_vars=True).keys()
-    unsaved = [name for name, _ in module.named_buffers() if name not in saved]
+    unsaved = [name for name, buffer in module.named_buffers() if name not in saved and buffer.is_meta]
     if isinstance(spec, MetaModel) and unsaved:
         raise UsageError(
             f"[model] {spec.name}: its buffer{'s' * (len(unsaved) > 1)} {', '.join(unsaved[:3])} would have no values: a "
             "MetaModel initializes only parameters and persistent buffers; register with persistent=True and "
-            "initialize, or compute in forward, or derive from ModelSpec",
+            "initialize, or make on the CPU in build, or compute in forward, or derive from ModelSpec",
             everywhere=True,
         )
 

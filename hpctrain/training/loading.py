@@ -16,13 +16,13 @@ from hpctrain.base.torch_private import HashStore
 from hpctrain.checking.check import check
 from hpctrain.checkpoint.conversion import writing
 from hpctrain.checkpoint.directory import behind_name
-from hpctrain.checkpoint.weights import load_weights
+from hpctrain.checkpoint.weights import load_weights, refuse_other_source
 from hpctrain.contracts.pieces import Piece
 from hpctrain.job.raw import RawJob
 from hpctrain.job.reading import read_job
 from hpctrain.job.run_files import RESOLVED
 from hpctrain.job.tables import Job
-from hpctrain.model.build import build_whole
+from hpctrain.model.build import build_whole, given_names, source_of
 from hpctrain.model.parameters import named_tensors, tied_parameters
 from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.plugins.user_code.reference import OBJECTS
@@ -73,7 +73,9 @@ def load(
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         group = world_group()
-        pieces = [Piece.whole(name, tensor.detach()) for name, tensor in named_tensors(module)]
+        given = given_names(parts.model, module)
+        refuse_other_source(path, parts.formats, source_of(parts.model, checked.job.job.seed, given))
+        pieces = [Piece.whole(name, one.detach()) for name, one in named_tensors(module) if name not in given]
         load_weights(path, parts.formats, pieces, group, tied_parameters(module), weights_of)
     finally:
         if alone:

@@ -30,7 +30,7 @@ from hpctrain.training.trained_model import TrainedModel
 def pieces_to_save(model: TrainedModel, optimizer: torch.optim.Optimizer, states: Sequence[PluginState]) -> list[Piece]:
     """All tensors of a checkpoint on this rank."""
     return [
-        *state_pieces(model.module, model.pieces, model.shapes, optimizer),
+        *state_pieces(model.module, model.pieces, model.shapes, optimizer, model.given),
         *(replace(piece, name=COMPRESSION + piece.name) for piece in model.sums.pieces()),
         *(replace(p, name=f"{PLUGIN}{state.name}/{p.name}") for state in states for p in state.pieces),
     ]

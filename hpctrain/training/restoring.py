@@ -19,10 +19,10 @@ from hpctrain.checkpoint.state import (
     restore_quantized,
 )
 from hpctrain.checkpoint.store import Restored
-from hpctrain.checkpoint.weights import PLUGIN, OtherModelError
+from hpctrain.checkpoint.weights import PLUGIN, OtherModelError, refuse_other_source
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
-from hpctrain.ranks.json_collectives import sum_of, together, world_group
+from hpctrain.ranks.json_collectives import share, sum_of, together, world_group
 from hpctrain.training.model_state import numbers_to_save, pieces_to_save, refuse_absent
 from hpctrain.training.saving import as_typed, plugin_states
 from hpctrain.training.session import Session
@@ -110,7 +110,10 @@ def roll_back(session: Session) -> None:
 
 def _read(session: Session, pieces: list[Piece], path: Path | None) -> Restored | None:
     """Fill the pieces from a checkpoint; None if there is none. path: None takes the newest that is whole."""
-    return session.store.restore(pieces, path, optional=(COMPRESSION, PLUGIN), required=_REQUIRED)
+    restored = session.store.restore(pieces, path, optional=(COMPRESSION, PLUGIN), required=_REQUIRED)
+    if restored is not None:
+        share(world_group(), lambda: refuse_other_source(restored.path, session.parts.formats, session.model.source()))
+    return restored
 
 
 def _begin_anew(session: Session) -> None:

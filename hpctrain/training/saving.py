@@ -16,7 +16,7 @@ from hpctrain.base.json_values import encode
 from hpctrain.checkpoint.retention import EVALUATION_LOSS, EVALUATION_METRICS, Best
 from hpctrain.checkpoint.state import create_state
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.weights import TIED
+from hpctrain.checkpoint.weights import SOURCE, TIED
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import State
 from hpctrain.job.parts import Parts
@@ -190,6 +190,8 @@ def _values(session: Session, optimizer: torch.optim.Optimizer, states: Sequence
         values["optimizer_groups"] = groups
     if model.tied:
         values[TIED] = model.tied
+    if model.given:
+        values[SOURCE] = model.source()
     if progress.evaluation is not None and progress.evaluation[0] == progress.step:
         metrics = dict(progress.evaluation[1])
         values[EVALUATION_LOSS], values[EVALUATION_METRICS] = metrics.pop("loss"), metrics

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hpctrain.base.errors import UsageError
 from hpctrain.base.torch_private import foreach_mul_
 from hpctrain.checkpoint.state import group_options, model_pieces
-from hpctrain.checkpoint.weights import load_weights
+from hpctrain.checkpoint.weights import load_weights, refuse_other_source
 from hpctrain.contracts.compression import LossyCompression
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.pieces import Piece
@@ -24,7 +24,7 @@ from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.runner import Runner, RunnerParts
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
-from hpctrain.model.build import InitialValues, build_model
+from hpctrain.model.build import InitialValues, build_model, source_of
 from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.model.conformance.hooks import tensors_kept
 from hpctrain.model.conformance.model import refuse_mean
@@ -35,7 +35,7 @@ from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import build_optimizer, parameter_groups
 from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.user_code.model import UserModel
-from hpctrain.ranks.json_collectives import sum_of
+from hpctrain.ranks.json_collectives import share, sum_of
 from hpctrain.training.feed import counted
 from hpctrain.training.metrics import NamedLosses
 from hpctrain.training.over_ranks import FullParameters, PieceTotals
@@ -78,7 +78,7 @@ class TrainedModel:
                 parts.precision, "gave no context manager in forward", "a context around forward and loss", True
             )
         self.scaler = parts.precision.start()
-        self.axes, self.shapes = built.axes, built.trained
+        self.axes, self.shapes, self.given = built.axes, built.trained, built.given
         self.elements, self.trained_elements = built.elements, sum(map(prod, built.trained.values()))
         axes = [plugin.traits for plugin in parts.parallelism.values()]
         apart = tuple(one.axis for one in axes if one.ranks_have == "other parameters")
@@ -182,10 +182,15 @@ class TrainedModel:
         self, weights: Path, group: dist.ProcessGroup, kept_by: str | None = None, strict: bool = True
     ) -> list[str]:
         """Take the values of a checkpoint or a file of weights. Collective; returns and raises what `load_weights` does."""
-        pieces = model_pieces(self.module, self.pieces, self.shapes)
+        share(group, lambda: refuse_other_source(weights, self._parts.formats, self.source()))
+        pieces = model_pieces(self.module, self.pieces, self.shapes, self.given)
         told = load_weights(weights, self._parts.formats, pieces, group, self.tied, kept_by, strict)
         self.refresh()
         return told
+
+    def source(self) -> str:
+        """The fingerprint of where the model's given values come from, which checkpoints leave out; "" without such."""
+        return source_of(self.spec, self._job.job.seed, self.given)
 
     def refresh(self) -> None:
         """Bring the module up to date after values of the pieces were changed. Collective."""

@@ -1,0 +1,92 @@
+"""Adapters of peft: small trained parameters beside a frozen model. Imported where a job has one: peft takes seconds to import."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hpctrain.api import UsageError
+
+_TASKS = {
+    "causal-lm": "CAUSAL_LM",
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
+    "token-classification": "TOKEN_CLS",
+    "sequence-classification": "SEQ_CLS",
+}
+"""peft's names of tasks. For classifiers it trains the new head, too."""
+
+
+def adapter_config(options: Mapping[str, Any], task: str) -> PeftConfig:
+    """peft's configuration of `[model] adapter`. Raises UsageError for an unknown kind or key, or if it needs the base's values."""
+    given = dict(options)
+    path, kind = given.pop("path", None), given.pop("kind", None)
+    if path is not None:
+        if kind is not None or given:
+            raise UsageError(
+                "[model] adapter: path names a saved adapter, whose configuration is beside it; give path alone"
+            )
+        return _saved(Path(path))
+    known = {str(one.value).lower().replace("_", "-"): cls for one, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    cls = known.get(str(kind))
+    if cls is None:
+        raise UsageError(f"[model] adapter: found kind = {kind!r}, expected one of {', '.join(sorted(known))}")
+    fields = {one.name for one in dataclasses.fields(cls)}
+    for key in given:
+        if key not in fields:
+            raise UsageError(
+                f"[model] adapter: {key!r} is no key of peft's {cls.__name__}; it has {', '.join(sorted(fields))}"
+            )
+    try:
+        config = cls(**{"task_type": _TASKS.get(task), **given})
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"[model] adapter: {error}") from error
+    _refuse_values_of_the_base(config)
+    return config
+
+
+def _saved(path: Path) -> PeftConfig:
+    if not (path / "adapter_config.json").is_file() or not (path / "adapter_model.safetensors").is_file():
+        raise UsageError(
+            f"[model] adapter: expected adapter_config.json and adapter_model.safetensors in {path}, as save_pretrained() of a "
+            "peft model writes them"
+        )
+    config = PeftConfig.from_pretrained(str(path))
+    config.inference_mode = False
+    return config
+
+
+def _refuse_values_of_the_base(config: PeftConfig) -> None:
+    """Raises UsageError for adapters that are computed from the base's values, which no rank holds as a whole."""
+    if getattr(config, "use_dora", False):
+        raise UsageError(
+            "[model] adapter: use_dora needs whole matrices of the base, which no rank holds; leave it out"
+        )
+    how = getattr(config, "init_lora_weights", True)
+    if not isinstance(how, bool) and how != "gaussian":
+        raise UsageError(
+            f"[model] adapter: init_lora_weights = {how!r} computes from the base's matrices, which no rank holds as a whole; "
+            'expected true, false or "gaussian"'
+        )
+
+
+def with_adapter(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
+    """`model` with the adapter in it; only the adapter is trained. Raises UsageError for modules that it does not have."""
+    try:
+        return get_peft_model(model, config)  # type: ignore[return-value]
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"[model] adapter: {error}") from error
+
+
+def stored_names(module: nn.Module) -> dict[str, str]:
+    """The name in peft's files of each of the adapter's parameters."""
+    own = dict(module.named_parameters())
+    of_tensor = {id(parameter): name for name, parameter in own.items()}
+    stored: Mapping[str, Tensor] = get_peft_model_state_dict(module, state_dict=own, save_embedding_layers=False)
+    return {of_tensor[id(tensor)]: key for key, tensor in stored.items()}

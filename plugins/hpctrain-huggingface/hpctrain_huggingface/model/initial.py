@@ -1,0 +1,142 @@
+"""The initial values of a model of transformers, taken down while its own initialization runs on the meta device, and made anew for
+any rows of a parameter: so each rank makes what it holds, and every layout starts with the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.api import TorchDispatchMode, UsageError, fill_normal
+
+_ATEN = torch.ops.aten
+_DRAWS = {_ATEN.normal_.default: (0.0, 1.0), _ATEN.uniform_.default: (0.0, 1.0)}
+"""The draws of initializations, with the defaults of their two numbers."""
+_CONSTANTS = {_ATEN.fill_.Scalar, _ATEN.zero_.default}
+_COPY = _ATEN.copy_.default
+_BY_ELEMENT = {
+    _ATEN.mul_.Tensor, _ATEN.mul_.Scalar, _ATEN.add_.Tensor, _ATEN.add_.Scalar, _ATEN.sub_.Tensor, _ATEN.sub_.Scalar,
+    _ATEN.div_.Tensor, _ATEN.div_.Scalar, _ATEN.erfinv_.default, _ATEN.clamp_.default, _ATEN.exp_.default, _ATEN.log_.default,
+    _ATEN.neg_.default, _ATEN.abs_.default, _ATEN.sqrt_.default, _ATEN.clamp_min_.default, _ATEN.clamp_max_.default,
+}  # fmt: skip
+"""Changes in place of each element by itself."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a parameter in place: func(parameter, *args, **keywords), or of one row of it."""
+
+    func: Any
+    args: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    row: int | None = None
+
+    @property
+    def sets_all(self) -> bool:
+        """Whether nothing is left of the values of before."""
+        return self.row is None and (self.func in _DRAWS or self.func in _CONSTANTS or self.func is _COPY)
+
+
+class Recorder(TorchDispatchMode):
+    """Takes down all changes of tensors on the meta device in its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changes: dict[int, list[Change]] = {}
+        self._rows: dict[int, tuple[Tensor, int]] = {}
+        self._kept: list[Tensor] = []
+        """Whatever was changed: an id is a tensor's as long as it lives."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        out = func(*args, **given)
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is None or not first.is_meta:
+            return out
+        if func is _ATEN.select.int and args[1] == 0 and isinstance(out, Tensor):
+            self._rows[id(out)] = first, int(args[2])
+            self._kept.append(out)
+        elif func._schema.is_mutable and func._schema.name.endswith("_"):
+            whole, row = self._rows.get(id(first), (first, None))
+            given.pop("generator", None)
+            change = Change(func, tuple(args[1:]), given, row)
+            self._kept.append(whole)
+            if change.sets_all:
+                self._changes[id(whole)] = [change]
+            else:
+                self._changes.setdefault(id(whole), []).append(change)
+        return out
+
+    def of(self, tensor: Tensor) -> list[Change]:
+        """The changes that make the values of `tensor`; empty if nothing has."""
+        return self._changes.get(id(tensor), [])
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The way to make the initial values of a parameter or buffer. shape: of all of it."""
+
+    shape: tuple[int, ...]
+    changes: Sequence[Change]
+
+    def fill(self, name: str, tensor: Tensor, rows: tuple[int, int], seed: int) -> None:
+        """Fill `tensor`, the rows `rows` of `name`. Raises UsageError where only transformers' own code could make them."""
+        if not self.changes or not self.changes[0].sets_all or any(map(_is_unknown, self.changes)):
+            raise UsageError(
+                f"[model] huggingface: {name} has no value: neither the weights at `path` have it, nor does the model's own "
+                "initialization set it in a way that can be repeated by rows",
+                everywhere=True,
+            )
+        if all(change.func in _BY_ELEMENT for change in self.changes[1:] if change.row is None):
+            values = self._made(tensor.shape, rows, name, seed)
+        else:
+            values = self._made(self.shape, (0, self.shape[0] if self.shape else 1), name, seed)
+            values = values[rows[0] : rows[1]] if self.shape else values
+        tensor.copy_(values)
+
+    def _made(self, shape: Sequence[int], rows: tuple[int, int], name: str, seed: int) -> Tensor:
+        """The values of some rows."""
+        first, *others = self.changes
+        values = self._begun(first, shape, rows, name, seed)
+        for change in others:
+            part: Tensor | None = values
+            if change.row is not None:
+                row = change.row % self.shape[0]
+                part = values[row - rows[0]] if rows[0] <= row < rows[1] else None
+            if part is not None:
+                change.func(part, *change.args, **change.keywords)
+        return values
+
+    def _begun(self, change: Change, shape: Sequence[int], rows: tuple[int, int], name: str, seed: int) -> Tensor:
+        if change.func is _COPY:
+            source: Tensor = change.args[0].detach().expand(self.shape)
+            return source[rows[0] : rows[1]].clone() if self.shape else source.clone()
+        values = torch.empty(tuple(shape), dtype=torch.float32)
+        if change.func in _CONSTANTS:
+            change.func(values, *change.args)
+            return values
+        names = ("mean", "std") if change.func is _ATEN.normal_.default else ("from", "to")
+        low, high = _numbers(change, names)
+        fill_normal(values, 1.0, seed, name, rows)
+        if names[0] == "mean":
+            return values.mul_(high).add_(low)
+        return torch.special.ndtr(values).mul_(high - low).add_(low)  # a normal number's quantile is uniform
+
+
+def _numbers(change: Change, names: Sequence[str]) -> tuple[float, float]:
+    """The two numbers of a draw."""
+    given = dict(zip(names, _DRAWS[change.func], strict=True)) | dict(zip(names, change.args, strict=False))
+    given |= {key: value for key, value in change.keywords.items() if key in given}
+    first, second = (float(given[name]) for name in names)
+    return first, second
+
+
+def _is_unknown(change: Change) -> bool:
+    """Whether the change needs a tensor that has no values, such as an orthogonal matrix that was made on the meta device."""
+    return any(isinstance(value, Tensor) and value.is_meta for value in (*change.args, *change.keywords.values()))

@@ -1,0 +1,57 @@
+"""The keys of `[model] name = "huggingface"`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from hpctrain.api import Field, Options
+from hpctrain_huggingface.model.tasks import TASKS
+
+Task = Literal[tuple(TASKS)]  # type: ignore[valid-type]
+
+
+class HuggingFaceOptions(Options):
+    path: Path | None = Field(
+        default=None,
+        description="a directory that save_pretrained() made, with config.json and *.safetensors, or the name of a repository of "
+        "the hub that this machine's cache has",
+    )
+    config: dict[str, Any] = Field(
+        default={},
+        description="keys of transformers' configuration: over those of `path`, or, with model_type, a model that begins with "
+        "random values",
+    )
+    task: Task | None = Field(
+        default=None, description="the task that the model is trained for (default: the one of its `architectures`)"
+    )
+    attention: str | None = Field(
+        default=None,
+        description='transformers\' attention: "sdpa", "eager", "flex_attention", "flash_attention_2", ... (default: its own choice, '
+        "sdpa for most models)",
+    )
+    experts: str | None = Field(
+        default=None,
+        description='transformers\' way to compute experts: "grouped_mm", "batched_mm", "eager" (default: its own choice)',
+    )
+    frozen_dtype: Literal["parameters", "bf16", "fp16"] = Field(
+        default="parameters",
+        description="the dtype of frozen parameters where adapters are trained: bf16 halves the base's memory",
+    )
+    adapter: dict[str, Any] = Field(
+        default={},
+        description='an adapter of peft: kind = "lora" and the keys of its configuration such as r, or path = "DIR" of a saved one',
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="run the Python code of a model that transformers doesn't have, from `path`"
+    )
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> HuggingFaceOptions:
+        if self.path is None and "model_type" not in self.config:
+            raise ValueError('expected path = "DIR", or config = { model_type = "llama", ... }')
+        if self.frozen_dtype != "parameters" and not self.adapter:
+            raise ValueError("frozen_dtype goes with an adapter: without one, the parameters are trained")
+        return self

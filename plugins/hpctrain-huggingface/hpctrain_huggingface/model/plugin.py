@@ -1,0 +1,166 @@
+"""The plugin `huggingface`: any model of transformers that trains for one of the tasks in tasks.py.
+
+transformers is imported where a job names this model: every command loads this module, and transformers takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.api import Batch, MetaModel, ModelSpec, PaddedModel, Plan, Problem, TokenModel, UsageError, hookimpl
+from hpctrain_huggingface.model import tasks
+from hpctrain_huggingface.model.options import HuggingFaceOptions
+from hpctrain_huggingface.model.plan import base_name
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedConfig
+
+    from hpctrain_huggingface.model.building import Built
+
+
+class HuggingFace(MetaModel, PaddedModel):
+    """A model of transformers, with an adapter of peft or without."""
+
+    name = "huggingface"
+    Options = HuggingFaceOptions
+    options: HuggingFaceOptions
+
+    def __new__(cls, options: HuggingFaceOptions) -> HuggingFace:
+        """A model that reads tokens is a `TokenModel`."""
+        from hpctrain_huggingface.model.building import config_of
+
+        kind = TextModel if cls is HuggingFace and hasattr(config_of(options), "vocab_size") else cls
+        return super().__new__(kind)
+
+    def __init__(self, options: HuggingFaceOptions) -> None:
+        """Raises UsageError for a configuration, a task or an adapter that transformers or peft does not have."""
+        super().__init__(options)
+        from hpctrain_huggingface.model.building import config_of
+
+        self.config: PreTrainedConfig = config_of(options)
+        where = "[model] config" if options.path is None else f"config.json in {options.path}"
+        self.task = options.task or tasks.task_of(self.config.architectures, where)
+        self.counts = "tokens" if tasks.TASKS[self.task].of_tokens else "samples"  # type: ignore[misc]
+        self.adapter: PeftConfig | None = None
+        if options.adapter:
+            from hpctrain_huggingface.model.adapters import adapter_config
+
+            self.adapter = adapter_config(options.adapter, self.task)
+        self._built: list[Built] = []
+        """The latest module, whose values `initialize` makes."""
+
+    def problems(self, plan: Plan) -> list[Problem]:
+        from hpctrain_huggingface.model.building import directory_of
+        from hpctrain_huggingface.model.weights import Files
+
+        if self.options.path is not None:
+            Files.of(directory_of(self.options.path))
+        kind = None if self.adapter is None else str(self.adapter.peft_type.value)
+        if kind not in (None, "LORA") and plan.sizes.get("tensor", 1) > 1:
+            why = f"tensor parallelism cuts adapters of the kind lora only, found {kind}"
+            return [Problem(why, "parallelism.tensor")]
+        return []
+
+    def build(self) -> nn.Module:
+        from hpctrain_huggingface.model.building import build
+
+        self._built[:] = [build(self.config, self.options, self.task, self.adapter)]
+        return self._built[0].module
+
+    def initialize(self, name: str, tensor: Tensor, rows: tuple[int, int], seed: int) -> None:
+        """The stored values; where there are none, those of transformers' own initialization, drawn by rows."""
+        self._latest().fill(name, tensor, rows, seed)
+
+    def is_given(self, name: str) -> bool:
+        return self.adapter is not None and base_name(name) in self._latest().wanted
+
+    def source(self, seed: int) -> str:
+        if self.adapter is None:
+            return ""
+        weights = self._latest().weights
+        given = f"seed {seed}" if weights is None else weights.files.identity()
+        return sha256(
+            f"{json.dumps(self.config.to_diff_dict(), sort_keys=True, default=str)} {given}".encode()
+        ).hexdigest()[:16]
+
+    def _latest(self) -> Built:
+        if not self._built:
+            with torch.device("meta"):
+                self.build()
+        return self._built[0]
+
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        """transformers' own layers, which it recomputes one by one, too."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        return [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
+
+    def forward(self, module: nn.Module, batch: Batch) -> Any:
+        """The logits, (batch, seq, vocabulary) or (batch, classes); with the loss of a router if the configuration asks for it."""
+        given = tasks.inputs(batch)
+        if self.task == "seq2seq-lm" and "decoder_input_ids" not in given:
+            given["decoder_input_ids"] = self._shifted(module, batch["labels"])
+        outputs = module(**given)
+        router = getattr(outputs, "aux_loss", None)
+        return outputs.logits if router is None else {"logits": outputs.logits, "router": router}
+
+    def _shifted(self, module: nn.Module, labels: Tensor) -> Tensor:
+        """The decoder's inputs: the labels one place later."""
+        from transformers import PreTrainedModel
+
+        base: Any = next(one for one in module.modules() if isinstance(one, PreTrainedModel))
+        prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+        if prepare is None:
+            raise UsageError(
+                f"[model] huggingface: a {type(base).__name__} makes no decoder_input_ids from labels; let the data set give them",
+                everywhere=True,
+            )
+        return prepare(labels=labels)  # type: ignore[no-any-return]
+
+    def count(self, batch: Batch) -> int:
+        return tasks.count(tasks.TASKS[self.task], batch)
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Tensor]:
+        """The sum over labels; a router's own loss, a mean over tokens, with its coefficient, for each of them."""
+        task, problem = tasks.TASKS[self.task], getattr(self.config, "problem_type", None)
+        if isinstance(outputs, Tensor):
+            return tasks.loss(task, problem, outputs, batch)
+        own = tasks.loss(task, problem, outputs["logits"], batch)
+        share = float(getattr(self.config, "router_aux_loss_coef", 0.0)) * (batch["labels"] != tasks.IGNORED).sum()
+        return {"loss": own, "router": outputs["router"].to(own) * share}
+
+    def padding(self) -> Mapping[str, float]:
+        pad = getattr(self.config, "pad_token_id", None)
+        return {
+            "input_ids": pad if isinstance(pad, int) and pad >= 0 else 0,
+            "attention_mask": 0,
+            "token_type_ids": 0,
+            "labels": tasks.IGNORED,
+            "decoder_input_ids": pad if isinstance(pad, int) and pad >= 0 else 0,
+            "decoder_attention_mask": 0,
+        }
+
+
+class TextModel(HuggingFace, TokenModel):
+    """A model of transformers that reads token ids."""
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def max_seq_length(self) -> int:
+        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return longest if isinstance(longest, int) and longest > 0 else 2**31
+
+
+@hookimpl
+def hpctrain_model() -> list[type[ModelSpec]]:
+    return [HuggingFace]
