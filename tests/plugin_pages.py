@@ -30,6 +30,7 @@ PAGES = {
         "TensorParallelModel",
         "ContextParallelModel",
         "PipelineModel",
+        "ExportableModel",
         "Batch",
     ),
     "dataset": (

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -114,6 +115,18 @@ class MetaModel(ModelSpec):
     def source(self, seed: int) -> str:
         """A fingerprint of where the given values come from. A checkpoint keeps it, and a resume refuses another one."""
         return ""
+
+
+class ExportableModel(ModelSpec):
+    """A model that other libraries load from a directory."""
+
+    @abstractmethod
+    def export(self, values: Callable[[str], Tensor], out: Path, merged: bool) -> str:
+        """Write the model into the empty directory `out`, as such a library reads it; return a few words about it.
+
+        values: gives the full value of a parameter or buffer, on the CPU, read from the checkpoint when it is asked for. merged:
+        add an adapter to what it adapts. Raises UsageError for `merged` without an adapter.
+        """
 
 
 class TokenModel(ModelSpec):

@@ -1,51 +1,104 @@
-"""Gives a program the module of a checkpoint: `hpctrain.load`, and the same for transformers."""
+"""Gives a program the module of a checkpoint, `hpctrain.load`, and writes it as other libraries load it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from hpctrain.base.errors import UsageError
+from hpctrain.base.errors import CheckpointError, UsageError
+from hpctrain.base.safe_files import temporary_name
 from hpctrain.base.torch_private import HashStore
-from hpctrain.checking.check import check
+from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checkpoint.conversion import writing
 from hpctrain.checkpoint.directory import behind_name
-from hpctrain.checkpoint.weights import load_weights, refuse_other_source
+from hpctrain.checkpoint.finding import memory_for
+from hpctrain.checkpoint.weights import load_weights, open_weights, refuse_other_source
+from hpctrain.contracts.model import ExportableModel, MetaModel
 from hpctrain.contracts.pieces import Piece
 from hpctrain.job.raw import RawJob
 from hpctrain.job.reading import read_job
 from hpctrain.job.run_files import RESOLVED
 from hpctrain.job.tables import Job
-from hpctrain.model.build import build_whole, given_names, source_of
+from hpctrain.model.build import build_on_meta, build_whole, given_names, source_of
 from hpctrain.model.parameters import named_tensors, tied_parameters
 from hpctrain.plugins.user_code.python_objects import given_objects
 from hpctrain.plugins.user_code.reference import OBJECTS
 from hpctrain.ranks.json_collectives import world_group
 
 
-def export_pretrained(checkpoint: Path, out: Path, weights_of: str | None = None) -> str:
-    """Write the new directory `out` with save_pretrained() of the transformers model in a checkpoint; return the model's class.
+def export_pretrained(checkpoint: Path, out: Path, weights_of: str | None = None, merged: bool = False) -> str:
+    """Write the model of a checkpoint into the new directory `out`, as another library loads it; return a few words about it.
 
-    Raises UsageError if the run's model is no model of transformers.
+    weights_of: see `load`. merged: see `ExportableModel.export`. Raises UsageError for a model that nothing else loads.
     """
     if os.path.lexists(out):
         raise UsageError(f"{out} exists already; expected a new directory: give another name")
-    module = load(checkpoint, weights_of=weights_of)
+    path = behind_name(checkpoint)
+    with _job_of(path, None) as checked:
+        spec = checked.parts.model
+        values = _values(path, checked, weights_of) if isinstance(spec, ExportableModel) else None
+    temporary = temporary_name(out)
+    with writing(out):
+        temporary.mkdir()
+    try:
+        with writing(out):
+            if isinstance(spec, ExportableModel):
+                assert values is not None
+                told = spec.export(values, temporary, merged)
+            else:
+                told = _save_pretrained(checkpoint, load(checkpoint, weights_of=weights_of), temporary, merged)
+            os.rename(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return told
+
+
+def _values(path: Path, checked: CheckedJob, weights_of: str | None) -> Callable[[str], Tensor]:
+    """The values by the names of the model's parameters and buffers: a checkpoint's, and those that it leaves out."""
+    spec, formats, seed = checked.parts.model, checked.parts.formats, checked.job.job.seed
+    given: dict[str, Tensor] = {}
+    if isinstance(spec, MetaModel):
+        module = build_on_meta(spec)
+        given = {name: module.get_parameter(name) for name in given_names(spec, module)}
+        refuse_other_source(path, formats, source_of(spec, seed, given))
+    source = open_weights(path, formats, weights_of)
+
+    def value(name: str) -> Tensor:
+        if name in given and isinstance(spec, MetaModel):
+            tensor = torch.empty_like(given[name], device="cpu", requires_grad=False)
+            spec.initialize(name, tensor, (0, len(tensor) if tensor.dim() else 1), seed)
+            return tensor
+        stored = source.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{path} has no {name}; it is of another model")
+        tensor = memory_for(name, stored.shape, stored.dtype)
+        source.fill([Piece.whole(name, tensor)])
+        return tensor
+
+    return value
+
+
+def _save_pretrained(checkpoint: Path, module: nn.Module, out: Path, merged: bool) -> str:
+    """The same for a model of transformers that the user's own code builds."""
     found = [one for one in module.modules() if callable(getattr(one, "save_pretrained", None))]
     if not found:
         raise UsageError(
             f"{checkpoint}: its model, {type(module).__name__}, has no save_pretrained(); expected a model of transformers: export "
             "--to safetensors takes any"
         )
+    if merged:
+        raise UsageError(f'{checkpoint}: --merged goes with [model] name = "huggingface" and an adapter')
     save: Any = found[0]
-    with writing(out):
-        save.save_pretrained(out)
+    save.save_pretrained(out)
     return type(save).__name__
 
 
@@ -59,13 +112,7 @@ def load(
     are taken in place of the model's. Collective if torch.distributed is set up. Raises HpctrainError.
     """
     path = behind_name(Path(checkpoint))
-    tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else job
-    beside = path.absolute().parent.parent / RESOLVED
-    if tables is None and not beside.is_file():
-        raise UsageError(f"load: {path} has no {beside}, which its run would have; give the job: load(checkpoint, job)")
-    with given_objects(tables or {}) as plain:
-        raw = _of_the_model(read_job(beside, ())) if tables is None else RawJob(plain, {}, "job").refuse_values()
-        checked = check(raw, None)
+    with _job_of(path, job) as checked:
         parts = checked.parts
         module = build_whole(parts.model, parts.precision.parameter_dtype, checked.job.job.seed)
     alone = not dist.is_initialized()
@@ -81,6 +128,18 @@ def load(
         if alone:
             dist.destroy_process_group()
     return module.eval()
+
+
+@contextmanager
+def _job_of(path: Path, job: Job | Mapping[str, Any] | None) -> Iterator[CheckedJob]:
+    """The job of the model of the checkpoint at `path`; None for the one beside it."""
+    tables = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, Job) else job
+    beside = path.absolute().parent.parent / RESOLVED
+    if tables is None and not beside.is_file():
+        raise UsageError(f"load: {path} has no {beside}, which its run would have; give the job: load(checkpoint, job)")
+    with given_objects(tables or {}) as plain:
+        raw = _of_the_model(read_job(beside, ())) if tables is None else RawJob(plain, {}, "job").refuse_values()
+        yield check(raw, None)
 
 
 def _of_the_model(raw: RawJob) -> RawJob:

@@ -21,18 +21,21 @@ from hpctrain.cli.options import example, weights_of_option
 )
 @click.argument("out", metavar="OUT", type=PATH)
 @weights_of_option
+@click.option("--merged", is_flag=True, help="With huggingface: add an adapter to the model that it adapts.")
 @click.pass_obj
-def export(formats: Formats, checkpoint: Path, kind: str, out: Path, weights_of: str | None) -> None:
+def export(formats: Formats, checkpoint: Path, kind: str, out: Path, weights_of: str | None, merged: bool) -> None:
     """Write the model's weights in CKPT (not the optimizer's state) to the new file OUT.
 
-    huggingface: a directory for from_pretrained(), from the checkpoint of a run that trains a model of transformers. The run's job
-    builds the model, so run it where the job ran.
+    huggingface: a directory for from_pretrained() of transformers, from the checkpoint of a model of transformers or of gpt; of an
+    adapter, one that peft loads. The run's job builds the model, so run it where the job ran.
     """
+    if merged and kind != "huggingface":
+        raise click.UsageError("--merged goes with --to huggingface")
     if kind == "huggingface":
         from hpctrain.training.loading import export_pretrained
 
         with files_of(checkpoint):
-            click.echo(f"wrote {out}: {export_pretrained(checkpoint, out, weights_of)}")
+            click.echo(f"wrote {out}: {export_pretrained(checkpoint, out, weights_of, merged)}")
         return
     from hpctrain.checkpoint.conversion import export_safetensors, export_torch
     from hpctrain.checkpoint.weights import open_weights, tied_names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,10 @@ def _refuse_values_of_the_base(config: PeftConfig) -> None:
 def with_adapter(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
     """`model` with the adapter in it; only the adapter is trained. Raises UsageError for modules that it does not have."""
     try:
-        return get_peft_model(model, config)  # type: ignore[return-value]
+        with warnings.catch_warnings(
+            action="ignore", category=FutureWarning
+        ):  # peft asks for what transformers has renamed
+            return get_peft_model(model, config)  # type: ignore[return-value]
     except (ValueError, TypeError) as error:
         raise UsageError(f"[model] adapter: {error}") from error
 

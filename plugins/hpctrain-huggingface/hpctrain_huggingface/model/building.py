@@ -86,6 +86,8 @@ class Built:
     """The state of the model of transformers by its own names, before an adapter was put in."""
     tied: list[list[str]]
     """The names of each tied parameter of the model of transformers, its main name first."""
+    named: Path | None
+    """The directory or the repository that the job names."""
     weights_at: Path | None
     adapter_at: Path | None
 
@@ -150,7 +152,7 @@ def build(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, adap
     _bring_plan(module, base, task, bool(tied))
     at = None if options.path is None else directory_of(options.path)
     saved = options.adapter.get("path")
-    return Built(module, base, recipes, wanted, tied, at, None if saved is None else Path(saved))
+    return Built(module, base, recipes, wanted, tied, options.path, at, None if saved is None else Path(saved))
 
 
 def _base(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, dtype: torch.dtype) -> PreTrainedModel:

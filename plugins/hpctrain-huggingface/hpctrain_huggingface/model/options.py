@@ -29,8 +29,8 @@ class HuggingFaceOptions(Options):
     )
     attention: str | None = Field(
         default=None,
-        description='transformers\' attention: "sdpa", "eager", "flex_attention", "flash_attention_2", ... (default: its own choice, '
-        "sdpa for most models)",
+        description='transformers\' attention: "sdpa", "eager", "flex_attention", "flash_attention_2", ... (default: its own '
+        "choice, sdpa for most models)",
     )
     experts: str | None = Field(
         default=None,

@@ -6,14 +6,26 @@ transformers is imported where a job names this model: every command loads this 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.api import Batch, MetaModel, ModelSpec, PaddedModel, Plan, Problem, TokenModel, UsageError, hookimpl
+from hpctrain.api import (
+    Batch,
+    ExportableModel,
+    MetaModel,
+    ModelSpec,
+    PaddedModel,
+    Plan,
+    Problem,
+    TokenModel,
+    UsageError,
+    hookimpl,
+)
 from hpctrain_huggingface.model import tasks
 from hpctrain_huggingface.model.options import HuggingFaceOptions
 from hpctrain_huggingface.model.plan import base_name
@@ -25,7 +37,7 @@ if TYPE_CHECKING:
     from hpctrain_huggingface.model.building import Built
 
 
-class HuggingFace(MetaModel, PaddedModel):
+class HuggingFace(MetaModel, PaddedModel, ExportableModel):
     """A model of transformers, with an adapter of peft or without."""
 
     name = "huggingface"
@@ -86,9 +98,14 @@ class HuggingFace(MetaModel, PaddedModel):
             return ""
         weights = self._latest().weights
         given = f"seed {seed}" if weights is None else weights.files.identity()
-        return sha256(
-            f"{json.dumps(self.config.to_diff_dict(), sort_keys=True, default=str)} {given}".encode()
-        ).hexdigest()[:16]
+        keys = json.dumps([self.options.config, self.task], sort_keys=True, default=str)
+        return sha256(f"{keys} {given}".encode()).hexdigest()[:16]
+
+    def export(self, values: Callable[[str], Tensor], out: Path, merged: bool) -> str:
+        """Write what from_pretrained() takes, with the tokenizer's files of `path`; of an adapter, what peft loads."""
+        from hpctrain_huggingface.model.exporting import export
+
+        return export(self._latest(), values, out, merged)
 
     def _latest(self) -> Built:
         if not self._built:

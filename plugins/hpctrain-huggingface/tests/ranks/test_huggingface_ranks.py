@@ -11,11 +11,15 @@ import torch
 import torch.distributed as dist
 from hub_models import CONFIGS
 from test_stages import compare
-from training import thorough, train_here
+from torch.distributed.tensor import DTensor
+from training import session_of, thorough, train_here
+
+from hpctrain.ranks.signals import StopRequest
+from hpctrain.training.loop import train
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 
-ADAPTER = {"kind": "lora", "r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
+ADAPTER = {"kind": "lora", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
 
 def saved(root: Path, name: str) -> Path:
@@ -27,14 +31,11 @@ def saved(root: Path, name: str) -> Path:
     return path
 
 
-def plain(path: Path, adapter: dict[str, Any] | None = None) -> torch.nn.Module:
+def plain(path: Path) -> Any:
     """What from_pretrained gives, in fp64."""
     from transformers import AutoModelForCausalLM
 
-    made: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float64, experts_implementation="eager"
-    )
-    return made
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
 
 
 TENSOR: dict[str, Any] = {"parallelism": {"tensor": 2}}
@@ -65,3 +66,72 @@ def test_a_model_of_the_hub(root: Path, name: str, layout: dict[str, Any]) -> No
     expected = hub_models.trained_plainly(plain(path), tables)
     # the norms and routers of all but GPT-2 compute in float32, whatever the parameters are
     compare(train_here(tables).rows, expected, *((1e-10, 1e-8) if name == "gpt2" else (1e-7, 1e-6)))
+
+
+def saved_adapter(root: Path, path: Path, **options: Any) -> Path:
+    """A LoRA adapter that rank 0 has saved, whose matrices are all other than zero."""
+    from peft import LoraConfig, get_peft_model
+
+    adapter = root / "adapter"
+    if dist.get_rank() == 0:
+        torch.manual_seed(5)
+        config = LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=6, target_modules="all-linear", **options)
+        model = get_peft_model(plain(path), config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(std=0.2)
+        model.save_pretrained(str(adapter))
+    dist.barrier()
+    return adapter
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", STAGE_3),
+        pytest.param("llama, tied", TENSOR, marks=pytest.mark.shown_on(2)),
+        pytest.param("llama", {**TENSOR, **STAGE_3}, marks=pytest.mark.shown_on(4)),
+        ("gpt2", {"sharding": {"stage": 2}}),
+        thorough("llama", {"sharding": {"stage": 1}}),
+        thorough("llama", {"activation_checkpointing": {"mode": "full"}, **STAGE_3}),
+        thorough("mixtral", STAGE_3),
+    ],
+    ids=str,
+)
+def test_an_adapter_of_peft(root: Path, name: str, layout: dict[str, Any]) -> None:
+    from peft import PeftModel
+
+    path = saved(root, name)
+    adapter = saved_adapter(root, path)
+    tables = hub_models.job(root / "run", path, **layout)
+    tables["model"]["adapter"] = {"path": str(adapter)}
+    module = PeftModel.from_pretrained(plain(path), str(adapter), is_trainable=True).double()
+    expected = hub_models.trained_plainly(module, tables)
+    found = train_here(tables)
+    compare(found.rows, expected, losses=1e-7, norms=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_frozen_base_costs_no_gradients_and_no_state(root: Path, stage: int) -> None:
+    """Bytes of what the optimizer holds, of gradients, and of a rank's part of the bf16 base."""
+    path = saved(root, "llama")
+    tables = hub_models.job(root / "run", path, sharding={"stage": stage})
+    tables["optimizer"] = {"name": "adamw", "lr": 1e-3}
+    tables["precision"] = {"mode": "fp32"}
+    tables["model"] |= {"adapter": ADAPTER, "frozen_dtype": "bf16"}
+    with session_of(tables) as session:
+        train(session, StopRequest())
+        model, ranks = session.model, dist.get_world_size()
+        share = model.trained_elements / (1 if stage == 0 else ranks)
+        held = sum(piece.tensor.numel() for piece in model.pieces)
+        state = sum(t.nbytes for one in model.optimizer.state.values() for t in one.values() if t.dim())
+        gradients = sum(piece.tensor.grad.nbytes for piece in model.pieces)
+        frozen = [p for p in model.module.parameters() if not p.requires_grad]
+        assert all(p.grad is None and p.dtype == torch.bfloat16 for p in frozen)
+        assert {piece.tensor.dtype for piece in model.pieces} == {torch.float32}
+        base = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in frozen)
+        if stage == 3:
+            assert base == pytest.approx(2 * (model.elements - model.trained_elements) / ranks, rel=0.1)
+        assert held == pytest.approx(share, rel=0.15)
+        assert (state, gradients) == (8 * held, 4 * held)
