@@ -151,7 +151,7 @@ class PaddedModel(ModelSpec):
         """The value that fills each entry of a dict sample behind its end.
 
         The loss and `count` must not see filled places, and nothing before them may depend on them. Entries that are not
-        named have one shape in all samples.
+        named have one shape in all samples, and samples need not have all that are.
         """
 
 

@@ -15,7 +15,7 @@ from hpctrain.base.random_numbers import drawing
 from hpctrain.contracts.dataset import Collate, Samples, Source
 from hpctrain.contracts.model import Batch
 from hpctrain.data.plan import Planned
-from hpctrain.data.shapes import Padding
+from hpctrain.data.shapes import PaddedStack, Padding
 from hpctrain.model.conformance.data import refuse_fewer_rows, refuse_other_item
 
 
@@ -47,7 +47,7 @@ def collated(source: Source, collate: Collate, items: list[Any], seed: int, plan
         try:
             return collate(items)
         except Exception as error:
-            if collate is not default_collate:
+            if collate is not default_collate and not isinstance(collate, PaddedStack):
                 raise
             numbers = planned.indices if isinstance(source, Samples) else None
             raise TrainingError(_misfit(items, numbers, error)) from error

@@ -22,7 +22,8 @@ from hpctrain.job.tables import Job
 class Padding:
     """Pads samples at their ends to a common length, a multiple of `multiple`.
 
-    values: the padding value of each padded entry (PaddedModel.padding); other entries are stacked unchanged.
+    values: the padding value of each padded entry (PaddedModel.padding); other entries are stacked unchanged, and samples need not
+    have all of these.
     """
 
     values: Mapping[str, float]
@@ -31,7 +32,7 @@ class Padding:
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Pad and stack samples, which are dicts of tensors: `(length, ...)` -> `(samples, longest, ...)`."""
         for sample in samples:
-            if not isinstance(sample, dict) or not self.values.keys() <= sample.keys():
+            if not isinstance(sample, dict) or not self.values.keys() & sample.keys():
                 found = ", ".join(sample) if isinstance(sample, dict) else type(sample).__name__
                 raise TrainingError(
                     f"[batch] tokens: expected samples that are dicts with {', '.join(self.values)}, found {found}"
@@ -55,12 +56,31 @@ class Padding:
         return batch
 
 
+@dataclass(frozen=True)
+class PaddedStack:
+    """Stacks samples, and pads them where their lengths differ."""
+
+    padding: Padding
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """The batch that torch's default_collate makes, or a padded one."""
+        if all(isinstance(sample, dict) and sample.keys() == samples[0].keys() for sample in samples):
+            named = [name for name in self.padding.values if name in samples[0]]
+            for name in named:
+                if len({len(sample[name]) for sample in samples if getattr(sample[name], "shape", ())}) > 1:
+                    return self.padding(samples)
+        return default_collate(samples)
+
+
 def make_collation(job: Job, parts: Parts, samples: Source) -> Collate:
-    """How samples become a batch."""
+    """How samples become a batch: as the data set says, else stacked, and padded where the model and the lengths ask for it."""
+    padding = None
+    if isinstance(parts.model, PaddedModel):
+        padding = Padding(parts.model.padding(), sequence_multiple(job, parts))
     if job.batch.tokens is None:
-        return samples.collation() or default_collate
-    assert isinstance(parts.model, PaddedModel)  # checked with the job
-    return Padding(parts.model.padding(), sequence_multiple(job, parts))
+        return samples.collation() or (default_collate if padding is None else PaddedStack(padding))
+    assert padding is not None  # checked with the job
+    return padding
 
 
 def capacity(job: Job, parts: Parts) -> int:

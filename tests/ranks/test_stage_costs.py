@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -116,14 +117,14 @@ def test_stage_3_has_buffers_for_some_units_only(root, prefetch: int) -> None:
 
 
 class Traffic:
-    """Counts what this rank sends until `so_far` is called."""
+    """Counts what this rank sends until `then` is called, from where an operation counts for the next one."""
 
-    def __init__(self) -> None:
-        self._before = hpctrain.mpi.statistics().operations
+    def __init__(self, before: Mapping[str, hpctrain.mpi.OperationStatistics] | None = None) -> None:
+        self._before = hpctrain.mpi.statistics().operations if before is None else before
 
-    def so_far(self) -> Traffic:
+    def then(self) -> Traffic:
         self._after = hpctrain.mpi.statistics().operations
-        return self
+        return Traffic(self._after)
 
     def calls(self, name: str) -> int:
         return self._difference(name).calls
@@ -148,16 +149,15 @@ def step(session: Session) -> list[Traffic]:
     loader = session.feed.training_loader(session.progress)
     micro_batches, _ = loader.step()
     loader.close()
-    traffic = Traffic()
+    compute = Traffic()
     session.model.runner.train(micro_batches, 1000, 0)
-    compute = traffic.so_far()
-    traffic = Traffic()
+    synchronize = compute.then()
     session.model.sharded.synchronize()
-    synchronize = traffic.so_far()
-    traffic = Traffic()
+    update = synchronize.then()
     session.model.optimizer.step()
     session.model.sharded.refresh()
-    return [compute, synchronize, traffic.so_far()]
+    update.then()
+    return [compute, synchronize, update]
 
 
 @pytest.mark.ranks(2)

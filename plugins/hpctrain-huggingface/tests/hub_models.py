@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from plain import Step, batches_of, train_plainly
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -72,9 +73,11 @@ def causal_loss(module: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(module(input_ids=ids, use_cache=False).logits.flatten(0, 1), labels.flatten())
 
 
-def trained_plainly(module: nn.Module, tables: dict[str, Any]) -> list[Step]:
+def trained_plainly(module: nn.Module, tables: dict[str, Any]) -> list[tuple[float, float]]:
     """Loss and norm of each step of the job in a plain loop, in one process."""
     module.train()
+    from plain import batches_of, train_plainly
+
     trained = [p for p in module.parameters() if p.requires_grad]
     options = {key: value for key, value in tables["optimizer"].items() if key not in ("name", "clip_norm")}
     optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[tables["optimizer"]["name"]](trained, **options)
@@ -84,3 +87,7 @@ def trained_plainly(module: nn.Module, tables: dict[str, Any]) -> list[Step]:
             yield lambda ids=ids, labels=labels: causal_loss(module, ids, labels)
 
     return train_plainly(module, optimizer, losses(), tables["optimizer"].get("clip_norm"))
+
+
+if __name__ == "__main__":
+    save(json.loads(sys.argv[1]), Path(sys.argv[2]), max_shard_size="300MB")

@@ -113,6 +113,11 @@ class HuggingFace(MetaModel, PaddedModel, ExportableModel):
                 self.build()
         return self._built[0]
 
+    @property
+    def _pad(self) -> int | None:
+        pad = getattr(self.config.get_text_config(), "pad_token_id", None)
+        return pad if isinstance(pad, int) and pad >= 0 else None
+
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         """transformers' own layers, which it recomputes one by one, too."""
         from transformers.modeling_layers import GradientCheckpointingLayer
@@ -121,7 +126,7 @@ class HuggingFace(MetaModel, PaddedModel, ExportableModel):
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
         """The logits, (batch, seq, vocabulary) or (batch, classes); with the loss of a router if the configuration asks for it."""
-        given = tasks.inputs(batch)
+        given = tasks.inputs(self.task, self._pad, batch)
         if self.task == "seq2seq-lm" and "decoder_input_ids" not in given:
             given["decoder_input_ids"] = self._shifted(module, batch["labels"])
         outputs = module(**given)
@@ -154,15 +159,10 @@ class HuggingFace(MetaModel, PaddedModel, ExportableModel):
         return {"loss": own, "router": outputs["router"].to(own) * share}
 
     def padding(self) -> Mapping[str, float]:
-        pad = getattr(self.config, "pad_token_id", None)
-        return {
-            "input_ids": pad if isinstance(pad, int) and pad >= 0 else 0,
-            "attention_mask": 0,
-            "token_type_ids": 0,
-            "labels": tasks.IGNORED,
-            "decoder_input_ids": pad if isinstance(pad, int) and pad >= 0 else 0,
-            "decoder_attention_mask": 0,
-        }
+        ids = self._pad or 0
+        of_tokens = {"labels": tasks.IGNORED} if tasks.TASKS[self.task].of_tokens else {}
+        named = ("attention_mask", "token_type_ids", "decoder_attention_mask")
+        return {"input_ids": ids, "decoder_input_ids": ids, **dict.fromkeys(named, 0), **of_tokens}
 
 
 class TextModel(HuggingFace, TokenModel):

@@ -72,10 +72,12 @@ def loss(task: Task, problem: str | None, logits: Tensor, batch: Batch) -> Tenso
     return F.cross_entropy(wide, labels, reduction="sum")
 
 
-def inputs(batch: Batch) -> dict[str, Any]:
+def inputs(task: str, pad: int | None, batch: Batch) -> dict[str, Any]:
     """The arguments of the module's forward: all entries of the batch but the labels.
 
-    `positions` (seq,) from context parallelism is `position_ids` (1, seq). Raises UsageError for samples without names.
+    `positions` (seq,) from context parallelism is `position_ids` (1, seq). Where a token sees what comes after it, the attention
+    must know what is padding: without an `attention_mask`, ids `pad` at the end of a row are. pad: transformers' `pad_token_id`.
+    Raises UsageError for samples without names, and where padding is unknown.
     """
     if not isinstance(batch, Mapping):
         raise UsageError(
@@ -86,4 +88,13 @@ def inputs(batch: Batch) -> dict[str, Any]:
     given = {key: value for key, value in batch.items() if key not in ("labels", "positions")}
     if "positions" in batch:
         given["position_ids"] = batch["positions"].unsqueeze(0)
+    if task != "causal-lm" and "input_ids" in given and "attention_mask" not in given:
+        if pad is None:
+            raise UsageError(
+                f"[dataset]: found no attention_mask beside input_ids, and the configuration has no pad_token_id: for {task!r} "
+                "padding would count as text; give [model] config a pad_token_id, or let the data set give attention_mask",
+                everywhere=True,
+            )
+        at_the_end = (given["input_ids"] == pad).long().flip(-1).cumprod(-1).flip(-1)
+        given["attention_mask"] = 1 - at_the_end
     return given

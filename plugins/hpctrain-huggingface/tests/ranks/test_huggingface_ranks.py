@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +140,37 @@ def test_a_frozen_base_costs_no_gradients_and_no_state(root: Path, stage: int) -
             assert base == pytest.approx(2 * (model.elements - model.trained_elements) / ranks, rel=0.1)
         assert held == pytest.approx(share, rel=0.15)
         assert (state, gradients) == (8 * held, 4 * held)
+
+
+@pytest.mark.thorough
+@pytest.mark.shown_on(4)
+def test_no_rank_holds_the_weights(root: Path) -> None:
+    """A gigabyte of weights over four ranks: the memory that a rank takes while it builds its quarter of the model."""
+    config = {**CONFIGS["llama"], "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16}
+    path = root / "saved"
+    if dist.get_rank() == 0:  # in a process of its own, whose memory goes with it
+        words = [sys.executable, hub_models.__file__, json.dumps(config), str(path)]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "MPI"))}
+        subprocess.run(words, check=True, env=environment, timeout=50)
+    dist.barrier()
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert size > 1e9
+    tables = hub_models.job(root / "run", path, **STAGE_3)
+    tables["precision"] = {"mode": "fp32"}
+    tables["optimizer"] = {"name": "sgd", "lr": 0.1}
+    with session_of({**tables, "model": {**tables["model"], "path": str(path)}}):
+        pass  # imports, and pages of libraries
+    gc.collect()
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    with session_of(tables) as session:
+        peak = memory("VmHWM") - before
+        assert session.model.elements * 4 == pytest.approx(size, rel=0.01)
+    assert peak < size / 3, (peak, size)
+    print(f"rank {dist.get_rank()}: {peak / size:.3f} of {size / 1e9:.2f} GB")
+
+
+def memory(kind: str) -> int:
+    """Bytes of this process, by the kernel's name."""
+    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(kind))
+    return int(line.split()[1]) * 1024
