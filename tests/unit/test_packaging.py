@@ -60,6 +60,13 @@ def test_the_wheel_of_horovods_interface(tmp_path: Path) -> None:
     assert f"\nVersion: {__version__}\n" in head and f"\nRequires-Dist: hpctrain=={__version__}\n" in head
 
 
+def test_the_wheel_of_hugging_faces_models(tmp_path: Path) -> None:
+    home = ROOT / "plugins" / "hpctrain-huggingface"
+    top, head = _look(_built(WheelBuilder(str(home)), tmp_path), home / "hpctrain_huggingface")
+    assert top == {"hpctrain_huggingface"}
+    assert f"\nVersion: {__version__}\n" in head and f"\nRequires-Dist: hpctrain=={__version__}\n" in head
+
+
 def test_the_sdist_has_what_readme_names(built: tuple[Path, Path]) -> None:
     text = (ROOT / "README.md").read_text()
     linked = [
@@ -78,6 +85,7 @@ def test_type_checkers_find_a_package_that_is_installed_in_place() -> None:
         ("hpctrain.api", ROOT),
         ("hpctrain_plugins.model.gpt", ROOT / "plugins"),
         ("hpctrain_horovod.torch", ROOT / "plugins" / "hpctrain-horovod"),
+        ("hpctrain_huggingface.model", ROOT / "plugins" / "hpctrain-huggingface"),
     ):
         found = finder.find_module(name)
         assert isinstance(found, str) and Path(found).is_relative_to(folder), found

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hpctrain.api import EnvironmentUnfitError, HpctrainError, UsageError
 from hpctrain_huggingface.model.initial import Recipe, Recorder
+from hpctrain_huggingface.model.layers import Decoder, let_run_alone
 from hpctrain_huggingface.model.options import HuggingFaceOptions
 from hpctrain_huggingface.model.plan import PREFIX, base_name, tensor_plan, with_cut_vocabulary
 from hpctrain_huggingface.model.tasks import TASKS
@@ -150,6 +151,9 @@ def build(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, adap
         for name, tensor in _state(module)
     }
     _bring_plan(module, base, task, bool(tied))
+    decoder = Decoder.of(base) if task == "causal-lm" else None
+    if decoder is not None:
+        let_run_alone(decoder)
     at = None if options.path is None else directory_of(options.path)
     saved = options.adapter.get("path")
     return Built(module, base, recipes, wanted, tied, options.path, at, None if saved is None else Path(saved))

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from hpctrain.api import (
     Batch,
+    ContextParallelModel,
     ExportableModel,
     MetaModel,
     ModelSpec,
     PaddedModel,
+    PipelineModel,
     Plan,
     Problem,
     TokenModel,
@@ -32,9 +34,10 @@ from hpctrain_huggingface.model.plan import base_name
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from hpctrain_huggingface.model.building import Built
+    from hpctrain_huggingface.model.layers import Decoder
 
 
 class HuggingFace(MetaModel, PaddedModel, ExportableModel):
@@ -45,10 +48,16 @@ class HuggingFace(MetaModel, PaddedModel, ExportableModel):
     options: HuggingFaceOptions
 
     def __new__(cls, options: HuggingFaceOptions) -> HuggingFace:
-        """A model that reads tokens is a `TokenModel`."""
+        """What others may do with a model depends on its task."""
         from hpctrain_huggingface.model.building import config_of
 
-        kind = TextModel if cls is HuggingFace and hasattr(config_of(options), "vocab_size") else cls
+        kind = cls
+        if cls is HuggingFace:
+            config = config_of(options)
+            if _task(options, config) == "causal-lm":
+                kind = CausalLanguageModel
+            elif hasattr(config, "vocab_size"):
+                kind = TextModel
         return super().__new__(kind)
 
     def __init__(self, options: HuggingFaceOptions) -> None:
@@ -57,8 +66,7 @@ class HuggingFace(MetaModel, PaddedModel, ExportableModel):
         from hpctrain_huggingface.model.building import config_of
 
         self.config: PreTrainedConfig = config_of(options)
-        where = "[model] config" if options.path is None else f"config.json in {options.path}"
-        self.task = options.task or tasks.task_of(self.config.architectures, where)
+        self.task = _task(options, self.config)
         self.counts = "tokens" if tasks.TASKS[self.task].of_tokens else "samples"  # type: ignore[misc]
         self.adapter: PeftConfig | None = None
         if options.adapter:
@@ -135,9 +143,7 @@ class HuggingFace(MetaModel, PaddedModel, ExportableModel):
 
     def _shifted(self, module: nn.Module, labels: Tensor) -> Tensor:
         """The decoder's inputs: the labels one place later."""
-        from transformers import PreTrainedModel
-
-        base: Any = next(one for one in module.modules() if isinstance(one, PreTrainedModel))
+        base: Any = _base(module)
         prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
         if prepare is None:
             raise UsageError(
@@ -176,6 +182,64 @@ class TextModel(HuggingFace, TokenModel):
     def max_seq_length(self) -> int:
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return longest if isinstance(longest, int) and longest > 0 else 2**31
+
+
+class CausalLanguageModel(TextModel, ContextParallelModel, PipelineModel):
+    """A model of transformers that continues texts."""
+
+    @property
+    def attention_heads(self) -> int:
+        return int(self.config.get_text_config().num_attention_heads)
+
+    def problems(self, plan: Plan) -> list[Problem]:
+        found = super().problems(plan)
+        if plan.sizes.get("pipeline", 1) > 1:
+            if plan.sizes.get("context", 1) > 1:
+                why = "context: later pipeline stages of this model don't know which tokens they have; use one of the two axes"
+                found.append(Problem(why, "parallelism.context"))
+            if getattr(self.config, "output_router_logits", False):
+                why = "pipeline: the loss of the router needs all layers; set [model] config = { output_router_logits = false }"
+                found.append(Problem(why, "parallelism.pipeline"))
+        return found
+
+    def sequence_dims(self) -> Mapping[str, int]:
+        return {"input_ids": 1, "labels": 1}
+
+    def attentions(self, module: nn.Module) -> list[nn.Module]:
+        from hpctrain_huggingface.model.attention import give_to_attention
+
+        return give_to_attention(_base(module))
+
+    def ends(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+        from hpctrain_huggingface.model.layers import Decoder
+
+        decoder = Decoder.of(module)
+        return ([], []) if decoder is None else decoder.ends()
+
+    def embed(self, module: nn.Module, batch: Batch) -> Tensor:
+        return self._decoder(module).embedded(**tasks.inputs(self.task, self._pad, batch))
+
+    def head(self, module: nn.Module, hidden: Tensor) -> Any:
+        return self._decoder(module).outputs(hidden).logits
+
+    def _decoder(self, module: nn.Module) -> Decoder:
+        from hpctrain_huggingface.model.layers import Decoder
+
+        found = Decoder.of(module)
+        assert found is not None  # see ends
+        return found
+
+
+def _task(options: HuggingFaceOptions, config: PreTrainedConfig) -> str:
+    where = "[model] config" if options.path is None else f"config.json in {options.path}"
+    return options.task or tasks.task_of(config.architectures, where)
+
+
+def _base(module: nn.Module) -> PreTrainedModel:
+    """The model of transformers in `module`."""
+    from transformers import PreTrainedModel
+
+    return next(one for one in module.modules() if isinstance(one, PreTrainedModel))
 
 
 @hookimpl

@@ -88,6 +88,12 @@ def inputs(task: str, pad: int | None, batch: Batch) -> dict[str, Any]:
     given = {key: value for key, value in batch.items() if key not in ("labels", "positions")}
     if "positions" in batch:
         given["position_ids"] = batch["positions"].unsqueeze(0)
+        if "attention_mask" in given:
+            raise UsageError(
+                "[parallelism] context: found attention_mask in the samples, which ranks with parts of a sequence do not apply; "
+                "leave it out: padding at the end of a row needs none",
+                everywhere=True,
+            )
     if task != "causal-lm" and "input_ids" in given and "attention_mask" not in given:
         if pad is None:
             raise UsageError(

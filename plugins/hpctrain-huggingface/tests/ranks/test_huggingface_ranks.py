@@ -45,6 +45,8 @@ def plain(path: Path) -> Any:
 
 TENSOR: dict[str, Any] = {"parallelism": {"tensor": 2}}
 STAGE_3: dict[str, Any] = {"sharding": {"stage": 3}}
+CONTEXT: dict[str, Any] = {"parallelism": {"context": 2}}
+PIPELINE: dict[str, Any] = {"parallelism": {"pipeline": 2}}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,18 @@ STAGE_3: dict[str, Any] = {"sharding": {"stage": 3}}
         pytest.param("llama, tied", TENSOR, marks=pytest.mark.shown_on(2)),
         pytest.param("qwen3", TENSOR, marks=pytest.mark.shown_on(2)),
         ("mixtral", STAGE_3),
+        pytest.param("llama", CONTEXT, marks=pytest.mark.shown_on(2)),
+        pytest.param("gpt2", PIPELINE, marks=pytest.mark.shown_on(2)),
+        pytest.param("gemma2", PIPELINE, marks=pytest.mark.shown_on(2)),
+        pytest.param("llama, tied", {**PIPELINE, "sharding": {"stage": 2}}, marks=pytest.mark.shown_on(4)),
+        *(
+            pytest.param(name, PIPELINE, marks=[pytest.mark.shown_on(2), pytest.mark.thorough])
+            for name in ("llama", "qwen3", "mistral", "gemma3", "phi3", "mixtral", "qwen3_moe")
+        ),
+        *(
+            pytest.param(name, CONTEXT, marks=[pytest.mark.shown_on(2), pytest.mark.thorough])
+            for name in ("llama, tied", "qwen3", "phi3", "gpt2", "mixtral")
+        ),
         thorough("llama", {"sharding": {"stage": 2}}),
         thorough("llama, tied", STAGE_3),
         *(

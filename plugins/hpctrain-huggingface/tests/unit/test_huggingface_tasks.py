@@ -18,8 +18,8 @@ _BERT = {
     "intermediate_size": 24, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 _T5 = {
-    "model_type": "t5", "vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
-    "decoder_start_token_id": 0,
+    "model_type": "t5", "vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4,
+    "dropout_rate": 0.0, "decoder_start_token_id": 0,
 }  # fmt: skip
 _VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -1,0 +1,121 @@
+"""Models of the hub as typed: an adapter, its resume on other ranks, its export, and what other programs load."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import hub_models
+import pytest
+import tomli_w
+from launching import Finished, run
+
+HPCTRAIN = str(Path(sys.executable).parent / "hpctrain")
+ELSEWHERE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+base = AutoModelForCausalLM.from_pretrained("saved")
+if sys.argv[1] == "adapter":
+    from peft import PeftModel
+    base = PeftModel.from_pretrained(base, "adapter")
+else:
+    base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert not any(name.startswith("hpctrain") for name in sys.modules)
+with torch.no_grad():
+    torch.save(base.eval()(torch.arange(12)[None] * 5 % 61).logits, sys.argv[1] + ".pt")
+"""
+
+
+def job(path: Path, **tables: dict[str, Any]) -> Path:
+    made = hub_models.job(path.parent / "run", path.parent / "saved", **{"precision": {"mode": "fp32"}, **tables})
+    path.write_text(tomli_w.dumps(made))
+    return path
+
+
+def hpctrain(directory: Path, *words: str) -> Finished:
+    done = run([HPCTRAIN, *words], directory, timeout=200)
+    assert done.code == 0, done
+    return done
+
+
+def losses(directory: Path) -> list[float]:
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "grad_norm" in row]
+
+
+def test_an_adapter_goes_to_other_ranks_and_to_other_programs(tmp_path: Path) -> None:
+    import torch
+
+    import hpctrain as library
+
+    hub_models.save(hub_models.CONFIGS["llama"], tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer.json").write_text("{}")
+    model = {"adapter": {"kind": "lora", "r": 4, "target_modules": "all-linear"}}
+    layout = {"sharding": {"stage": 3}, "parallelism": {"tensor": 2}}
+    hpctrain(tmp_path, "run", str(job(tmp_path / "job.toml", model=model, **layout)), "-n", "2")
+    newest = tmp_path / "run" / "checkpoints" / "latest"
+    for out, words in (("adapter", []), ("merged", ["--merged"])):
+        hpctrain(tmp_path, "checkpoint", "export", str(newest), "--to", "huggingface", out, *words)
+        assert (tmp_path / out / "tokenizer.json").is_file()
+        done = run([sys.executable, "-c", ELSEWHERE, out], tmp_path, timeout=100)
+        assert done.code == 0, done
+    with torch.no_grad():
+        mine = library.load(newest)(torch.arange(12)[None] * 5 % 61).logits
+    for out in ("adapter", "merged"):
+        torch.testing.assert_close(torch.load(tmp_path / f"{out}.pt"), mine, rtol=1e-5, atol=1e-5)
+    plain = torch.load(run_plainly(tmp_path))
+    assert (plain - mine).abs().max() > 1e-3, "the training has changed nothing"
+    # the same training from its middle on, on twice as many ranks in another layout, and on one
+    sizes = {path.name: path.stat().st_size for path in newest.resolve().iterdir()}
+    assert sum(sizes.values()) < 120_000, "more than the adapter is in the checkpoint"
+    more = {"job": {"steps": 7}, "model": model}
+    hpctrain(tmp_path, "run", str(job(tmp_path / "job.toml", sharding={"stage": 2}, **more)), "-n", "4")
+    found = losses(tmp_path / "run")
+    alone = {**more, "job": {"steps": 7, "output_dir": str(tmp_path / "alone")}}
+    hpctrain(tmp_path, "run", str(job(tmp_path / "alone.toml", **alone)))
+    assert found == pytest.approx(losses(tmp_path / "alone"), rel=2e-5)
+
+
+def run_plainly(directory: Path) -> Path:
+    done = run([sys.executable, "-c", ELSEWHERE, "saved"], directory, timeout=100)
+    assert done.code == 0, done
+    return directory / "saved.pt"
+
+
+def test_another_base_and_other_mistakes_are_told(tmp_path: Path) -> None:
+    hub_models.save(hub_models.CONFIGS["llama"], tmp_path / "saved")
+    model: dict[str, Any] = {"adapter": {"kind": "lora", "target_modules": ["q_proj"]}}
+    path = job(tmp_path / "job.toml", model=model, job={"steps": 2})
+    hpctrain(tmp_path, "run", str(path))
+    (tmp_path / "saved" / "model.safetensors").unlink()
+    hub_models.save({**hub_models.CONFIGS["llama"], "initializer_range": 0.3}, tmp_path / "saved")
+    done = run([HPCTRAIN, "run", str(path), "--set", "job.steps=4"], tmp_path, timeout=100)
+    assert done.code == 5 and "was saved without the model's frozen values, which were others than now" in done.err, (
+        done
+    )
+    for keys, told in (
+        (
+            {"path": "gone"},
+            "[model] path: there is no directory gone, and no repository of that name in this machine's cache",
+        ),
+        ({"config": {"hidden_sizes": 3}}, "[model] config: 'hidden_sizes' is no key of transformers' LlamaConfig"),
+        (
+            {"config": {"hidden_size": 32}},
+            "has the shape [61, 16], expected [61, 32]: the weights are of another model",
+        ),
+        ({"adapter": {"kind": "loro"}}, "[model] adapter: found kind = 'loro', expected one of adalora, "),
+        ({"adapter": {"kind": "lora", "rank": 3}}, "[model] adapter: 'rank' is no key of peft's LoraConfig"),
+        (
+            {"adapter": {"kind": "lora", "target_modules": ["gone"]}},
+            "[model] adapter: Target modules {'gone'} not found",
+        ),
+        ({"adapter": {"kind": "lora", "use_dora": True}}, "use_dora needs whole matrices of the base"),
+        ({"adapter": {}, "frozen_dtype": "bf16"}, "frozen_dtype goes with an adapter"),
+        ({"task": "image-classification"}, "[model] huggingface: Unrecognized configuration class"),
+    ):
+        one = job(tmp_path / "wrong.toml", model=keys, job={"output_dir": str(tmp_path / "wrong")})
+        done = run([HPCTRAIN, "run", str(one)], tmp_path, timeout=100)
+        assert done.code in (2, 5) and told in done.err.replace("\n", " "), (keys, done)
+        assert "Traceback" not in done.err
