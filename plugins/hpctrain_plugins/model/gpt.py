@@ -5,7 +5,9 @@ Shapes: `(batch, seq)` ids, `(batch, seq, hidden)` activations, `(batch, heads, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from hpctrain.api import (
     Batch,
     ContextParallelModel,
+    ExportableModel,
     Field,
     MetaModel,
     ModelSpec,
@@ -24,9 +27,11 @@ from hpctrain.api import (
     PipelineModel,
     TensorParallelModel,
     TokenModel,
+    UsageError,
     fill_normal,
     hookimpl,
 )
+from hpctrain_plugins.model.gpt2_export import export_gpt2
 
 _STD = 0.02
 _IGNORED = -100
@@ -131,7 +136,9 @@ class GPTModule(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-class GPT(MetaModel, TokenModel, PaddedModel, TensorParallelModel, ContextParallelModel, PipelineModel):
+class GPT(
+    MetaModel, TokenModel, PaddedModel, TensorParallelModel, ContextParallelModel, PipelineModel, ExportableModel
+):
     """A decoder-only transformer language model."""
 
     name = "gpt"
@@ -216,6 +223,12 @@ class GPT(MetaModel, TokenModel, PaddedModel, TensorParallelModel, ContextParall
         # at least float32: a sum over thousands of tokens does not fit 16 bits
         logits = outputs if outputs.dtype == torch.float64 else outputs.float()
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=_IGNORED, reduction="sum")
+
+    def export(self, values: Callable[[str], Tensor], out: Path, merged: bool) -> str:
+        """As GPT2LMHeadModel of transformers."""
+        if merged:
+            raise UsageError("--merged adds an adapter to what it adapts, and gpt has none; leave it out")
+        return export_gpt2(values, out, **self.options.model_dump())
 
     def flops(self, batch: Batch) -> int:
         """6 per matrix parameter and token, plus attention's 12 x layers x hidden x seq per token

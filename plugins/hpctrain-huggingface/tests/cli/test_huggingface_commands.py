@@ -22,7 +22,7 @@ if sys.argv[1] == "adapter":
     base = PeftModel.from_pretrained(base, "adapter")
 else:
     base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-assert not any(name.startswith("hpctrain") for name in sys.modules)
+assert "hpctrain" not in sys.modules
 with torch.no_grad():
     torch.save(base.eval()(torch.arange(12)[None] * 5 % 61).logits, sys.argv[1] + ".pt")
 """
@@ -59,7 +59,7 @@ def test_an_adapter_goes_to_other_ranks_and_to_other_programs(tmp_path: Path) ->
     for out, words in (("adapter", []), ("merged", ["--merged"])):
         hpctrain(tmp_path, "checkpoint", "export", str(newest), "--to", "huggingface", out, *words)
         assert (tmp_path / out / "tokenizer.json").is_file()
-        done = run([sys.executable, "-c", ELSEWHERE, out], tmp_path, timeout=100)
+        done = run([sys.executable, "-c", ELSEWHERE, out], tmp_path, timeout=100, cold=True)
         assert done.code == 0, done
     with torch.no_grad():
         mine = library.load(newest)(torch.arange(12)[None] * 5 % 61).logits
@@ -79,43 +79,6 @@ def test_an_adapter_goes_to_other_ranks_and_to_other_programs(tmp_path: Path) ->
 
 
 def run_plainly(directory: Path) -> Path:
-    done = run([sys.executable, "-c", ELSEWHERE, "saved"], directory, timeout=100)
+    done = run([sys.executable, "-c", ELSEWHERE, "saved"], directory, timeout=100, cold=True)
     assert done.code == 0, done
     return directory / "saved.pt"
-
-
-def test_another_base_and_other_mistakes_are_told(tmp_path: Path) -> None:
-    hub_models.save(hub_models.CONFIGS["llama"], tmp_path / "saved")
-    model: dict[str, Any] = {"adapter": {"kind": "lora", "target_modules": ["q_proj"]}}
-    path = job(tmp_path / "job.toml", model=model, job={"steps": 2})
-    hpctrain(tmp_path, "run", str(path))
-    (tmp_path / "saved" / "model.safetensors").unlink()
-    hub_models.save({**hub_models.CONFIGS["llama"], "initializer_range": 0.3}, tmp_path / "saved")
-    done = run([HPCTRAIN, "run", str(path), "--set", "job.steps=4"], tmp_path, timeout=100)
-    assert done.code == 5 and "was saved without the model's frozen values, which were others than now" in done.err, (
-        done
-    )
-    for keys, told in (
-        (
-            {"path": "gone"},
-            "[model] path: there is no directory gone, and no repository of that name in this machine's cache",
-        ),
-        ({"config": {"hidden_sizes": 3}}, "[model] config: 'hidden_sizes' is no key of transformers' LlamaConfig"),
-        (
-            {"config": {"hidden_size": 32}},
-            "has the shape [61, 16], expected [61, 32]: the weights are of another model",
-        ),
-        ({"adapter": {"kind": "loro"}}, "[model] adapter: found kind = 'loro', expected one of adalora, "),
-        ({"adapter": {"kind": "lora", "rank": 3}}, "[model] adapter: 'rank' is no key of peft's LoraConfig"),
-        (
-            {"adapter": {"kind": "lora", "target_modules": ["gone"]}},
-            "[model] adapter: Target modules {'gone'} not found",
-        ),
-        ({"adapter": {"kind": "lora", "use_dora": True}}, "use_dora needs whole matrices of the base"),
-        ({"adapter": {}, "frozen_dtype": "bf16"}, "frozen_dtype goes with an adapter"),
-        ({"task": "image-classification"}, "[model] huggingface: Unrecognized configuration class"),
-    ):
-        one = job(tmp_path / "wrong.toml", model=keys, job={"output_dir": str(tmp_path / "wrong")})
-        done = run([HPCTRAIN, "run", str(one)], tmp_path, timeout=100)
-        assert done.code in (2, 5) and told in done.err.replace("\n", " "), (keys, done)
-        assert "Traceback" not in done.err

@@ -9,9 +9,12 @@ from typing import Any
 import hub_models
 import pytest
 import torch
+from click.testing import CliRunner
 from hub_models import CONFIGS
 
 import hpctrain
+from hpctrain.api import HpctrainError
+from hpctrain.cli import cli
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
@@ -35,3 +38,96 @@ def test_the_losses_are_those_of_a_plain_loop(tmp_path: Path, name: str) -> None
     found = steps_of(tmp_path / "run")
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-10)
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=1e-8)
+
+
+def told(tables: dict[str, Any]) -> str:
+    """The error of a job."""
+    with pytest.raises(HpctrainError) as raised:
+        hpctrain.run(tables)
+    return str(raised.value)
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    path = hub_models.save(CONFIGS["llama"], tmp_path / "saved")
+    model = {"adapter": {"kind": "lora", "target_modules": ["q_proj"]}}
+    hpctrain.run(hub_models.job(tmp_path / "run", path, model=model, job={"steps": 2}))
+    hub_models.save({**CONFIGS["llama"], "initializer_range": 0.3}, path)
+    found = told(hub_models.job(tmp_path / "run", path, model=model))
+    assert "was saved without the model's frozen values, which were others than now" in found
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"path": "gone"}, "path: there is no directory gone, and no repository of that name in this machine's cache"),
+        ({"config": {"hidden_sizes": 3}}, "config: 'hidden_sizes' is no key of transformers' LlamaConfig"),
+        ({"config": {"hidden_size": 32}}, "has the shape [8, 16], expected [8, 32]: the weights are of another model"),
+        ({"adapter": {"kind": "loro"}}, "[model] adapter: found kind = 'loro', expected one of adalora, "),
+        ({"adapter": {"kind": "lora", "rank": 3}}, "[model] adapter: 'rank' is no key of peft's LoraConfig"),
+        (
+            {"adapter": {"kind": "lora", "target_modules": ["gone"]}},
+            "[model] adapter: Target modules {'gone'} not found",
+        ),
+        ({"adapter": {"kind": "lora", "use_dora": True}}, "use_dora needs whole matrices of the base"),
+        ({"adapter": {"path": "gone"}}, "expected adapter_config.json and adapter_model.safetensors in gone"),
+        ({"frozen_dtype": "bf16"}, "frozen_dtype goes with an adapter"),
+        ({"task": "image-classification"}, "[model] huggingface: Unrecognized configuration class"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_mistakes_get_a_sentence(tmp_path: Path, keys: dict[str, Any], sentence: str) -> None:
+    path = hub_models.save(CONFIGS["llama"], tmp_path / "saved")
+    assert sentence in told(hub_models.job(tmp_path / "run", path, model=keys)).replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_initial_values_are_distributed_as_transformers_draws_them(name: str) -> None:
+    """Mean and deviation of each parameter that begins with random values, and equality of the others."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hpctrain.checking.check import check
+    from hpctrain.job.raw import RawJob
+
+    config = {**CONFIGS[name], "vocab_size": 4001}
+    tables = hub_models.job(Path("run"), Path("unused"))
+    tables["model"] = {"name": "huggingface", "config": {**config, "architectures": ["XForCausalLM"]}}
+    spec = check(RawJob(tables, {}, "job"), None).parts.model
+    with torch.device("meta"):
+        module = spec.build()
+    torch.manual_seed(0)
+    plain = dict(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).named_parameters())
+    for key, like in module.named_parameters():
+        mine = torch.empty(like.shape)
+        spec.initialize(key, mine, (0, len(mine)), 5)
+        other = plain[key].detach()
+        if other.std() == 0:
+            assert torch.equal(mine, other), key
+            continue
+        off = 5 * other.std() / other.numel() ** 0.5  # five times the error of a mean of so many
+        assert (mine.mean() - other.mean()).abs() < off * 1.5 and (mine.std() - other.std()).abs() < off, key
+        half = torch.empty(like.shape)[3:]
+        spec.initialize(key, half, (3, len(mine)), 5)
+        assert torch.equal(half, mine[3:]), key
+
+
+def test_the_built_in_gpt_exports_as_a_model_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tables = hub_models.job(tmp_path / "run", Path("unused"), precision={"mode": "fp32"})
+    tables["model"] = {
+        "name": "gpt", "hidden_size": 20, "layers": 2, "attention_heads": 2, "vocab_size": 61, "max_seq_length": 16,
+    }  # fmt: skip
+    for tied in (False, True):
+        tables["model"]["tie_embeddings"] = tied
+        tables["job"]["output_dir"] = str(tmp_path / f"run{tied}")
+        result = hpctrain.run(tables)
+        done = CliRunner().invoke(
+            cli,
+            ["checkpoint", "export", str(result["checkpoint"]), "--to", "huggingface", str(tmp_path / f"out{tied}")],
+        )
+        assert done.exit_code == 0 and "GPT2LMHeadModel" in done.output, done.output
+        module = hpctrain.load(result["checkpoint"])
+        ids = torch.arange(12)[None] * 5 % 61
+        with torch.no_grad():
+            found = AutoModelForCausalLM.from_pretrained(tmp_path / f"out{tied}")(ids).logits
+            torch.testing.assert_close(found, module(ids), rtol=1e-5, atol=1e-5)
