@@ -62,7 +62,7 @@ class PaddedStack:
 
     padding: Padding
 
-    def __call__(self, samples: Sequence[Any]) -> Any:
+    def __call__(self, samples: list[Any]) -> Any:
         """The batch that torch's default_collate makes, or a padded one."""
         if all(isinstance(sample, dict) and sample.keys() == samples[0].keys() for sample in samples):
             named = [name for name in self.padding.values if name in samples[0]]

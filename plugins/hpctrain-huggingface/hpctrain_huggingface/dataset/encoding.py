@@ -102,8 +102,9 @@ class Encoder:
 
     def _written(self, messages: Sequence[Mapping[str, Any]], prompts: bool = False) -> list[int]:
         assert self.tokenizer is not None
+        turns: Any = list(messages)
         made: Any = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=True, add_generation_prompt=prompts, return_dict=True
+            turns, tokenize=True, add_generation_prompt=prompts, return_dict=True
         )
         return list(made["input_ids"])
 

@@ -58,7 +58,7 @@ def _saved(path: Path) -> PeftConfig:
             f"[model] adapter: expected adapter_config.json and adapter_model.safetensors in {path}, as save_pretrained() of a "
             "peft model writes them"
         )
-    config = PeftConfig.from_pretrained(str(path))
+    config: PeftConfig = PeftConfig.from_pretrained(str(path))
     config.inference_mode = False
     return config
 
@@ -80,12 +80,12 @@ def _refuse_values_of_the_base(config: PeftConfig) -> None:
 def with_adapter(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
     """`model` with the adapter in it; only the adapter is trained. Raises UsageError for modules that it does not have."""
     try:
-        with warnings.catch_warnings(
-            action="ignore", category=FutureWarning
-        ):  # peft asks for what transformers has renamed
-            return get_peft_model(model, config)  # type: ignore[return-value]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks for what transformers has renamed
+            made: Any = get_peft_model(model, config)
     except (ValueError, TypeError) as error:
         raise UsageError(f"[model] adapter: {error}") from error
+    return made  # type: ignore[no-any-return]
 
 
 def stored_names(module: nn.Module) -> dict[str, str]:

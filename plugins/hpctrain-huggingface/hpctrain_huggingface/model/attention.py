@@ -39,7 +39,7 @@ def give_to_attention(model: PreTrainedModel) -> list[nn.Module]:
     AttentionMaskInterface.register(_NAME, lambda *args, **keywords: None)
     model.set_attn_implementation(_NAME)
     for one in found:
-        one.attend = _alone
+        one.__dict__["attend"] = _alone
     return found
 
 

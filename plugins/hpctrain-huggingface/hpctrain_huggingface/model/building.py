@@ -183,7 +183,7 @@ def _bring_plan(module: nn.Module, base: PreTrainedModel, task: str, tied: bool)
         return
     prefix = "" if module is base else PREFIX
     plan = tensor_plan(module, own, prefix)
-    head = base.get_output_embeddings() if TASKS[task].of_tokens else None
+    head: Any = base.get_output_embeddings() if TASKS[task].of_tokens else None
     if isinstance(head, nn.Linear):
         names = {id(one): name for name, one in module.named_modules()}
         embedding = names[id(base.get_input_embeddings())]

@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
     """Takes down all changes of tensors on the meta device in its block."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._changes: dict[int, list[Change]] = {}
         self._rows: dict[int, tuple[Tensor, int]] = {}
         self._kept: list[Tensor] = []
@@ -126,7 +126,8 @@ class Recipe:
         fill_normal(values, 1.0, seed, name, rows)
         if names[0] == "mean":
             return values.mul_(high).add_(low)
-        return torch.special.ndtr(values).mul_(high - low).add_(low)  # a normal number's quantile is uniform
+        quantile: Tensor = torch.special.ndtr(values)  # of a normal number: it is uniform
+        return quantile.mul_(high - low).add_(low)
 
 
 def _numbers(change: Change, names: Sequence[str]) -> tuple[float, float]:

@@ -113,8 +113,9 @@ class Decoder:
             stand_in.__dict__["like"] = layer
         absent = [name for name, one in self.inner._modules.items() if one is None]
         setattr(self.inner, self.place, nn.ModuleList(stand_ins))
-        for name in absent if hidden is not None else ():
-            setattr(self.inner, name, _StandIn(lambda *inputs, **keywords: hidden.new_zeros(())))
+        zeros = None if hidden is None else hidden.new_zeros(())
+        for name in absent if zeros is not None else ():
+            setattr(self.inner, name, _StandIn(lambda *inputs, **keywords: zeros))
         try:
             yield
         finally:

@@ -8,9 +8,12 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from hpctrain.api import Field, Options
-from hpctrain_huggingface.model.tasks import TASKS
 
-Task = Literal[tuple(TASKS)]  # type: ignore[valid-type]
+Task = Literal[
+    "causal-lm", "masked-lm", "seq2seq-lm", "token-classification", "sequence-classification", "image-classification",
+    "audio-classification",
+]  # fmt: skip
+"""The names in tasks.py."""
 
 
 class HuggingFaceOptions(Options):

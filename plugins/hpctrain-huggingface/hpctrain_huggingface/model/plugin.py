@@ -82,7 +82,8 @@ class HuggingFace(MetaModel, PaddedModel, ExportableModel):
 
         if self.options.path is not None:
             Files.of(directory_of(self.options.path))
-        kind = None if self.adapter is None else str(self.adapter.peft_type.value)
+        peft_type: Any = None if self.adapter is None else self.adapter.peft_type
+        kind = None if peft_type is None else str(peft_type.value)
         if kind not in (None, "LORA") and plan.sizes.get("tensor", 1) > 1:
             why = f"tensor parallelism cuts adapters of the kind lora only, found {kind}"
             return [Problem(why, "parallelism.tensor")]

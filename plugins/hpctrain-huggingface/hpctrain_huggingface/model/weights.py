@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -117,7 +117,7 @@ class Weights:
     """The weights of a model by its parameters' names. One conversion is kept: it may make several parameters."""
 
     def __init__(
-        self, files: Files, model: PreTrainedModel, wanted: Mapping[str, Tensor], tied: Iterable[Sequence[str]]
+        self, files: Files, model: PreTrainedModel, wanted: dict[str, Tensor], tied: Iterable[Sequence[str]]
     ) -> None:
         """wanted: the state of the model, before adapters. tied: the names of each tied parameter, its main name first."""
         self.files, self._model = files, model
@@ -145,14 +145,15 @@ class Weights:
         if self._latest is None or self._latest[0] is not source:
             converter = deepcopy(source.converter)
             for stored, pattern in source.stored:
-                converter.add_tensor(name, stored, pattern, partial(self.files.whole, stored))
+                # a function in place of a future is read when the converter wants it
+                converter.add_tensor(name, stored, pattern, cast(Any, partial(self.files.whole, stored)))
             made = converter.convert(name, model=self._model, config=self._model.config)
             self._latest = source, {key: one[0] if isinstance(one, list) else one for key, one in made.items()}
         return self._latest[1][name]
 
 
 def _sources(
-    stored: Iterable[str], model: PreTrainedModel, wanted: Mapping[str, Tensor]
+    stored: Iterable[str], model: PreTrainedModel, wanted: dict[str, Tensor]
 ) -> tuple[dict[str, Source], list[str]]:
     """The sources by the model's names, and the stored names that it has no use for."""
     mapping = get_model_conversion_mapping(model)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from hub_models import CONFIGS
+from safetensors.torch import load_file
 
 import hpctrain
 from hpctrain.api import HpctrainError
@@ -131,3 +132,36 @@ def test_the_built_in_gpt_exports_as_a_model_of_transformers(tmp_path: Path) -> 
         with torch.no_grad():
             found = AutoModelForCausalLM.from_pretrained(tmp_path / f"out{tied}")(ids).logits
             torch.testing.assert_close(found, module(ids), rtol=1e-5, atol=1e-5)
+
+
+def test_export_writes_what_other_libraries_load(tmp_path: Path) -> None:
+    """A mixture of experts in several files with the names of its release; an adapter alone, and added to its base."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    path = hub_models.save(CONFIGS["mixtral"], tmp_path / "saved")
+    (path / "tokenizer.json").write_text("{}")
+    ids = torch.arange(12)[None] * 5 % 61
+    for adapter in (
+        None,
+        {"kind": "lora", "r": 4, "target_modules": ["q_proj", "o_proj"], "modules_to_save": ["lm_head"]},
+    ):
+        tables = hub_models.job(tmp_path / f"run{bool(adapter)}", path, precision={"mode": "fp32"})
+        tables["model"] |= {"adapter": adapter or {}, "experts": "eager"}
+        checkpoint = hpctrain.run(tables)["checkpoint"]
+        with torch.no_grad():
+            expected = hpctrain.load(checkpoint)(input_ids=ids).logits
+        for words in ([], ["--merged"]) if adapter else ([],):
+            out = tmp_path / f"out{bool(adapter)}{len(words)}"
+            done = CliRunner().invoke(
+                cli, ["checkpoint", "export", str(checkpoint), "--to", "huggingface", str(out), *words]
+            )
+            assert done.exit_code == 0 and (out / "tokenizer.json").is_file(), done.output
+            base = path if adapter and not words else out
+            module = AutoModelForCausalLM.from_pretrained(base, experts_implementation="eager")
+            if adapter and not words:
+                module = PeftModel.from_pretrained(module, str(out))
+            with torch.no_grad():
+                torch.testing.assert_close(module(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
+    stored = {name for file in (tmp_path / "outFalse0").glob("*.safetensors") for name in load_file(file)}
+    assert stored == {name for file in path.glob("*.safetensors") for name in load_file(file)}
