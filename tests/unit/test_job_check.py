@@ -513,7 +513,7 @@ def refusals(**changes: Any) -> list[str]:
     [
         ("model", {"hiden_size": 1}, "model: Additional properties are not allowed ('hiden_size' was unexpected)"),
         ("model", {"layers": "two"}, "model.layers: 'two' is not of type 'integer'"),
-        ("model", {"name": "gtp"}, "model.name: 'gtp' is not one of ['gpt']"),
+        ("model", {"name": "gtp"}, "model.name: 'gtp' is not one of ['gpt'"),
         ("model", {"freeze": "head.*"}, "model.freeze: 'head.*' is not of type 'array'"),
         ("job", {"stepz": 1}, "job: Additional properties are not allowed ('stepz' was unexpected)"),
         ("job", {"epochs": 1}, "job.steps: 4 should not be valid under {'title': 'steps beside epochs; keep one of them'}"),

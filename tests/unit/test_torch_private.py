@@ -111,8 +111,14 @@ OWNERS: dict[str, Any] = {
 OF_NCCL = {"_dump_nccl_trace_json"}
 """Those that only builds with NCCL have."""
 
-OTHERS = ("os._exit", "threading._shutdown", "atexit._run_exitfuncs", "sys._current_frames")
-"""Private names of Python's own."""
+OTHERS = (
+    "os._exit",
+    "threading._shutdown",
+    "atexit._run_exitfuncs",
+    "sys._current_frames",
+    "model._supports_attention_backend",
+)
+"""Private names of Python's own and of transformers."""
 NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 
 

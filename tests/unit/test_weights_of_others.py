@@ -92,8 +92,11 @@ def test_from_pretrained_takes_what_export_wrote(monkeypatch: pytest.MonkeyPatch
     assert "pretrained0 exists already" in again.output + str(again.exception)
 
 
-def test_export_to_huggingface_needs_a_model_of_transformers() -> None:
-    path = trained()["checkpoint"]
+def test_export_to_huggingface_needs_a_model_that_it_knows() -> None:
+    model = {"name": "torch.nn:Linear", "in_features": 2, "out_features": 2, "loss": "torch.nn.functional:mse_loss"}
+    points = [(torch.ones(2), torch.zeros(2))] * 8
+    tables = {**TINY, "job": {**TINY["job"], "steps": 1}, "model": model, "dataset": {"name": points}}
+    path = hpctrain.run(tables)["checkpoint"]
     done = CliRunner().invoke(cli, ["checkpoint", "export", str(path), "--to", "huggingface", "new"])
     assert "has no save_pretrained(); expected a model of transformers" in done.output + str(done.exception)
     assert not Path("new").exists()

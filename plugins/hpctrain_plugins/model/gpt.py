@@ -225,7 +225,7 @@ class GPT(
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=_IGNORED, reduction="sum")
 
     def export(self, values: Callable[[str], Tensor], out: Path, merged: bool) -> str:
-        """As GPT2LMHeadModel of transformers."""
+        """Write a GPT2LMHeadModel of transformers."""
         if merged:
             raise UsageError("--merged adds an adapter to what it adapts, and gpt has none; leave it out")
         return export_gpt2(values, out, **self.options.model_dump())

@@ -21,7 +21,7 @@ def give_to_attention(model: PreTrainedModel) -> list[nn.Module]:
     """
     kind = type(model).__name__
     found = [one for one in model.modules() if hasattr(one, "is_causal") and hasattr(one, "layer_idx")]
-    if not getattr(model, "_supports_attention_backend", False) or not found:
+    if not model._supports_attention_backend or not found:
         raise UsageError(
             f"[parallelism] context: a {kind} computes attention outside of transformers' AttentionInterface, where it could be "
             "exchanged; use another axis",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.api import TorchDispatchMode, UsageError, fill_normal
+from hpctrain.api import TorchDispatchMode, UsageError, fill_normal, is_mutable
 
 _ATEN = torch.ops.aten
 _DRAWS = {_ATEN.normal_.default: (0.0, 1.0), _ATEN.uniform_.default: (0.0, 1.0)}
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
         if func is _ATEN.select.int and args[1] == 0 and isinstance(out, Tensor):
             self._rows[id(out)] = first, int(args[2])
             self._kept.append(out)
-        elif func._schema.is_mutable and func._schema.name.endswith("_"):
+        elif is_mutable(func) and str(func).split(".")[1].endswith("_"):
             whole, row = self._rows.get(id(first), (first, None))
             given.pop("generator", None)
             change = Change(func, tuple(args[1:]), given, row)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hpctrain.api import children_of
+
 
 class _DoneError(Exception):
     """Ends a forward whose last stand-in has seen its inputs."""
@@ -67,7 +69,7 @@ class Decoder:
     def layers(self) -> list[nn.Module | None]:
         """The layers; None in the places of those that lie on other ranks."""
         listed = getattr(self.inner, self.place)
-        return list(listed._modules.values())
+        return list(children_of(listed).values())
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """The modules with parameters before the layers and behind them."""
@@ -78,7 +80,7 @@ class Decoder:
         return [one for one in before if _has_parameters(one)], [one for one in after if _has_parameters(one)]
 
     def embedded(self, **inputs: Any) -> Tensor:
-        """What the first layer gets, (batch, seq, hidden)."""
+        """The input of the first layer, (batch, seq, hidden)."""
         return self._inputs(1, inputs)[0][0][0]  # type: ignore[no-any-return]
 
     def keywords(self, hidden: Tensor) -> list[dict[str, Any]]:
@@ -87,7 +89,7 @@ class Decoder:
             return [given for _, given in self._inputs(len(self.layers()), {"inputs_embeds": torch.zeros_like(hidden)})]
 
     def outputs(self, hidden: Tensor) -> Any:
-        """What the model returns after its last layer gave `hidden`, (batch, seq, hidden)."""
+        """The model's outputs after its last layer gave `hidden`, (batch, seq, hidden)."""
         with self._instead([_StandIn(lambda *inputs, **keywords: hidden)], hidden):
             return self.model(inputs_embeds=torch.zeros_like(hidden), use_cache=False)
 
@@ -111,7 +113,7 @@ class Decoder:
         listed = getattr(self.inner, self.place)
         for stand_in, layer in zip(stand_ins, self.layers(), strict=False):
             stand_in.__dict__["like"] = layer
-        absent = [name for name, one in self.inner._modules.items() if one is None]
+        absent = [name for name, one in children_of(self.inner).items() if one is None]
         setattr(self.inner, self.place, nn.ModuleList(stand_ins))
         zeros = None if hidden is None else hidden.new_zeros(())
         for name in absent if zeros is not None else ():
@@ -126,7 +128,7 @@ class Decoder:
 
 def _is_list(module: nn.Module | None) -> bool:
     return isinstance(module, nn.ModuleList) and any(
-        isinstance(one, GradientCheckpointingLayer) for one in module._modules.values()
+        isinstance(one, GradientCheckpointingLayer) for one in children_of(module).values()
     )
 
 

@@ -48,7 +48,7 @@ class HuggingFace(MetaModel, PaddedModel, ExportableModel):
     options: HuggingFaceOptions
 
     def __new__(cls, options: HuggingFaceOptions) -> HuggingFace:
-        """What others may do with a model depends on its task."""
+        """Choose the class by the task: it says what others may do with the model."""
         from hpctrain_huggingface.model.building import config_of
 
         kind = cls

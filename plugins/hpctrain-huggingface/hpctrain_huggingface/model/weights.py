@@ -109,7 +109,7 @@ class Source:
     """The stored tensors of a parameter: one as it is, or several that a converter of transformers puts together."""
 
     stored: list[tuple[str, str]] = field(default_factory=list)
-    """Their names, each with the pattern of the converter that it matches."""
+    """The names, each with the pattern of the converter that it matches."""
     converter: WeightConverter | None = None
 
 
