@@ -111,7 +111,7 @@ from hpctrain.contracts.scheduler import JobState, Launch, Scheduler, Stage, Sub
 from hpctrain.contracts.sharding import ShardedModel, Sharding
 from hpctrain.job.tables import Job
 from hpctrain.model.gradients.residual import Residual
-from hpctrain.model.parameters import tie, tied_parameters
+from hpctrain.model.parameters import named_tensors, tie, tied_parameters
 from hpctrain.model.traceless import without_trace
 from hpctrain.mpi import Settings as MPISettings
 from hpctrain.mpi import shared_zeros
@@ -257,6 +257,7 @@ __all__ = [
     "mark",
     "move_local",
     "mpi_backend",
+    "named_tensors",
     "nvidia_capability",
     "open_regular",
     "pieces_of",

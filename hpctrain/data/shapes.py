@@ -58,7 +58,7 @@ class Padding:
 
 @dataclass(frozen=True)
 class PaddedStack:
-    """Stacks samples, and pads them where their lengths differ."""
+    """Stacks samples, and pads them where their lengths differ or can't be cut over the ranks that share them."""
 
     padding: Padding
 
@@ -67,7 +67,8 @@ class PaddedStack:
         if all(isinstance(sample, dict) and sample.keys() == samples[0].keys() for sample in samples):
             named = [name for name in self.padding.values if name in samples[0]]
             for name in named:
-                if len({len(sample[name]) for sample in samples if getattr(sample[name], "shape", ())}) > 1:
+                lengths = {len(sample[name]) for sample in samples if getattr(sample[name], "shape", ())}
+                if len(lengths) > 1 or any(length % self.padding.multiple for length in lengths):
                     return self.padding(samples)
         return default_collate(samples)
 

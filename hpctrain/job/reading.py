@@ -17,6 +17,8 @@ from hpctrain.job.positions import key_lines
 from hpctrain.job.raw import Key, RawJob, merge, value_at
 from hpctrain.job.toml import LimitError, parse
 
+_PRESET = "preset:"
+"""The begin of the name of a file that comes with hpctrain."""
 _LONGEST_CHAIN = 50
 """Files that extend each other."""
 
@@ -72,12 +74,22 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
     place = raw.places.pop(("extends",))
     if not isinstance(base, str):
         raise JobFileError(f"{place}: extends: expected the path of one job file, found {base!r}")
+    if base.startswith(_PRESET):
+        base = str(_preset(base.removeprefix(_PRESET), place))
     if not os.path.isfile(path.parent / base):  # unlike Path's, it doesn't raise for names that are too long
         raise JobFileError(
             f"{place}: extends: there is no file {path.parent / base}; a path is relative to the file that wrote it"
         )
     below = _read_file(path.parent / base, [*chain, resolved])
     return RawJob(merge(below.tables, raw.tables), _merged_places(below, raw), str(path))
+
+
+def _preset(name: str, place: str) -> Path:
+    """The file of a model's sizes."""
+    known = {path.stem: path for path in (Path(__file__).parent / "presets").glob("*.toml")}
+    if name not in known:
+        raise JobFileError(f"{place}: extends: there is no preset {name!r}; expected one of {', '.join(sorted(known))}")
+    return known[name]
 
 
 def _case_of(error: tomli.TOMLDecodeError) -> str:

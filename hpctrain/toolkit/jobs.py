@@ -9,6 +9,17 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.raw import RawJob
 from hpctrain.job.reading import read_job
 from hpctrain.model.parameters import build_optimizer, parameter_groups
+from hpctrain.training.loading import export_pretrained
 from hpctrain.training.rank import run
 
-__all__ = ["CheckedJob", "Parts", "RawJob", "build_optimizer", "check", "parameter_groups", "read_job", "run"]
+__all__ = [
+    "CheckedJob",
+    "Parts",
+    "RawJob",
+    "build_optimizer",
+    "check",
+    "export_pretrained",
+    "parameter_groups",
+    "read_job",
+    "run",
+]

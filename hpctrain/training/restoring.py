@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from hpctrain.checkpoint.store import Restored
 from hpctrain.checkpoint.weights import PLUGIN, OtherModelError, refuse_other_source
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
-from hpctrain.ranks.json_collectives import share, sum_of, together, world_group
+from hpctrain.ranks.json_collectives import sum_of, together, world_group
 from hpctrain.training.model_state import numbers_to_save, pieces_to_save, refuse_absent
 from hpctrain.training.saving import as_typed, plugin_states
 from hpctrain.training.session import Session
@@ -112,7 +113,8 @@ def _read(session: Session, pieces: list[Piece], path: Path | None) -> Restored 
     """Fill the pieces from a checkpoint; None if there is none. path: None takes the newest that is whole."""
     restored = session.store.restore(pieces, path, optional=(COMPRESSION, PLUGIN), required=_REQUIRED)
     if restored is not None:
-        share(world_group(), lambda: refuse_other_source(restored.path, session.parts.formats, session.model.source()))
+        check = partial(refuse_other_source, restored.path, session.parts.formats, session.model.source())
+        together(world_group(), check)
     return restored
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (the field's name for it)
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -39,12 +40,13 @@ class Encoder:
     def __init__(self, options: HubDatasetOptions, longest: int | None) -> None:
         """longest: tokens of a sample, at most."""
         self._options, self._longest = options, longest
-        makes_text = options.text or options.messages or options.completion
+        makes_text = options.text or options.messages or options.completion or options.chosen
         self.tokenizer = tokenizer_of(options) if makes_text else None
 
     def needed(self) -> list[str]:
         """The columns that rows must have."""
-        named = (getattr(self._options, key) for key in ("text", "label", "messages", "prompt", "completion"))
+        keys = ("text", "label", "messages", "prompt", "completion", "chosen", "rejected")
+        named = (getattr(self._options, key) for key in keys)
         return [name for name in named if name is not None] or list(self._options.columns)
 
     def sample(self, row: Row) -> dict[str, Tensor]:
@@ -53,6 +55,11 @@ class Encoder:
         try:
             if options.messages is not None:
                 return self._continued(*self._conversation(row[options.messages]))
+            if options.chosen is not None and options.rejected is not None:
+                before = None if options.prompt is None else row[options.prompt]
+                sides = {"chosen": row[options.chosen], "rejected": row[options.rejected]}
+                made = {side: self._preferred(before, answer) for side, answer in sides.items()}
+                return {f"{side}_{name}": one for side, entries in made.items() for name, one in entries.items()}
             if options.completion is not None:
                 assert options.prompt is not None
                 return self._continued(*self._answer(row[options.prompt], row[options.completion]))
@@ -80,16 +87,27 @@ class Encoder:
         before, after = self._ids(prompt, ends=False), self._ids(completion, begins=False)
         return before + after, [False] * len(before) + [True] * len(after)
 
-    def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
-        """The ids of a conversation, and whether each is the assistant's.
+    def _preferred(self, prompt: Any, answer: Any) -> dict[str, Tensor]:
+        """One side of a pair: an answer to the prompt, or a conversation that begins with that of `prompt`."""
+        if isinstance(answer, str):
+            if not isinstance(prompt, str):
+                raise ValueError("answers that are texts need a column prompt of texts")
+            return self._continued(*self._answer(prompt, answer))
+        begin = [] if prompt is None else list(prompt)
+        return self._continued(*self._conversation([*begin, *answer], last_only=True))
+
+    def _conversation(
+        self, messages: Sequence[Mapping[str, Any]], last_only: bool = False
+    ) -> tuple[list[int], list[bool]]:
+        """The ids of a conversation, and whether each is the assistant's, or in its last message.
 
         An assistant's turn is what the template writes behind its own prompt for a generation. Raises ValueError for a template
         that writes earlier turns otherwise once a later one is there.
         """
         whole = self._written(messages)
-        answers = [not self._options.answers_only] * len(whole)
+        answers = [not self._options.answers_only and not last_only] * len(whole)
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or (last_only and number < len(messages) - 1):
                 continue
             before = self._written(messages[:number], prompts=True)
             until = self._written(messages[: number + 1])
@@ -112,4 +130,9 @@ class Encoder:
         """A sample of a language model: each place's label is the next id, where that has a loss."""
         end = None if self._longest is None else self._longest + 1
         whole, mask = torch.tensor(ids[:end]), torch.tensor(has_loss[:end])
-        return {"input_ids": whole[:-1], "labels": whole[1:].masked_fill(~mask[1:], IGNORED)}
+        inputs, labels = whole[:-1], whole[1:].masked_fill(~mask[1:], IGNORED)
+        if self._options.full_length and self._longest is not None:
+            fill, lacking = getattr(self.tokenizer, "pad_token_id", None), self._longest - len(inputs)
+            inputs = F.pad(inputs, (0, lacking), value=fill if isinstance(fill, int) else 0)
+            labels = F.pad(labels, (0, lacking), value=IGNORED)
+        return {"input_ids": inputs, "labels": labels}

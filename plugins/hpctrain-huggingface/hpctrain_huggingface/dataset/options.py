@@ -32,6 +32,8 @@ class HubDatasetOptions(Options):
     )
     prompt: str | None = Field(default=None, description="the column of what comes before the answer, without loss")
     completion: str | None = Field(default=None, description="the column of answers")
+    chosen: str | None = Field(default=None, description="the column of preferred answers, or of whole conversations")
+    rejected: str | None = Field(default=None, description="the column of the answers that chosen is preferred to")
     label: str | None = Field(
         default=None, description="the column of a text's class or number; default: the next token"
     )
@@ -39,19 +41,26 @@ class HubDatasetOptions(Options):
         default=True, description="with messages, the loss is that of the assistant's turns alone"
     )
     end_of_text: bool = Field(default=True, description="end a text with the tokenizer's eos token")
+    full_length: bool = Field(
+        default=False, description="fill each text up to seq_length, as pipelines need it, which take one shape only"
+    )
     columns: list[str] = Field(default=[], description="columns that are samples' entries as they are (default: all)")
 
     @model_validator(mode="after")
     def _one_kind(self) -> HubDatasetOptions:
-        kinds = [name for name in ("text", "messages", "completion") if getattr(self, name) is not None]
+        kinds = [name for name in ("text", "messages", "completion", "chosen") if getattr(self, name) is not None]
         if len(kinds) > 1:
-            raise ValueError(f"expected one of text, messages and completion, found {' and '.join(kinds)}")
+            raise ValueError(f"expected one of text, messages, completion and chosen, found {' and '.join(kinds)}")
         if kinds and self.tokenizer is None:
             raise ValueError(f'{kinds[0]} needs tokenizer = "DIR", a tokenizer\'s directory')
         if kinds and self.columns:
             raise ValueError(f"columns are a sample as they are; {kinds[0]} makes one")
-        if (self.prompt is None) != (self.completion is None):
+        if (self.chosen is None) != (self.rejected is None):
+            raise ValueError("expected chosen and rejected together")
+        if self.completion is not None and self.prompt is None:
             raise ValueError("expected prompt and completion together")
+        if self.prompt is not None and self.completion is None and self.chosen is None:
+            raise ValueError("prompt goes with completion, or with chosen and rejected")
         if self.label is not None and self.text is None:
             raise ValueError("label goes with text")
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Mapping
@@ -60,11 +61,17 @@ def _saved(path: Path) -> PeftConfig:
         )
     config: PeftConfig = PeftConfig.from_pretrained(str(path))
     config.inference_mode = False
+    _refuse_values_of_the_base(config)
     return config
 
 
 def _refuse_values_of_the_base(config: PeftConfig) -> None:
-    """Raises UsageError for adapters that are computed from the base's values, which no rank holds as a whole."""
+    """Raises UsageError for adapters that are computed from the base's values, which no rank holds as a whole, and for prompts."""
+    if config.is_prompt_learning:
+        raise UsageError(
+            f"[model] adapter: {type(config).__name__} puts learned vectors before the text, and none into the model's layers; "
+            'expected a kind that adapts layers, such as "lora"'
+        )
     if getattr(config, "use_dora", False):
         raise UsageError(
             "[model] adapter: use_dora needs whole matrices of the base, which no rank holds; leave it out"
@@ -77,8 +84,15 @@ def _refuse_values_of_the_base(config: PeftConfig) -> None:
         )
 
 
-def with_adapter(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
-    """`model` with the adapter in it; only the adapter is trained. Raises UsageError for modules that it does not have."""
+def with_adapter(model: PreTrainedModel, config: PeftConfig, task: str) -> PeftModel:
+    """`model` with the adapter in it; only the adapter is trained, and a classifier's head, as a whole.
+
+    Raises UsageError for modules that the model does not have.
+    """
+    config = copy.deepcopy(config)  # peft completes it
+    if task.endswith("-classification") and task not in _TASKS and getattr(config, "modules_to_save", None) is None:
+        heads: Any = config
+        heads.modules_to_save = [name for name, _ in model.named_children() if name != model.base_model_prefix]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft asks for what transformers has renamed

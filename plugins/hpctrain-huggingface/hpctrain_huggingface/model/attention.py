@@ -58,8 +58,16 @@ def _attention(
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention by `module.attend` -> (batch, seq, heads, head_size). Raises UsageError for what that can't compute."""
-    if dropout or keywords.get("softcap") or keywords.get("position_bias") is not None:
-        found = "dropout" if dropout else "a cap on the scores" if keywords.get("softcap") else "a bias by position"
+    kinds = {
+        "dropout": bool(dropout),
+        "a mask": attention_mask is not None,
+        "a cap on the scores": bool(keywords.get("softcap")),
+        "a bias by position": keywords.get("position_bias") is not None,
+        "sinks": keywords.get("s_aux") is not None,
+        "no causal order": keywords.get("is_causal") is False,
+    }
+    found = next((name for name, is_there in kinds.items() if is_there), None)
+    if found is not None:
         raise UsageError(
             f"[parallelism] context: the model's attention has {found}, which attention over ranks does not compute; "
             + ("set [model] config = { attention_dropout = 0.0 }" if dropout else "use another axis"),

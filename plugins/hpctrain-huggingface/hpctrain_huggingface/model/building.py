@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +18,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from hpctrain.api import EnvironmentUnfitError, HpctrainError, UsageError
-from hpctrain_huggingface.model.initial import Recipe, Recorder
+from hpctrain.api import EnvironmentUnfitError, HpctrainError, UsageError, named_tensors, tied_parameters
+from hpctrain_huggingface.model.initial import Recipe, Recorder, told_on_meta
 from hpctrain_huggingface.model.layers import Decoder, let_run_alone
 from hpctrain_huggingface.model.options import HuggingFaceOptions
 from hpctrain_huggingface.model.plan import PREFIX, base_name, tensor_plan, with_cut_vocabulary
@@ -24,6 +29,7 @@ from hpctrain_huggingface.model.weights import Files, Weights
 if TYPE_CHECKING:
     from peft import PeftConfig
 
+LOG = logging.getLogger("hpctrain")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,16 +69,23 @@ def config_of(options: HuggingFaceOptions) -> PreTrainedConfig:
             config = AutoConfig.for_model(**keys)
         except (ValueError, TypeError) as error:
             raise UsageError(f"[model] config: {_first_line(error)}") from error
+    known = type(config)()
     for key in keys:
-        if not hasattr(config, key):
+        if not hasattr(known, key) and key not in _written(options):
             raise UsageError(f"[model] config: {key!r} is no key of transformers' {type(config).__name__}")
     if getattr(config, "quantization_config", None) is not None:
         raise UsageError(
             "[model] path: these weights are quantized, which can't be trained or cut; expected weights in bf16, fp16 or fp32"
         )
-    if getattr(config, "use_cache", None):
-        config.use_cache = False  # keys and values for generation; a recomputed forward would add them twice
     return config  # type: ignore[no-any-return]
+
+
+def _written(options: HuggingFaceOptions) -> dict[str, Any]:
+    """The keys of the config.json at `path`, which may be another one's than transformers'."""
+    if options.path is None:
+        return {}
+    written: dict[str, Any] = json.loads((directory_of(options.path) / "config.json").read_bytes())
+    return written
 
 
 @dataclass
@@ -81,6 +94,8 @@ class Built:
 
     module: nn.Module
     base: PreTrainedModel
+    config: PreTrainedConfig
+    """The configuration as it was given: building changes the model's own."""
     recipes: dict[str, Recipe]
     """Initial values by the names of `module`."""
     wanted: dict[str, Tensor]
@@ -94,10 +109,43 @@ class Built:
 
     @cached_property
     def weights(self) -> Weights | None:
-        """The weights at `path`."""
+        """The weights at `path`. Raises UsageError if they lack layers of the model, or anything that is not trained."""
         if self.weights_at is None:
             return None
-        return Weights(Files.of(self.weights_at), self.base, self.wanted, self.tied)
+        found = Weights(Files.of(self.weights_at), self.base, self.wanted, self.tied)
+        missing = [name for name in self.wanted if name not in found.sources and name not in self.main_names]
+        kinds: dict[bool, set[str]] = {True: set(), False: set()}
+        for name, parameter in self.module.named_parameters():
+            kinds[parameter.requires_grad].add(base_name(name))
+        trained, frozen = kinds[True], kinds[False] - kinds[True]
+        lost = [name for name in missing if name in frozen or (name in trained and _is_of_a_layer(name))]
+        if lost:
+            raise UsageError(
+                f"[model] path: {self.weights_at} lacks {', '.join(lost[:3])}{', ...' * (len(lost) > 3)}, which would begin with "
+                + (
+                    "random values and stay frozen; name their modules in modules_to_save of [model] adapter"
+                    if lost[0] in frozen
+                    else "random values: its weights are of another model than the configuration"
+                )
+            )
+        if missing:
+            LOG.warning("weights      %s lacks %s, which begin with random values", self.weights_at, ", ".join(missing))
+        if found.unused:
+            LOG.warning("weights      %s: the model has no use for %s", self.weights_at, ", ".join(found.unused[:5]))
+        return found
+
+    @cached_property
+    def main_names(self) -> dict[str, str]:
+        """The main name of each tied parameter of the model of transformers that has another one, too."""
+        return {other: first for first, *others in self.tied for other in others}
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash of the weights' files and of the configuration beside them; "" without."""
+        if self.weights is None or self.weights_at is None:
+            return ""
+        written = (self.weights_at / "config.json").read_bytes()
+        return f"{self.weights.files.identity()} {sha256(written).hexdigest()}"
 
     @cached_property
     def adapter_files(self) -> Files | None:
@@ -116,6 +164,7 @@ class Built:
     def fill(self, name: str, tensor: Tensor, rows: tuple[int, int], seed: int) -> None:
         """Fill `tensor`, the rows `rows` of the parameter or buffer `name`."""
         own, recipe = base_name(name), self.recipes[name]
+        own = self.main_names.get(own, own)
         files, stored = self.adapter_files, self.adapter_names.get(name)
         if files is not None and stored is not None:
             files.fill(stored, tensor, rows, recipe.shape)
@@ -128,35 +177,40 @@ class Built:
 def build(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, adapter: PeftConfig | None) -> Built:
     """Raises UsageError for a task or an attention that the model does not have, EnvironmentUnfitError for a missing package."""
     frozen = _DTYPES.get(options.frozen_dtype, torch.get_default_dtype())
+    given, config = config, copy.deepcopy(config)
+    for one in (config, config.get_text_config()):
+        if getattr(one, "use_cache", None):
+            one.use_cache = False  # keys and values for generation; a recomputed forward would add them twice
     base = _base(config, options, task, frozen)
-    tied, wanted = _tied(base), dict(base.state_dict())
+    tied, wanted = tied_parameters(base), dict(base.state_dict())
     recorder = Recorder()
     with torch.device("cpu"):
         for name, buffer in base.named_non_persistent_buffers():
             _set_buffer(base, name, torch.empty_like(buffer, device="cpu"))
-        with recorder:
+        with recorder, told_on_meta(), _untied(base, tied):
             base.initialize_weights()
-    changes = {name: recorder.of(tensor) for name, tensor in _state(base)}
+    changes = {name: recorder.of(tensor) for name, tensor in named_tensors(base)}
     module: nn.Module = base
     if adapter is not None:
         from hpctrain_huggingface.model.adapters import with_adapter
 
-        with recorder:
-            module = with_adapter(base, adapter)
+        with recorder, told_on_meta():
+            module = with_adapter(base, adapter, task)
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.get_default_dtype())
-    recipes = {
-        name: Recipe(tuple(tensor.shape), changes.get(base_name(name)) or recorder.of(tensor))
-        for name, tensor in _state(module)
-    }
+    main = {other: first for first, *others in tied for other in others}
+    recipes = {}
+    for name, tensor in named_tensors(module):
+        own = base_name(name)
+        recipes[name] = Recipe(tuple(tensor.shape), changes.get(main.get(own, own)) or recorder.of(tensor))
     _bring_plan(module, base, task, bool(tied))
     decoder = Decoder.of(base) if task == "causal-lm" else None
     if decoder is not None:
         let_run_alone(decoder)
     at = None if options.path is None else directory_of(options.path)
     saved = options.adapter.get("path")
-    return Built(module, base, recipes, wanted, tied, options.path, at, None if saved is None else Path(saved))
+    return Built(module, base, given, recipes, wanted, tied, options.path, at, None if saved is None else Path(saved))
 
 
 def _base(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -191,18 +245,23 @@ def _bring_plan(module: nn.Module, base: PreTrainedModel, task: str, tied: bool)
     module._tp_plan = plan  # type: ignore[assignment]
 
 
-def _state(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """The parameters and the persistent buffers."""
-    persistent = module.state_dict(keep_vars=True).keys()
-    yield from module.named_parameters()
-    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+@contextmanager
+def _untied(module: nn.Module, tied: Iterable[Sequence[str]]) -> Iterator[None]:
+    """The module with parameters of their own in the places that are tied: an initialization of one must not change the other."""
+    places = [(*name.rpartition(".")[::2], first) for first, *others in tied for name in others]
+    for owner, last, first in places:
+        kept = module.get_parameter(first)
+        setattr(module.get_submodule(owner), last, nn.Parameter(torch.empty_like(kept), kept.requires_grad))
+    try:
+        yield
+    finally:
+        for owner, last, first in places:
+            setattr(module.get_submodule(owner), last, module.get_parameter(first))
 
 
-def _tied(module: nn.Module) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
+def _is_of_a_layer(name: str) -> bool:
+    """Whether a parameter belongs to one of several equal layers."""
+    return any(part.isdigit() for part in name.split("."))
 
 
 def _set_buffer(module: nn.Module, name: str, value: Tensor) -> None:

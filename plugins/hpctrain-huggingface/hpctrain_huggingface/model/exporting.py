@@ -45,9 +45,11 @@ def export(built: Built, values: Values, out: Path, merged: bool, shard_bytes: i
             shutil.copyfile(path, out / path.name)
     if has_adapter and not merged:
         return _save_adapter(built, values, out)
-    built.base.config.architectures = [type(built.base).__name__]
-    built.base.config.save_pretrained(out)
     read = _merging(built, values) if merged else values
+    config = copy.deepcopy(built.config)
+    config.architectures = [type(built.base).__name__]
+    config.dtype = built.base.config.dtype
+    config.save_pretrained(out)
     _save_shards(_layers(built, read), out, shard_bytes)
     return type(built.base).__name__ + (" with its adapter added" if merged else "")
 
@@ -122,6 +124,14 @@ def _merging(built: Built, values: Values) -> Values:
         for name, module in built.module.named_modules()
         if isinstance(getattr(module, "base_layer", None), nn.Module)
     }
+    tied = [base_name(f"{name}.base_layer.weight") for name in owners]
+    nested = [name for name in owners if any(name.startswith(f"{other}.") for other in owners)]
+    both = [name for name in tied if any(name in names for names in built.tied)]
+    if nested or both:
+        found = f"{both[0]} is tied to another one" if both else f"{nested[0]} is adapted twice"
+        raise UsageError(
+            f"--merged: {found}, and the sum would change both; export the adapter alone, without --merged"
+        )
 
     def value(own: str) -> Tensor:
         name = names[own]

@@ -4,12 +4,15 @@ any rows of a parameter: so each rank makes what it holds, and every layout star
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import erf, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import initialization
 
 from hpctrain.api import TorchDispatchMode, UsageError, fill_normal, is_mutable
 
@@ -34,11 +37,29 @@ class Change:
     args: tuple[Any, ...]
     keywords: Mapping[str, Any]
     row: int | None = None
+    is_known: bool = True
+    """False for a change of a part that is no row: only a later change of everything makes the values known again."""
 
     @property
     def sets_all(self) -> bool:
         """Whether nothing is left of the values of before."""
-        return self.row is None and (self.func in _DRAWS or self.func in _CONSTANTS or self.func is _COPY)
+        sets = self.func in _DRAWS or self.func in _CONSTANTS or self.func is _COPY
+        return sets and self.row is None and self.is_known
+
+    @property
+    def can_be_repeated(self) -> bool:
+        """Whether it needs no tensor that was made on the meta device and has no values."""
+        given = (*self.args, *self.keywords.values())
+        return self.is_known and not any(isinstance(one, Tensor) and one.is_meta for one in given)
+
+
+@dataclass(frozen=True)
+class _Alias:
+    """A tensor that shares the memory of another one."""
+
+    whole: Tensor
+    row: int | None = None
+    is_known: bool = True
 
 
 class Recorder(TorchDispatchMode):
@@ -47,9 +68,9 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._changes: dict[int, list[Change]] = {}
-        self._rows: dict[int, tuple[Tensor, int]] = {}
+        self._aliases: dict[int, _Alias] = {}
         self._kept: list[Tensor] = []
-        """Whatever was changed: an id is a tensor's as long as it lives."""
+        """Whatever was looked at: an id is a tensor's as long as it lives."""
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -59,23 +80,59 @@ class Recorder(TorchDispatchMode):
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is None or not first.is_meta:
             return out
-        if func is _ATEN.select.int and args[1] == 0 and isinstance(out, Tensor):
-            self._rows[id(out)] = first, int(args[2])
-            self._kept.append(out)
+        of = self._aliases.get(id(first), _Alias(first))
+        if func.is_view:
+            for one in out if isinstance(out, (list, tuple)) else (out,):
+                self._kept.append(one)
+                self._aliases[id(one)] = self._alias(of, func, args)
         elif is_mutable(func) and str(func).split(".")[1].endswith("_"):
-            whole, row = self._rows.get(id(first), (first, None))
             given.pop("generator", None)
-            change = Change(func, tuple(args[1:]), given, row)
-            self._kept.append(whole)
+            change = Change(func, tuple(args[1:]), given, of.row, of.is_known)
+            self._kept.append(of.whole)
             if change.sets_all:
-                self._changes[id(whole)] = [change]
+                self._changes[id(of.whole)] = [change]
             else:
-                self._changes.setdefault(id(whole), []).append(change)
+                self._changes.setdefault(id(of.whole), []).append(change)
         return out
+
+    @staticmethod
+    def _alias(of: _Alias, func: Any, args: tuple[Any, ...]) -> _Alias:
+        if func in (_ATEN.detach.default, _ATEN.alias.default):
+            return of
+        is_row = func is _ATEN.select.int and args[1] == 0 and of.row is None and of.is_known
+        return _Alias(of.whole, int(args[2])) if is_row else _Alias(of.whole, None, is_known=False)
 
     def of(self, tensor: Tensor) -> list[Change]:
         """The changes that make the values of `tensor`; empty if nothing has."""
         return self._changes.get(id(tensor), [])
+
+
+@contextmanager
+def told_on_meta() -> Iterator[None]:
+    """Let the initializations that torch leaves out on the meta device do there what they do elsewhere."""
+    functions = initialization.TORCH_INIT_FUNCTIONS
+    before = dict(functions)
+    functions["trunc_normal_"] = _truncated
+    functions |= dict.fromkeys(("orthogonal_", "sparse_", "dirac_", "eye_"), _unknown)
+    try:
+        yield
+    finally:
+        functions |= before
+
+
+def _truncated(
+    tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: object = None
+) -> Tensor:
+    """Normal numbers between a and b, by the inverse of their distribution."""
+    low, high = (erf((bound - mean) / (std * sqrt(2))) for bound in (a, b))
+    with torch.no_grad():
+        return tensor.uniform_(low, high).erfinv_().mul_(std * sqrt(2)).add_(mean).clamp_(min=a, max=b)
+
+
+def _unknown(tensor: Tensor, *args: Any, **keywords: Any) -> Tensor:
+    """Values that only a whole matrix has: a copy of one without values."""
+    with torch.no_grad():
+        return tensor.copy_(torch.empty_like(tensor))
 
 
 @dataclass(frozen=True)
@@ -87,11 +144,10 @@ class Recipe:
 
     def fill(self, name: str, tensor: Tensor, rows: tuple[int, int], seed: int) -> None:
         """Fill `tensor`, the rows `rows` of `name`. Raises UsageError where only transformers' own code could make them."""
-        if not self.changes or not self.changes[0].sets_all or any(map(_is_unknown, self.changes)):
+        if not self.changes or not self.changes[0].sets_all or not all(one.can_be_repeated for one in self.changes):
             raise UsageError(
                 f"[model] huggingface: {name} has no value: neither the weights at `path` have it, nor does the model's own "
-                "initialization set it in a way that can be repeated by rows",
-                everywhere=True,
+                "initialization set it in a way that can be repeated by rows"
             )
         if all(change.func in _BY_ELEMENT for change in self.changes[1:] if change.row is None):
             values = self._made(tensor.shape, rows, name, seed)
@@ -136,8 +192,3 @@ def _numbers(change: Change, names: Sequence[str]) -> tuple[float, float]:
     given |= {key: value for key, value in change.keywords.items() if key in given}
     first, second = (float(given[name]) for name in names)
     return first, second
-
-
-def _is_unknown(change: Change) -> bool:
-    """Whether the change needs a tensor that has no values, such as an orthogonal matrix that was made on the meta device."""
-    return any(isinstance(value, Tensor) and value.is_meta for value in (*change.args, *change.keywords.values()))

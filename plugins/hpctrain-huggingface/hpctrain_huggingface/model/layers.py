@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hpctrain.api import children_of
+from hpctrain.api import UsageError, children_of, forked_random_state
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a layer, without and with names."""
+_OF_THE_SHAPE = {"attention_mask", "position_ids", "position_embeddings", "cache_position", "causal_mask"}
+"""Tensors that a layer gets besides the hidden state, and that follow from its shape alone."""
 
 
 class _DoneError(Exception):
@@ -83,25 +88,45 @@ class Decoder:
         """The input of the first layer, (batch, seq, hidden)."""
         return self._inputs(1, inputs)[0][0][0]  # type: ignore[no-any-return]
 
-    def keywords(self, hidden: Tensor) -> list[dict[str, Any]]:
-        """The other arguments of each layer, such as masks and rotary embeddings, for a hidden state of this shape."""
-        with torch.no_grad():
-            return [given for _, given in self._inputs(len(self.layers()), {"inputs_embeds": torch.zeros_like(hidden)})]
+    def others(self, hidden: Tensor) -> list[Arguments]:
+        """The other arguments of each layer, such as masks and rotary embeddings, for a hidden state of this shape.
+
+        Raises UsageError for a model whose layers get more than that from one another or from the tokens.
+        """
+        with torch.no_grad(), forked_random_state(hidden.device):
+            seen = self._inputs(len(self.layers()), {"inputs_embeds": torch.zeros_like(hidden)})
+        for args, keywords in seen:
+            unknown = [name for name, one in keywords.items() if isinstance(one, Tensor) and name not in _OF_THE_SHAPE]
+            if unknown:
+                raise self._unfit(f"a layer gets {unknown[0]}, which depends on the tokens")
+            if any(one is not None and not isinstance(one, (Tensor, tuple, bool)) for one in args[1:]):
+                raise self._unfit("a layer gets arguments of another kind than masks and embeddings of positions")
+        return [(args[1:], keywords) for args, keywords in seen]
+
+    def _unfit(self, why: str) -> UsageError:
+        return UsageError(
+            f"[parallelism] pipeline: a {type(self.model).__name__} can't be cut: {why}; use another axis"
+        )
 
     def outputs(self, hidden: Tensor) -> Any:
         """The model's outputs after its last layer gave `hidden`, (batch, seq, hidden)."""
         with self._instead([_StandIn(lambda *inputs, **keywords: hidden)], hidden):
             return self.model(inputs_embeds=torch.zeros_like(hidden), use_cache=False)
 
-    def _inputs(self, count: int, inputs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def _inputs(self, count: int, inputs: dict[str, Any]) -> list[Arguments]:
         """The arguments of the first `count` layers."""
-        seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        seen: list[Arguments] = []
+
+        latest: list[Tensor] = []
 
         def see(*args: Any, **keywords: Any) -> Any:
+            if not args or (latest and args[0] is not latest[0]):
+                raise self._unfit("something is computed between its layers")
             seen.append((args, keywords))
             if len(seen) == count:
                 raise _DoneError
-            return args[0]
+            latest[:] = [args[0].clone()]
+            return latest[0]
 
         with self._instead([_StandIn(see) for _ in range(count)], inputs.get("inputs_embeds")), suppress(_DoneError):
             self.inner(**inputs, use_cache=False)
@@ -138,7 +163,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def let_run_alone(decoder: Decoder) -> None:
     """Let each layer be called with a hidden state alone."""
-    latest: dict[Any, list[dict[str, Any]]] = {}
+    latest: dict[Any, list[Arguments]] = {}
     for number, layer in enumerate(decoder.layers()):
         assert layer is not None
         layer.register_forward_pre_hook(Alone(decoder, number, latest), with_kwargs=True)
@@ -147,7 +172,7 @@ def let_run_alone(decoder: Decoder) -> None:
 class Alone:
     """A forward pre-hook of a layer: called with a hidden state alone, it gets the other arguments that the model would give it."""
 
-    def __init__(self, decoder: Decoder, number: int, latest: dict[Any, list[dict[str, Any]]]) -> None:
+    def __init__(self, decoder: Decoder, number: int, latest: dict[Any, list[Arguments]]) -> None:
         """latest: of all layers, the arguments for the latest shape."""
         self._decoder, self._number, self._latest = decoder, number, latest
 
@@ -161,5 +186,6 @@ class Alone:
         kind = tuple(hidden.shape), hidden.dtype, hidden.device
         if kind not in self._latest:
             self._latest.clear()
-            self._latest[kind] = self._decoder.keywords(hidden)
-        return args, self._latest[kind][self._number]
+            self._latest[kind] = self._decoder.others(hidden)
+        others, named = self._latest[kind][self._number]
+        return (hidden, *others), named

@@ -16,6 +16,14 @@ Task = Literal[
 """The names in tasks.py."""
 
 
+class PreferenceOptions(Options):
+    """Direct preference optimization."""
+
+    beta: float = Field(
+        default=0.1, gt=0, description="how much a preference may move the model away from what it was before"
+    )
+
+
 class HuggingFaceOptions(Options):
     path: Path | None = Field(
         default=None,
@@ -47,6 +55,9 @@ class HuggingFaceOptions(Options):
         default={},
         description='an adapter of peft: kind = "lora" and the keys of its configuration such as r, or path = "DIR" of a saved one',
     )
+    preference: PreferenceOptions | None = Field(
+        default=None, description="train on pairs of answers, of which one is preferred (DPO); needs an adapter"
+    )
     trust_remote_code: bool = Field(
         default=False, description="run the Python code of a model that transformers doesn't have, from `path`"
     )
@@ -57,4 +68,8 @@ class HuggingFaceOptions(Options):
             raise ValueError('expected path = "DIR", or config = { model_type = "llama", ... }')
         if self.frozen_dtype != "parameters" and not self.adapter:
             raise ValueError("frozen_dtype goes with an adapter: without one, the parameters are trained")
+        if self.preference is not None and not self.adapter:
+            raise ValueError(
+                "preference needs an adapter: the model without it is what the preferences are measured against"
+            )
         return self

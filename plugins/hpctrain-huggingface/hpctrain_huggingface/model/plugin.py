@@ -1,246 +1,29 @@
-"""The plugin `huggingface`: any model of transformers that trains for one of the tasks in tasks.py.
-
-transformers is imported where a job names this model: every command loads this module, and transformers takes seconds.
-"""
+"""The plugin `huggingface`: chooses the kind of model by the job's keys and by the model's configuration."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from hashlib import sha256
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor, nn
-
-from hpctrain.api import (
-    Batch,
-    ContextParallelModel,
-    ExportableModel,
-    MetaModel,
-    ModelSpec,
-    PaddedModel,
-    PipelineModel,
-    Plan,
-    Problem,
-    TokenModel,
-    UsageError,
-    hookimpl,
-)
-from hpctrain_huggingface.model import tasks
+from hpctrain.api import ModelSpec, hookimpl
 from hpctrain_huggingface.model.options import HuggingFaceOptions
-from hpctrain_huggingface.model.plan import base_name
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-    from hpctrain_huggingface.model.building import Built
-    from hpctrain_huggingface.model.layers import Decoder
+from hpctrain_huggingface.model.preference import PreferenceModel
+from hpctrain_huggingface.model.spec import CausalLanguageModel, HubModel, TextModel
+from hpctrain_huggingface.model.tasks import task_of
 
 
-class HuggingFace(MetaModel, PaddedModel, ExportableModel):
+class HuggingFace(HubModel):
     """A model of transformers, with an adapter of peft or without."""
 
     name = "huggingface"
-    Options = HuggingFaceOptions
-    options: HuggingFaceOptions
 
-    def __new__(cls, options: HuggingFaceOptions) -> HuggingFace:
-        """Choose the class by the task: it says what others may do with the model."""
+    def __new__(cls, options: HuggingFaceOptions) -> HubModel:  # type: ignore[misc]  # another kind of the same base
+        """The kind says what others may do with the model: cut its texts, pass its layers on, or neither."""
         from hpctrain_huggingface.model.building import config_of
 
-        kind = cls
-        if cls is HuggingFace:
-            config = config_of(options)
-            if _task(options, config) == "causal-lm":
-                kind = CausalLanguageModel
-            elif hasattr(config, "vocab_size"):
-                kind = TextModel
-        return super().__new__(kind)
-
-    def __init__(self, options: HuggingFaceOptions) -> None:
-        """Raises UsageError for a configuration, a task or an adapter that transformers or peft does not have."""
-        super().__init__(options)
-        from hpctrain_huggingface.model.building import config_of
-
-        self.config: PreTrainedConfig = config_of(options)
-        self.task = _task(options, self.config)
-        self.counts = "tokens" if tasks.TASKS[self.task].of_tokens else "samples"  # type: ignore[misc]
-        self.adapter: PeftConfig | None = None
-        if options.adapter:
-            from hpctrain_huggingface.model.adapters import adapter_config
-
-            self.adapter = adapter_config(options.adapter, self.task)
-        self._built: list[Built] = []
-        """The latest module, whose values `initialize` makes."""
-
-    def problems(self, plan: Plan) -> list[Problem]:
-        from hpctrain_huggingface.model.building import directory_of
-        from hpctrain_huggingface.model.weights import Files
-
-        if self.options.path is not None:
-            Files.of(directory_of(self.options.path))
-        peft_type: Any = None if self.adapter is None else self.adapter.peft_type
-        kind = None if peft_type is None else str(peft_type.value)
-        if kind not in (None, "LORA") and plan.sizes.get("tensor", 1) > 1:
-            why = f"tensor parallelism cuts adapters of the kind lora only, found {kind}"
-            return [Problem(why, "parallelism.tensor")]
-        return []
-
-    def build(self) -> nn.Module:
-        from hpctrain_huggingface.model.building import build
-
-        self._built[:] = [build(self.config, self.options, self.task, self.adapter)]
-        return self._built[0].module
-
-    def initialize(self, name: str, tensor: Tensor, rows: tuple[int, int], seed: int) -> None:
-        """The stored values; where there are none, those of transformers' own initialization, drawn by rows."""
-        self._latest().fill(name, tensor, rows, seed)
-
-    def is_given(self, name: str) -> bool:
-        return self.adapter is not None and base_name(name) in self._latest().wanted
-
-    def source(self, seed: int) -> str:
-        if self.adapter is None:
-            return ""
-        weights = self._latest().weights
-        given = f"seed {seed}" if weights is None else weights.files.identity()
-        keys = json.dumps([self.options.config, self.task], sort_keys=True, default=str)
-        return sha256(f"{keys} {given}".encode()).hexdigest()[:16]
-
-    def export(self, values: Callable[[str], Tensor], out: Path, merged: bool) -> str:
-        """Write what from_pretrained() takes, with the tokenizer's files of `path`; of an adapter, what peft loads."""
-        from hpctrain_huggingface.model.exporting import export
-
-        return export(self._latest(), values, out, merged)
-
-    def _latest(self) -> Built:
-        if not self._built:
-            with torch.device("meta"):
-                self.build()
-        return self._built[0]
-
-    @property
-    def _pad(self) -> int | None:
-        pad = getattr(self.config.get_text_config(), "pad_token_id", None)
-        return pad if isinstance(pad, int) and pad >= 0 else None
-
-    def blocks(self, module: nn.Module) -> list[nn.Module]:
-        """transformers' own layers, which it recomputes one by one, too."""
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        return [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
-
-    def forward(self, module: nn.Module, batch: Batch) -> Any:
-        """The logits, (batch, seq, vocabulary) or (batch, classes); with the loss of a router if the configuration asks for it."""
-        given = tasks.inputs(self.task, self._pad, batch)
-        if self.task == "seq2seq-lm" and "decoder_input_ids" not in given:
-            given["decoder_input_ids"] = self._shifted(module, batch["labels"])
-        outputs = module(**given)
-        router = getattr(outputs, "aux_loss", None)
-        return outputs.logits if router is None else {"logits": outputs.logits, "router": router}
-
-    def _shifted(self, module: nn.Module, labels: Tensor) -> Tensor:
-        """The decoder's inputs: the labels one place later."""
-        base: Any = _base(module)
-        prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
-        if prepare is None:
-            raise UsageError(
-                f"[model] huggingface: a {type(base).__name__} makes no decoder_input_ids from labels; let the data set give them",
-                everywhere=True,
-            )
-        return prepare(labels=labels)  # type: ignore[no-any-return]
-
-    def count(self, batch: Batch) -> int:
-        return tasks.count(tasks.TASKS[self.task], batch)
-
-    def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Tensor]:
-        """The sum over labels; a router's own loss, a mean over tokens, with its coefficient, for each of them."""
-        task, problem = tasks.TASKS[self.task], getattr(self.config, "problem_type", None)
-        if isinstance(outputs, Tensor):
-            return tasks.loss(task, problem, outputs, batch)
-        own = tasks.loss(task, problem, outputs["logits"], batch)
-        share = float(getattr(self.config, "router_aux_loss_coef", 0.0)) * (batch["labels"] != tasks.IGNORED).sum()
-        return {"loss": own, "router": outputs["router"].to(own) * share}
-
-    def padding(self) -> Mapping[str, float]:
-        ids = self._pad or 0
-        of_tokens = {"labels": tasks.IGNORED} if tasks.TASKS[self.task].of_tokens else {}
-        named = ("attention_mask", "token_type_ids", "decoder_attention_mask")
-        return {"input_ids": ids, "decoder_input_ids": ids, **dict.fromkeys(named, 0), **of_tokens}
-
-
-class TextModel(HuggingFace, TokenModel):
-    """A model of transformers that reads token ids."""
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.config.get_text_config().vocab_size)
-
-    @property
-    def max_seq_length(self) -> int:
-        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return longest if isinstance(longest, int) and longest > 0 else 2**31
-
-
-class CausalLanguageModel(TextModel, ContextParallelModel, PipelineModel):
-    """A model of transformers that continues texts."""
-
-    @property
-    def attention_heads(self) -> int:
-        return int(self.config.get_text_config().num_attention_heads)
-
-    def problems(self, plan: Plan) -> list[Problem]:
-        found = super().problems(plan)
-        if plan.sizes.get("pipeline", 1) > 1:
-            if plan.sizes.get("context", 1) > 1:
-                why = "context: later pipeline stages of this model don't know which tokens they have; use one of the two axes"
-                found.append(Problem(why, "parallelism.context"))
-            if getattr(self.config, "output_router_logits", False):
-                why = "pipeline: the loss of the router needs all layers; set [model] config = { output_router_logits = false }"
-                found.append(Problem(why, "parallelism.pipeline"))
-        return found
-
-    def sequence_dims(self) -> Mapping[str, int]:
-        return {"input_ids": 1, "labels": 1}
-
-    def attentions(self, module: nn.Module) -> list[nn.Module]:
-        from hpctrain_huggingface.model.attention import give_to_attention
-
-        return give_to_attention(_base(module))
-
-    def ends(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-        from hpctrain_huggingface.model.layers import Decoder
-
-        decoder = Decoder.of(module)
-        return ([], []) if decoder is None else decoder.ends()
-
-    def embed(self, module: nn.Module, batch: Batch) -> Tensor:
-        return self._decoder(module).embedded(**tasks.inputs(self.task, self._pad, batch))
-
-    def head(self, module: nn.Module, hidden: Tensor) -> Any:
-        return self._decoder(module).outputs(hidden).logits
-
-    def _decoder(self, module: nn.Module) -> Decoder:
-        from hpctrain_huggingface.model.layers import Decoder
-
-        found = Decoder.of(module)
-        assert found is not None  # see ends
-        return found
-
-
-def _task(options: HuggingFaceOptions, config: PreTrainedConfig) -> str:
-    where = "[model] config" if options.path is None else f"config.json in {options.path}"
-    return options.task or tasks.task_of(config.architectures, where)
-
-
-def _base(module: nn.Module) -> PreTrainedModel:
-    """The model of transformers in `module`."""
-    from transformers import PreTrainedModel
-
-    return next(one for one in module.modules() if isinstance(one, PreTrainedModel))
+        if options.preference is not None:
+            return PreferenceModel(options)
+        config = config_of(options)
+        if task_of(options.task, config, options.path) == "causal-lm":
+            return CausalLanguageModel(options)
+        return TextModel(options) if hasattr(config, "vocab_size") else HubModel(options)
 
 
 @hookimpl

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the field's name for it)
 from torch import Tensor
 
 from hpctrain.api import Batch, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 IGNORED = -100
 """The label of a position that has no loss, as in torch's cross_entropy and in transformers."""
@@ -37,13 +41,17 @@ TASKS = {
 }
 
 
-def task_of(architectures: list[str] | None, where: str) -> str:
-    """The task of a configuration's classes. Raises UsageError if they name none."""
-    for kind in architectures or ():
+def task_of(given: str | None, config: PreTrainedConfig, path: Path | None) -> str:
+    """The task that the job names, else that of the configuration's classes. Raises UsageError if they name none."""
+    if given is not None:
+        return given
+    classes: list[str] = getattr(config, "architectures", None) or []
+    for kind in classes:
         for name, task in TASKS.items():
             if kind.endswith(task.suffixes):
                 return name
-    found = " and ".join(architectures) if architectures else "no architectures"
+    where = "[model] config" if path is None else f"config.json in {path}"
+    found = " and ".join(classes) if classes else "no architectures"
     raise UsageError(f"[model] task: {where} names {found}; expected task = {', '.join(map(repr, TASKS))}")
 
 
@@ -51,6 +59,30 @@ def count(task: Task, batch: Batch) -> int:
     """Labels that are not ignored; for a task of samples, the rows of the labels."""
     labels: Tensor = batch["labels"]
     return int((labels != IGNORED).sum()) if task.of_tokens else len(labels)
+
+
+def problem_of(config: PreTrainedConfig, labels: Tensor) -> str:
+    """transformers' `problem_type`, or what it takes it for where the configuration names none."""
+    given = getattr(config, "problem_type", None)
+    if given is not None:
+        return str(given)
+    if getattr(config, "num_labels", 2) == 1:
+        return "regression"
+    return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+
+def refuse_unshifted(batch: Batch) -> None:
+    """Raises UsageError for labels of a causal language model that are its inputs, as transformers' Trainer takes them."""
+    ids, labels = batch.get("input_ids"), batch["labels"]
+    if ids is None or ids.shape != labels.shape or ids.shape[-1] < 2:
+        return
+    counted = labels != IGNORED
+    varies = bool((ids[..., 1:] != ids[..., :-1]).any())
+    if varies and bool(counted.any()) and bool((ids == labels)[counted].all()):
+        raise UsageError(
+            "[dataset]: the labels are the input_ids themselves, which the model would learn to copy; expected the label of each "
+            "place to be the next id, as hpctrain's data sets give them: shift them by one"
+        )
 
 
 def loss(task: Task, problem: str | None, logits: Tensor, batch: Batch) -> Tensor:
@@ -72,18 +104,18 @@ def loss(task: Task, problem: str | None, logits: Tensor, batch: Batch) -> Tenso
     return F.cross_entropy(wide, labels, reduction="sum")
 
 
-def inputs(task: str, pad: int | None, batch: Batch) -> dict[str, Any]:
+def inputs(task: str, pad: int | None, batch: Batch, routes: bool = False) -> dict[str, Any]:
     """The arguments of the module's forward: all entries of the batch but the labels.
 
     `positions` (seq,) from context parallelism is `position_ids` (1, seq). Where a token sees what comes after it, the attention
     must know what is padding: without an `attention_mask`, ids `pad` at the end of a row are. pad: transformers' `pad_token_id`.
+    routes: whether the loss has that of a router, which must not see padding either.
     Raises UsageError for samples without names, and where padding is unknown.
     """
     if not isinstance(batch, Mapping):
         raise UsageError(
             "[dataset]: the model 'huggingface' takes samples that name their entries, such as input_ids and labels; "
-            f"found {type(batch).__name__}: let the data set give a dict",
-            everywhere=True,
+            f"found {type(batch).__name__}: let the data set give a dict"
         )
     given = {key: value for key, value in batch.items() if key not in ("labels", "positions")}
     if "positions" in batch:
@@ -91,15 +123,13 @@ def inputs(task: str, pad: int | None, batch: Batch) -> dict[str, Any]:
         if "attention_mask" in given:
             raise UsageError(
                 "[parallelism] context: found attention_mask in the samples, which ranks with parts of a sequence do not apply; "
-                "leave it out: padding at the end of a row needs none",
-                everywhere=True,
+                "leave it out: padding at the end of a row needs none"
             )
-    if task != "causal-lm" and "input_ids" in given and "attention_mask" not in given:
+    if (task != "causal-lm" or routes) and "input_ids" in given and "attention_mask" not in given:
         if pad is None:
             raise UsageError(
                 f"[dataset]: found no attention_mask beside input_ids, and the configuration has no pad_token_id: for {task!r} "
-                "padding would count as text; give [model] config a pad_token_id, or let the data set give attention_mask",
-                everywhere=True,
+                "padding would count as text; give [model] config a pad_token_id, or let the data set give attention_mask"
             )
         at_the_end = (given["input_ids"] == pad).long().flip(-1).cumprod(-1).flip(-1)
         given["attention_mask"] = 1 - at_the_end

@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,6 +26,8 @@ from hpctrain.api import CheckpointError, UsageError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ROWS = 4096
+"""Rows that are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,19 @@ class Files:
         return found.hexdigest()[:16]
 
 
+def _found(file: Any, name: str, path: Path) -> Any:
+    """The slice of a tensor of an open file. Raises CheckpointError if the file lacks it."""
+    try:
+        return file.get_slice(name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} lacks {name}, which the index beside it names: {error}") from error
+
+
 def refuse_shape(what: str, found: Sequence[int], expected: Sequence[int]) -> None:
     """Raises CheckpointError for a tensor of another shape than the model's."""
     if list(found) != list(expected):
         raise CheckpointError(
-            f"[model] path: {what} has the shape {list(found)}, expected {list(expected)}: the weights are of another model than "
+            f"the weights: {what} has the shape {list(found)}, expected {list(expected)}: the weights are of another model than "
             "the configuration"
         )
 
@@ -125,13 +136,30 @@ class Weights:
         for first, *others in tied:
             for name in others:
                 found = self.sources.pop(name, None)
-                if found is not None:
-                    self.sources.setdefault(first, found)
+                if found is not None and first in self.sources:
+                    self._refuse_untied(first, name, found, wanted[first])
+                elif found is not None:
+                    self.sources[first] = found
         self._latest: tuple[Source, dict[str, Tensor]] | None = None
+
+    def _refuse_untied(self, first: str, other: str, found: Source, like: Tensor) -> None:
+        """Raises CheckpointError if two parameters that the model ties are stored with different values."""
+        for begin in range(0, len(like), _ROWS):
+            rows = begin, min(len(like), begin + _ROWS)
+            one, two = (torch.empty((rows[1] - begin, *like.shape[1:])) for _ in range(2))
+            self._fill(first, self.sources[first], one, rows, tuple(like.shape))
+            self._fill(other, found, two, rows, tuple(like.shape))
+            if not torch.equal(one, two):
+                raise CheckpointError(
+                    f"{self.files.directory} stores {first} and {other} with different values, and the configuration ties them; "
+                    "set [model] config = { tie_word_embeddings = false }"
+                )
 
     def fill(self, name: str, tensor: Tensor, rows: tuple[int, int], shape: tuple[int, ...]) -> None:
         """Fill `tensor`, the rows `rows` of the parameter `name` of `shape`. Raises CheckpointError for another shape."""
-        source = self.sources[name]
+        self._fill(name, self.sources[name], tensor, rows, shape)
+
+    def _fill(self, name: str, source: Source, tensor: Tensor, rows: tuple[int, int], shape: tuple[int, ...]) -> None:
         if source.converter is None:
             ((stored, _),) = source.stored
             self.files.fill(stored, tensor, rows, shape)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from hub_models import CONFIGS
+from plain import samples_of, train_plainly
 from test_stages import compare
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from training import session_of, thorough, train_here
 
+from hpctrain.data.order import SampleOrder
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
 
@@ -131,6 +135,64 @@ def test_an_adapter_of_peft(root: Path, name: str, layout: dict[str, Any]) -> No
     compare(found.rows, expected, losses=1e-7, norms=1e-6)
 
 
+def pairs(split: str) -> list[dict[str, Tensor]] | None:
+    """Pairs of answers of different lengths."""
+    if split != "train":
+        return None
+    draw = torch.Generator().manual_seed(1)
+    made = []
+    for number in range(30):
+        sample = {}
+        for side, length in (("chosen", 4 + number % 3), ("rejected", 3 + number % 5)):
+            ids = torch.randint(0, hub_models.VOCABULARY, (length + 1,), generator=draw)
+            labels = ids[1:].clone()
+            labels[:2] = -100
+            sample |= {f"{side}_input_ids": ids[:-1], f"{side}_labels": labels}
+        made.append(sample)
+    return made
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [STAGE_3, pytest.param(TENSOR, marks=pytest.mark.shown_on(2)), thorough({"sharding": {"stage": 2}})],
+    ids=str,
+)
+def test_preferences(root: Path, layout: dict[str, Any]) -> None:
+    """DPO against its formula on a model of peft, pair by pair."""
+    from peft import PeftModel
+
+    path = saved(root, "gpt2" if "parallelism" not in layout else "llama")
+    adapter = saved_adapter(root, path)
+    tables = hub_models.job(root / "run", path, **layout)
+    tables["model"] |= {"adapter": {"path": str(adapter)}, "preference": {"beta": 0.3}}
+    tables["dataset"] = {"name": f"{__name__}:pairs"}
+    tables.pop("evaluation")
+    module = PeftModel.from_pretrained(plain(path), str(adapter), is_trainable=True).double().train()
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.3, momentum=0.9)
+
+    def answer(sample: dict[str, Tensor], side: str) -> Tensor:
+        """The log-probability of an answer."""
+        ids, labels = sample[f"{side}_input_ids"], sample[f"{side}_labels"]
+        of_ids = module(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        return sum((of_ids[place, one] for place, one in enumerate(labels) if one >= 0), torch.zeros(()))
+
+    def loss(samples: list[dict[str, Tensor]]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for sample in samples:
+            margin = answer(sample, "chosen") - answer(sample, "rejected")
+            with torch.no_grad(), module.disable_adapter():
+                before = answer(sample, "chosen") - answer(sample, "rejected")
+            total = total - torch.nn.functional.logsigmoid(0.3 * (margin - before))
+        return total / len(samples)
+
+    samples = samples_of(tables)
+    order = SampleOrder(len(samples), tables["job"]["seed"], samples.fingerprint())
+    steps = ([samples[int(i)] for i in order.at(step * 24, step * 24 + 24)] for step in range(4))
+    expected = train_plainly(module, optimizer, (partial(loss, one) for one in steps), clip_norm=1.0)
+    compare(train_here(tables).rows, expected, losses=1e-7, norms=1e-6)
+
+
+@pytest.mark.shown_on(2)  # which divides all rows
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_frozen_base_costs_no_gradients_and_no_state(root: Path, stage: int) -> None:
     """Bytes of what the optimizer holds, of gradients, and of a rank's part of the bf16 base."""

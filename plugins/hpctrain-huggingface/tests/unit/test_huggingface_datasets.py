@@ -94,6 +94,29 @@ def test_texts_prompts_classes_and_columns(rows: Path, tokenizer: Path) -> None:
     assert {name: value.item() for name, value in plain.items()} == {"number": 5.0, "label": 2}
 
 
+def test_pairs_of_answers(tmp_path: Path, tokenizer: Path) -> None:
+    """Answers to a prompt, messages behind those of the prompt, and whole conversations have one form."""
+    whole = [conversation("one", "two", "three", answer) for answer in ("four", "five six")]
+    rows = [
+        {"prompt": "one two", "chosen": "three", "rejected": "four five"},
+        {"prompt": whole[0][:3], "chosen": whole[0][3:], "rejected": whole[1][3:]},
+        {"chosen": whole[0], "rejected": whole[1]},
+    ]
+    for number, row in enumerate(rows):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        prompt = {"prompt": "prompt"} if "prompt" in row else {}
+        sample = opened(path, tokenizer=tokenizer, chosen="chosen", rejected="rejected", **prompt)[0]
+        found = {name: words(ids) for name, ids in sample.items()}
+        if number == 0:
+            assert found["chosen_input_ids"] == "one two three" and found["chosen_labels"] == "_ three <eos>"
+            assert found["rejected_labels"] == "_ four five <eos>"
+        else:
+            assert found["chosen_input_ids"] == "<user> one <bot> two <eos> <user> three <bot> four"
+            assert found["chosen_labels"] == "_ _ _ _ _ _ _ four <eos>"
+            assert found["rejected_labels"] == "_ _ _ _ _ _ _ five six <eos>"
+
+
 def test_splits_slices_and_what_is_saved_on_disk(tmp_path: Path, rows: Path) -> None:
     whole = load_dataset("json", data_files={"train": str(rows)}, split="train")
     both = DatasetDict({"train": whole.select(range(20)), "validation": whole.select(range(20, 24))})

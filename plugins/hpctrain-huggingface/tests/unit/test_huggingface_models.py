@@ -71,6 +71,7 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
         ),
         ({"adapter": {"kind": "lora", "use_dora": True}}, "use_dora needs whole matrices of the base"),
         ({"adapter": {"path": "gone"}}, "expected adapter_config.json and adapter_model.safetensors in gone"),
+        ({"preference": {"beta": 0.1}}, "preference needs an adapter"),
         ({"frozen_dtype": "bf16"}, "frozen_dtype goes with an adapter"),
         ({"task": "image-classification"}, "[model] huggingface: Unrecognized configuration class"),
     ],
@@ -148,9 +149,14 @@ def test_export_writes_what_other_libraries_load(tmp_path: Path) -> None:
     ):
         tables = hub_models.job(tmp_path / f"run{bool(adapter)}", path, precision={"mode": "fp32"})
         tables["model"] |= {"adapter": adapter or {}, "experts": "eager"}
+        tables["hook"] = [{"name": "huggingface-export", "merged": bool(adapter)}]
         checkpoint = hpctrain.run(tables)["checkpoint"]
         with torch.no_grad():
             expected = hpctrain.load(checkpoint)(input_ids=ids).logits
+            at_the_end = AutoModelForCausalLM.from_pretrained(
+                tmp_path / f"run{bool(adapter)}" / "export", experts_implementation="eager"
+            )
+            torch.testing.assert_close(at_the_end(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
         for words in ([], ["--merged"]) if adapter else ([],):
             out = tmp_path / f"out{bool(adapter)}{len(words)}"
             done = CliRunner().invoke(
