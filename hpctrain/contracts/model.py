@@ -146,12 +146,15 @@ class TokenModel(ModelSpec):
 class PaddedModel(ModelSpec):
     """A model that takes samples of different lengths in one batch."""
 
+    optional_entries: ClassVar[frozenset[str]] = frozenset()
+    """Entries of `padding` that samples need not have."""
+
     @abstractmethod
     def padding(self) -> Mapping[str, float]:
         """The value that fills each entry of a dict sample behind its end.
 
         The loss and `count` must not see filled places, and nothing before them may depend on them. Entries that are not
-        named have one shape in all samples, and samples need not have all that are.
+        named have one shape in all samples.
         """
 
 

@@ -22,20 +22,22 @@ from hpctrain.job.tables import Job
 class Padding:
     """Pads samples at their ends to a common length, a multiple of `multiple`.
 
-    values: the padding value of each padded entry (PaddedModel.padding); other entries are stacked unchanged, and samples need not
-    have all of these.
+    values: the padding value of each padded entry (PaddedModel.padding); other entries are stacked unchanged. optional: those that
+    samples need not have.
     """
 
     values: Mapping[str, float]
     multiple: int
+    optional: frozenset[str] = frozenset()
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Pad and stack samples, which are dicts of tensors: `(length, ...)` -> `(samples, longest, ...)`."""
         for sample in samples:
-            if not isinstance(sample, dict) or not self.values.keys() & sample.keys():
+            needed = [name for name in self.values if name not in self.optional]
+            if not isinstance(sample, dict) or not sample.keys() >= set(needed):
                 found = ", ".join(sample) if isinstance(sample, dict) else type(sample).__name__
                 raise TrainingError(
-                    f"[batch] tokens: expected samples that are dicts with {', '.join(self.values)}, found {found}"
+                    f"[batch] tokens: expected samples that are dicts with {', '.join(needed)}, found {found}"
                 )
         return {key: self._stacked(key, [sample[key] for sample in samples]) for key in samples[0]}
 
@@ -77,7 +79,7 @@ def make_collation(job: Job, parts: Parts, samples: Source) -> Collate:
     """How samples become a batch: as the data set says, else stacked, and padded where the model and the lengths ask for it."""
     padding = None
     if isinstance(parts.model, PaddedModel):
-        padding = Padding(parts.model.padding(), sequence_multiple(job, parts))
+        padding = Padding(parts.model.padding(), sequence_multiple(job, parts), parts.model.optional_entries)
     if job.batch.tokens is None:
         return samples.collation() or (default_collate if padding is None else PaddedStack(padding))
     assert padding is not None  # checked with the job

@@ -88,7 +88,7 @@ class Encoder:
         return before + after, [False] * len(before) + [True] * len(after)
 
     def _preferred(self, prompt: Any, answer: Any) -> dict[str, Tensor]:
-        """One side of a pair: an answer to the prompt, or a conversation that begins with that of `prompt`."""
+        """A side of a pair: an answer to the prompt, or a conversation that begins with that of `prompt`."""
         if isinstance(answer, str):
             if not isinstance(prompt, str):
                 raise ValueError("answers that are texts need a column prompt of texts")

@@ -56,6 +56,9 @@ class HubModel(MetaModel, PaddedModel, ExportableModel):
     name = "huggingface"
     Options = HuggingFaceOptions
     options: HuggingFaceOptions
+    optional_entries = frozenset(
+        ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
+    )
 
     def __init__(self, options: HuggingFaceOptions) -> None:
         """Raises UsageError for a configuration, a task or an adapter that transformers or peft does not have."""
