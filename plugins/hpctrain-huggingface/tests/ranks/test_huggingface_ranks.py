@@ -218,11 +218,11 @@ def test_a_frozen_base_costs_no_gradients_and_no_state(root: Path, stage: int) -
         assert (state, gradients) == (8 * held, 4 * held)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.shown_on(4)
 def test_no_rank_holds_the_weights(root: Path) -> None:
-    """Weights over four ranks: the memory that a rank takes while it builds its quarter of the model."""
-    config = {**CONFIGS["llama"], "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    """A gigabyte of weights over four ranks: the memory that a rank takes while it builds its quarter of the model."""
+    config = {**CONFIGS["llama"], "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16}
     path = root / "saved"
     if dist.get_rank() == 0:  # in a process of its own, whose memory goes with it
         words = [sys.executable, hub_models.__file__, json.dumps(config), str(path)]
@@ -230,7 +230,7 @@ def test_no_rank_holds_the_weights(root: Path) -> None:
         subprocess.run(words, check=True, env=environment, timeout=50)
     dist.barrier()
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    assert size > 3.5e8
+    assert size > 1e9
     tables = hub_models.job(root / "run", path, **STAGE_3)
     tables["precision"] = {"mode": "fp32"}
     tables["optimizer"] = {"name": "sgd", "lr": 0.1}
