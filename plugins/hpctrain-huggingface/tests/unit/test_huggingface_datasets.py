@@ -79,6 +79,8 @@ def test_the_loss_is_that_of_the_answers(rows: Path, tokenizer: Path) -> None:
     assert words(sample["labels"]) == "_ _ _ three <eos> _ _ _ two two <eos>"
     every = opened(rows, tokenizer=tokenizer, messages="messages", answers_only=False)[1]
     assert words(every["labels"]) == "one two <bot> three <eos> <user> four <bot> two two <eos>"
+    full = opened(rows, 14, tokenizer=tokenizer, messages="messages", full_length=True)[1]
+    assert words(full["labels"]) == "_ _ _ three <eos> _ _ _ two two <eos> _ _ _" and len(full["input_ids"]) == 14
     short = opened(rows, 4, tokenizer=tokenizer, messages="messages")[1]
     assert words(short["input_ids"]) == "<user> one two <bot>" and words(short["labels"]) == "_ _ _ three"
 
@@ -128,6 +130,12 @@ def test_splits_slices_and_what_is_saved_on_disk(tmp_path: Path, rows: Path) -> 
     assert len(validation) == 4 and plugin.open("test", context) is None
     again = HubDataset(HubDatasetOptions(path=tmp_path / "both", columns=["number"])).open("train", context)
     assert train.fingerprint() != again.fingerprint()
+    alone = HubDataset(HubDatasetOptions(path=rows, columns=["number"]))
+    assert alone.open("validation", context) is None, "a file is no validation of itself"
+    sliced = HubDatasetOptions(path=rows, columns=["number"], train="train[:20]", validation="train[20:]")
+    assert [len(HubDataset(sliced).open(split, context)) for split in ("train", "validation")] == [20, 4]
+    ends = HubDatasetOptions(path=tmp_path / "both", columns=["number"], train="train[:2]+train[18:]")
+    assert [one["number"].item() for one in HubDataset(ends).open("train", context)] == [0.0, 1.0, 18.0, 19.0]
     with pytest.raises(HpctrainError, match="has no split 'dev'; it has train, validation"):
         HubDataset(HubDatasetOptions(path=tmp_path / "both", columns=["number"], train="dev")).open("train", context)
 

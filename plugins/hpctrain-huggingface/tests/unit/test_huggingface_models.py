@@ -171,3 +171,74 @@ def test_export_writes_what_other_libraries_load(tmp_path: Path) -> None:
                 torch.testing.assert_close(module(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
     stored = {name for file in (tmp_path / "outFalse0").glob("*.safetensors") for name in load_file(file)}
     assert stored == {name for file in path.glob("*.safetensors") for name in load_file(file)}
+
+
+def test_layers_that_the_files_lack_are_refused_and_heads_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = hub_models.save(CONFIGS["llama"], tmp_path / "saved")
+    longer = told(hub_models.job(tmp_path / "longer", path, model={"config": {"num_hidden_layers": 3}}))
+    assert (
+        "lacks model.layers.2.self_attn.q_proj.weight" in longer and "of another model than the configuration" in longer
+    )
+    config = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3, "pad_token_id": 0}
+    tables = hub_models.job(tmp_path / "head", path, model={"config": config}, job={"steps": 1})
+    tables["dataset"] = {"name": f"{__name__}:classes"}
+    tables.pop("evaluation")
+    hpctrain.run(tables)
+    found = " ".join(record.getMessage() for record in caplog.records)
+    assert "lacks score.weight, which begin with random values" in found
+    assert "the model has no use for lm_head.weight" in found
+
+
+def classes(split: str) -> list[dict[str, torch.Tensor]] | None:
+    """Texts of one length in three classes."""
+    rows = [{"input_ids": torch.arange(6) + row % 5, "labels": torch.tensor(row % 3)} for row in range(24)]
+    return rows if split == "train" else None
+
+
+def test_tied_parameters_that_are_stored_apart_are_refused(tmp_path: Path) -> None:
+    path = hub_models.save(CONFIGS["llama"], tmp_path / "saved")
+    found = told(hub_models.job(tmp_path / "run", path, model={"config": {"tie_word_embeddings": True}}))
+    assert "with different values, and the configuration ties them; set [model] config = { tie_word_embeddings" in found
+
+
+def test_labels_that_are_the_inputs_are_refused(tmp_path: Path) -> None:
+    path = hub_models.save(CONFIGS["llama"], tmp_path / "saved")
+    tables = hub_models.job(tmp_path / "run", path)
+    tables["dataset"] = {"name": f"{__name__}:unshifted"}
+    tables.pop("evaluation")
+    assert "the labels are the input_ids themselves, which the model would learn to copy" in told(tables)
+
+
+def unshifted(split: str) -> list[dict[str, torch.Tensor]] | None:
+    """Samples as transformers' Trainer takes them."""
+    rows = [{"input_ids": torch.arange(6) + row, "labels": torch.arange(6) + row} for row in range(24)]
+    return rows if split == "train" else None
+
+
+def test_draws_that_torch_leaves_out_on_the_meta_device_are_repeated() -> None:
+    """ViT's embeddings are truncated normal numbers; a mask that a pipeline's later layers would not see is refused."""
+    from hpctrain.checking.check import check
+    from hpctrain.job.raw import RawJob
+
+    config = {
+        "model_type": "vit", "image_size": 32, "patch_size": 4, "hidden_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "intermediate_size": 24, "initializer_range": 0.5,
+        "architectures": ["ViTForImageClassification"],
+    }  # fmt: skip
+    tables = hub_models.job(Path("run"), Path("unused"))
+    tables["model"] = {"name": "huggingface", "config": config}
+    tables["dataset"] = {"name": f"{__name__}:classes"}
+    tables.pop("evaluation")
+    spec = check(RawJob(tables, {}, "job"), None).parts.model
+    with torch.device("meta"):
+        module = spec.build()
+    name = next(name for name, _ in module.named_parameters() if name.endswith("position_embeddings"))
+    values = torch.empty(module.get_parameter(name).shape)
+    spec.initialize(name, values, (0, len(values)), 3)
+    assert values.abs().max() <= 2.0 and values.std() == pytest.approx(0.5, rel=0.05)
+    tables["model"] = {"name": "huggingface", "config": {**CONFIGS["llama"], "architectures": ["LlamaForCausalLM"]}}
+    causal: Any = check(RawJob(tables, {}, "job"), None).parts.model
+    with pytest.raises(HpctrainError, match="found attention_mask in the samples, which layers on other ranks"):
+        causal.embed(module, {"input_ids": torch.ones(1, 4), "attention_mask": torch.ones(1, 4)})
