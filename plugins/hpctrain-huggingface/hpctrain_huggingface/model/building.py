@@ -137,7 +137,7 @@ class Built:
     @cached_property
     def main_names(self) -> dict[str, str]:
         """The main name of each tied parameter of the model of transformers that has another one, too."""
-        return {other: first for first, *others in self.tied for other in others}
+        return _main_names(self.tied)
 
     @cached_property
     def identity(self) -> str:
@@ -199,7 +199,7 @@ def build(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, adap
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.get_default_dtype())
-    main = {other: first for first, *others in tied for other in others}
+    main = _main_names(tied)
     recipes = {}
     for name, tensor in named_tensors(module):
         own = base_name(name)
@@ -257,6 +257,11 @@ def _untied(module: nn.Module, tied: Iterable[Sequence[str]]) -> Iterator[None]:
     finally:
         for owner, last, first in places:
             setattr(module.get_submodule(owner), last, module.get_parameter(first))
+
+
+def _main_names(tied: Iterable[Sequence[str]]) -> dict[str, str]:
+    """The main name by each other name of a tied parameter."""
+    return {other: first for first, *others in tied for other in others}
 
 
 def _is_of_a_layer(name: str) -> bool:

@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from hpctrain.api import UsageError
 from hpctrain_huggingface.model.building import Built
-from hpctrain_huggingface.model.plan import base_name
+from hpctrain_huggingface.model.plan import base_name, is_tuned
 
 Values = Callable[[str], Tensor]
 """The full value of a parameter or buffer of a checkpoint, by its name."""
@@ -119,11 +119,7 @@ def _merging(built: Built, values: Values) -> Values:
     names = {
         base_name(name): name for name in built.recipes
     }  # a module that is trained as a whole comes after the original
-    owners = {
-        name: module
-        for name, module in built.module.named_modules()
-        if isinstance(getattr(module, "base_layer", None), nn.Module)
-    }
+    owners = {name: module for name, module in built.module.named_modules() if is_tuned(module)}
     tied = [base_name(f"{name}.base_layer.weight") for name in owners]
     nested = [name for name in owners if any(name.startswith(f"{other}.") for other in owners)]
     both = [name for name in tied if any(name in names for names in built.tied)]

@@ -22,7 +22,7 @@ def base_name(name: str) -> str:
     return _OF_THE_BASE.sub("", name.removeprefix(PREFIX))
 
 
-def _is_tuned(module: nn.Module) -> bool:
+def is_tuned(module: nn.Module) -> bool:
     """Whether it is a layer of peft around a layer of the model."""
     return isinstance(getattr(module, "base_layer", None), nn.Module)
 
@@ -39,7 +39,7 @@ def tensor_plan(module: nn.Module, plan: Mapping[str, str], prefix: str) -> dict
     for pattern, style in plan.items():
         for name in fnmatch.filter(names, prefix + pattern):
             inner = module.get_submodule(name)
-            if not _is_tuned(inner):
+            if not is_tuned(inner):
                 found[name] = style
                 continue
             found[f"{name}.base_layer"] = style
@@ -56,7 +56,7 @@ def with_cut_vocabulary(
 
     head, embedding: names of the modules. tied: whether they share a matrix, which both then cut by rows.
     """
-    if _is_tuned(module.get_submodule(head)) or plan.get(head) not in _COLUMNS:
+    if is_tuned(module.get_submodule(head)) or plan.get(head) not in _COLUMNS:
         return dict(plan)
     changed = {**plan, head: "vocabulary"}
     if tied:

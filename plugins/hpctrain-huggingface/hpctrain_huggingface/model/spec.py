@@ -196,8 +196,9 @@ class TextModel(HubModel, TokenModel):
         longest = getattr(text, "max_position_embeddings", None)
         if not isinstance(longest, int) or longest < 1:
             return 2**31
-        behind_padding = str(text.model_type).replace("-", "_") in _FROM_PADDING and self._pad is not None
-        return longest - self._pad - 1 if behind_padding and self._pad is not None else longest
+        pad = self._pad
+        begins_behind_padding = str(text.model_type).replace("-", "_") in _FROM_PADDING
+        return longest - pad - 1 if begins_behind_padding and pad is not None else longest
 
 
 class CausalLanguageModel(TextModel, ContextParallelModel, PipelineModel):
