@@ -43,7 +43,7 @@ from hpctrain.base.safe_files import (
     temporary_name,
 )
 from hpctrain.base.side_stream import Done, SideStream, copy_to_host
-from hpctrain.base.torch_attention import AttentionKernel, fused_attention
+from hpctrain.base.torch_attention import AttentionKernel, document_attention, fused_attention
 from hpctrain.base.torch_private import (
     MemoryHistory,
     PythonGroup,
@@ -90,9 +90,11 @@ from hpctrain.contracts.model import (
     AttentionModel,
     Batch,
     ContextParallelModel,
+    Documents,
     ExportableModel,
     MetaModel,
     ModelSpec,
+    PackedModel,
     PaddedModel,
     PipelineModel,
     TensorParallelModel,
@@ -152,6 +154,7 @@ __all__ = [
     "Control",
     "Dataset",
     "DatasetContext",
+    "Documents",
     "Done",
     "EnvironmentUnfitError",
     "ExportableModel",
@@ -182,6 +185,7 @@ __all__ = [
     "OptimizerOptions",
     "Options",
     "Outcome",
+    "PackedModel",
     "PaddedModel",
     "Parallelism",
     "Piece",
@@ -237,6 +241,7 @@ __all__ = [
     "decode_value",
     "device_name",
     "device_of_rank",
+    "document_attention",
     "encode_value",
     "escaped",
     "fill_normal",

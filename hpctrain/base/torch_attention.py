@@ -7,12 +7,12 @@ log-sum-exp) `(batch, heads, queries)` in float32 or wider.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hpctrain.base.devices import has_cuda_operators, is_accelerator
 
@@ -36,6 +36,13 @@ class AttentionKernel(ABC):
 
         output, rows: over all keys, not only these (Dao et al., "FlashAttention", 2022, algorithm 4).
         """
+
+
+@torch.compiler.disable  # each row has other lengths, for which nothing is to be compiled anew
+def document_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Causal attention in a row of documents, each of which attends to itself alone."""
+    parts = zip(*(one.split(list(lengths), dim=2) for one in (query, key, value)), strict=True)
+    return torch.cat([scaled_dot_product_attention(*part, is_causal=True) for part in parts], dim=2)
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel | None:

@@ -9,7 +9,7 @@ from math import lcm, prod
 from torch import nn
 
 from hpctrain.base.errors import UsageError
-from hpctrain.contracts.model import AttentionModel, PaddedModel
+from hpctrain.contracts.model import AttentionModel, PackedModel, PaddedModel
 from hpctrain.contracts.plan import Plan
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
@@ -231,7 +231,13 @@ def _token_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
     if not isinstance(parts.model, PaddedModel):
         why = f"the model {parts.model.name!r} does not say how to pad samples of different lengths (PaddedModel)"
         problems.append(PlacedProblem(("batch", "tokens"), f"[batch] tokens: {why}; {instead}"))
+    elif job.batch.packing and not isinstance(parts.model, PackedModel):
+        why = f"the model {parts.model.name!r} does not keep samples in one row apart (PackedModel)"
+        problems.append(PlacedProblem(("batch", "packing"), f"[batch] packing: {why}; leave it out"))
     for name, plugin in parts.parallelism.items():
+        if job.batch.packing and plugin.traits.cuts_samples and not plugin.traits.cuts_documents:
+            why = f"{name} does not say that it cuts each sample of a row (cuts_documents)"
+            problems.append(PlacedProblem(("batch", "packing"), f"[batch] packing: {why}; leave one of the two out"))
         if plugin.traits.one_shape == "always":
             why = f"{name} needs micro batches of one shape, and those of a token budget differ"
             problems.append(PlacedProblem(("batch", "tokens"), f"[batch] tokens: {why}; {instead}, or {name} = 1"))

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +18,14 @@ from hpctrain.contracts.plugin import Plugin
 
 Batch = Any
 """The collated samples of a micro batch: a dict of tensors, or a list of tensors whose last is the target."""
+
+
+class Documents:
+    """The samples of a packed row: documents that lie one behind the other."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """lengths: tokens of each, padding at its end included."""
+        self.lengths = list(lengths)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -158,6 +166,14 @@ class PaddedModel(ModelSpec):
         """
 
 
+class PackedModel(PaddedModel):
+    """A model that takes several samples one behind the other in a row (`[batch] packing`).
+
+    A packed batch has one row: the entries of `padding`, `(1, tokens, ...)`; `positions`, `(tokens,)`, the place of each token in
+    its sample; and `documents`, a `Documents`. `forward` lets no token depend on another sample.
+    """
+
+
 class AttentionModel(ModelSpec):
     """A model whose attention heads may be shared out."""
 
@@ -186,14 +202,15 @@ class ContextParallelModel(AttentionModel):
         """The entries of a dict batch that are cut, and along which dim.
 
         `forward` takes `positions` (seq,) from the batch if it is there: where each token stands in its sequence.
-        Labels are shifted before the cut.
+        Labels are shifted before the cut. A PackedModel gets `documents`, too, and hands them to `attend`.
         """
 
     @abstractmethod
     def attentions(self, module: nn.Module) -> list[nn.Module]:
         """Modules with a method `attend(query, key, value)`, causal attention that context parallelism replaces.
 
-        All are `(batch, heads, seq, head_size)`, and so is what it returns.
+        All are `(batch, heads, seq, head_size)`, and so is what it returns. Those of a PackedModel call it with the `documents` of
+        the batch, or None, as a fourth argument.
         """
 
 

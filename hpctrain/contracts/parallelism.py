@@ -54,6 +54,9 @@ class AxisTraits:
     """The case in which all micro batches must have the same shape, so that batches by token budget can't be had: always (pp),
     or where blocks are compiled (tp)."""
 
+    cuts_documents: bool = False
+    """Whether `split_batch` takes packed rows, in which it cuts each of the samples (cp); for an axis with parts of samples."""
+
     @property
     def cuts_samples(self) -> bool:
         """Whether each rank has a part of the same samples."""

@@ -15,7 +15,7 @@ from hpctrain.base.random_numbers import drawing
 from hpctrain.contracts.dataset import Collate, Samples, Source
 from hpctrain.contracts.model import Batch
 from hpctrain.data.plan import Planned
-from hpctrain.data.shapes import PaddedStack, Padding
+from hpctrain.data.shapes import Packing, PaddedStack, Padding
 from hpctrain.model.conformance.data import refuse_fewer_rows, refuse_other_item
 
 
@@ -103,7 +103,8 @@ class Batches:
             refuse_other_item(self._samples, int(planned.indices[0]), items[0], again)
         batch = collated(self._samples, self._collate, items, self._seed, planned)
         if not self._has_given:
-            refuse_fewer_rows(self._samples, len(items), batch)
+            if not isinstance(self._collate, Packing):
+                refuse_fewer_rows(self._samples, len(items), batch)
         self._has_given = True
         if isinstance(self._collate, Padding) and not planned.counts:
             batch = self._collate.blank(batch)

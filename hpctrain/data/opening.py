@@ -130,7 +130,8 @@ def make_plan(job: Job, parts: Parts, lengths: Lengths | None, rank: int, ranks:
         assert batch.global_size is not None and batch.micro_size is not None
         return BatchPlan(batch.global_size, batch.micro_size, rank, ranks)
     assert batch.tokens is not None
-    return TokenPlan(lengths, batch.tokens, capacity(job, parts), sequence_multiple(job, parts), rank, ranks)
+    room, multiple = capacity(job, parts), sequence_multiple(job, parts)
+    return TokenPlan(lengths, batch.tokens, room, multiple, rank, ranks, batch.packing)
 
 
 def _lengths(job: Job, parts: Parts, samples: Samples | Stream) -> Lengths | None:

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from hpctrain.base.errors import TrainingError
 from hpctrain.contracts.dataset import Collate, Source
-from hpctrain.contracts.model import Batch, PaddedModel
+from hpctrain.contracts.model import Batch, Documents, PaddedModel
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 
@@ -58,6 +58,35 @@ class Padding:
         return batch
 
 
+class Packing(Padding):
+    """Lays samples one behind the other in one row, each padded at its end to a multiple of `multiple`."""
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """Join samples, which are dicts of tensors: `(length, ...)` -> `(1, tokens, ...)`, with `positions` and `documents`."""
+        rows = [super(Packing, self).__call__([sample]) for sample in samples]
+        strange = next((key for row in rows for key in row if key not in self.values), None)
+        if strange is not None or any(row.keys() != rows[0].keys() for row in rows):
+            why = "samples with other entries than others" if strange is None else f"the entry {strange!r}"
+            raise TrainingError(
+                f"[batch] packing: found {why}; expected the same entries in all of them, a value for each token: "
+                f"{', '.join(self.values)}"
+            )
+        joined = {key: torch.cat([row[key] for row in rows], dim=1) for key in rows[0]}
+        return self._with_places(joined, [next(iter(row.values())).shape[1] for row in rows])
+
+    def blank(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        tensors = {key: batch[key] for key in self.values if key in batch}
+        return self._with_places(super().blank(tensors), [self.multiple])
+
+    @staticmethod
+    def _with_places(tensors: dict[str, Tensor], lengths: list[int]) -> dict[str, Any]:
+        return {
+            **tensors,
+            "positions": torch.cat([torch.arange(length) for length in lengths]),
+            "documents": Documents(lengths),
+        }
+
+
 @dataclass(frozen=True)
 class PaddedStack:
     """Stacks samples, and pads them where their lengths differ or can't be cut over the ranks that share them."""
@@ -79,7 +108,8 @@ def make_collation(job: Job, parts: Parts, samples: Source) -> Collate:
     """How samples become a batch: as the data set says, else stacked, and padded where the model and the lengths ask for it."""
     padding = None
     if isinstance(parts.model, PaddedModel):
-        padding = Padding(parts.model.padding(), sequence_multiple(job, parts), parts.model.optional_entries)
+        kind = Packing if job.batch.packing else Padding
+        padding = kind(parts.model.padding(), sequence_multiple(job, parts), parts.model.optional_entries)
     if job.batch.tokens is None:
         return samples.collation() or (default_collate if padding is None else PaddedStack(padding))
     assert padding is not None  # checked with the job

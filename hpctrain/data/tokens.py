@@ -48,12 +48,15 @@ def global_batches(
             return
 
 
-def share_out(lengths: Lengths, ranks: int, capacity: int, multiple: int) -> list[list[list[int]]]:
+def share_out(
+    lengths: Lengths, ranks: int, capacity: int, multiple: int, packs: bool = False
+) -> list[list[list[int]]]:
     """Each rank's micro batches; a micro batch is a list of indices into `lengths`, the longest sample first.
 
     Samples are assigned from the longest on, each to the rank with the fewest tokens so far (Graham, "Bounds on
     Multiprocessing Timing Anomalies", 1969). The most loaded rank then exceeds the mean by at most the longest sample.
-    A rank begins a new micro batch when the next sample would exceed `capacity` tokens, padding to `multiple` included.
+    A rank begins a new micro batch when the next sample would exceed `capacity` tokens, padding to `multiple` included; where it
+    packs, a sample goes into the first of its micro batches that has room for it.
     """
     loads = [(0, rank) for rank in range(ranks)]
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -61,7 +64,8 @@ def share_out(lengths: Lengths, ranks: int, capacity: int, multiple: int) -> lis
         load, rank = loads[0]
         shares[rank].append(place)
         heapq.heapreplace(loads, (load + int(lengths[place]), rank))
-    return [_cut(share, lengths, capacity, multiple) for share in shares]
+    divide = _pack if packs else _cut
+    return [divide(share, lengths, capacity, multiple) for share in shares]
 
 
 def padded(length: int, multiple: int) -> int:
@@ -78,6 +82,21 @@ def _cut(share: list[int], lengths: Lengths, capacity: int, multiple: int) -> li
     return micro_batches
 
 
+def _pack(share: list[int], lengths: Lengths, capacity: int, multiple: int) -> list[list[int]]:
+    """First fit decreasing (Johnson, "Near-Optimal Bin Packing Algorithms", 1973)."""
+    micro_batches: list[list[int]] = []
+    room: list[int] = []
+    for place in share:
+        size = padded(int(lengths[place]), multiple)
+        found = next((number for number, left in enumerate(room) if left >= size), len(room))
+        if found == len(room):
+            micro_batches.append([])
+            room.append(capacity)
+        micro_batches[found].append(place)
+        room[found] -= size
+    return micro_batches
+
+
 def whole_batches(order: Order, lengths: Lengths, tokens: int, end: int, begin: int = 0) -> int:
     """The number of whole global batches in the positions `begin` to `end` of the order."""
     batches = global_batches(order.at, lengths, tokens, begin)
@@ -88,7 +107,7 @@ def whole_batches(order: Order, lengths: Lengths, tokens: int, end: int, begin: 
 class TokenPlan:
     """Cuts global batches of `tokens` tokens into micro batches of `capacity` tokens, padded to `multiple`.
 
-    lengths: those of the planned samples.
+    lengths: those of the planned samples. packs: whether those of a micro batch lie in one row.
     """
 
     lengths: Lengths
@@ -97,6 +116,7 @@ class TokenPlan:
     multiple: int
     rank: int
     ranks: int
+    packs: bool = False
 
     @property
     def micro_batches(self) -> int:
@@ -125,7 +145,7 @@ class TokenPlan:
         come last and do not count.
         """
         lengths = self.lengths[indices]
-        shares = share_out(lengths, self.ranks, self.capacity, self.multiple)
+        shares = share_out(lengths, self.ranks, self.capacity, self.multiple, self.packs)
         most = max(map(len, shares))
         mine = shares[self.rank]
         for number in range(most):
@@ -139,6 +159,7 @@ class TokenPlan:
 
     def __str__(self) -> str:
         return (
-            f"up to {self.tokens:,} tokens on {self.ranks} data-parallel ranks, in micro batches of up to {self.capacity:,} "
-            "with padding"
+            f"up to {self.tokens:,} tokens on {self.ranks} data-parallel ranks, in "
+            + ("packed " if self.packs else "")
+            + f"micro batches of up to {self.capacity:,} with padding"
         )

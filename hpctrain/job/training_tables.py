@@ -119,6 +119,9 @@ class BatchTable(Table):
     """Instead of global_size: the most tokens per optimizer step, over all ranks, without padding."""
     micro_tokens: int | None = Field(default=None, ge=1)
     """Instead of micro_size: the most tokens per forward on one rank, padding included."""
+    packing: bool = False
+    """With tokens: lay the samples of a micro batch one behind the other in one row, instead of padding them to one length; each
+    attends to itself alone."""
     channels_last: bool = False
     """Lay images (batch, channels, height, width) out with the channels last, as the convolutions of GPUs want them."""
 
@@ -134,6 +137,8 @@ class BatchTable(Table):
             raise error_of_several_keys(
                 f"expected tokens >= micro_tokens, found tokens = {self.tokens} and micro_tokens = {self.micro_tokens}"
             )
+        if self.packing and self.tokens is None:
+            raise error_of_several_keys("expected packing with tokens and micro_tokens, found global_size and micro_size")
         return self
 
     @property

@@ -88,6 +88,11 @@ class Feed:
                 everywhere=True,
             )
 
+    def first_samples(self, count: int) -> tuple[Samples, Lengths]:
+        """The samples of a job with batches by tokens, and the lengths of the first of them."""
+        assert isinstance(self._training, Samples) and self._lengths is not None
+        return self._training, self._lengths[:count]
+
     @property
     def validates(self) -> bool:
         """Whether there are samples to evaluate with."""

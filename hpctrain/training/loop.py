@@ -27,6 +27,7 @@ from hpctrain.training.guard.judging import StepFigures, Verdict
 from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.guard_actions import act, with_samples
 from hpctrain.training.look import look
+from hpctrain.training.packing_trial import try_packing
 from hpctrain.training.metrics import (
     EvaluationRow,
     Moment,
@@ -54,6 +55,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     world = world_group()
     start_hooks(session)
     look(session)
+    try_packing(session)
     if progress.step and progress.evaluation is None:
         evaluate_if_due(session)  # skipped at a signal, to save first
     session.model.split_counts = []  # the look's are over

@@ -30,7 +30,8 @@ class Fault:
         tables = {**job, "evaluation": {"every_steps": 2}, "plugins": {"load": ["faulty"]}}
         tables["batch"] = {**tables["batch"], "micro_size": 3}
         for slot, table in self.tables.items():
-            tables[slot] = {**tables.get(slot, {}), **table} if isinstance(table, dict) else table
+            before = {} if slot == "batch" else tables.get(slot, {})
+            tables[slot] = {**before, **table} if isinstance(table, dict) else table
         return tables
 
 
@@ -45,7 +46,9 @@ def planted(slot: str, key: str, told: str, ranks: int = 1, **tables: Any) -> An
         cls.name, cls.slot = f"faulty-{next(NAMES)}", slot
         table: Any = {cls.name: 2} if slot == "parallelism" else {key: cls.name, **tables.get(slot, {})}
         of_job = {"parallelism": {"pipeline": {"size": 2, **table}}} if slot == "pipeline_schedule" else {slot: table}
-        FAULTS.append(Fault(cls, {slot: [table]} if slot in ("hook", "metric") else of_job, told, ranks))
+        others = {name: one for name, one in tables.items() if name != slot}
+        of_job = {slot: [table]} if slot in ("hook", "metric") else of_job
+        FAULTS.append(Fault(cls, {**others, **of_job}, told, ranks))
         return cls
 
     return register

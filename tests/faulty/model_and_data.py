@@ -73,6 +73,24 @@ class ModelByRank(GPT):
         return module
 
 
+packed = lambda told: planted(  # noqa: E731
+    "model", "name", told, batch={"tokens": 60, "micro_tokens": 20, "packing": True}
+)
+
+
+@packed("gave a sample of a packed row the loss .* behind one sample and .* behind another")
+class OneForAll(GPT):
+    def forward(self, module, batch):
+        return module(batch["input_ids"], batch.get("positions"))
+
+
+@packed("gave a sample the loss .* alone in a row and .* behind another one")
+class PlacesInTheRow(GPT):
+    def forward(self, module, batch):
+        of_the_row = torch.arange(batch["input_ids"].shape[1]) // 2 % 8
+        return module(batch["input_ids"], of_the_row, batch.get("documents"))
+
+
 # dataset
 
 

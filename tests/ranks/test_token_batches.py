@@ -31,14 +31,15 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
     ({"context": 2}, 2),
     ({"context": {"size": 2, "method": "ulysses"}}, 3),
 ]
+PACKED = [LAYOUTS[0], LAYOUTS[3], *LAYOUTS[5:]]
 
 
-def tables_of(root, parallelism: dict[str, Any], stage: int, **more: Any) -> dict[str, Any]:
+def tables_of(root, parallelism: dict[str, Any], stage: int, packing: bool = False, **more: Any) -> dict[str, Any]:
     made = job(
         job={"output_dir": str(root), "steps": 8}, optimizer=SGD, dataset=DATASET, parallelism=parallelism,
         sharding={"stage": stage},
     )  # fmt: skip
-    return {**made, "batch": {"tokens": TOKENS, "micro_tokens": 16}, **more}
+    return {**made, "batch": {"tokens": TOKENS, "micro_tokens": 16, "packing": packing}, **more}
 
 
 def losses_of(tables: dict[str, Any], module: torch.nn.Module) -> Iterator[Callable[[], Tensor]]:
@@ -93,6 +94,21 @@ def test_the_curve_of_one_process(root, record, parallelism: dict[str, Any], sta
     words = layout_words(parallelism) or "data parallel"
     record("fp32", f"stage {stage}, tokens, {words}", found, "sgd", True, "none")
     assert len({row["tokens"] for row in rows}) > 1, "budgets that are never quite filled"
+
+
+@pytest.mark.parametrize(("parallelism", "stage"), [somewhere(*layout) for layout in PACKED], ids=str)
+def test_packed_rows(root, record, parallelism: dict[str, Any], stage: int) -> None:
+    """The curve of samples that are forwarded one by one; each in a row with others here, and cut by context parallelism."""
+    skip_unless_even(parallelism)
+    tables = tables_of(root, parallelism, stage, packing=True, evaluation={"every_steps": 4})
+    trained = train_here(tables)
+    found = compare(trained.rows, reference(), *BOUNDS["fp32"])
+    words = layout_words(parallelism) or "data parallel"
+    record("fp32", f"stage {stage}, packed, {words}", found, "sgd", True, "none")
+    padded = train_here(tables_of(f"{root}-padded", parallelism, stage, evaluation={"every_steps": 4})).evaluations
+    for mine, other in zip(trained.evaluations, padded, strict=True):
+        assert mine["evaluation_loss"] == pytest.approx(other["evaluation_loss"], rel=1e-5)
+        assert mine["evaluation_tokens"] == other["evaluation_tokens"]
 
 
 @pytest.mark.parametrize("parallelism", [somewhere({}), somewhere({"tensor": 2})], ids=str)

@@ -18,16 +18,18 @@ from torch import Tensor, nn
 from hpctrain.api import (
     Batch,
     ContextParallelModel,
+    Documents,
     ExportableModel,
     Field,
     MetaModel,
     ModelSpec,
     Options,
-    PaddedModel,
+    PackedModel,
     PipelineModel,
     TensorParallelModel,
     TokenModel,
     UsageError,
+    document_attention,
     fill_normal,
     hookimpl,
 )
@@ -65,13 +67,16 @@ class Attention(nn.Module):
         self.value = nn.Linear(hidden_size, hidden_size)
         self.output = nn.Linear(hidden_size, hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """x: (batch, seq, hidden) -> the same."""
         query, key, value = (self._heads(linear(x)) for linear in (self.query, self.key, self.value))
-        return self.output(self.attend(query, key, value).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        attended = self.attend(query, key, value, documents)
+        return self.output(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
         """All (batch, heads, seq, head_size)."""
+        if documents is not None:
+            return document_attention(query, key, value, documents.lengths)
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -103,9 +108,9 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(hidden_size)
         self.mlp = MLP(hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """x: (batch, seq, hidden) -> the same."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), documents=documents)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
@@ -128,16 +133,18 @@ class GPTModule(nn.Module):
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         return self.token_embedding(input_ids) + self.position_embedding(positions)  # type: ignore[no-any-return]
 
-    def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor | None = None, documents: Documents | None = None
+    ) -> Tensor:
         """-> logits (batch, seq, vocab)"""
         x = self.embed(input_ids, positions)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, documents)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
 class GPT(
-    MetaModel, TokenModel, PaddedModel, TensorParallelModel, ContextParallelModel, PipelineModel, ExportableModel
+    MetaModel, TokenModel, PackedModel, TensorParallelModel, ContextParallelModel, PipelineModel, ExportableModel
 ):
     """A decoder-only transformer language model."""
 
@@ -214,7 +221,7 @@ class GPT(
         return module.head(module.norm(hidden))
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
-        return module(batch["input_ids"], batch.get("positions"))
+        return module(batch["input_ids"], batch.get("positions"), batch.get("documents"))
 
     def count(self, batch: Batch) -> int:
         return int((batch["labels"] != _IGNORED).sum())
@@ -235,7 +242,10 @@ class GPT(
         (Chowdhery et al., "PaLM", 2022, appendix B; causal masking not discounted)."""
         size, (rows, seq) = self.options, batch["input_ids"].shape
         matrices = 12 * size.layers * size.hidden_size**2 + size.hidden_size * size.vocab_size
-        return int(rows * seq * (6 * matrices + 12 * size.layers * size.hidden_size * seq))
+        documents: Documents | None = batch.get("documents")
+        lengths = [seq] * rows if documents is None else documents.lengths
+        attended = sum(length**2 for length in lengths)
+        return int(6 * matrices * rows * seq + 12 * size.layers * size.hidden_size * attended)
 
 
 @hookimpl

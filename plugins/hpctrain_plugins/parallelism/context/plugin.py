@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.api import (
@@ -15,6 +16,7 @@ from hpctrain.api import (
     AxisTraits,
     Batch,
     ContextParallelModel,
+    Documents,
     Field,
     ModelSpec,
     Options,
@@ -44,7 +46,8 @@ class ContextParallel(Parallelism):
 
     @property
     def traits(self) -> AxisTraits:
-        return AxisTraits("cp", 40, "parts of samples", shares_heads=self.options.method == "ulysses")
+        shares_heads = self.options.method == "ulysses"
+        return AxisTraits("cp", 40, "parts of samples", shares_heads=shares_heads, cuts_documents=True)
 
     def sequence_multiple(self, size: int) -> int:
         return size * (2 if self.options.method == "ring" else 1)
@@ -92,7 +95,8 @@ class AppliedContextParallel(AppliedAxis):
         self._rank, self._size = mesh.get_local_rank(), mesh.size()
 
     def split_batch(self, batch: Batch) -> Batch:
-        """This rank's tokens, and `positions`: their places in the full sequence, (seq,)."""
+        """This rank's tokens, and `positions`: their places in the full sequence, (seq,); of a packed row, a part of each sample
+        by the ring."""
         assert isinstance(batch, Mapping)  # a model with sequence_dims names its inputs
         name, dim = next(iter(self._dims.items()))
         seq = batch[name].shape[dim]
@@ -102,9 +106,21 @@ class AppliedContextParallel(AppliedAxis):
                 f"{self._multiple} with method = {self._method!r}",
                 everywhere=True,
             )
-        place = (ring if self._method == "ring" else ulysses).positions(seq, self._size, self._rank)
+        documents: Documents | None = batch.get("documents")
+        place = self._place([seq] if documents is None else documents.lengths)
         cut = {key: batch[key].index_select(at, place.to(batch[key].device)) for key, at in self._dims.items()}
-        return {**batch, **cut, "positions": place.to(batch[name].device)}
+        positions = batch["positions"][place] if documents is not None else place.to(batch[name].device)
+        if documents is not None and self._method == "ring":
+            cut["documents"] = Documents([length // self._size for length in documents.lengths])
+        return {**batch, **cut, "positions": positions}
+
+    def _place(self, lengths: Sequence[int]) -> Tensor:
+        """This rank's tokens of a row of sequences."""
+        if self._method == "ulysses":
+            return ulysses.positions(sum(lengths), self._size, self._rank)
+        begins = [end - length for length, end in zip(lengths, accumulate(lengths), strict=True)]
+        parts = [ring.positions(length, self._size, self._rank) for length in lengths]
+        return torch.cat([begin + part for begin, part in zip(begins, parts, strict=True)])
 
 
 @hookimpl

@@ -7,13 +7,14 @@ chunks r and 2n - 1 - r: every rank then has the same work with every other rank
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.api import AttentionKernel
+from hpctrain.api import AttentionKernel, Documents
 from hpctrain_plugins.parallelism.context.attention import kernel_of, merge
 
 
@@ -23,14 +24,21 @@ def positions(seq: int, size: int, rank: int) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention over the full sequence. The tensors hold this rank's tokens, (batch, heads, seq, head_size)."""
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None, *, group: dist.ProcessGroup
+) -> Tensor:
+    """Causal attention over the full sequence. The tensors hold this rank's tokens, (batch, heads, seq, head_size).
+
+    documents: this rank's part of each of several sequences, which lie one behind the other.
+    """
     if torch.is_autocast_enabled(query.device.type):  # as torch's own attention does
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (one.to(dtype) if one.dtype == torch.float32 else one for one in (query, key, value))
     apply: Callable[..., Tensor] = _Ring.apply
     # chosen while gradients are on: not every kernel has a backward for every size
-    return apply(query, key, value, group, kernel_of(query, key, value))
+    lengths = [query.shape[2]] if documents is None else documents.lengths
+    spans = [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+    return apply(query, key, value, group, kernel_of(query, key, value), spans)
 
 
 class _Pass:
@@ -51,47 +59,56 @@ class _Pass:
         return self._arriving
 
 
-def _visible(rank: int, owner: int, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor, slice, slice, bool]:
-    """The parts of `query` and of `both` (keys and values of `owner`) that meet, their slices, and whether causally."""
-    half, everything = query.shape[2] // 2, slice(None)
-    if owner == rank:
-        queries, keys = everything, everything
-    elif owner < rank:  # its first chunk is before both of mine, its second after both
-        queries, keys = everything, slice(0, half)
-    else:  # both of its chunks lie between mine
-        queries, keys = slice(half, None), everything
+def _visible(
+    rank: int, owner: int, query: Tensor, both: Tensor, span: slice
+) -> tuple[Tensor, Tensor, slice, slice, bool]:
+    """The parts of `query` and of `both` (keys and values of `owner`) that meet, their slices, and whether causally.
+
+    span: the tokens of a sequence on each rank.
+    """
+    middle = (span.start + span.stop) // 2
+    queries = keys = span
+    if owner < rank:  # its first chunk is before both of mine, its second after both
+        keys = slice(span.start, middle)
+    elif owner > rank:  # both of its chunks lie between mine
+        queries = slice(middle, span.stop)
     return query[:, :, queries].contiguous(), both[:, :, :, keys].contiguous(), queries, keys, owner == rank
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, kernel: AttentionKernel
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group: dist.ProcessGroup,
+        kernel: AttentionKernel,
+        spans: list[slice],
     ) -> Tensor:
         rank, size = group.rank(), group.size()
         both = torch.stack([key, value])
         home = both
         wide = torch.promote_types(query.dtype, torch.float32)
-        output = rows = torch.empty(0)
+        # what is changed below is no output of an operator, which selective checkpointing may keep
+        output, rows = torch.empty_like(query, dtype=wide), torch.empty(query.shape[:3], dtype=wide, device=query.device)
         for step in range(size):
             passing = _Pass(both, group) if step + 1 < size else None
-            mine, theirs, queries, _, causal = _visible(rank, (rank - step) % size, query, both)
-            part, part_rows = kernel.forward(mine, theirs[0], theirs[1], causal)
-            if step == 0:
-                # copies, since they are changed below: selective checkpointing may have kept the operator's outputs
-                output, rows = part.to(wide, copy=True), part_rows.clone()
-            else:
-                before = output[:, :, queries], rows[:, :, queries]
-                output[:, :, queries], rows[:, :, queries] = merge(before, (part.to(wide), part_rows))
+            for span in spans:
+                mine, theirs, queries, _, causal = _visible(rank, (rank - step) % size, query, both, span)
+                part = kernel.forward(mine, theirs[0], theirs[1], causal)
+                if step > 0:
+                    part = merge((output[:, :, queries], rows[:, :, queries]), (part[0].to(wide), part[1]))
+                output[:, :, queries], rows[:, :, queries] = part
             if passing is not None:
                 both = passing.wait()
         output = output.to(query.dtype)
-        ctx.group, ctx.kernel = group, kernel
+        ctx.group, ctx.kernel, ctx.spans = group, kernel, spans
         ctx.save_for_backward(query, home, output, rows)
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         query, both, output, rows = ctx.saved_tensors
         group: dist.ProcessGroup = ctx.group
         rank, size = group.rank(), group.size()
@@ -100,23 +117,28 @@ class _Ring(torch.autograd.Function):
         arriving: _Pass | None = None
         for step in range(size):
             passing = _Pass(both, group) if step + 1 < size else None
-            mine, theirs, queries, keys, causal = _visible(rank, (rank - step) % size, query, both)
-            made = ctx.kernel.backward(
-                gradient[:, :, queries].contiguous(),
-                mine,
-                theirs[0],
-                theirs[1],
-                output[:, :, queries].contiguous(),
-                rows[:, :, queries].contiguous(),
-                causal,
-            )
-            of_query[:, :, queries] += made[0]
+            of_keys = []
+            for span in ctx.spans:
+                mine, theirs, queries, keys, causal = _visible(rank, (rank - step) % size, query, both, span)
+                made = ctx.kernel.backward(
+                    gradient[:, :, queries].contiguous(),
+                    mine,
+                    theirs[0],
+                    theirs[1],
+                    output[:, :, queries].contiguous(),
+                    rows[:, :, queries].contiguous(),
+                    causal,
+                )
+                of_query[:, :, queries] += made[0]
+                of_keys.append((keys, made[1], made[2]))
             if arriving is not None:
                 of_both = arriving.wait()
-            of_both[:, :, :, keys] += torch.stack([made[1], made[2]])
+            for keys, of_key, of_value in of_keys:
+                of_both[0, :, :, keys] += of_key
+                of_both[1, :, :, keys] += of_value
             arriving = _Pass(of_both, group)  # the last pass returns it to its owner
             if passing is not None:
                 both = passing.wait()
         assert arriving is not None
         home = arriving.wait()
-        return of_query, home[0], home[1], None, None
+        return of_query, home[0], home[1], None, None, None

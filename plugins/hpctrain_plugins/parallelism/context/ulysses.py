@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  (the field's name for it)
 from torch import Tensor
 
-from hpctrain.api import UsageError
+from hpctrain.api import Documents, UsageError, document_attention
 
 
 def positions(seq: int, size: int, rank: int) -> Tensor:
@@ -18,8 +18,13 @@ def positions(seq: int, size: int, rank: int) -> Tensor:
     return torch.arange(seq).chunk(size)[rank]
 
 
-def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention over the full sequence. The tensors hold this rank's tokens, (batch, heads, seq, head_size)."""
+def ulysses_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None, *, group: dist.ProcessGroup
+) -> Tensor:
+    """Causal attention over the full sequence. The tensors hold this rank's tokens, (batch, heads, seq, head_size).
+
+    documents: the sequences that lie one behind the other in the full row.
+    """
     size, heads = group.size(), query.shape[1]
     if heads % size or key.shape[1] % size:
         raise UsageError(
@@ -28,7 +33,10 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, group: dist.Pro
             everywhere=True,
         )
     query, key, value = (_exchange(t, 1, 2, group) for t in (query, key, value))
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    if documents is None:
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    else:
+        attended = document_attention(query, key, value, documents.lengths)
     return _exchange(attended, 2, 1, group)
 
 
