@@ -43,7 +43,7 @@ from hpctrain.base.safe_files import (
     temporary_name,
 )
 from hpctrain.base.side_stream import Done, SideStream, copy_to_host
-from hpctrain.base.torch_attention import AttentionKernel, document_attention, fused_attention
+from hpctrain.base.torch_attention import AttentionKernel, Documents, fused_attention
 from hpctrain.base.torch_private import (
     MemoryHistory,
     PythonGroup,
@@ -90,7 +90,6 @@ from hpctrain.contracts.model import (
     AttentionModel,
     Batch,
     ContextParallelModel,
-    Documents,
     ExportableModel,
     MetaModel,
     ModelSpec,
@@ -241,7 +240,6 @@ __all__ = [
     "decode_value",
     "device_name",
     "device_of_rank",
-    "document_attention",
     "encode_value",
     "escaped",
     "fill_normal",

@@ -38,11 +38,18 @@ class AttentionKernel(ABC):
         """
 
 
-@torch.compiler.disable  # each row has other lengths, for which nothing is to be compiled anew
-def document_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Causal attention in a row of documents, each of which attends to itself alone."""
-    parts = zip(*(one.split(list(lengths), dim=2) for one in (query, key, value)), strict=True)
-    return torch.cat([scaled_dot_product_attention(*part, is_causal=True) for part in parts], dim=2)
+class Documents:
+    """The samples of a packed row: documents that lie one behind the other."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """lengths: tokens of each, padding at its end included."""
+        self.lengths = list(lengths)
+
+    @torch.compiler.disable  # each row has other lengths, for which nothing is to be compiled anew
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention, `(batch, heads, tokens, head_size)`, of each document to itself alone."""
+        parts = zip(*(one.split(self.lengths, dim=2) for one in (query, key, value)), strict=True)
+        return torch.cat([scaled_dot_product_attention(*part, is_causal=True) for part in parts], dim=2)
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel | None:

@@ -135,6 +135,9 @@ class DatasetContext:
     all ranks. All ranks must call it, however long `action` takes. A second call with this name returns the first call's value.
     """
 
+    by_tokens: bool = False
+    """Whether batches are cut by tokens, for which the samples' `lengths` are asked."""
+
     may_estimate: bool = False
     """Whether nobody will train on the samples (`hpctrain check`): their number may be an estimate where counting is costly."""
 

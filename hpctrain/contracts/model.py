@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,14 +18,6 @@ from hpctrain.contracts.plugin import Plugin
 
 Batch = Any
 """The collated samples of a micro batch: a dict of tensors, or a list of tensors whose last is the target."""
-
-
-class Documents:
-    """The samples of a packed row: documents that lie one behind the other."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        """lengths: tokens of each, padding at its end included."""
-        self.lengths = list(lengths)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

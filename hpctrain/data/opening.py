@@ -113,7 +113,11 @@ def _context(job: Job, parts: Parts, node: str | None) -> DatasetContext:
     spec = parts.model
     vocab_size, longest = (spec.vocab_size, spec.max_seq_length) if isinstance(spec, TokenModel) else (None, None)
     context = DatasetContext(
-        job.dataset.seq_length or longest, vocab_size, job.job.seed, job.dataset.cache or cache_directory()
+        job.dataset.seq_length or longest,
+        vocab_size,
+        job.job.seed,
+        job.dataset.cache or cache_directory(),
+        by_tokens=job.batch.tokens is not None,
     )
     context = replace(context, may_estimate=True) if node is None else replace(context, once_per_node=NodeWork(node))
     if longest and context.seq_length and context.seq_length > longest:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from hpctrain.base.errors import TrainingError
+from hpctrain.base.torch_attention import Documents
 from hpctrain.contracts.dataset import Collate, Source
-from hpctrain.contracts.model import Batch, Documents, PaddedModel
+from hpctrain.contracts.model import Batch, PaddedModel
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 

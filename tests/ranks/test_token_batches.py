@@ -42,7 +42,7 @@ def tables_of(root, parallelism: dict[str, Any], stage: int, packing: bool = Fal
     return {**made, "batch": {"tokens": TOKENS, "micro_tokens": 16, "packing": packing}, **more}
 
 
-def losses_of(tables: dict[str, Any], module: torch.nn.Module) -> Iterator[Callable[[], Tensor]]:
+def losses_of(tables: dict[str, Any], module: Callable[[Tensor], Tensor]) -> Iterator[Callable[[], Tensor]]:
     """Takes samples in order until the next would not fit, and forwards each alone."""
     samples = samples_of(tables)
     order, position = SampleOrder(len(samples), tables["job"]["seed"], samples.fingerprint()), 0
@@ -57,7 +57,7 @@ def losses_of(tables: dict[str, Any], module: torch.nn.Module) -> Iterator[Calla
         yield functools.partial(mean_loss, module, batch)
 
 
-def mean_loss(module: torch.nn.Module, batch: list[dict[str, Tensor]]) -> Tensor:
+def mean_loss(module: Callable[[Tensor], Tensor], batch: list[dict[str, Tensor]]) -> Tensor:
     parts = [cross_entropy(module(s["input_ids"][None])[0], s["labels"], reduction="sum") for s in batch]
     return torch.stack(parts).sum() / sum(len(s["labels"]) for s in batch)
 

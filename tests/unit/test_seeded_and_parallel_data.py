@@ -148,6 +148,11 @@ def test_tokens_of_every_file(tmp_path: Path, kind: str) -> None:
     assert validation is not None and validation[0]["input_ids"].tolist() == [81, 82, 83, 84]
     assert samples.fingerprint() != validation.fingerprint()
     assert open_samples("tokens", "validation", path=path) is None
+    cut = open_samples("tokens", path=path, end_of_text=6, seq=60)
+    assert cut is not None and (lengths := cut.lengths()) is not None and lengths.tolist() == [6, 60, 33]
+    assert cut[0]["labels"].tolist() == [1, 2, 3, 4, 5, 6] and cut[1]["input_ids"][0] == 7
+    with pytest.raises(UsageError, match="has no documents that end with 200"):
+        open_samples("tokens", path=path, end_of_text=200)
 
 
 def test_files_that_are_no_tokens(tmp_path: Path) -> None:

@@ -73,6 +73,14 @@ def open_documents(
     return Documents(tokens, begins, lengths, vocab_size, f"{source} {split}")
 
 
+def document_sizes(tokens: Any, end: int) -> _Ints:
+    """Tokens of each document in a row, each up to the id `end` that closes it; read in chunks."""
+    chunks = range(0, len(tokens), _CHUNK)
+    ends = [begin + np.flatnonzero(np.asarray(tokens[begin : begin + _CHUNK]) == end) + 1 for begin in chunks]
+    borders = np.unique(np.concatenate([[0], *ends, [len(tokens)]])).astype(np.int64)
+    return np.diff(borders)
+
+
 def _samples(begins: _Ints, sizes: _Ints, longest: int) -> tuple[_Ints, Lengths]:
     """The begin and length of each sample, for documents that begin at `begins`."""
     predicted = np.maximum(sizes - 1, 0)

@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 
 from hpctrain.api import Dataset, DatasetContext, Field, Options, Samples, Split, UsageError, hookimpl
+from hpctrain_plugins.dataset.documents import document_sizes, open_documents
 from hpctrain_plugins.dataset.windows import largest, open_split
 
 
@@ -19,6 +20,12 @@ class TokensOptions(Options):
         default="uint16", description="dtype of a .bin file"
     )
     key: str = Field(default="tokens", description="name of the dataset in an HDF5 file")
+    end_of_text: int | None = Field(
+        default=None,
+        ge=0,
+        description="the id that ends a document: each document is a sample of its own length, for [batch] tokens (cut if longer "
+        "than seq_length)",
+    )
     validation_path: Path | None = Field(default=None, description="a separate file for validation")
     validation_fraction: float = Field(default=0.0, ge=0, lt=1, description="share of `path` kept for validation")
 
@@ -34,11 +41,21 @@ class Tokens(Dataset):
         own = self.options.validation_path
         if own is None:
             tokens, vocab = self._training
-            return open_split(tokens, split, self.options.validation_fraction, context, vocab, str(self.options.path))
+            return self._samples(tokens, split, self.options.validation_fraction, context, vocab, self.options.path)
         path = self.options.path if split == "train" else own
         tokens = self._map(path)
         # with two files, each file is one split
-        return open_split(tokens, "train", 0.0, context, largest(tokens) + 1, str(path))
+        return self._samples(tokens, "train", 0.0, context, largest(tokens) + 1, path)
+
+    def _samples(
+        self, tokens: Any, split: Split, fraction: float, context: DatasetContext, vocab: int, path: Path
+    ) -> Samples | None:
+        if self.options.end_of_text is None:
+            return open_split(tokens, split, fraction, context, vocab, str(path))
+        sizes = document_sizes(tokens, self.options.end_of_text)
+        if len(sizes) == 1:
+            raise UsageError(f"[dataset] end_of_text: {path} has no documents that end with {self.options.end_of_text}")
+        return open_documents(tokens, sizes, split, fraction, context, vocab, str(path))
 
     @cached_property
     def _training(self) -> tuple[Any, int]:

@@ -29,7 +29,6 @@ from hpctrain.api import (
     TensorParallelModel,
     TokenModel,
     UsageError,
-    document_attention,
     fill_normal,
     hookimpl,
 )
@@ -76,7 +75,7 @@ class Attention(nn.Module):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
         """All (batch, heads, seq, head_size)."""
         if documents is not None:
-            return document_attention(query, key, value, documents.lengths)
+            return documents.attend(query, key, value)
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ class HubDataset(Dataset):
         from datasets import IterableDataset
 
         from hpctrain_huggingface.dataset.encoding import Encoder
+        from hpctrain_huggingface.dataset.lengths import LOOKS, counted_lengths, estimated_lengths
         from hpctrain_huggingface.dataset.opening import opened
         from hpctrain_huggingface.dataset.samples import Rows, RowStream
 
@@ -35,7 +36,13 @@ class HubDataset(Dataset):
         identity = repr(sorted(options.model_dump(exclude={"train", "validation", "test", "streaming"}).items()))
         if isinstance(rows, IterableDataset):
             return RowStream(rows, encoder, identity)
-        return Rows(rows, encoder, identity)
+        if not context.by_tokens:
+            return Rows(rows, encoder, identity)
+        if context.may_estimate and len(rows) > 2 * LOOKS:
+            made = Rows(rows, encoder, identity, estimated_lengths(rows, encoder))
+            made.is_estimate = True
+            return made
+        return Rows(rows, encoder, identity, counted_lengths(rows, encoder, f"{identity} {split}", options, context))
 
 
 @hookimpl

@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from hpctrain.api import Samples, Stream
+from hpctrain.api import Lengths, Samples, Stream
 from hpctrain_huggingface.dataset.encoding import Encoder
 
 _LOOKS = 16
@@ -18,8 +18,8 @@ _LOOKS = 16
 class Rows(Samples):
     """A data set in memory or on a mapped file."""
 
-    def __init__(self, rows: Dataset, encoder: Encoder, identity: str) -> None:
-        self._rows, self._encoder, self._identity = rows, encoder, identity
+    def __init__(self, rows: Dataset, encoder: Encoder, identity: str, lengths: Lengths | None = None) -> None:
+        self._rows, self._encoder, self._identity, self._lengths = rows, encoder, identity, lengths
         self.vocab_size = None if encoder.tokenizer is None else len(encoder.tokenizer)
 
     def __len__(self) -> int:
@@ -27,6 +27,9 @@ class Rows(Samples):
 
     def __getitem__(self, index: int) -> Any:
         return self._encoder.sample(self._rows[index])
+
+    def lengths(self) -> Lengths | None:
+        return self._lengths
 
     def fingerprint(self) -> str:
         count = len(self._rows)

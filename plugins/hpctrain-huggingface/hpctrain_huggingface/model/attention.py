@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812  (the field's name for it)
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from hpctrain.api import UsageError
+from hpctrain.api import Documents, UsageError
 
 _NAME = "hpctrain"
 """The name of this attention in transformers' interface."""
@@ -43,7 +43,14 @@ def give_to_attention(model: PreTrainedModel) -> list[nn.Module]:
     return found
 
 
-def _alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def is_given(model: PreTrainedModel) -> bool:
+    """Whether `give_to_attention` has changed the model."""
+    return bool(model.config._attn_implementation == _NAME)
+
+
+def _alone(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
+    if documents is not None:
+        return documents.attend(query, key, value)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
@@ -78,4 +85,4 @@ def _attention(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if scaling is not None:
         query = query * (scaling * query.shape[-1] ** 0.5)  # `attend` scales by 1 / sqrt(head_size)
-    return module.attend(query, key, value).transpose(1, 2).contiguous(), None
+    return module.attend(query, key, value, keywords.get("documents")).transpose(1, 2).contiguous(), None

@@ -19,6 +19,7 @@ from hpctrain.api import (
     ContextParallelModel,
     ExportableModel,
     MetaModel,
+    PackedModel,
     PaddedModel,
     PipelineModel,
     Plan,
@@ -144,12 +145,16 @@ class HubModel(MetaModel, PaddedModel, ExportableModel):
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
         """The logits, (batch, seq, vocabulary) or (batch, classes); with the loss of a router if the configuration asks for it."""
-        given = tasks.inputs(self.task, self._pad, batch, self._routes)
+        given = self.inputs(module, batch)
         if self.task == "seq2seq-lm" and "decoder_input_ids" not in given:
             given["decoder_input_ids"] = self._shifted(module, batch["labels"])
         outputs = module(**given)
         router = getattr(outputs, "aux_loss", None)
         return outputs.logits if router is None else {"logits": outputs.logits, "router": router}
+
+    def inputs(self, module: nn.Module, batch: Batch) -> dict[str, Any]:
+        """The arguments of the module's forward."""
+        return tasks.inputs(self.task, self._pad, batch, self._routes)
 
     def _shifted(self, module: nn.Module, labels: Tensor) -> Tensor:
         """The decoder's inputs: the labels one place later."""
@@ -201,7 +206,7 @@ class TextModel(HubModel, TokenModel):
         return longest - pad - 1 if begins_behind_padding and pad is not None else longest
 
 
-class CausalLanguageModel(TextModel, ContextParallelModel, PipelineModel):
+class CausalLanguageModel(TextModel, PackedModel, ContextParallelModel, PipelineModel):
     """A model of transformers that continues texts."""
 
     @property
@@ -217,7 +222,19 @@ class CausalLanguageModel(TextModel, ContextParallelModel, PipelineModel):
             if self._routes:
                 why = "pipeline: the loss of the router needs all layers; set [model] config = { output_router_logits = false }"
                 found.append(Problem(why, "parallelism.pipeline"))
+        if self._routes and plan.tables["batch"].get("packing"):
+            why = "the loss of the router would need a mask of the padding, with which transformers does not keep samples apart"
+            found.append(Problem(f"{why}; set [model] config = {{ output_router_logits = false }}", "batch.packing"))
         return found
+
+    def inputs(self, module: nn.Module, batch: Batch) -> dict[str, Any]:
+        given = super().inputs(module, batch)
+        if isinstance(batch, Mapping) and "documents" in batch:
+            from hpctrain_huggingface.model.attention import is_given
+
+            if is_given(_base(module)):
+                given["documents"] = batch["documents"]
+        return given
 
     def sequence_dims(self) -> Mapping[str, int]:
         return {"input_ids": 1, "labels": 1}

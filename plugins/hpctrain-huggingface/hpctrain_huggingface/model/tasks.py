@@ -107,7 +107,8 @@ def loss(task: Task, problem: str | None, logits: Tensor, batch: Batch) -> Tenso
 def inputs(task: str, pad: int | None, batch: Batch, routes: bool = False) -> dict[str, Any]:
     """The arguments of the module's forward: all entries of the batch but the labels.
 
-    `positions` (seq,) from context parallelism is `position_ids` (1, seq). Where a token sees what comes after it, the attention
+    `positions` (seq,) of a packed row or from context parallelism is `position_ids` (1, seq), from which transformers tells the
+    samples of a row apart. Where a token sees what comes after it, the attention
     must know what is padding: without an `attention_mask`, ids `pad` at the end of a row are. pad: transformers' `pad_token_id`.
     routes: whether the loss has that of a router, which must not see padding either.
     Raises UsageError for samples without names, and where padding is unknown.
@@ -117,9 +118,14 @@ def inputs(task: str, pad: int | None, batch: Batch, routes: bool = False) -> di
             "[dataset]: the model 'huggingface' takes samples that name their entries, such as input_ids and labels; "
             f"found {type(batch).__name__}: let the data set give a dict"
         )
-    given = {key: value for key, value in batch.items() if key not in ("labels", "positions")}
+    given = {key: value for key, value in batch.items() if key not in ("labels", "positions", "documents")}
     if "positions" in batch:
         given["position_ids"] = batch["positions"].unsqueeze(0)
+        if "documents" in batch and "attention_mask" in given:
+            raise UsageError(
+                "[batch] packing: found attention_mask in the samples, with which transformers does not keep them apart; leave it "
+                "out: padding at the end of a sample needs none"
+            )
         if "attention_mask" in given:
             raise UsageError(
                 "[parallelism] context: found attention_mask in the samples, which ranks with parts of a sequence do not apply; "

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hub_models import CONFIGS
 from plain import samples_of, train_plainly
 from test_stages import compare
+from test_token_batches import losses_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from training import session_of, thorough, train_here
@@ -89,6 +90,41 @@ def test_a_model_of_the_hub(root: Path, name: str, layout: dict[str, Any]) -> No
     expected = hub_models.trained_plainly(plain(path), tables)
     # the norms and routers of all but GPT-2 compute in float32, whatever the parameters are
     compare(train_here(tables).rows, expected, *((1e-10, 1e-8) if name == "gpt2" else (1e-7, 1e-6)))
+
+
+ULYSSES: dict[str, Any] = {"parallelism": {"context": {"size": 2, "method": "ulysses"}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param("mistral", STAGE_3, marks=pytest.mark.shown_on(2)),
+        pytest.param("llama", CONTEXT, marks=pytest.mark.shown_on(2)),
+        *(thorough(name, {}) for name in CONFIGS),
+        *(
+            pytest.param(name, layout, marks=[pytest.mark.shown_on(2), pytest.mark.thorough])
+            for layout in (CONTEXT, ULYSSES)
+            for name in ("llama, tied", "qwen3", "phi3", "gpt2", "mixtral")
+        ),
+        *(
+            pytest.param(name, TENSOR, marks=[pytest.mark.shown_on(2), pytest.mark.thorough])
+            for name in CONFIGS
+            if name != "gpt2"
+        ),
+    ],
+    ids=str,
+)
+def test_packed_rows(root: Path, name: str, layout: dict[str, Any]) -> None:
+    """Samples in a row with others have the losses of samples that are forwarded one by one."""
+    path = saved(root, name)
+    dataset = {"samples": 40, "min_length": 1}
+    tables = hub_models.job(root / "run", path, dataset=dataset, **layout)
+    tables["batch"] = {"tokens": 70, "micro_tokens": 30, "packing": True}
+    module = plain(path).train()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
+    alone = losses_of(tables, lambda ids: module(input_ids=ids, use_cache=False).logits)
+    expected = train_plainly(module, optimizer, alone, tables["optimizer"]["clip_norm"])
+    compare(train_here(tables).rows, expected, losses=1e-7, norms=1e-6)
 
 
 def saved_adapter(root: Path, path: Path, **options: Any) -> Path:

@@ -227,6 +227,31 @@ def test_the_losses_are_those_of_transformers_trainer(tmp_path: Path, rows: Path
     assert found == pytest.approx(expected, rel=1e-6)  # transformers computes the loss in float32
 
 
+def test_packed_conversations(tmp_path: Path, rows: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The losses of padded ones; tokens are counted once, for all jobs."""
+    config = {**hub_models.CONFIGS["gpt2"], "vocab_size": len(WORDS), "n_positions": 32, "pad_token_id": 0}
+    path = hub_models.save(config, tmp_path / "saved")
+    caplog.set_level("INFO", "hpctrain")
+    found = []
+    for packing in (True, False):
+        tables = hub_models.job(tmp_path / str(packing), path)
+        tables["dataset"] = {
+            "name": "huggingface", "path": str(rows), "tokenizer": str(tokenizer), "messages": "messages",
+            "cache": str(tmp_path / "cache"),
+        }  # fmt: skip
+        tables["batch"] = {"tokens": 90, "micro_tokens": 45, "packing": packing}
+        tables.pop("evaluation")
+        found.append(hpctrain.run(tables)["losses"])
+    assert found[0] == pytest.approx(found[1], rel=1e-9) and len({round(loss, 6) for loss in found[0]}) == 4
+    assert caplog.text.count("counting the tokens of 24 rows") == 1
+    context = DatasetContext(32, None, 0, tmp_path / "cache", by_tokens=True)
+    options = HubDatasetOptions(path=rows, tokenizer=tokenizer, messages="messages")
+    samples: Any = HubDataset(options).open("train", context)
+    assert samples.lengths().tolist() == [len(samples[place]["labels"]) for place in range(24)]
+    cut: Any = HubDataset(options).open("train", DatasetContext(9, None, 0, tmp_path / "cache", by_tokens=True))
+    assert cut.lengths().max() == 9
+
+
 def pairs(parts: list[float]) -> Iterator[float]:
     """The loss of each step of two micro batches, whose parts transformers has divided by the labels of both."""
     for first, second in zip(parts[::2], parts[1::2], strict=True):

@@ -211,6 +211,34 @@ def test_labels_that_are_the_inputs_are_refused(tmp_path: Path) -> None:
     assert "the labels are the input_ids themselves, which the model would learn to copy" in told(tables)
 
 
+def test_what_transformers_would_not_keep_apart_in_a_row_is_refused(tmp_path: Path) -> None:
+    batch = {"tokens": 60, "micro_tokens": 30, "packing": True}
+    router = {"config": {"output_router_logits": True}}
+    tables = hub_models.job(tmp_path / "run", hub_models.save(CONFIGS["mixtral"], tmp_path / "experts"), model=router)
+    assert "packing: the loss of the router would need a mask" in told({**tables, "batch": batch})
+    tables = hub_models.job(tmp_path / "other", hub_models.save(CONFIGS["llama"], tmp_path / "saved"))
+    tables |= {"dataset": {"name": f"{__name__}:masked"}, "batch": batch}
+    tables.pop("evaluation")
+    assert "packing: found attention_mask in the samples" in told(tables)
+
+
+class masked:  # noqa: N801
+    """Samples with a mask of their own."""
+
+    def __init__(self, split: str) -> None:
+        self.has = 24 if split == "train" else 0
+
+    def __len__(self) -> int:
+        return self.has
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.arange(7) + index
+        return {"input_ids": ids[:-1], "labels": ids[1:], "attention_mask": torch.ones(6)}
+
+    def lengths(self) -> list[int]:
+        return [6] * self.has
+
+
 def unshifted(split: str) -> list[dict[str, torch.Tensor]] | None:
     """Samples as transformers' Trainer takes them."""
     rows = [{"input_ids": torch.arange(6) + row, "labels": torch.arange(6) + row} for row in range(24)]

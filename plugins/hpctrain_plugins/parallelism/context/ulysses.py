@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  (the field's name for it)
 from torch import Tensor
 
-from hpctrain.api import Documents, UsageError, document_attention
+from hpctrain.api import Documents, UsageError
 
 
 def positions(seq: int, size: int, rank: int) -> Tensor:
@@ -36,7 +36,7 @@ def ulysses_attention(
     if documents is None:
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     else:
-        attended = document_attention(query, key, value, documents.lengths)
+        attended = documents.attend(query, key, value)
     return _exchange(attended, 2, 1, group)
 
 
