@@ -60,3 +60,8 @@ class Plan:
     def compiles(self) -> bool:
         """Whether blocks are compiled."""
         return bool(self.tables["compile"]["enabled"])
+
+    @property
+    def packs(self) -> bool:
+        """Whether samples lie one behind the other in a row."""
+        return bool(self.tables["batch"]["packing"])

@@ -26,6 +26,8 @@ from hpctrain.api import (
     Options,
     PackedModel,
     PipelineModel,
+    Plan,
+    Problem,
     TensorParallelModel,
     TokenModel,
     UsageError,
@@ -162,6 +164,15 @@ class GPT(
     @property
     def attention_heads(self) -> int:
         return self.options.attention_heads
+
+    def problems(self, plan: Plan) -> list[Problem]:
+        if not (plan.packs and plan.compiles and plan.activation_checkpointing.is_compiled):
+            return []
+        why = (
+            "attention in packed rows is not compiled, and this activation checkpointing needs each block in one piece; "
+            'use [activation_checkpointing] mode = "full"'
+        )
+        return [Problem(why, "compile.enabled")]
 
     def tensor_plan(self) -> dict[str, str]:
         return {

@@ -222,7 +222,7 @@ class CausalLanguageModel(TextModel, PackedModel, ContextParallelModel, Pipeline
             if self._routes:
                 why = "pipeline: the loss of the router needs all layers; set [model] config = { output_router_logits = false }"
                 found.append(Problem(why, "parallelism.pipeline"))
-        if self._routes and plan.tables["batch"].get("packing"):
+        if self._routes and plan.packs:
             why = "the loss of the router would need a mask of the padding, with which transformers does not keep samples apart"
             found.append(Problem(f"{why}; set [model] config = {{ output_router_logits = false }}", "batch.packing"))
         return found
