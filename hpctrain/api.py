@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from hpctrain.base.batch_norm import SynchronizedBatchNorm
 from hpctrain.base.devices import (
     accelerator,
     accelerator_count,
@@ -218,6 +219,7 @@ __all__ = [
     "Stream",
     "SubmittedRun",
     "SummedMetric",
+    "SynchronizedBatchNorm",
     "TensorParallelModel",
     "TextDataset",
     "TokenModel",

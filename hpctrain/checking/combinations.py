@@ -92,6 +92,8 @@ def _guard_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
         problems.append(PlacedProblem(key, f"{dotted(key)}: {why}"))
     if table.oom == "skip":
         found = [f"[parallelism] {name} = {job.parallelism[name].size}" for name in parts.parallelism]
+        if job.model.sync_batch_norm:
+            found.append("[model] sync_batch_norm")
         if not parts.sharding.may_sit_out:
             found.append(f"[sharding] {' = '.join(job.sharding.choice)}")
         if found:

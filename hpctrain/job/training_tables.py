@@ -21,6 +21,8 @@ class ModelTable(SlotTable):
     save_pretrained() made, a torch file, or a checkpoint's directory."""
     weights_strict: bool = True
     """Whether weights must have exactly the model's tensors; false: take those that fit by name and shape, and list the others."""
+    sync_batch_norm: bool = False
+    """Whether BatchNorms normalize over the micro batches of all data-parallel ranks, not of each."""
     freeze: list[str] = []
     """Parameters that are not trained, as patterns such as "embedding.*"."""
     trainable: list[str] | None = Field(default=None, min_length=1)

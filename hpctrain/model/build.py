@@ -15,6 +15,7 @@ from hpctrain.base.random_numbers import derive_seed
 from hpctrain.base.torch_private import buffers_of, convert_tensors
 from hpctrain.contracts.model import MetaModel, ModelSpec
 from hpctrain.contracts.pieces import Piece, pieces_of
+from hpctrain.model.batch_norm import synchronize_batch_norms
 from hpctrain.model.conformance.model import (
     Outline,
     refuse_blocks,
@@ -107,6 +108,8 @@ def build_model(
     refuse_embeddings(module, spec, meshes.data.size())
     _lay_out_in_rows(module)
     freeze(module, job.model.freeze, job.model.trainable)
+    if job.model.sync_batch_norm:
+        synchronize_batch_norms(module, spec.name, meshes.batch_group())
     outline = Outline.of(module)
     parts.precision.convert(module, spec)
     outline.refuse_change(parts.precision, "convert", module)

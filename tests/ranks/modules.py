@@ -27,6 +27,20 @@ class Averaging(nn.Module):
         return self.norm(self.embedding(ids).mean(1))  # type: ignore[no-any-return]
 
 
+class Normed(nn.Module):
+    """Has batch norms over two and three dims, without and with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norms = nn.Embedding(7, 7), nn.ModuleList(nn.Sequential(nn.BatchNorm1d(7)) for _ in range(2))
+        self.plain, self.head = nn.BatchNorm1d(7, affine=False, momentum=None), nn.Linear(7, 7)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: (batch, seq) -> (batch, 7)"""
+        hidden = self.norms[0](self.embedding(ids).transpose(1, 2)).relu()
+        return self.head(self.plain(self.norms[1](hidden.mean(2))))  # type: ignore[no-any-return]
+
+
 class Half(nn.Module):
     """A unit for `wrap`, with a bias of one element: no two ranks can share it."""
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from equivalence_table import BOUNDS
-from modules import Switched, built, foreign_steps, odd_steps
-from plain import Step, gpt_loss, samples_of, stacked, train_gpt
+from modules import Normed, Switched, both_splits, built, foreign_steps, odd_steps
+from plain import Step, gpt_loss, samples_of, stacked, train_gpt, train_plainly
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from training import SGD, TINY, job, own_device, session_of, thorough, train_here
 
+from hpctrain.contracts.dataset import Samples
+from hpctrain.data.order import SampleOrder
+from hpctrain.plugins.user_code.dataset import UserDataset
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
 
@@ -261,6 +266,47 @@ def test_what_forwards_write_into_buffers_is_one_rank_s_when_it_is_saved(root, s
     dist.all_gather(everyone, mine)
     assert all(torch.equal(one, mine) for one in everyone)
     assert mine[:7].abs().max() > 0
+
+
+@pytest.mark.parametrize("layout", [{"sharding": {"stage": 3}}, {"activation_checkpointing": {"mode": "full"}}, {}])
+@pytest.mark.shown_on(2, 3)
+def test_batch_norms_over_the_ranks(root, layout: dict[str, Any]) -> None:
+    """The losses, and the evaluations by running means, of one process with the whole batch in a micro batch."""
+    tables: dict[str, Any] = {
+        "job": {"name": "normed", "steps": 4, "seed": 3, "output_dir": str(root)},
+        "model": {"name": "modules:Normed", "loss": "torch.nn.functional:cross_entropy", "sync_batch_norm": True},
+        "dataset": {"name": "modules:both_splits"}, "optimizer": {"name": "torch.optim:AdamW", "lr": 0.1},
+        "batch": {"global_size": 24, "micro_size": 24 // dist.get_world_size()}, "precision": {"mode": "fp64"},
+        "evaluation": {"every_steps": 2}, **layout,
+    }  # fmt: skip
+    found = train_here(tables)
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = built(tables, Normed)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    opened = UserDataset.from_table("modules:both_splits", {}).open("train", None)  # type: ignore[arg-type]
+    assert isinstance(opened, Samples)
+    order = SampleOrder(len(opened), 3, opened.fingerprint())
+    evaluated = []
+
+    def losses() -> Iterator[Callable[[], Tensor]]:
+        for step in range(4):
+            if step == 2:
+                evaluated.append(evaluation(module))
+            ids, labels = (torch.stack(one) for one in zip(*(opened[int(i)] for i in order.at(24 * step, 24 * step + 24))))
+            yield lambda ids=ids, labels=labels: cross_entropy(module.train()(ids), labels)
+
+    expected = train_plainly(module, torch.optim.AdamW(module.parameters(), lr=0.1), losses())
+    compare(found.rows, expected, losses=1e-10, norms=1e-10)
+    evaluated.append(evaluation(module))
+    assert [row["evaluation_loss"] for row in found.evaluations] == pytest.approx(evaluated, rel=1e-10)
+
+
+def evaluation(module: nn.Module) -> float:
+    ids, labels = (torch.stack(one) for one in zip(*both_splits("validation")))
+    with torch.no_grad():
+        return cross_entropy(module.eval()(ids), labels).item()
 
 
 @pytest.mark.parametrize("stage", [0, thorough(1), thorough(2), 3])
