@@ -84,14 +84,35 @@ class PartsMaker:
         validated = self._options(cls.Options, options, key, list(own), lambda k: self._owners(slot, k))
         if validated is None:
             return None
+        held = self._held(cls, options, key)
+        if held is None or not self._are_known(cls, validated, key):
+            return None
         try:
-            return self.registry.make(cls, validated) if self._are_known(cls, validated, key) else None
+            return self.registry.make(cls, validated, held)
         except HpctrainError as error:
             self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)} = {name!r}: {error}", error.exit_code))
         except Exception as error:  # a third party's code: the report names it
             why = raised_in(error, self.registry)
             self.problems.append(PlacedProblem(chooser, f"{dotted(chooser)} = {name!r}: {why}", EXIT_TRAINING))
         return None
+
+    def _held(self, cls: Any, options: dict[str, Any], key: Key) -> dict[str, dict[str, Any]] | None:
+        """The plugins that valid options hold; None where one of them can't be made."""
+        made: dict[str, dict[str, Any]] = {}
+        for option, name in cls.holds.items():
+            own, slot = [*_inner(cls.Options, option).model_fields], SLOTS[name]
+            for place, table in options.get(option, {}).items():
+                inner = {k: v for k, v in table.items() if k == slot.key or k not in own}
+                strange = next((k for k in inner if k != slot.key and k in table_class(slot).model_fields), None)
+                if strange is not None:
+                    where = (*key, option, place, strange)
+                    why = f"it is a key of [{slot.name}] itself, expected one of {table[slot.key]!r}; move it there"
+                    self.problems.append(PlacedProblem(where, f"{dotted(where)}: {why}"))
+                    return None
+                made.setdefault(option, {})[place] = self._plugin(
+                    slot, table[slot.key], inner, (*key, option, place), slot.key
+                )
+        return None if any(one is None for plugins in made.values() for one in plugins.values()) else made
 
     def _are_known(self, cls: Any, options: BaseModel, key: Key) -> bool:
         """Whether the plugins that options name exist."""
@@ -156,7 +177,12 @@ def _option_keys(model: type[BaseModel], own: Sequence[str], below: Key) -> list
         return [*model.model_fields, *own]
     if isinstance(below[0], int):  # a row of a list of tables
         return _option_keys(model, own, below[1:])
-    field = model.model_fields.get(str(below[0]))
+    inner = _inner(model, str(below[0]))
+    return _option_keys(inner, (), below[1:]) if inner is not BaseModel else []
+
+
+def _inner(model: type[BaseModel], option: str) -> type[BaseModel]:
+    """The model of the tables that an option has; BaseModel where it has none."""
+    field = model.model_fields.get(option)
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-    inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-    return _option_keys(inner, (), below[1:]) if inner else []
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), BaseModel)

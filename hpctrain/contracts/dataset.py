@@ -20,6 +20,27 @@ Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
 Weights = np.ndarray[Any, np.dtype[np.float64]]
 """How often each sample is drawn, relative to the others, `(samples,)`."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive samples that training draws in an order of their own. weights: of each, as `Samples.weights`."""
+
+    count: int
+    weights: Weights | None = None
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Parts that training draws by shares.
+
+    phases: the steps from which other shares hold, the first 0, and those of the parts; only their ratios matter.
+    """
+
+    parts: Sequence[Part]
+    phases: Sequence[tuple[int, Sequence[float]]]
+
+
 Collate = Callable[[list[Any]], Any]
 """Makes a batch, a dict of tensors or a list whose last is the target, of a list of samples."""
 
@@ -75,6 +96,10 @@ class Samples(Source):
 
     def weights(self) -> Weights | None:
         """The weights that training draws samples by, with replacement; None takes each sample once in an epoch."""
+        return None
+
+    def mixture(self) -> Mixture | None:
+        """The parts that training draws samples from, each in an order of its own; None where all are one. Excludes `weights`."""
         return None
 
 

@@ -94,11 +94,28 @@ class Plugin(metaclass=_Frozen):
     chosen: Mapping[str, Plugin] = MappingProxyType({})
     """The plugins that the options chose."""
 
-    def __init__(self, options: Any, chosen: Mapping[str, Plugin] | None = None) -> None:
+    holds: ClassVar[Mapping[str, str]] = {}
+    """Options whose value has tables of plugins of another slot by names of the user's: the option, and the slot.
+
+    Such a table has the key `name`, which chooses, the keys that the option's own model has, and the chosen plugin's options. The
+    constructor takes `held` besides.
+    """
+
+    held: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    """The plugins that the options hold, by option and name."""
+
+    def __init__(
+        self,
+        options: Any,
+        chosen: Mapping[str, Plugin] | None = None,
+        held: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
         """Keep the validated options (an instance of `Options`); must not communicate or build anything large."""
         self.options = options
         if chosen is not None:
             self.chosen = chosen
+        if held is not None:
+            self.held = held
 
     def problems(self, plan: Any) -> list[Problem]:
         """Problems of the job with this plugin. Asked once for each job, before anything is built.

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from hpctrain.base.errors import ContractError, UsageError
 from hpctrain.base.safe_files import cache_directory
-from hpctrain.contracts.dataset import DatasetContext, Lengths, Samples, Split, Stream
+from hpctrain.contracts.dataset import DatasetContext, Lengths, Mixture, Samples, Split, Stream
 from hpctrain.contracts.model import TokenModel
+from hpctrain.data.mixture import MixtureOrder
 from hpctrain.data.node_work import NodeWork
 from hpctrain.data.order import Order, SampleOrder, StreamOrder, WeightedOrder
 from hpctrain.data.plan import BatchPlan
 from hpctrain.data.refusals import (
+    COUNTED_STEPS,
     refuse_epochs,
+    refuse_mixture,
     refuse_other_kind,
     refuse_too_long,
     refuse_uneven,
@@ -21,15 +25,13 @@ from hpctrain.data.refusals import (
     refuse_weights,
 )
 from hpctrain.data.shapes import capacity, sequence_multiple
-from hpctrain.data.tokens import TokenPlan, whole_batches
+from hpctrain.data.tokens import TokenPlan, global_batches, whole_batches
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 from hpctrain.plugins.user_code.reference import is_reference
 
 _EPOCHS = 100
 """The most epochs that one token batch may span; its samples are looked up all at once."""
-_COUNTED_STEPS = 500_000
-"""The most steps of a job with epochs and token batches, whose steps can only be counted from the samples' lengths."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
     samples = len(training) if isinstance(training, Samples) else training.length()
     if samples is None:
         refuse_epochs(job)
-    fingerprint, order = _order(job, training)
+    fingerprint, order = _order(job, training, lengths)
     steps = _steps(job, samples or 0, order, lengths, training.is_estimate)
     return Data(training, validation, samples, lengths, validation_lengths, fingerprint, order, steps)
 
@@ -93,20 +95,48 @@ def open_split(job: Job, parts: Parts, split: Split, node: str) -> tuple[Samples
     return source, lengths
 
 
-def _order(job: Job, samples: Samples | Stream) -> tuple[str, Order]:
-    """The fingerprint of samples and weights, and the order that they give."""
+def _order(job: Job, samples: Samples | Stream, counted: Lengths | None) -> tuple[str, Order]:
+    """The fingerprint of samples and weights, and the order that they give. counted: lengths, for batches by tokens."""
     if isinstance(samples, Stream):
         return samples.fingerprint(), StreamOrder()
     fingerprint, weights, seed = samples.fingerprint(), samples.weights(), job.job.seed
     if samples.fingerprint() != fingerprint:
         told = f"gave the fingerprint {fingerprint!r}, and another one when it was asked again"
         raise ContractError(f"[dataset] name = {job.dataset.name!r} {told}, expected one text for the same samples")
+    mixture = samples.mixture()
+    if mixture is not None:
+        refuse_mixture(job, mixture, len(samples), weights)
+        fingerprint = f"{fingerprint} mixture {_digest_of(mixture)}"
+        return fingerprint, _mixed(job, mixture, fingerprint, counted)
     if weights is None:
         return fingerprint, SampleOrder(len(samples), seed, fingerprint)
     refuse_weights(job, weights, len(samples))
     digest = hashlib.blake2b(weights.tobytes(), digest_size=8).hexdigest()
     fingerprint = f"{fingerprint} weights {digest}"
     return fingerprint, WeightedOrder(weights, seed, fingerprint)
+
+
+def _digest_of(mixture: Mixture) -> str:
+    parts = [(part.count, None if part.weights is None else part.weights.tobytes()) for part in mixture.parts]
+    phases = [(step, list(shares)) for step, shares in mixture.phases]
+    return hashlib.blake2b(repr((parts, phases)).encode(), digest_size=8).hexdigest()
+
+
+def _mixed(job: Job, mixture: Mixture, fingerprint: str, lengths: Lengths | None) -> MixtureOrder:
+    """The order of a mixture, whose phases begin where the batches of their first steps do.
+
+    Phases behind the last step count, too: the order up to there must be that of a longer job.
+    """
+    (first, shares), *later = mixture.phases
+    order, begin = MixtureOrder(mixture.parts, [(first, shares)], job.job.seed, fingerprint), 0
+    for step, shares in later:
+        if lengths is None:
+            begin = step * job.batch.size
+        else:
+            batches = global_batches(order.at, lengths, job.batch.size, begin)
+            begin = next(islice(batches, step - first - 1, None))[0]
+        order, first = order.then(begin, shares), step
+    return order
 
 
 def _context(job: Job, parts: Parts, node: str | None) -> DatasetContext:
@@ -190,9 +220,9 @@ def _steps(job: Job, samples: int, order: Order, lengths: Lengths | None, is_est
     if job.job.steps is not None:
         return job.job.steps
     epochs, batch = job.job.epochs or 0, job.batch
-    if lengths is not None and epochs * float(lengths.sum()) / batch.size > _COUNTED_STEPS:
+    if lengths is not None and epochs * float(lengths.sum()) / batch.size > COUNTED_STEPS:
         raise UsageError(
-            f"[job] epochs: {epochs:g} x {samples} samples in batches of {batch.size} tokens are more than {_COUNTED_STEPS:,} "
+            f"[job] epochs: {epochs:g} x {samples} samples in batches of {batch.size} tokens are more than {COUNTED_STEPS:,} "
             "steps, too many to count at the start; give [job] steps instead"
         )
     steps = steps_of_epochs(job, samples, order, lengths)

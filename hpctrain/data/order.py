@@ -38,9 +38,12 @@ class SampleOrder:
 
     def at(self, begin: int, end: int) -> Indices:
         """The sample indices of positions `begin` to `end`."""
-        positions = np.arange(begin, end, dtype=np.int64)
+        return self.of(np.arange(begin, end, dtype=np.int64))
+
+    def of(self, positions: Indices) -> Indices:
+        """The sample indices of any positions."""
         indices = np.empty_like(positions)
-        for epoch in range(begin // self._samples, (end - 1) // self._samples + 1 if end > begin else 0):
+        for epoch in np.unique(positions // self._samples).tolist():
             inside = positions // self._samples == epoch
             indices[inside] = self._permute(positions[inside] - epoch * self._samples, epoch)
         return indices
@@ -57,7 +60,7 @@ class SampleOrder:
         mask = np.uint64((1 << self._half) - 1)
         left, right = values >> np.uint64(self._half), values & mask
         for key in keys:
-            left, right = right, left ^ (_mix(right, key) & mask)
+            left, right = right, left ^ (mixed(right, key) & mask)
         return (left << np.uint64(self._half)) | right
 
 
@@ -80,14 +83,18 @@ class WeightedOrder:
         self._key = np.uint64(derive_seed(seed, fingerprint, "weights"))
 
     def at(self, begin: int, end: int) -> Indices:
-        drawn = _mix(np.arange(begin, end, dtype=np.int64).astype(np.uint64), self._key) >> np.uint64(11)
+        return self.of(np.arange(begin, end, dtype=np.int64))
+
+    def of(self, positions: Indices) -> Indices:
+        """The sample indices of any positions."""
+        drawn = mixed(positions.astype(np.uint64), self._key) >> np.uint64(11)
         # the right side: a sample of weight 0 has the sum of its predecessor and is never found
         share = drawn.astype(np.float64) * 2.0**-53
         indices: Indices = np.searchsorted(self._sums, share * self._sums[-1], side="right").astype(np.int64)
         return indices
 
 
-def _mix(values: Any, key: np.uint64) -> Any:
+def mixed(values: Any, key: np.uint64) -> Any:
     """A keyed 64-bit mixer: splitmix64's finalizer (Steele, Lea and Flood, 2014)."""
     with np.errstate(over="ignore"):
         z = values * np.uint64(0x9E3779B97F4A7C15) + key

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from hpctrain.base.errors import HpctrainError, UsageError
-from hpctrain.contracts.dataset import Lengths, Samples, Source, Stream, Weights
+from hpctrain.contracts.dataset import Lengths, Mixture, Samples, Source, Stream, Weights
 from hpctrain.contracts.model import TokenModel
 from hpctrain.data.shapes import capacity, make_collation, sequence_multiple
 from hpctrain.data.tokens import padded
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
+
+
+COUNTED_STEPS = 500_000
+"""The most steps whose batches by tokens are counted at the start."""
 
 
 def refuse_epochs(job: Job) -> None:
@@ -96,6 +101,30 @@ def refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
             else f"tokens: {found}, but a step takes fewer"
         )
         raise UsageError(f"[batch] {what}; raise it, or cut samples with a smaller [dataset] seq_length")
+
+
+def refuse_mixture(job: Job, mixture: Mixture, samples: int, weights: Weights | None) -> None:
+    """UsageError for parts that are not all samples, or shares that are none."""
+    parts, phases = mixture.parts, mixture.phases
+    steps = [step for step, _ in phases]
+    wrong = {
+        "weights of the samples besides": weights is not None,
+        f"parts of {[part.count for part in parts]} samples": sum(part.count for part in parts) != samples
+        or any(part.count < 1 for part in parts),
+        f"phases from the steps {steps}": steps[:1] != [0] or steps != sorted(set(steps)) or steps[-1] > COUNTED_STEPS,
+        f"the shares {[list(shares) for _, shares in phases]}": not all(
+            len(shares) == len(parts) and min(shares) >= 0 and 0 < sum(shares) < math.inf for _, shares in phases
+        ),
+    }
+    found = next((told for told, is_wrong in wrong.items() if is_wrong), None)
+    if found is not None:
+        raise UsageError(
+            f"[dataset] name = {job.dataset.name!r}: found a mixture with {found}; expected parts that are the {samples} samples, "
+            "phases from step 0 on, and in each a share for every part, none below 0 and one above"
+        )
+    for part in parts:
+        if part.weights is not None:
+            refuse_weights(job, part.weights, part.count)
 
 
 def refuse_weights(job: Job, weights: Weights, samples: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,11 +106,12 @@ class Registry:
                     )
         return plugins
 
-    def make(self, cls: Any, options: Any) -> Any:
-        """A plugin with its options and the plugins that they choose. Raises UsageError for an unknown plugin."""
+    def make(self, cls: Any, options: Any, held: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
+        """A plugin with its options and the plugins that they choose and hold. Raises UsageError for an unknown plugin."""
         chosen = {option: self.find(slot, getattr(options, option)).cls for option, slot in cls.chooses.items()}
         made = {option: self.make(one, one.Options()) for option, one in chosen.items()}
-        return cls(options, made) if cls.chooses else cls(options)
+        given = {**({"chosen": made} if cls.chooses else {}), **({"held": held} if cls.holds else {})}
+        return cls(options, **given)
 
     def find(self, slot: str, name: str) -> Registered:
         """The plugin. Raises UsageError for an unknown name, EnvironmentUnfitError for an unusable plugin."""

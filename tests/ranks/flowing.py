@@ -19,6 +19,22 @@ def item(number: int, epoch: int = 0) -> dict[str, Tensor]:
     return {"input_ids": ids[:-1], "labels": ids[1:]}
 
 
+def repeated(split: str) -> list[dict[str, Tensor]]:
+    """7 items of training, 3 of validation."""
+    return [item(number + 500) for number in (range(7) if split == "train" else range(7, 10))]
+
+
+def short(split: str) -> Any:
+    """Items of 1 to 8 tokens."""
+    count = 30 if split == "train" else 0
+    return _Short([{key: ids[: 1 + n % 8] for key, ids in item(n + 700).items()} for n in range(count)])
+
+
+class _Short(list[Any]):
+    def lengths(self) -> list[int]:
+        return [len(one["labels"]) for one in self]
+
+
 class Flow(IterableDataset):
     """Another 50 items in each epoch; 13 of validation."""
 

@@ -19,9 +19,11 @@ from training import SGD, job, session_of, thorough, train_here
 
 from hpctrain.base.errors import TrainingError
 from hpctrain.checking.check import check
+from hpctrain.contracts.dataset import Samples
 from hpctrain.data.opening import open_data
 from hpctrain.data.order import WeightedOrder
 from hpctrain.job.raw import RawJob
+from hpctrain.ranks.json_collectives import gather_values
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.ranks(2)]
 
@@ -113,6 +115,53 @@ def test_a_stream_that_depends_on_the_rank_does_not_hang(root) -> None:
     tables = tables_of(root, "by_rank", evaluation={"every_steps": 2})
     with pytest.raises(TrainingError, match="the stream ended earlier on some ranks than on others"):
         train_here(tables)
+
+
+MIXTURE: dict[str, Any] = {
+    "name": "mixture",
+    "sources": {
+        "many": {"name": "synthetic", "samples": 90, "weight": 3.0}, "few": {"name": "flowing:repeated", "weight": 1.0},
+    },
+    "phases": [{"from_step": 3, "weights": {"few": 1.0}}, {"from_step": 5, "weights": {"many": 1.0, "few": 1.0}}],
+}  # fmt: skip
+UNEVEN = {**MIXTURE, "sources": {**MIXTURE["sources"], "few": {"name": "flowing:short", "weight": 1.0}}}
+
+
+@pytest.mark.parametrize(
+    ("batch", "mixture"),
+    [({"global_size": 24, "micro_size": 2}, MIXTURE), ({"tokens": 150, "micro_tokens": 40}, UNEVEN)],
+    ids=["samples", "tokens"],
+)
+@pytest.mark.shown_on(2, 3)
+def test_a_mixture_has_the_same_samples_on_any_ranks_and_goes_on(
+    root, batch: dict[str, Any], mixture: dict[str, Any]
+) -> None:
+    """Which sources each step draws from, the samples of each step, and the losses over a resume."""
+    tables = {**tables_of(root, ""), "batch": batch, "dataset": mixture}
+    straight = train_here({**tables, "job": {**tables["job"], "output_dir": str(root / "straight")}}).rows
+    rows = train_here({**tables, "job": {**tables["job"], "steps": 4}}).rows + train_here(tables).rows
+    assert [row["loss"] for row in rows] == [row["loss"] for row in straight]
+    checked = check(RawJob(tables, {}, "j"), None)
+    data = open_data(checked.job, checked.parts)
+    assert isinstance(data.training, Samples)
+    begin = 0
+    with session_of({**tables, "job": {**tables["job"], "output_dir": str(root / "fresh")}}) as session:
+        loader = session.feed.training_loader(session.progress)
+        for step in range(8):
+            micro_batches, end = loader.step()
+            mine = [int(index) for indices, micro in zip(loader.indices, micro_batches, strict=True) if micro.counts for index in indices]
+            everyone: list[list[int]] = gather_values(mine)
+            found = sorted(index for one in everyone for index in one)
+            assert found == sorted(data.order.at(begin, end).tolist())
+            assert {index < 90 for index in found} == ({False} if step in (3, 4) else {True, False})
+            begin = end
+        loader.close()
+    if "global_size" in batch:
+        module = module_of(tables, torch.float32)
+        drawn = [[data.training[int(i)] for i in data.order.at(24 * step, 24 * step + 24)] for step in range(8)]
+        optimizer = torch.optim.SGD(module.parameters(), lr=SGD["lr"], momentum=SGD["momentum"])
+        plain = train_plainly(module, optimizer, (lambda b=b: gpt_loss(module, *stacked(b)) for b in drawn), SGD["clip_norm"])
+        compare(straight, plain, *BOUNDS["fp32"])
 
 
 @pytest.mark.parametrize("layout", [thorough({}), {"sharding": {"stage": 2}}], ids=str)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.contracts.dataset import Part
+from hpctrain.data.mixture import MixtureOrder
 from hpctrain.data.order import SampleOrder, WeightedOrder
 from hpctrain.data.plan import BatchPlan
 
@@ -57,6 +61,43 @@ def test_weighted_positions_are_independent_draws_in_proportion() -> None:
     assert order.at(100, 7000).tolist() == drawn[100:7000].tolist()
     assert WeightedOrder(weights, 6, "f").at(0, 99).tolist() != drawn[:99].tolist()
     assert WeightedOrder(np.ones(3), 1, "f").at(2**40, 2**40 + 50).max() == 2
+
+
+COUNTS = st.lists(st.integers(1, 300), min_size=1, max_size=5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(COUNTS, st.data())
+def test_a_mixture_draws_by_shares_and_each_part_in_epochs(counts: list[int], data: st.DataObject) -> None:
+    shares = st.lists(st.sampled_from([0.0, 0.3, 1.0, 7.0]), min_size=len(counts), max_size=len(counts)).filter(any)
+    begins = [0, *sorted(data.draw(st.sets(st.integers(1, 9000) | st.just(8192), max_size=2)))]
+    phases = [(begin, data.draw(shares)) for begin in begins]
+    order = MixtureOrder([Part(count) for count in counts], phases, 5, "f")
+    end = 12_000
+    whole = order.at(0, end)
+    cuts = sorted(data.draw(st.sets(st.integers(0, end), max_size=8)) | {0, end})
+    assert np.concatenate([order.at(*pair) for pair in pairwise(cuts)]).tolist() == whole.tolist()
+    bounds = np.cumsum([0, *counts])
+    for (begin, given), until in zip(phases, [*begins[1:], end], strict=True):
+        found = np.histogram(whole[begin:until], bounds)[0]
+        # in a block of 4096, the order is random
+        room = 1 + len(counts) / 2 if (until - begin) % 4096 == 0 else 300
+        assert found == pytest.approx(np.array(given) / sum(given) * (until - begin), abs=room)
+        assert not found[np.array(given) == 0].any()
+    for low, high in pairwise(bounds):  # each sample as often as the others of its part, or once more
+        times = np.bincount(whole[(whole >= low) & (whole < high)] - low, minlength=high - low)
+        assert times.max() - times.min() <= 1
+    shorter = MixtureOrder([Part(count) for count in counts], phases[:-1] or phases, 5, "f")
+    assert shorter.at(0, begins[-1]).tolist() == whole[: begins[-1]].tolist(), "what comes later changes nothing"
+
+
+def test_a_mixture_at_a_far_position_and_by_weights() -> None:
+    order = MixtureOrder([Part(5, np.array([0, 1, 0, 0, 3.0])), Part(10**9)], [(0, [1.0, 2.0])], 5, "f")
+    drawn = order.at(2**45, 2**45 + 4096 * 3)
+    assert (drawn < 5).mean() == pytest.approx(1 / 3, abs=1e-3) and set(drawn[drawn < 5]) == {1, 4}
+    assert len(set(drawn[drawn >= 5])) == (drawn >= 5).sum()
+    parts = (drawn < 5).astype(int)
+    assert abs(np.corrcoef(parts[:-1], parts[1:])[0, 1] + 1 / 4096) < 0.05, "no pattern that a rank could always meet"
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 50))

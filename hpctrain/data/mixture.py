@@ -1,0 +1,122 @@
+"""The order of a mixture: parts of the samples are drawn by shares, which may change at given positions.
+
+Position p belongs to a phase, and in it to a block. The places of a block go to the parts by their shares, and are then shuffled,
+so that no rank always gets the same part; each takes the next sample of its part's own order. All of it follows from p: it is the
+same on any number of ranks, and a resume needs only the position.
+
+A part of share s gets floor(x s + 1/2) of the first x places; the parts after it share the others in the same way. So any run of
+whole blocks has as many samples of each part as its share says, but for one or two.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from hpctrain.base.random_numbers import derive_seed
+from hpctrain.contracts.dataset import Part
+from hpctrain.data.order import Indices, SampleOrder, WeightedOrder, mixed
+
+_BLOCK = 4096
+_BITS = 32
+"""Shares are multiples of 2^-32."""
+_HALF = 1 << (_BITS - 1)
+
+
+class MixtureOrder:
+    """Draws parts by their shares, and each part's samples in an order of its own: each once in an epoch of the part."""
+
+    def __init__(
+        self, parts: Sequence[Part], phases: Sequence[tuple[int, Sequence[float]]], seed: int, fingerprint: str
+    ) -> None:
+        """phases: the position at which each begins, the first at 0, and the share of each part in it."""
+        self._arguments = parts, phases, seed, fingerprint
+        self._begins = [begin for begin, _ in phases]
+        self._splits = [_splits(shares) for _, shares in phases]
+        self._orders = [_order(part, seed, f"{fingerprint} part {number}") for number, part in enumerate(parts)]
+        self._offsets = np.cumsum([0, *(part.count for part in parts)])
+        self._latest: tuple[tuple[int, int], Indices] | None = None
+        self._drawn = [np.zeros(len(parts), np.int64)]
+        """Of each part, the samples that are drawn before each phase."""
+        for phase, (begin, end) in enumerate(pairwise(self._begins)):
+            block, rest = divmod(end - begin, _BLOCK)
+            owners = self._owners(phase, block)[:rest]
+            self._drawn.append(self._before(phase, block) + np.bincount(owners, minlength=len(parts)))
+
+    def then(self, begin: int, shares: Sequence[float]) -> MixtureOrder:
+        """This order with another phase from position `begin`, before which nothing changes."""
+        parts, phases, seed, fingerprint = self._arguments
+        return MixtureOrder(parts, [*phases, (begin, shares)], seed, fingerprint)
+
+    def at(self, begin: int, end: int) -> Indices:
+        """The sample indices of positions `begin` to `end`."""
+        found = [np.empty(0, np.int64)]
+        while begin < end:
+            phase = bisect_right(self._begins, begin) - 1
+            block, place = divmod(begin - self._begins[phase], _BLOCK)
+            until = min(end, begin - place + _BLOCK, *self._begins[phase + 1 : phase + 2])
+            found.append(self._samples(phase, block)[place : place + until - begin])
+            begin = until
+        return np.concatenate(found)
+
+    def _samples(self, phase: int, block: int) -> Indices:
+        """The sample indices of a block, were it whole."""
+        latest = self._latest
+        if latest is not None and latest[0] == (phase, block):
+            return latest[1]
+        owners, before = self._owners(phase, block), self._before(phase, block)
+        found = np.empty_like(owners)
+        for part, order in enumerate(self._orders):
+            mine = np.flatnonzero(owners == part)
+            found[mine] = order.of(np.arange(len(mine)) + before[part]) + self._offsets[part]
+        self._latest = (phase, block), found
+        return found
+
+    def _owners(self, phase: int, block: int) -> Indices:
+        """The part that has each place of a block, in the shuffled order."""
+        *_, seed, fingerprint = self._arguments
+        owners = np.empty(_BLOCK, np.int64)
+        left = np.arange(_BLOCK)  # places of no part so far, and their numbers among all such places
+        numbers = left + block * _BLOCK
+        for part, split in enumerate(self._splits[phase]):
+            before = _taken(numbers, split)
+            is_mine = _taken(numbers + 1, split) > before
+            owners[left[is_mine]] = part
+            left, numbers = left[~is_mine], (numbers - before)[~is_mine]
+        key = np.uint64(derive_seed(seed, fingerprint, "mixture", phase, block))
+        shuffled: Indices = owners[np.argsort(mixed(np.arange(_BLOCK, dtype=np.uint64), key), kind="stable")]
+        return shuffled
+
+    def _before(self, phase: int, block: int) -> Indices:
+        """Of each part, the samples that are drawn before a block."""
+        length, counts = block * _BLOCK, []
+        for split in self._splits[phase]:
+            counts.append((length * split + _HALF) >> _BITS)
+            length -= counts[-1]
+        before: Indices = self._drawn[phase] + np.array(counts, np.int64)
+        return before
+
+
+def _order(part: Part, seed: int, fingerprint: str) -> SampleOrder | WeightedOrder:
+    if part.weights is not None:
+        return WeightedOrder(part.weights, seed, fingerprint)
+    return SampleOrder(part.count, seed, fingerprint)
+
+
+def _splits(shares: Sequence[float]) -> list[int]:
+    """The share of each part in what the parts before it leave, in 2^-32."""
+    left = np.cumsum(np.array(shares, np.float64)[::-1])[::-1]
+    splits = [round(share / rest * 2**_BITS) if rest else 0 for share, rest in zip(shares, left, strict=True)]
+    last = max(number for number, share in enumerate(shares) if share)
+    return [2**_BITS if number == last else split for number, split in enumerate(splits)]
+
+
+def _taken(places: Indices, split: int) -> Indices:
+    """The number of the first `places` places that a part takes: floor(places x split / 2^32 + 1/2), in 64 bits."""
+    wide, share = places.astype(np.uint64), np.uint64(split)
+    low = wide & np.uint64(2**_BITS - 1)
+    whole = (wide >> np.uint64(_BITS)) * share + ((low * share + np.uint64(_HALF)) >> np.uint64(_BITS))
+    return whole.astype(np.int64)
