@@ -45,11 +45,16 @@ class Documents:
         """lengths: tokens of each, padding at its end included."""
         self.lengths = list(lengths)
 
-    @torch.compiler.disable  # each row has other lengths, for which nothing is to be compiled anew
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention, `(batch, heads, tokens, head_size)`, of each document to itself alone."""
-        parts = zip(*(one.split(self.lengths, dim=2) for one in (query, key, value)), strict=True)
-        return torch.cat([scaled_dot_product_attention(*part, is_causal=True) for part in parts], dim=2)
+        attended: Tensor = _attended(query, key, value, self)
+        return attended
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # rows differ in lengths, for which nothing is to be compiled anew
+def _attended(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+    parts = zip(*(one.split(documents.lengths, dim=2) for one in (query, key, value)), strict=True)
+    return torch.cat([scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in parts], dim=2)
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel | None:

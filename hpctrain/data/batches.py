@@ -102,9 +102,8 @@ class Batches:
             again = self._sample(int(planned.indices[0]), positions[0])
             refuse_other_item(self._samples, int(planned.indices[0]), items[0], again)
         batch = collated(self._samples, self._collate, items, self._seed, planned)
-        if not self._has_given:
-            if not isinstance(self._collate, Packing):
-                refuse_fewer_rows(self._samples, len(items), batch)
+        if not self._has_given and not isinstance(self._collate, Packing):
+            refuse_fewer_rows(self._samples, len(items), batch)
         self._has_given = True
         if isinstance(self._collate, Padding) and not planned.counts:
             batch = self._collate.blank(batch)

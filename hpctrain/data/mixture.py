@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class MixtureOrder:
         self._offsets = np.cumsum([0, *(part.count for part in parts)])
         self._latest: tuple[tuple[int, int], Indices] | None = None
         self._drawn = [np.zeros(len(parts), np.int64)]
-        """Of each part, the samples that are drawn before each phase."""
+        """The samples of each part that are drawn before each phase."""
         for phase, (begin, end) in enumerate(pairwise(self._begins)):
             block, rest = divmod(end - begin, _BLOCK)
             owners = self._owners(phase, block)[:rest]
@@ -91,7 +92,7 @@ class MixtureOrder:
         return shuffled
 
     def _before(self, phase: int, block: int) -> Indices:
-        """Of each part, the samples that are drawn before a block."""
+        """The samples of each part that are drawn before a block."""
         length, counts = block * _BLOCK, []
         for split in self._splits[phase]:
             counts.append((length * split + _HALF) >> _BITS)
@@ -118,5 +119,7 @@ def _taken(places: Indices, split: int) -> Indices:
     """The number of the first `places` places that a part takes: floor(places x split / 2^32 + 1/2), in 64 bits."""
     wide, share = places.astype(np.uint64), np.uint64(split)
     low = wide & np.uint64(2**_BITS - 1)
-    whole = (wide >> np.uint64(_BITS)) * share + ((low * share + np.uint64(_HALF)) >> np.uint64(_BITS))
+    whole: np.ndarray[Any, Any] = (wide >> np.uint64(_BITS)) * share + (
+        (low * share + np.uint64(_HALF)) >> np.uint64(_BITS)
+    )
     return whole.astype(np.int64)

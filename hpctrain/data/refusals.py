@@ -15,7 +15,6 @@ from hpctrain.data.tokens import padded
 from hpctrain.job.parts import Parts
 from hpctrain.job.tables import Job
 
-
 COUNTED_STEPS = 500_000
 """The most steps whose batches by tokens are counted at the start."""
 

@@ -48,9 +48,7 @@ def global_batches(
             return
 
 
-def share_out(
-    lengths: Lengths, ranks: int, capacity: int, multiple: int, packs: bool = False
-) -> list[list[list[int]]]:
+def share_out(lengths: Lengths, ranks: int, capacity: int, multiple: int, packs: bool = False) -> list[list[list[int]]]:
     """Each rank's micro batches; a micro batch is a list of indices into `lengths`, the longest sample first.
 
     Samples are assigned from the longest on, each to the rank with the fewest tokens so far (Graham, "Bounds on

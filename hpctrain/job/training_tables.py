@@ -122,8 +122,8 @@ class BatchTable(Table):
     micro_tokens: int | None = Field(default=None, ge=1)
     """Instead of micro_size: the most tokens per forward on one rank, padding included."""
     packing: bool = False
-    """With tokens: lay the samples of a micro batch one behind the other in one row, instead of padding them to one length; each
-    attends to itself alone."""
+    """Lay the samples of a micro batch, of which tokens says the size, one behind the other in one row instead of padding them to
+    one length; each attends to itself alone."""
     channels_last: bool = False
     """Lay images (batch, channels, height, width) out with the channels last, as the convolutions of GPUs want them."""
 
@@ -140,7 +140,9 @@ class BatchTable(Table):
                 f"expected tokens >= micro_tokens, found tokens = {self.tokens} and micro_tokens = {self.micro_tokens}"
             )
         if self.packing and self.tokens is None:
-            raise error_of_several_keys("expected packing with tokens and micro_tokens, found global_size and micro_size")
+            raise error_of_several_keys(
+                "expected packing with tokens and micro_tokens, found global_size and micro_size"
+            )
         return self
 
     @property

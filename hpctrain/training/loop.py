@@ -27,13 +27,13 @@ from hpctrain.training.guard.judging import StepFigures, Verdict
 from hpctrain.training.guard.memory import memory_explained
 from hpctrain.training.guard_actions import act, with_samples
 from hpctrain.training.look import look
-from hpctrain.training.packing_trial import try_packing
 from hpctrain.training.metrics import (
     EvaluationRow,
     Moment,
     OwnRow,
     StepRow,
 )
+from hpctrain.training.packing_trial import try_packing
 from hpctrain.training.requests import take_request
 from hpctrain.training.saving import save_before_evaluation, save_if_due
 from hpctrain.training.session import Session

@@ -32,7 +32,10 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.norms = nn.Embedding(7, 7), nn.ModuleList(nn.Sequential(nn.BatchNorm1d(7)) for _ in range(2))
+        self.embedding, self.norms = (
+            nn.Embedding(7, 7),
+            nn.ModuleList(nn.Sequential(nn.BatchNorm1d(7)) for _ in range(2)),
+        )
         self.plain, self.head = nn.BatchNorm1d(7, affine=False, momentum=None), nn.Linear(7, 7)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -149,7 +149,8 @@ def test_a_mixture_has_the_same_samples_on_any_ranks_and_goes_on(
         loader = session.feed.training_loader(session.progress)
         for step in range(8):
             micro_batches, end = loader.step()
-            mine = [int(index) for indices, micro in zip(loader.indices, micro_batches, strict=True) if micro.counts for index in indices]
+            taken = zip(loader.indices, micro_batches, strict=True)
+            mine = [int(index) for indices, micro in taken if micro.counts for index in indices]
             everyone: list[list[int]] = gather_values(mine)
             found = sorted(index for one in everyone for index in one)
             assert found == sorted(data.order.at(begin, end).tolist())
@@ -160,7 +161,9 @@ def test_a_mixture_has_the_same_samples_on_any_ranks_and_goes_on(
         module = module_of(tables, torch.float32)
         drawn = [[data.training[int(i)] for i in data.order.at(24 * step, 24 * step + 24)] for step in range(8)]
         optimizer = torch.optim.SGD(module.parameters(), lr=SGD["lr"], momentum=SGD["momentum"])
-        plain = train_plainly(module, optimizer, (lambda b=b: gpt_loss(module, *stacked(b)) for b in drawn), SGD["clip_norm"])
+        plain = train_plainly(
+            module, optimizer, (lambda b=b: gpt_loss(module, *stacked(b)) for b in drawn), SGD["clip_norm"]
+        )
         compare(straight, plain, *BOUNDS["fp32"])
 
 

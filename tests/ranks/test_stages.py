@@ -294,7 +294,8 @@ def test_batch_norms_over_the_ranks(root, layout: dict[str, Any]) -> None:
         for step in range(4):
             if step == 2:
                 evaluated.append(evaluation(module))
-            ids, labels = (torch.stack(one) for one in zip(*(opened[int(i)] for i in order.at(24 * step, 24 * step + 24))))
+            chosen = (opened[int(index)] for index in order.at(24 * step, 24 * step + 24))
+            ids, labels = (torch.stack(one) for one in zip(*chosen, strict=True))
             yield lambda ids=ids, labels=labels: cross_entropy(module.train()(ids), labels)
 
     expected = train_plainly(module, torch.optim.AdamW(module.parameters(), lr=0.1), losses())
@@ -304,7 +305,7 @@ def test_batch_norms_over_the_ranks(root, layout: dict[str, Any]) -> None:
 
 
 def evaluation(module: nn.Module) -> float:
-    ids, labels = (torch.stack(one) for one in zip(*both_splits("validation")))
+    ids, labels = (torch.stack(one) for one in zip(*both_splits("validation"), strict=True))
     with torch.no_grad():
         return cross_entropy(module.eval()(ids), labels).item()
 

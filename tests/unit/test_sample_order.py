@@ -78,12 +78,12 @@ def test_a_mixture_draws_by_shares_and_each_part_in_epochs(counts: list[int], da
     cuts = sorted(data.draw(st.sets(st.integers(0, end), max_size=8)) | {0, end})
     assert np.concatenate([order.at(*pair) for pair in pairwise(cuts)]).tolist() == whole.tolist()
     bounds = np.cumsum([0, *counts])
-    for (begin, given), until in zip(phases, [*begins[1:], end], strict=True):
+    for (begin, wanted), until in zip(phases, [*begins[1:], end], strict=True):
         found = np.histogram(whole[begin:until], bounds)[0]
         # in a block of 4096, the order is random
         room = 1 + len(counts) / 2 if (until - begin) % 4096 == 0 else 300
-        assert found == pytest.approx(np.array(given) / sum(given) * (until - begin), abs=room)
-        assert not found[np.array(given) == 0].any()
+        assert found == pytest.approx(np.array(wanted) / sum(wanted) * (until - begin), abs=room)
+        assert not found[np.array(wanted) == 0].any()
     for low, high in pairwise(bounds):  # each sample as often as the others of its part, or once more
         times = np.bincount(whole[(whole >= low) & (whole < high)] - low, minlength=high - low)
         assert times.max() - times.min() <= 1

@@ -117,8 +117,10 @@ OTHERS = (
     "atexit._run_exitfuncs",
     "sys._current_frames",
     "model._supports_attention_backend",
+    "config._attn_implementation",
+    "rows._fingerprint",
 )
-"""Private names of Python's own and of transformers."""
+"""Private names of Python's own, of transformers and of datasets."""
 NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 
 

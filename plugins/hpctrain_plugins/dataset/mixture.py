@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -35,7 +35,9 @@ class SourceOptions(BaseModel):
 
     name: str = Field(description='a dataset plugin, or "package.module:callable"')
     weight: float | None = Field(
-        default=None, ge=0, description="share of the samples that are drawn, relative to the others (default: its size)"
+        default=None,
+        ge=0,
+        description="share of the samples that are drawn, relative to the others (default: its size)",
     )
     seq_length: int | None = Field(
         default=None, ge=1, description="tokens per sample, where they differ ([dataset] seq_length by default)"
@@ -49,7 +51,9 @@ class PhaseOptions(Options):
 
 class MixtureOptions(Options):
     sources: dict[str, SourceOptions] = Field(min_length=1, description="the data sets, by names of your own")
-    phases: list[PhaseOptions] = Field(default=[], description="other shares from given steps on, in order: a curriculum")
+    phases: list[PhaseOptions] = Field(
+        default=[], description="other shares from given steps on, in order: a curriculum"
+    )
 
     @model_validator(mode="after")
     def _shares(self) -> MixtureOptions:
@@ -77,7 +81,7 @@ class MixtureDataset(Dataset):
     name = "mixture"
     Options = MixtureOptions
     options: MixtureOptions
-    holds = {"sources": "dataset"}
+    holds: ClassVar[Mapping[str, str]] = {"sources": "dataset"}
 
     def problems(self, plan: Plan) -> list[Problem]:
         return [one for plugin in self.held["sources"].values() for one in plugin.problems(plan)]

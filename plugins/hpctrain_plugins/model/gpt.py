@@ -134,9 +134,7 @@ class GPTModule(nn.Module):
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         return self.token_embedding(input_ids) + self.position_embedding(positions)  # type: ignore[no-any-return]
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor | None = None, documents: Documents | None = None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor | None = None, documents: Documents | None = None) -> Tensor:
         """-> logits (batch, seq, vocab)"""
         x = self.embed(input_ids, positions)
         for layer in self.layers:

@@ -45,7 +45,8 @@ def give_to_attention(model: PreTrainedModel) -> list[nn.Module]:
 
 def is_given(model: PreTrainedModel) -> bool:
     """Whether `give_to_attention` has changed the model."""
-    return bool(model.config._attn_implementation == _NAME)
+    config = model.config
+    return bool(config._attn_implementation == _NAME)
 
 
 def _alone(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:

@@ -63,8 +63,8 @@ class ContextParallel(Parallelism):
             problems.append(Problem(f'{heads}; use method = "ring"'))
         if plan.compiles and plan.activation_checkpointing.is_compiled and (method == "ring" or plan.packs):
             why = (
-                'context: method = "ring" and packed rows are not compiled, and this activation checkpointing needs each block in one '
-                'piece; use method = "ulysses" without packing, or [activation_checkpointing] mode = "full"'
+                'context: method = "ring" and packed rows are not compiled, and this activation checkpointing needs each block in '
+                'one piece; use method = "ulysses" without packing, or [activation_checkpointing] mode = "full"'
             )
             problems.append(Problem(why, "compile.enabled"))
         return problems

@@ -91,7 +91,10 @@ class _Ring(torch.autograd.Function):
         home = both
         wide = torch.promote_types(query.dtype, torch.float32)
         # what is changed below is no output of an operator, which selective checkpointing may keep
-        output, rows = torch.empty_like(query, dtype=wide), torch.empty(query.shape[:3], dtype=wide, device=query.device)
+        output, rows = (
+            torch.empty_like(query, dtype=wide),
+            torch.empty(query.shape[:3], dtype=wide, device=query.device),
+        )
         for step in range(size):
             passing = _Pass(both, group) if step + 1 < size else None
             for span in spans:
