@@ -130,6 +130,8 @@ class Decoder:
 
         with self._instead([_StandIn(see) for _ in range(count)], inputs.get("inputs_embeds")), suppress(_DoneError):
             self.inner(**inputs, use_cache=False)
+        if len(seen) < count:
+            raise self._unfit(f"its forward calls {len(seen)} of its {len(self.layers())} layers")
         return seen
 
     @contextmanager

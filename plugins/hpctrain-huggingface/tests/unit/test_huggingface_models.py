@@ -270,3 +270,15 @@ def test_draws_that_torch_leaves_out_on_the_meta_device_are_repeated() -> None:
     causal: Any = check(RawJob(tables, {}, "job"), None).parts.model
     with pytest.raises(HpctrainError, match="found attention_mask in the samples, which layers on other ranks"):
         causal.embed(module, {"input_ids": torch.ones(1, 4), "attention_mask": torch.ones(1, 4)})
+
+
+def test_a_model_that_leaves_layers_out_is_not_cut() -> None:
+    from hpctrain_huggingface.model.layers import Decoder
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS["llama"]))
+    decoder = Decoder.of(module)
+    assert decoder is not None and len(decoder.others(torch.zeros(1, 4, 16))) == 2
+    module.config.num_hidden_layers = 1  # its forward goes by this number
+    with pytest.raises(HpctrainError, match="LlamaForCausalLM can't be cut: its forward calls 1 of its 2 layers"):
+        decoder.others(torch.zeros(1, 4, 16))
