@@ -30,6 +30,7 @@ import hpctrain.mpi
 from hpctrain.base.devices import accelerator_count, use_device
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.process_group import creation
+from hpctrain.ranks.restricted_pickle import restrict_objects
 
 CROWD = max(1, MPI.COMM_WORLD.size // 2 // (os.cpu_count() or 1))
 LIMIT = 60.0 * CROWD  # seconds for one test; longer where the ranks share cores
@@ -110,6 +111,7 @@ def world(pytestconfig: pytest.Config) -> Iterator[World]:
     use_device(training_device(pytestconfig))
     dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://", timeout=timedelta(seconds=LIMIT))
     assert isinstance(dist.group.WORLD, LateGroup) == pytestconfig.getoption("--late")
+    restrict_objects()  # as where ranks meet
     yield World(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
     dist.destroy_process_group()
 
