@@ -44,7 +44,7 @@ class Conversion:
     """The lines of a job's tables, in order, and the keys of the configuration by what became of them."""
 
     lines: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Of each table, its lines by their keys."""
+    """The lines of each table by their keys."""
     keys: dict[Kind, list[str]] = field(default_factory=lambda: {"is": [], "not needed": [], "no counterpart": []})
     notes: list[str] = field(default_factory=list)
 

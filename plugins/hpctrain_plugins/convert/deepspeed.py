@@ -21,6 +21,9 @@ from hpctrain_plugins.convert.rules import (
 _BYTES = 4
 """A gradient's; DeepSpeed counts elements."""
 _NVME = "nothing is offloaded to disks"
+_ZERO, _CHECKPOINTING = "zero_optimization", "activation_checkpointing"
+_PARAMETERS, _OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
 def _global_size(value: Any, source: Source) -> Written:
@@ -60,9 +63,6 @@ def _optimizer(value: Any, source: Source) -> Written:
     else:
         own = {"name": f"torch.optim:{value}"}
     return {f"optimizer.{key}": one for key, one in own.items()}
-
-
-_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
 def _schedule(value: Any, source: Source) -> Written:
@@ -148,12 +148,6 @@ def _hybrid(value: Any, source: Source) -> Written:
     return {"parallelism.replicate": ranks // value} if ranks > value else {}
 
 
-_ZERO, _PARAMETERS, _OPTIMIZER = (
-    "zero_optimization",
-    "zero_optimization.offload_param",
-    "zero_optimization.offload_optimizer",
-)
-_CHECKPOINTING = "activation_checkpointing"
 RULES: list[Rule] = [
     made("train_batch_size", "`[batch] global_size`", _global_size),
     made("train_micro_batch_size_per_gpu", "`[batch] micro_size`", _micro_size),
@@ -325,7 +319,7 @@ RULES: list[Rule] = [
     lacking("compile", "`[compile] enabled = true` runs torch.compile on each block"),
     only("data_types.grad_accum_dtype", "fp32", "gradients are summed in float32"),
 ]
-"""In the order of DeepSpeed's page."""
+"""Rules in the order of DeepSpeed's page."""
 OTHERS: list[Rule] = [
     unneeded("zero_allow_untested_optimizer", "every optimizer is tried before it trains"),
     unneeded("zero_force_ds_cpu_optimizer", "the optimizers are torch's"),
