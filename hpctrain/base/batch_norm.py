@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class SynchronizedBatchNorm(nn.BatchNorm1d):
@@ -83,6 +84,7 @@ class _Normalized(torch.autograd.Function):
         return output.to(tensor.dtype), mean, variance, count
 
     @staticmethod
+    @once_differentiable  # what it reads counts as constant
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> Any:
         normal, weight, variance, total = ctx.saved_tensors
         exact = gradient.to(normal.dtype)

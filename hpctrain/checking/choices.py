@@ -25,6 +25,8 @@ class Choice:
     plugin: Plugin
     value: str = ""
     """The value of the key; "" for an axis, whose key is its name."""
+    table: Key = ()
+    """The table that another plugin holds in place of the slot's own, whose keys the plugin's problems name."""
 
     def __str__(self) -> str:
         return dotted(self.key) + (f" = {self.value}" if self.value else "")
@@ -52,7 +54,11 @@ def choices(job: Job, parts: Parts) -> list[Choice]:
 
 def _inner(choice: Choice) -> list[Choice]:
     table = choice.key if not choice.value else choice.key[:-1]
-    return [Choice((*table, option), inner, repr(inner.name)) for option, inner in choice.plugin.chosen.items()]
+    found = [Choice((*table, option), inner, repr(inner.name)) for option, inner in choice.plugin.chosen.items()]
+    for option, plugins in choice.plugin.held.items():
+        held = {name: ((*table, option, name), plugin) for name, plugin in plugins.items()}
+        found += [Choice((*place, "name"), plugin, repr(plugin.name), place) for place, plugin in held.values()]
+    return found
 
 
 def plugin_problems(job: Job, parts: Parts, plan: Plan, registry: Registry) -> list[PlacedProblem]:
@@ -70,6 +76,8 @@ def _problems_of(choice: Choice, plan: Plan, registry: Registry) -> list[PlacedP
     placed = []
     for problem in found:
         key: Key = tuple(problem.key.split(".")) if problem.key else choice.key
+        if choice.table and problem.key and key[0] == choice.table[0]:
+            key = (*choice.table, *key[1:])
         what = "" if problem.is_sentence else f"{dotted(key)}: " if problem.key else f"{choice}: "
         placed.append(PlacedProblem(key, what + problem.why, problem.exit_code))
     return placed

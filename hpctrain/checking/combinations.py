@@ -31,6 +31,7 @@ def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProbl
         *_dataset_problems(job),
         *_token_problems(job, parts),
         *_compile_problems(job),
+        *_norm_problems(job, plan),
         *_replicate_problems(job, parts, plan),
         *_batch_problems(job, plan),
         *_elastic_problems(job, plan),
@@ -249,6 +250,17 @@ def _token_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
                 PlacedProblem(("compile", "enabled"), f"[compile] enabled: {why}; {instead}, or leave it out")
             )
     return problems
+
+
+def _norm_problems(job: Job, plan: Plan) -> list[PlacedProblem]:
+    """Batch norms that communicate, in blocks that have to be compiled in one piece."""
+    if not (job.model.sync_batch_norm and plan.compiles and plan.activation_checkpointing.is_compiled):
+        return []
+    why = (
+        "it communicates, which is not compiled, and this activation checkpointing needs each block in one piece; use "
+        '[activation_checkpointing] mode = "full", or leave one of them out'
+    )
+    return [PlacedProblem(("model", "sync_batch_norm"), f"[model] sync_batch_norm: {why}")]
 
 
 def _compile_problems(job: Job) -> list[PlacedProblem]:

@@ -107,6 +107,8 @@ def _order(job: Job, samples: Samples | Stream, counted: Lengths | None) -> tupl
     if mixture is not None:
         refuse_mixture(job, mixture, len(samples), weights)
         fingerprint = f"{fingerprint} mixture {_digest_of(mixture)}"
+        if len(mixture.phases) > 1:  # they are counted in batches of this size
+            fingerprint = f"{fingerprint} in batches of {job.batch.size}"
         return fingerprint, _mixed(job, mixture, fingerprint, counted)
     if weights is None:
         return fingerprint, SampleOrder(len(samples), seed, fingerprint)
@@ -187,6 +189,12 @@ def _lengths(job: Job, parts: Parts, samples: Samples | Stream) -> Lengths | Non
     if job.batch.tokens is None:
         if lengths is None or collates:
             return None
+        longest = parts.model.max_seq_length if isinstance(parts.model, TokenModel) else None
+        if longest is not None and lengths.max() > longest:
+            raise UsageError(
+                f"[dataset] name = {job.dataset.name!r}: a sample has {lengths.max()} tokens, but the model's max_seq_length is "
+                f"{longest}; raise that, or set a smaller seq_length"
+            )
         if lengths.min() != lengths.max():
             raise UsageError(
                 f"[batch] global_size: the samples of {job.dataset.name!r} have {lengths.min()} to {lengths.max()} tokens, but "

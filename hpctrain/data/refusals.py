@@ -103,18 +103,23 @@ def refuse_too_long(job: Job, parts: Parts, lengths: Lengths) -> None:
 
 
 def refuse_mixture(job: Job, mixture: Mixture, samples: int, weights: Weights | None) -> None:
-    """UsageError for parts that are not all samples, or shares that are none."""
+    """UsageError for parts that are not all samples, for shares that are none, and for phases that can't be counted."""
     parts, phases = mixture.parts, mixture.phases
     steps = [step for step, _ in phases]
     wrong = {
         "weights of the samples besides": weights is not None,
         f"parts of {[part.count for part in parts]} samples": sum(part.count for part in parts) != samples
         or any(part.count < 1 for part in parts),
-        f"phases from the steps {steps}": steps[:1] != [0] or steps != sorted(set(steps)) or steps[-1] > COUNTED_STEPS,
+        f"phases from the steps {steps}": steps[:1] != [0] or steps != sorted(set(steps)),
         f"the shares {[list(shares) for _, shares in phases]}": not all(
             len(shares) == len(parts) and min(shares) >= 0 and 0 < sum(shares) < math.inf for _, shares in phases
         ),
     }
+    if job.batch.tokens is not None and steps[-1:] > [COUNTED_STEPS]:
+        raise UsageError(
+            f"[dataset] name = {job.dataset.name!r}: a phase begins at step {steps[-1]:,}, and batches by tokens are counted up to "
+            f"step {COUNTED_STEPS:,} at the start; use [batch] global_size"
+        )
     found = next((told for told, is_wrong in wrong.items() if is_wrong), None)
     if found is not None:
         raise UsageError(

@@ -18,6 +18,7 @@ from hpctrain.job.reading import read_job
 from hpctrain.job.tables import Job
 from hpctrain.job.training_tables import ModelTable
 from hpctrain.library.given import GivenModel, GivenOptimizer, groups_of, no_loss
+from hpctrain.model.batch_norm import has_batch_norms
 from hpctrain.plugins.user_code.python_objects import referenced
 
 _OF_A_MODEL = "sharding", "precision", "schedule", "compile", "compression", "activation_checkpointing"
@@ -92,6 +93,8 @@ def check_model(
     if module is not None:
         known = {key: value for key, value in found["model"].items() if key in ModelTable.model_fields}
         found["model"] = {**known, "name": no_model, "loss": no_loss}
+        if not has_batch_norms(module):
+            found["model"].pop("sync_batch_norm", None)  # of the job's other models
     checked = check(RawJob(referenced(found), {}, f"the model {name!r}").refuse_values(), ranks)
     parts = checked.parts
     if any(one.traits.ranks_have == "other parameters" for one in parts.parallelism.values()):

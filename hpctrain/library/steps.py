@@ -35,6 +35,7 @@ from hpctrain.training.guard.judging import Guard
 from hpctrain.training.guard_actions import act
 from hpctrain.training.loop import drained, end_if_asked, moment, show_model, start_hooks
 from hpctrain.training.metrics import Figure, OwnRow, StepRow
+from hpctrain.training.packing_trial import try_packing
 from hpctrain.training.rank import say_goodbye
 from hpctrain.training.requests import take_request
 from hpctrain.training.saving import save_if_due
@@ -119,6 +120,9 @@ class Steps:
         position.entered = session.meters.clock.enter
         position.move(BETWEEN)
         end_if_asked(session)
+        if self._reads:
+            try_packing(session)
+            session.model.split_counts = []
         self._loader = session.feed.training_loader(session.progress) if self._reads else None
         code = EXIT_DONE
         while not session.progress.done and code == EXIT_DONE:

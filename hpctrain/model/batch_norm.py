@@ -30,13 +30,25 @@ class RankBatchNorm(SynchronizedBatchNorm):
         return values
 
 
+def has_batch_norms(module: nn.Module) -> bool:
+    """Whether there is something to synchronize."""
+    return any(isinstance(one, _KINDS) for one in module.modules())
+
+
 def synchronize_batch_norms(module: nn.Module, name: str, group: dist.ProcessGroup) -> None:
     """Let the batch norms of `module` normalize over the ranks of `group`, with their parameters, buffers and hooks.
 
     name: the model's, for the UsageError if it has none.
     """
     found = [one for one in module.modules() if type(one) in _KINDS]
-    if not found:
+    other = next((one for one in module.modules() if isinstance(one, _KINDS) and type(one) not in _KINDS), None)
+    if other is not None:
+        raise UsageError(
+            f"[model] sync_batch_norm: the model {name!r} has a {type(other).__name__}, a BatchNorm with code of its own, which "
+            "would go on to normalize one rank's micro batch; expected torch's own BatchNorm1d, 2d or 3d",
+            everywhere=True,
+        )
+    if not has_batch_norms(module):
         raise UsageError(
             f"[model] sync_batch_norm: the model {name!r} has no BatchNorm; leave the key out", everywhere=True
         )

@@ -65,7 +65,7 @@ def _first(session: Session) -> MicroBatch | None:
 
 
 @contextmanager
-def _kept_weights(session: Session) -> Iterator[None]:
+def kept_weights(session: Session) -> Iterator[None]:
     """A forward may change weights: an embedding with max_norm, a layer that takes its first values from its first batch."""
     tensors = [piece.tensor.detach() for piece in session.model.pieces]
     before = [tensor.clone() for tensor in tensors]
@@ -87,7 +87,7 @@ def _measured(session: Session, micro: MicroBatch) -> list[str] | None:
         show(parts, running, outputs, batch)
         shown.append(True)
 
-    with _kept_weights(session), without_trace(model.module, session.device):
+    with kept_weights(session), without_trace(model.module, session.device):
         model.runner.evaluate([micro], see)
     losses = model.named_losses.forget()
     if sum_of(not micro.counts):  # some metrics need samples on each rank

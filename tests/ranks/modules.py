@@ -44,6 +44,22 @@ class Normed(nn.Module):
         return self.head(self.plain(self.norms[1](hidden.mean(2))))  # type: ignore[no-any-return]
 
 
+class _Scaled(nn.BatchNorm1d):
+    """Does something of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class OwnNorm(Averaging):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = _Scaled(7)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.own(super().forward(ids))  # type: ignore[no-any-return]
+
+
 class Half(nn.Module):
     """A unit for `wrap`, with a bias of one element: no two ranks can share it."""
 

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from training import SGD, TINY, job, own_device, session_of, thorough, train_here
 
+from hpctrain.base.errors import UsageError
 from hpctrain.contracts.dataset import Samples
 from hpctrain.data.order import SampleOrder
+from hpctrain.model.batch_norm import synchronize_batch_norms
 from hpctrain.plugins.user_code.dataset import UserDataset
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
@@ -302,6 +304,27 @@ def test_batch_norms_over_the_ranks(root, layout: dict[str, Any]) -> None:
     compare(found.rows, expected, losses=1e-10, norms=1e-10)
     evaluated.append(evaluation(module))
     assert [row["evaluation_loss"] for row in found.evaluations] == pytest.approx(evaluated, rel=1e-10)
+
+
+def test_a_batch_norm_with_code_of_its_own_is_refused(root) -> None:
+    tables: dict[str, Any] = {
+        "job": {"name": "normed", "steps": 4, "seed": 3, "output_dir": str(root)},
+        "model": {"name": "modules:OwnNorm", "loss": "torch.nn.functional:cross_entropy", "sync_batch_norm": True},
+        "dataset": {"name": "modules:samples"}, "optimizer": {"name": "torch.optim:AdamW", "lr": 0.1},
+        "batch": {"global_size": 24, "micro_size": 1},
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="has a _Scaled, a BatchNorm with code of its own"):
+        train_here(tables)
+
+
+def test_second_gradients_of_a_batch_norm_over_ranks_are_refused() -> None:
+    norm = nn.BatchNorm1d(3)
+    synchronize_batch_norms(norm, "norm", dist.group.WORLD)  # type: ignore[arg-type]
+    inputs = torch.randn(4, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(norm(inputs).square().sum(), inputs, create_graph=True)
+    if dist.get_world_size() > 1:
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.sum().backward()  # type: ignore[no-untyped-call]
 
 
 def evaluation(module: nn.Module) -> float:

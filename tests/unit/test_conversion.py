@@ -93,7 +93,10 @@ def tables_of(directory: Path, library: str, given: Mapping[str, Any], ranks: in
 ZERO_2 = {
     "train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 4, "warmup_type": "linear"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 2, "total_num_steps": 4, "warmup_type": "linear"},
+    },
     "bf16": {"enabled": True}, "fp16": {"enabled": False, "loss_scale": 3},
     "zero_optimization": {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 5e4, "allgather_bucket_size": 1e5},
     "csv_monitor": {"enabled": True, "output_path": "logs", "job_name": "x"},
@@ -151,7 +154,7 @@ ZERO_1 = {
                 "precision": {"mode": "fp32"}, "sharding": {"stage": 1}, "logger": [{"name": "tensorboard"}],
                 "compression": {"name": "bf16", "inside_nodes": True},
             },
-            [],
+            ["scheduler.params.warmup_type"],
         ),
     ],
     ids=["zero-2", "zero-3", "zero-1"],
@@ -165,6 +168,55 @@ def test_a_configuration_of_deepspeed_trains(
     if "offload" in str(wanted):
         wanted = {**wanted, "activation_checkpointing": {"mode": "full"}}  # needs an accelerator
     assert hpctrain.run({**wanted, **OWN, "job": job})["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        # the schedule's peak holds, whichever table comes first
+        (
+            {
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4, "warmup_num_steps": 2}},
+                "optimizer": {"type": "adam", "params": {"lr": 3e-5}},
+            },
+            {"optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.0}, "precision": {"mode": "fp32"}},
+        ),
+        # a schedule with a peak of its own
+        (
+            {
+                "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "weight_decay": 0.1}},
+                "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}},
+            },
+            {"optimizer": {"name": "adamw", "lr": 0.001, "weight_decay": 0.1}, "precision": {"mode": "fp32"}},
+        ),
+        # what a program fills in is left to it
+        (
+            {
+                "train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto",
+                "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale_window": 7},
+                "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+            },
+            {"batch": {"micro_size": 4}, "optimizer": {"name": "adamw"}, "schedule": {"name": "constant"}, "precision": None},
+        ),
+        # tables with a switch are off without it; ranks of tensor parallelism share samples
+        (
+            {
+                "wandb": {"project": "x"}, "fp16": {"loss_scale": 3}, "tensor_parallel": {"autotp_size": 2}, "train_batch_size": 32,
+                "zero_optimization": {"cpu_offload": True, "mics_shard_size": 2},
+            },
+            {
+                "precision": {"mode": "fp32"}, "parallelism": {"tensor": 2, "replicate": 2},
+                "batch": {"global_size": 32, "micro_size": 8},
+            },
+        ),
+    ],
+    ids=["peak", "own peak", "auto", "switches"],
+)  # fmt: skip
+def test_what_a_configuration_means(tmp_path: Path, given: dict[str, Any], wanted: dict[str, Any]) -> None:
+    made = tables_of(tmp_path, "deepspeed", given, 8)
+    assert {name: made.get(name) for name in wanted} == wanted
+    assert not {"logger", "sharding"} & set(made)
 
 
 def test_accelerate_with_a_file_of_deepspeed(tmp_path: Path) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hpctrain
+from hpctrain.base.errors import HpctrainError
 from hpctrain.contracts.dataset import Part
 from hpctrain.data.mixture import MixtureOrder
 from hpctrain.data.order import SampleOrder, WeightedOrder
@@ -89,6 +94,29 @@ def test_a_mixture_draws_by_shares_and_each_part_in_epochs(counts: list[int], da
         assert times.max() - times.min() <= 1
     shorter = MixtureOrder([Part(count) for count in counts], phases[:-1] or phases, 5, "f")
     assert shorter.at(0, begins[-1]).tolist() == whole[: begins[-1]].tolist(), "what comes later changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("sources", "told"),
+    [
+        (
+            {"a": {"name": "synthetic", "samples": 9, "seq_length": 64}},
+            "a sample has 64 tokens, but the model's max_seq_length is 8",
+        ),
+        (
+            {"a": {"name": "mixture", "sources": {"b": {"name": "synthetic", "samples": 9}}}},
+            r"\[dataset.sources.a\]: found a mixture in a mixture",
+        ),
+        (
+            {"a": {"name": "text", "files": ["x"], "end_of_text": "y"}},
+            "dataset. sources.a.end_of_text: it is a token of a tokenizer",
+        ),
+    ],
+)
+def test_sources_that_do_not_fit_are_told(sources: dict[str, Any], told: str, tmp_path: Path) -> None:
+    tables = {**TINY, "job": {"name": "m", "steps": 2, "output_dir": str(tmp_path)}}
+    with pytest.raises(HpctrainError, match=told):
+        hpctrain.run({**tables, "dataset": {"name": "mixture", "sources": sources}})
 
 
 def test_a_mixture_at_a_far_position_and_by_weights() -> None:

@@ -26,12 +26,17 @@ _STAGES = {
 }  # fmt: skip
 _FSDP, _DEEPSPEED, _MEGATRON = "fsdp_config", "deepspeed_config", "megatron_lm_config"
 _AXES = "parallelism_config"
+MODEL_AXES = [f"{_AXES}.{_AXES}_{name}_size" for name in ("tp", "cp", "sp")] + [
+    "tp_config.tp_size", f"{_MEGATRON}.megatron_lm_tp_degree", f"{_MEGATRON}.megatron_lm_pp_degree",
+]  # fmt: skip
+"""Keys whose ranks share samples."""
 
 
 def _kind(value: Any, source: Source) -> Written:
     if value in ("XLA", "TPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"):
         raise LackingError("ranks train on CPUs and on the accelerators that torch serves by itself")
-    return {"sharding.stage": 3} if value == "FSDP" else {}
+    strategy = source.get(f"{_FSDP}.fsdp_sharding_strategy") or source.get(f"{_FSDP}.fsdp_reshard_after_forward")
+    return {"sharding.stage": 3} if value == "FSDP" and str(strategy).upper() not in _STAGES else {}
 
 
 def _ranks(value: Any, source: Source) -> Written:

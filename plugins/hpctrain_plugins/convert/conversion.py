@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +59,8 @@ class Conversion:
                 self.lines.setdefault(table, {})
 
     def remark(self, table: str, key: str, value: Any, why: str) -> None:
-        self.lines.setdefault(table, {})[f"# {key}"] = f"# {key} = {json.dumps(value, default=str)}: {why}"
+        found = "" if value is None else f" = {json.dumps(value, default=str)}"
+        self.lines.setdefault(table, {})[f"# {key}"] = f"# {key}{found}: {why}"
 
     def has(self, target: str) -> bool:
         """Whether a value is there."""
@@ -87,7 +89,9 @@ def converted(path: Path, library: str, ranks: int | None) -> Conversion:
     made = Conversion(notes=source.notes)
     _convert(made, source, LIBRARIES[library])
     if library == "accelerate" and (inner := source.get("deepspeed_config.deepspeed_config_file")) is not None:
+        sizes = [source.get(key, 1) for key in accelerate.MODEL_AXES]
         given = ranks or source.get("num_processes")
+        given = None if given is None else max(1, given // math.prod(max(1, size) for size in sizes))
         _convert(made, Source(_read(path.parent / str(inner)), given, source.notes), LIBRARIES["deepspeed"])
     return made
 
@@ -115,6 +119,9 @@ def _convert(made: Conversion, source: Source, library: Library) -> None:
         if not written and kind != "is":
             told = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", why).replace("`", "")
             made.remark(_section(key, library), key, value, told if kind == "no counterpart" else f"not needed: {told}")
+    for key, why in source.lacks:
+        made.keys["no counterpart"].append(key)
+        made.remark(_section(key, library), key, None, why)
     for target, value in library.defaults(source).items():
         if not made.has(target):
             made.write({target: value}, f"{library.name}'s default")
@@ -125,7 +132,11 @@ def _leaves(tables: Mapping[str, Any], rules: Mapping[str, Rule], above: str = "
     for name, value in tables.items():
         key = f"{above}{name}"
         if isinstance(value, Mapping):
-            if value.get("enabled") is False:
+            # DeepSpeed's tables with a switch are off without it
+            if not value.get("enabled", f"{key}.enabled" not in rules):
+                continue
+            if value.get("enabled") == "auto":
+                yield f"{key}.enabled", "auto"
                 continue
             if key not in rules:
                 yield from _leaves(value, rules, f"{key}.")

@@ -21,47 +21,50 @@ from hpctrain_plugins.convert.rules import (
 _BYTES = 4
 """A gradient's; DeepSpeed counts elements."""
 _NVME = "nothing is offloaded to disks"
+_PEAK = "scheduler.params.warmup_max_lr"
 _ZERO, _CHECKPOINTING = "zero_optimization", "activation_checkpointing"
 _PARAMETERS, _OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
 def _global_size(value: Any, source: Source) -> Written:
-    micro, steps = source.get("train_micro_batch_size_per_gpu"), source.get("gradient_accumulation_steps")
-    if micro is None and steps is not None:
-        ranks = source.needed_ranks("train_micro_batch_size_per_gpu is train_batch_size / accumulation steps / ranks")
-        if value % (steps * ranks):
-            raise UsageError(
-                f"train_batch_size: {value} is not divisible by {steps} accumulation steps x {ranks} ranks"
-            )
-        return {"batch.global_size": value, "batch.micro_size": value // (steps * ranks)}
-    return {"batch.global_size": value, **({"batch.micro_size": value} if micro is None else {})}
+    micro, steps = source.get("train_micro_batch_size_per_gpu"), source.get("gradient_accumulation_steps", 1)
+    if micro is not None or source.is_auto("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        return {"batch.global_size": value}
+    ranks = source.data_ranks("train_micro_batch_size_per_gpu is train_batch_size / accumulation steps / ranks")
+    if value % (steps * ranks):
+        raise UsageError(f"train_batch_size: {value} is not divisible by {steps} accumulation steps x {ranks} ranks")
+    return {"batch.global_size": value, "batch.micro_size": value // (steps * ranks)}
 
 
 def _micro_size(value: Any, source: Source) -> Written:
-    if source.get("train_batch_size") is not None:
+    given = source.get("train_batch_size")
+    is_open = source.is_auto("gradient_accumulation_steps") or (
+        source.ranks is None and source.is_auto("train_batch_size")
+    )
+    if given is not None or is_open:
         return {"batch.micro_size": value}
     steps = source.get("gradient_accumulation_steps", 1)
-    ranks = source.needed_ranks("train_batch_size is micro batch x accumulation steps x ranks")
+    ranks = source.data_ranks("train_batch_size is micro batch x accumulation steps x ranks")
     return {"batch.micro_size": value, "batch.global_size": value * steps * ranks}
 
 
 def _optimizer(value: Any, source: Source) -> Written:
-    given = source.get("optimizer.params", {})
+    given, name = source.get("optimizer.params", {}), str(value).lower()
     own: dict[str, Any] = {}
-    if value in ("Adam", "AdamW"):
-        decoupled = value == "AdamW" or given.get("adam_w_mode", True)
-        # DeepSpeed's own Adam has no decay unless it is given
-        own = (
-            {} if "weight_decay" in given else {"weight_decay": 0.01 if given.get("torch_adam") and decoupled else 0.0}
-        )
-        own = {"name": "adamw" if decoupled else "adam", **own, **({} if "lr" in given else {"lr": 0.001})}
-    elif value == "SGD":
-        own = {"name": "sgd"}
-    elif value in ("Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "Muon", "MuonWithAuxAdam", "Lion"):
-        raise LackingError(f'there is no {value}; name one of your own, as `"package.module:callable"`')
+    if name in ("adam", "adamw"):
+        decoupled = name == "adamw" or given.get("adam_w_mode", True)
+        own["name"] = "adamw" if decoupled else "adam"
+        if "weight_decay" not in given:  # DeepSpeed's own Adam has none unless it is given
+            own["weight_decay"] = 0.01 if given.get("torch_adam") and decoupled else 0.0
+        if "lr" not in given and _peak_key(source) is None and not source.is_auto(_PEAK):
+            own["lr"] = 0.001
+    elif name == "sgd":
+        own["name"] = "sgd"
+    elif name in ("lamb", "onebitadam", "onebitlamb", "zerooneadam", "muon", "muonwithauxadam", "lion"):
+        raise LackingError(f'there is no {value}; name one of your own, as "package.module:callable"')
     else:
-        own = {"name": f"torch.optim:{value}"}
+        own["name"] = f"torch.optim:{value}"
     return {f"optimizer.{key}": one for key, one in own.items()}
 
 
@@ -74,13 +77,32 @@ def _schedule(value: Any, source: Source) -> Written:
         raise LackingError(instead.get(value, "name one of torch's or your own in [schedule]"))
     given = source.get("scheduler.params", {})
     written: dict[str, Any] = {"schedule.name": _SCHEDULES[value]}
-    if value == "WarmupCosineLR":
+    if value == "WarmupCosineLR" and given.get("cos_min_ratio") != "auto":
         written["schedule.final_factor"] = given.get("cos_min_ratio", 0.0001)
-    if given.get("warmup_num_steps") in (None, "auto"):
+    if given.get("warmup_num_steps") is None:
         written["schedule.warmup_steps"] = 1000
-    if source.get("optimizer.params.lr") is None and value != "WarmupCosineLR":
+    if given.get("warmup_type") is None:
+        source.lacks.append(
+            ("scheduler.params.warmup_type", 'its default "log" has no counterpart: the warm-up is linear here')
+        )
+    if _peak_key(source) == _PEAK:
         written["optimizer.lr"] = given.get("warmup_max_lr", 0.001)
     return written
+
+
+def _peak_key(source: Source) -> str | None:
+    """The key that has the peak of the learning rate; None where nothing has, or a program fills it in."""
+    kind = source.get("scheduler.type")
+    if kind in ("WarmupLR", "WarmupDecayLR"):
+        if source.is_auto(_PEAK):
+            return None
+        if kind == "WarmupDecayLR" or source.get(_PEAK) is not None:
+            return _PEAK
+    return "optimizer.params.lr" if source.get("optimizer.params.lr") is not None else None
+
+
+def _rate(value: Any, source: Source) -> Written:
+    return {"optimizer.lr": value} if _peak_key(source) == "optimizer.params.lr" else {}
 
 
 def _warmup_type(value: Any, source: Source) -> Written:
@@ -144,7 +166,7 @@ def _partitioned(value: Any, source: Source) -> Written:
 def _hybrid(value: Any, source: Source) -> Written:
     if value in (None, -1, 0):
         return {}
-    ranks = source.needed_ranks("replicate is ranks / mics_shard_size")
+    ranks = source.data_ranks("replicate is data-parallel ranks / mics_shard_size")
     return {"parallelism.replicate": ranks // value} if ranks > value else {}
 
 
@@ -154,10 +176,8 @@ RULES: list[Rule] = [
     unneeded("gradient_accumulation_steps", "follows from `global_size`, `micro_size` and the number of ranks"),
     only("managed_gradient_accumulation", True, "an own loop decides on its steps ([own-loop](own-loop.md))"),
     made("optimizer.type", '`[optimizer] name`; Adam is `"adamw"` unless `adam_w_mode` is false', _optimizer),
-    *(
-        key_of(f"optimizer.params.{key}", f"optimizer.{key}")
-        for key in ("lr", "betas", "eps", "weight_decay", "momentum")
-    ),
+    made("optimizer.params.lr", "`[optimizer] lr`, unless a warm-up has the peak", _rate),
+    *(key_of(f"optimizer.params.{key}", f"optimizer.{key}") for key in ("betas", "eps", "weight_decay", "momentum")),
     unneeded("optimizer.params.torch_adam", "the optimizers are torch's"),
     unneeded("optimizer.params.adam_w_mode", "chooses between `adam` and `adamw`"),
     only("optimizer.params.bias_correction", True, "Adam corrects its bias"),
@@ -173,9 +193,9 @@ RULES: list[Rule] = [
     made(
         "scheduler.params.warmup_min_lr", "the warm-up begins at lr / `warmup_steps`", lambda value, _: _no_start(value)
     ),
-    key_of("scheduler.params.warmup_max_lr", "optimizer.lr"),
+    made(_PEAK, "`[optimizer] lr`, written with the schedule", lambda value, _: {}),
     key_of("scheduler.params.warmup_num_steps", "schedule.warmup_steps"),
-    made("scheduler.params.warmup_type", "linear; the logarithm has no counterpart", _warmup_type),
+    made("scheduler.params.warmup_type", "linear; the logarithm, the default, has no counterpart", _warmup_type),
     key_of("scheduler.params.total_num_steps", "job.steps"),
     made(
         "scheduler.params.warmup_min_ratio",
@@ -261,7 +281,11 @@ RULES: list[Rule] = [
     only(f"{_ZERO}.zero_quantized_weights", False, '`[sharding] gather_dtype = "bf16"` halves what is gathered'),
     only(f"{_ZERO}.zero_quantized_gradients", False, "`[compression]` has bf16, fp16, top-k and PowerSGD"),
     unneeded(f"{_ZERO}.log_trace_cache_warnings", "units are known from the modules, not from a trace"),
-    switch(f"{_ZERO}.cpu_offload", {"sharding.offload_optimizer": True}),
+    made(
+        f"{_ZERO}.cpu_offload",
+        "`[sharding] offload_optimizer` at stages 1 to 3",
+        lambda value, source: _offload("offload_optimizer", (1, 2, 3))("cpu" if value else None, source),
+    ),
     unneeded(f"{_ZERO}.elastic_checkpoint", "every checkpoint resumes on any layout"),
     unneeded(f"{_ZERO}.ignore_unused_parameters", "a parameter without a gradient has a gradient of zeros"),
     unneeded(f"{_ZERO}.save_muon_momentum_buffer_in_memory", "there is no Muon"),
@@ -354,4 +378,5 @@ def _static(value: Any) -> Written:
 
 def defaults(source: Source) -> Written:
     """The values that DeepSpeed has where its file says nothing, and that differ here."""
-    return {"precision.mode": "fp32"}
+    auto = source.is_auto("fp16.enabled", "bf16.enabled", "torch_autocast.enabled")
+    return {} if auto else {"precision.mode": "fp32"}

@@ -25,21 +25,29 @@ class Source:
     ranks: int | None = None
     notes: list[str] = field(default_factory=list)
     """Lines for the top of the file."""
+    lacks: list[tuple[str, str]] = field(default_factory=list)
+    """Defaults of the library without a counterpart: the key, and the reason."""
+
+    def is_auto(self, *keys: str) -> bool:
+        """Whether the program that starts the training fills in one of these keys."""
+        return any(self._raw(key) == "auto" for key in keys)
+
+    def _raw(self, key: str) -> Any:
+        found: Any = self.tables
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value at a dotted key; the default where it is missing or "auto"."""
-        found: Any = self.tables
-        for part in key.split("."):
-            if not isinstance(found, Mapping) or part not in found:
-                return default
-            found = found[part]
-        return default if found == "auto" else found
+        found = self._raw(key)
+        return default if found is None or found == "auto" else found
 
-    def needed_ranks(self, why: str) -> int:
-        """Raises UsageError if nobody has said with how many ranks it is to run."""
+    def data_ranks(self, why: str) -> int:
+        """The ranks with different samples. Raises UsageError if nobody has said with how many ranks it is to run."""
         if self.ranks is None:
             raise UsageError(f"{why}; give --ranks N, the number of ranks (GPUs) that the configuration is for")
-        return self.ranks
+        return max(1, self.ranks // max(1, int(self.get("tensor_parallel.autotp_size", 1))))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,10 @@ class Documents(Samples):
 
     def fingerprint(self) -> str:
         """A hash of everything; an estimate has no ids to hash."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> str:
         digest = hashlib.blake2b(self._source.encode(), digest_size=16)
         for array in (self._begins, self._lengths, *([] if self.is_estimate else [self._tokens])):
             for i in range(0, len(array), _CHUNK):

@@ -19,8 +19,6 @@ from hpctrain.api import (
     Mixture,
     Options,
     Part,
-    Plan,
-    Problem,
     Samples,
     Split,
     UsageError,
@@ -83,9 +81,6 @@ class MixtureDataset(Dataset):
     options: MixtureOptions
     holds: ClassVar[Mapping[str, str]] = {"sources": "dataset"}
 
-    def problems(self, plan: Plan) -> list[Problem]:
-        return [one for plugin in self.held["sources"].values() for one in plugin.problems(plan)]
-
     def open(self, split: Split, context: DatasetContext) -> Samples | None:
         """The sources' samples behind one another; of validation and test those that have such a split."""
         opened: dict[str, Samples] = {}
@@ -101,6 +96,10 @@ class MixtureDataset(Dataset):
             if not isinstance(samples, Samples) or not len(samples):
                 found = "no training samples" if samples is None or isinstance(samples, Samples) else "a stream"
                 raise UsageError(f"[dataset.sources.{name}]: found {found}; a mixture takes samples by index")
+            if samples.mixture() is not None:
+                raise UsageError(
+                    f"[dataset.sources.{name}]: found a mixture in a mixture, whose shares would be lost; name its sources here"
+                )
             if samples.collation() is not None:
                 raise UsageError(
                     f"[dataset.sources.{name}]: its samples are made into batches by a function of their own, which those of "

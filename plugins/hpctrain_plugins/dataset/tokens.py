@@ -52,7 +52,8 @@ class Tokens(Dataset):
     ) -> Samples | None:
         if self.options.end_of_text is None:
             return open_split(tokens, split, fraction, context, vocab, str(path))
-        sizes = document_sizes(tokens, self.options.end_of_text)
+        is_whole = path == self.options.path
+        sizes = self._sizes if is_whole else document_sizes(tokens, self.options.end_of_text)
         if len(sizes) == 1:
             raise UsageError(f"[dataset] end_of_text: {path} has no documents that end with {self.options.end_of_text}")
         return open_documents(tokens, sizes, split, fraction, context, vocab, str(path))
@@ -62,6 +63,12 @@ class Tokens(Dataset):
         """The training tokens and the vocabulary size. Reads all ids once, so that an id too large for the model fails now."""
         tokens = self._map(self.options.path)
         return tokens, largest(tokens) + 1
+
+    @cached_property
+    def _sizes(self) -> Any:
+        """Tokens of each document, for all splits of the file."""
+        assert self.options.end_of_text is not None
+        return document_sizes(self._training[0], self.options.end_of_text)
 
     def _map(self, path: Path) -> Any:
         try:

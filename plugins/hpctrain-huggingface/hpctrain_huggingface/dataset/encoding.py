@@ -127,12 +127,14 @@ class Encoder:
         return list(made["input_ids"])
 
     def _continued(self, ids: Sequence[int], has_loss: Sequence[bool]) -> dict[str, Tensor]:
-        """A sample of a language model: each place's label is the next id, where that has a loss."""
+        """A sample of a language model: each place's label is the next id, where that has a loss. One of a row that is too short
+        to have a label has one place."""
         end = None if self._longest is None else self._longest + 1
-        whole, mask = torch.tensor(ids[:end]), torch.tensor(has_loss[:end])
+        whole, mask = torch.tensor(ids[:end], dtype=torch.long), torch.tensor(has_loss[:end], dtype=torch.bool)
         inputs, labels = whole[:-1], whole[1:].masked_fill(~mask[1:], IGNORED)
-        if self._options.full_length and self._longest is not None:
-            fill, lacking = getattr(self.tokenizer, "pad_token_id", None), self._longest - len(inputs)
+        least = self._longest if self._options.full_length and self._longest is not None else 1
+        if len(inputs) < least:
+            fill, lacking = getattr(self.tokenizer, "pad_token_id", None), least - len(inputs)
             inputs = F.pad(inputs, (0, lacking), value=fill if isinstance(fill, int) else 0)
             labels = F.pad(labels, (0, lacking), value=IGNORED)
         return {"input_ids": inputs, "labels": labels}

@@ -46,7 +46,7 @@ def estimated_lengths(rows: Dataset, encoder: Encoder) -> Lengths | None:
 
 def _length(rows: Dataset, encoder: Encoder, place: int) -> int | None:
     ids = encoder.sample(rows[place]).get("input_ids")
-    return None if ids is None else max(1, len(ids))  # an empty row has a place, too
+    return None if ids is None else len(ids)
 
 
 def _name(rows: Dataset, identity: str, options: HubDatasetOptions, context: DatasetContext) -> str:

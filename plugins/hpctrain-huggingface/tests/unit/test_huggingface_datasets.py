@@ -248,6 +248,14 @@ def test_packed_conversations(tmp_path: Path, rows: Path, tokenizer: Path, caplo
     options = HubDatasetOptions(path=rows, tokenizer=tokenizer, messages="messages")
     samples: Any = HubDataset(options).open("train", context)
     assert samples.lengths().tolist() == [len(samples[place]["labels"]) for place in range(24)]
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("", "one", "one two")))
+    options = HubDatasetOptions(path=short, tokenizer=tokenizer, text="text", end_of_text=False)
+    empty: Any = HubDataset(options).open("train", context)
+    assert empty.lengths().tolist() == [1, 1, 1]
+    assert [words(empty[place]["labels"]) for place in range(3)] == ["_", "_", "two"]
+    assert empty[0]["input_ids"].dtype == torch.int64
+    options = HubDatasetOptions(path=rows, tokenizer=tokenizer, messages="messages")
     cut: Any = HubDataset(options).open("train", DatasetContext(9, None, 0, tmp_path / "cache", by_tokens=True))
     assert cut.lengths().max() == 9
 
