@@ -2,7 +2,6 @@
 
 from pydantic import Field
 
-from hpctrain.base.batch_norm import SynchronizedBatchNorm
 from hpctrain.base.devices import (
     accelerator,
     accelerator_count,
@@ -223,7 +222,6 @@ __all__ = [
     "Stream",
     "SubmittedRun",
     "SummedMetric",
-    "SynchronizedBatchNorm",
     "TensorParallelModel",
     "TextDataset",
     "TokenModel",

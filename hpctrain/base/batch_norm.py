@@ -28,7 +28,6 @@ class SynchronizedBatchNorm(nn.BatchNorm1d):
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all processes."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it communicates
     def forward(self, input: Tensor) -> Tensor:
         """input: (batch, channels, ...). Raises ValueError for fewer dims."""
         if input.dim() < 2:

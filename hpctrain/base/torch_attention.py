@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,14 +48,18 @@ class Documents:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention, `(batch, heads, tokens, head_size)`, of each document to itself alone."""
-        attended: Tensor = _attended(query, key, value, self)
-        return attended
+        parts = zip(*(one.split(self.lengths, dim=2) for one in (query, key, value)), strict=True)
+        return torch.cat([scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in parts], dim=2)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # rows differ in lengths, for which nothing is to be compiled anew
-def _attended(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    parts = zip(*(one.split(documents.lengths, dim=2) for one in (query, key, value)), strict=True)
-    return torch.cat([scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in parts], dim=2)
+def leave_documents_out_of_graphs() -> None:
+    """Keep torch.compile from `Documents.attend`: rows differ in lengths, for which nothing is to be compiled anew.
+
+    Not a decorator, which would load the compiler with every command.
+    """
+    if not getattr(Documents.attend, "__wrapped__", None):
+        attend: Any = torch.compiler.disable(Documents.attend)
+        Documents.attend = attend  # type: ignore[method-assign]
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel | None:

@@ -100,12 +100,12 @@ def test_the_curve_of_one_process(root, record, parallelism: dict[str, Any], sta
 def test_packed_rows(root, record, parallelism: dict[str, Any], stage: int) -> None:
     """The curve of samples that are forwarded one by one; each in a row with others here, and cut by context parallelism."""
     skip_unless_even(parallelism)
-    tables = tables_of(root, parallelism, stage, packing=True, evaluation={"every_steps": 4})
+    tables = tables_of(root / "packed", parallelism, stage, packing=True, evaluation={"every_steps": 4})
     trained = train_here(tables)
     found = compare(trained.rows, reference(), *BOUNDS["fp32"])
     words = layout_words(parallelism) or "data parallel"
     record("fp32", f"stage {stage}, packed, {words}", found, "sgd", True, "none")
-    padded = train_here(tables_of(f"{root}-padded", parallelism, stage, evaluation={"every_steps": 4})).evaluations
+    padded = train_here(tables_of(root / "padded", parallelism, stage, evaluation={"every_steps": 4})).evaluations
     for mine, other in zip(trained.evaluations, padded, strict=True):
         assert mine["evaluation_loss"] == pytest.approx(other["evaluation_loss"], rel=1e-5)
         assert mine["evaluation_tokens"] == other["evaluation_tokens"]

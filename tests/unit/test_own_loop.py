@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,31 @@ def whole(loop: Loop, model: Any) -> list[Tensor]:
 
 def rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path("runs/own/metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_lines_of_the_page() -> None:
+    """What docs/own-loop.md shows beside its first example, in a loop that has what they name."""
+    page = (Path(__file__).parents[2] / "docs" / "own-loop.md").read_text()
+    several, registered = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    with looping() as loop:
+        names: dict[str, Any] = {
+            "loop": loop,
+            "torch": torch,
+            "net_g": make_net(),
+            "net_c": make_net(),
+            "big": make_net(),
+        }
+        exec(several, names)
+        names["counter"] = names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(names["of_g"])
+        exec(registered, names)
+        for step in loop.steps():
+            for inputs, targets in step:
+                loop.backward(mse_loss(names["generator"](inputs), names["teacher"](targets.expand(-1, 3)).detach()))
+                loop.backward(names["critic"](inputs).square().mean())
+            for optimizer in (names["of_g"], names["of_c"]):
+                optimizer.step()
+                optimizer.zero_grad()
+    assert {"loss", "loss_critic"} <= rows()[-1].keys()
 
 
 def test_groups_and_a_scheduler_of_torch() -> None:

@@ -78,9 +78,7 @@ def made(key: str, says: str, make: Callable[[Any, Source], Written]) -> Rule:
 
 def switch(key: str, written: Written, says: str | None = None) -> Rule:
     """A key that writes something where it is true."""
-    told = says or ", ".join(
-        f"{_told(target)}` = {_literal(value)}`".replace("`` ", " ") for target, value in written.items()
-    )
+    told = says or ", ".join(f"{_told(target)[:-1]} = {_literal(value)}`" for target, value in written.items())
     return Rule(key, "is", told, lambda value, source: written if value else {})
 
 

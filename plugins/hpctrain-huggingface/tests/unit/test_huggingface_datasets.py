@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hub_models
 import pytest
+import tomli
 import torch
+from click.testing import CliRunner
 from datasets import Dataset, DatasetDict, load_dataset
 from hpctrain_huggingface.dataset.options import HubDatasetOptions
 from hpctrain_huggingface.dataset.plugin import HubDataset
@@ -18,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 import hpctrain
 from hpctrain.api import DatasetContext, HpctrainError
+from hpctrain.cli import cli
 from hpctrain.data.order import SampleOrder
 
 WORDS = ["<pad>", "<eos>", "<user>", "<bot>", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -258,6 +263,33 @@ def test_packed_conversations(tmp_path: Path, rows: Path, tokenizer: Path, caplo
     options = HubDatasetOptions(path=rows, tokenizer=tokenizer, messages="messages")
     cut: Any = HubDataset(options).open("train", DatasetContext(9, None, 0, tmp_path / "cache", by_tokens=True))
     assert cut.lengths().max() == 9
+
+
+def test_the_blocks_of_the_page_train(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block of docs/fine-tune.md over the first one, with a small model in the place of the pretrained one."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[4] / "docs" / "fine-tune.md").read_text()
+    first, *others = [tomli.loads(one) for one in re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
+    (export,) = re.findall(r"^```bash\nhpctrain (.*)\n```$", page, re.MULTILINE)
+    config = {**hub_models.CONFIGS["llama"], "vocab_size": 300, "max_position_embeddings": 4096, "pad_token_id": 0}
+    shutil.copytree(tokenizer, hub_models.save(config, tmp_path / "pretrained"), dirs_exist_ok=True)
+    Path("conversations.jsonl").write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in ROWS))
+    pairs = [{"prompt": "one", "chosen": f"two {WORDS[4 + n]}", "rejected": "six"} for n in range(8)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    columns = {name: name for name in ("prompt", "chosen", "rejected")}
+    preferred = {"name": "huggingface", "path": "pairs.jsonl", "tokenizer": "pretrained", **columns, "seq_length": 32}
+    assert len(others) == 4
+    for number, block in enumerate([{}, *others]):
+        job = {**first["job"], "steps": 2, "output_dir": f"runs/{number}"}
+        tables = {**first, **block, "job": job}
+        if "preference" in tables["model"]:
+            tables["dataset"] = preferred
+        elif "hook" in block:
+            tables["model"] = others[1]["model"]  # of an adapter that is merged
+        assert hpctrain.run(tables)["step"] == 2
+    assert (tmp_path / "runs" / "4" / "export" / "model.safetensors").is_file()
+    done = CliRunner().invoke(cli, export.replace("runs/tuned", "runs/0").split())
+    assert done.exit_code == 0 and (tmp_path / "OUT" / "config.json").is_file(), done
 
 
 def pairs(parts: list[float]) -> Iterator[float]:
