@@ -132,11 +132,11 @@ UNEVEN = {**MIXTURE, "sources": {**MIXTURE["sources"], "few": {"name": "flowing:
     [({"global_size": 24, "micro_size": 2}, MIXTURE), ({"tokens": 150, "micro_tokens": 40}, UNEVEN)],
     ids=["samples", "tokens"],
 )
-@pytest.mark.shown_on(2, 3)
+@pytest.mark.shown_on(1, 2, 3)
 def test_a_mixture_has_the_same_samples_on_any_ranks_and_goes_on(
     root, batch: dict[str, Any], mixture: dict[str, Any]
 ) -> None:
-    """Which sources each step draws from, the samples of each step, and the losses over a resume."""
+    """The sources that each step draws from, the samples of each step, and the losses over a resume."""
     tables = {**tables_of(root, ""), "batch": batch, "dataset": mixture}
     straight = train_here({**tables, "job": {**tables["job"], "output_dir": str(root / "straight")}}).rows
     rows = train_here({**tables, "job": {**tables["job"], "steps": 4}}).rows + train_here(tables).rows

@@ -58,7 +58,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def test_the_lines_of_the_page() -> None:
-    """What docs/own-loop.md shows beside its first example, in a loop that has what they name."""
+    """Lines that docs/own-loop.md shows beside its first example, in a loop that has what they name."""
     page = (Path(__file__).parents[2] / "docs" / "own-loop.md").read_text()
     several, registered = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     with looping() as loop:
