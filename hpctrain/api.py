@@ -43,7 +43,7 @@ from hpctrain.base.safe_files import (
     temporary_name,
 )
 from hpctrain.base.side_stream import Done, SideStream, copy_to_host
-from hpctrain.base.torch_attention import AttentionKernel, Documents, fused_attention
+from hpctrain.base.torch_attention import AttentionKernel, Documents, causal_attention, fused_attention
 from hpctrain.base.torch_private import (
     MemoryHistory,
     PythonGroup,
@@ -236,6 +236,7 @@ __all__ = [
     "attempt",
     "broadcast_value",
     "buffers_of",
+    "causal_attention",
     "check_pickle",
     "check_records",
     "children_of",

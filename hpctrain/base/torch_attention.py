@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -46,10 +47,22 @@ class Documents:
         """lengths: tokens of each, padding at its end included."""
         self.lengths = list(lengths)
 
+    @property
+    def spans(self) -> list[slice]:
+        """The place of each in the row."""
+        return [slice(end - length, end) for length, end in zip(self.lengths, accumulate(self.lengths), strict=True)]
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention, `(batch, heads, tokens, head_size)`, of each document to itself alone."""
         parts = zip(*(one.split(self.lengths, dim=2) for one in (query, key, value)), strict=True)
         return torch.cat([scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in parts], dim=2)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+    """Causal attention, `(batch, heads, tokens, head_size)`; of each document to itself alone, where a row has several."""
+    if documents is None:
+        return scaled_dot_product_attention(query, key, value, is_causal=True)
+    return documents.attend(query, key, value)
 
 
 def leave_documents_out_of_graphs() -> None:

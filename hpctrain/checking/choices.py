@@ -56,8 +56,9 @@ def _inner(choice: Choice) -> list[Choice]:
     table = choice.key if not choice.value else choice.key[:-1]
     found = [Choice((*table, option), inner, repr(inner.name)) for option, inner in choice.plugin.chosen.items()]
     for option, plugins in choice.plugin.held.items():
-        held = {name: ((*table, option, name), plugin) for name, plugin in plugins.items()}
-        found += [Choice((*place, "name"), plugin, repr(plugin.name), place) for place, plugin in held.values()]
+        for name, plugin in plugins.items():
+            place = (*table, option, name)
+            found.append(Choice((*place, "name"), plugin, repr(plugin.name), place))
     return found
 
 

@@ -12,23 +12,14 @@ import conversion_pages
 import pytest
 import tomli
 from click.testing import CliRunner
+from conftest import TINY
 from hpctrain_plugins.convert.conversion import LIBRARIES, converted
 
 import hpctrain
 from hpctrain.base.errors import UsageError
 from hpctrain.cli import cli
 
-OWN = {
-    "model": {
-        "name": "gpt",
-        "hidden_size": 16,
-        "layers": 2,
-        "attention_heads": 2,
-        "vocab_size": 64,
-        "max_seq_length": 8,
-    },
-    "dataset": {"name": "synthetic", "samples": 200},
-}
+OWN = {name: TINY[name] for name in ("model", "dataset")}
 DOCUMENTED = """
 train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
 optimizer{type params{lr betas eps weight_decay momentum muon_lr adam_lr torch_adam adam_w_mode ns_method per_head_muon}}

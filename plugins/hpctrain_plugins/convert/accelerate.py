@@ -35,8 +35,13 @@ MODEL_AXES = [f"{_AXES}.{_AXES}_{name}_size" for name in ("tp", "cp", "sp")] + [
 def _kind(value: Any, source: Source) -> Written:
     if value in ("XLA", "TPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"):
         raise LackingError("ranks train on CPUs and on the accelerators that torch serves by itself")
+    return {"sharding.stage": 3} if value == "FSDP" and _stage(source) is None else {}
+
+
+def _stage(source: Source) -> int | None:
+    """The stage that FSDP's strategy is; None where the file has none."""
     strategy = source.get(f"{_FSDP}.fsdp_sharding_strategy") or source.get(f"{_FSDP}.fsdp_reshard_after_forward")
-    return {"sharding.stage": 3} if value == "FSDP" and str(strategy).upper() not in _STAGES else {}
+    return _STAGES.get(str(strategy).upper())
 
 
 def _ranks(value: Any, source: Source) -> Written:
@@ -119,9 +124,8 @@ def _at_stage_3(make: Callable[[Any, Source], Written]) -> Callable[[Any, Source
     """A rule for what only stage 3 has; in another stage nothing is written."""
 
     def made_there(value: Any, source: Source) -> Written:
-        strategy = source.get(f"{_FSDP}.fsdp_sharding_strategy") or source.get(f"{_FSDP}.fsdp_reshard_after_forward")
         written = make(value, source)
-        if written and _STAGES.get(str(strategy).upper(), 3) != 3:
+        if written and _stage(source) not in (None, 3):
             raise LackingError("it goes with stage 3")
         return written
 

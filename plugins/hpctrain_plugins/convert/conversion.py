@@ -70,9 +70,8 @@ class Conversion:
     def text(self, head: Sequence[str]) -> str:
         """The job file."""
         blocks = ["\n".join(f"# {line}" for line in [*head, *self.notes])]
-        for table, lines in sorted(
-            self.lines.items(), key=lambda one: bool(one[0])
-        ):  # what belongs to no table comes first
+        # what belongs to no table comes first
+        for table, lines in sorted(self.lines.items(), key=lambda one: bool(one[0])):
             is_real = any(not key.startswith("#") for key in lines)
             name = table.removeprefix("logger:")
             if table.startswith("logger:"):

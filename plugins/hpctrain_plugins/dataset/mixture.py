@@ -127,9 +127,9 @@ class Mixed(Samples):
 
     def __init__(self, sources: Mapping[str, Samples], phases: list[tuple[int, Sequence[float]]] | None) -> None:
         """phases: of the training; None for samples that are taken in order."""
-        self._sources, self._phases = dict(sources), phases
-        self._ends = np.cumsum([len(one) for one in sources.values()])
-        parts = list(sources.values())
+        self._names, self._phases = list(sources), phases
+        self._parts = parts = list(sources.values())
+        self._ends = np.cumsum([len(one) for one in parts])
         self.draws = any(one.draws for one in parts)  # type: ignore[misc]
         self.vocab_size = max((one.vocab_size for one in parts if one.vocab_size is not None), default=None)
         self.workers = max(one.workers for one in parts)
@@ -141,22 +141,22 @@ class Mixed(Samples):
 
     def __getitem__(self, index: int) -> Any:
         place = int(np.searchsorted(self._ends, index, side="right"))
-        source = list(self._sources.values())[place]
+        source = self._parts[place]
         return source[index - (int(self._ends[place]) - len(source))]
 
     def lengths(self) -> Lengths | None:
-        found = [one.lengths() for one in self._sources.values()]
+        found = [one.lengths() for one in self._parts]
         known = [one for one in found if one is not None]
         return np.concatenate(known) if len(known) == len(found) else None
 
     def mixture(self) -> Mixture | None:
         if self._phases is None:
             return None
-        return Mixture([Part(len(one), one.weights()) for one in self._sources.values()], self._phases)
+        return Mixture([Part(len(one), one.weights()) for one in self._parts], self._phases)
 
     def fingerprint(self) -> str:
         found = hashlib.blake2b(digest_size=16)
-        for name, one in self._sources.items():
+        for name, one in zip(self._names, self._parts, strict=True):
             found.update(repr((name, len(one), one.fingerprint())).encode())
         return found.hexdigest()
 

@@ -31,6 +31,7 @@ from hpctrain.api import (
     TensorParallelModel,
     TokenModel,
     UsageError,
+    causal_attention,
     fill_normal,
     hookimpl,
 )
@@ -76,9 +77,7 @@ class Attention(nn.Module):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
         """All (batch, heads, seq, head_size)."""
-        if documents is not None:
-            return documents.attend(query, key, value)
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return causal_attention(query, key, value, documents)
 
     def _heads(self, x: Tensor) -> Tensor:
         """(batch, seq, hidden) -> (batch, heads, seq, head_size)"""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F  # noqa: N812  (the field's name for it)
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from hpctrain.api import Documents, UsageError
+from hpctrain.api import UsageError, causal_attention
 
 _NAME = "hpctrain"
 """The name of this attention in transformers' interface."""
@@ -39,7 +38,7 @@ def give_to_attention(model: PreTrainedModel) -> list[nn.Module]:
     AttentionMaskInterface.register(_NAME, lambda *args, **keywords: None)
     model.set_attn_implementation(_NAME)
     for one in found:
-        one.__dict__["attend"] = _alone
+        one.__dict__["attend"] = causal_attention
     return found
 
 
@@ -47,12 +46,6 @@ def is_given(model: PreTrainedModel) -> bool:
     """Whether `give_to_attention` has changed the model."""
     config = model.config
     return bool(config._attn_implementation == _NAME)
-
-
-def _alone(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
-    if documents is not None:
-        return documents.attend(query, key, value)
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def _attention(

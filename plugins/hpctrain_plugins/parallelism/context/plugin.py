@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -107,20 +106,21 @@ class AppliedContextParallel(AppliedAxis):
                 everywhere=True,
             )
         documents: Documents | None = batch.get("documents")
-        place = self._place([seq] if documents is None else documents.lengths)
+        place = self._place(documents or Documents([seq]))
         cut = {key: batch[key].index_select(at, place.to(batch[key].device)) for key, at in self._dims.items()}
         positions = batch["positions"][place] if documents is not None else place.to(batch[name].device)
         if documents is not None and self._method == "ring":
             cut["documents"] = Documents([length // self._size for length in documents.lengths])
         return {**batch, **cut, "positions": positions}
 
-    def _place(self, lengths: Sequence[int]) -> Tensor:
+    def _place(self, documents: Documents) -> Tensor:
         """This rank's tokens of a row of sequences."""
         if self._method == "ulysses":
-            return ulysses.positions(sum(lengths), self._size, self._rank)
-        begins = [end - length for length, end in zip(lengths, accumulate(lengths), strict=True)]
-        parts = [ring.positions(length, self._size, self._rank) for length in lengths]
-        return torch.cat([begin + part for begin, part in zip(begins, parts, strict=True)])
+            return ulysses.positions(sum(documents.lengths), self._size, self._rank)
+        spans = documents.spans
+        return torch.cat(
+            [span.start + ring.positions(span.stop - span.start, self._size, self._rank) for span in spans]
+        )
 
 
 @hookimpl

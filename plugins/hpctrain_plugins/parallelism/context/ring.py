@@ -7,7 +7,6 @@ chunks r and 2n - 1 - r: every rank then has the same work with every other rank
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,8 +35,7 @@ def ring_attention(
         query, key, value = (one.to(dtype) if one.dtype == torch.float32 else one for one in (query, key, value))
     apply: Callable[..., Tensor] = _Ring.apply
     # chosen while gradients are on: not every kernel has a backward for every size
-    lengths = [query.shape[2]] if documents is None else documents.lengths
-    spans = [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+    spans = (documents or Documents([query.shape[2]])).spans
     return apply(query, key, value, group, kernel_of(query, key, value), spans)
 
 

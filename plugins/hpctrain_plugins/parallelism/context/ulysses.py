@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  (the field's name for it)
 from torch import Tensor
 
-from hpctrain.api import Documents, UsageError
+from hpctrain.api import Documents, UsageError, causal_attention
 
 
 def positions(seq: int, size: int, rank: int) -> Tensor:
@@ -33,11 +32,7 @@ def ulysses_attention(
             everywhere=True,
         )
     query, key, value = (_exchange(t, 1, 2, group) for t in (query, key, value))
-    if documents is None:
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    else:
-        attended = documents.attend(query, key, value)
-    return _exchange(attended, 2, 1, group)
+    return _exchange(causal_attention(query, key, value, documents), 2, 1, group)
 
 
 def _exchange(tensor: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
