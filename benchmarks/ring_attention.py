@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 
 import torch
-from hpctrain_plugins.parallelism.context.attention import Arithmetic, kernel_of, merge
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hpctrain.api import AttentionKernel, device_name, device_of_rank, is_accelerator
+from hpctrain.toolkit.attention import Arithmetic, kernel_of, merge
 
 HEADS, SIZE = 8, 128
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

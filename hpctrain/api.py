@@ -60,6 +60,7 @@ from hpctrain.base.torch_private import (
     storage_record,
     version_of,
 )
+from hpctrain.base.uncompiled import uncompiled
 from hpctrain.checkpoint.pickles import check_pickle, check_records
 from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
 from hpctrain.contracts.buckets import BucketSum, GradientBucket, GradientSums, Span
@@ -92,6 +93,7 @@ from hpctrain.contracts.model import (
     AttentionModel,
     Batch,
     ContextParallelModel,
+    DistributedAttentionModel,
     ExportableModel,
     MetaModel,
     ModelSpec,
@@ -155,6 +157,7 @@ __all__ = [
     "Control",
     "Dataset",
     "DatasetContext",
+    "DistributedAttentionModel",
     "Documents",
     "Done",
     "EnvironmentUnfitError",
@@ -287,6 +290,7 @@ __all__ = [
     "tie",
     "tied_parameters",
     "to_device",
+    "uncompiled",
     "version_of",
     "without_trace",
 ]

@@ -30,6 +30,7 @@ PAGES = {
         "AttentionModel",
         "TensorParallelModel",
         "ContextParallelModel",
+        "DistributedAttentionModel",
         "PipelineModel",
         "ExportableModel",
         "Batch",

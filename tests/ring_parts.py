@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from hpctrain_plugins.parallelism.context.attention import kernel_of, merge
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from hpctrain.toolkit.attention import kernel_of, merge
 
 
 def in_parts(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, parts: int) -> list[Tensor]:

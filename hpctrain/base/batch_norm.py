@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hpctrain.base.uncompiled import uncompiled
+
 
 class SynchronizedBatchNorm(nn.BatchNorm1d):
     """torch.nn.BatchNorm of any number of dims, with the mean and the variance over all processes, which may have different numbers
@@ -28,6 +30,7 @@ class SynchronizedBatchNorm(nn.BatchNorm1d):
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all processes."""
 
+    @uncompiled  # it communicates
     def forward(self, input: Tensor) -> Tensor:
         """input: (batch, channels, ...). Raises ValueError for fewer dims."""
         if input.dim() < 2:

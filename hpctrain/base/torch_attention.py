@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hpctrain.base.devices import has_cuda_operators, is_accelerator
+from hpctrain.base.uncompiled import uncompiled
 
 _ON_CPU = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ALIGNMENT = 32
@@ -52,6 +52,7 @@ class Documents:
         """The place of each in the row."""
         return [slice(end - length, end) for length, end in zip(self.lengths, accumulate(self.lengths), strict=True)]
 
+    @uncompiled  # rows differ in lengths, for which nothing is to be compiled anew
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention, `(batch, heads, tokens, head_size)`, of each document to itself alone."""
         parts = zip(*(one.split(self.lengths, dim=2) for one in (query, key, value)), strict=True)
@@ -63,16 +64,6 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, documents: Docum
     if documents is None:
         return scaled_dot_product_attention(query, key, value, is_causal=True)
     return documents.attend(query, key, value)
-
-
-def leave_documents_out_of_graphs() -> None:
-    """Keep torch.compile from `Documents.attend`: rows differ in lengths, for which nothing is to be compiled anew.
-
-    Not a decorator, which would load the compiler with every command.
-    """
-    if not getattr(Documents.attend, "__wrapped__", None):
-        attend: Any = torch.compiler.disable(Documents.attend)
-        Documents.attend = attend  # type: ignore[method-assign]
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel | None:

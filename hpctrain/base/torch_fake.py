@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_IN_PLACE = ("aten._fused_sgd_", "aten._fused_adagrad_")
+"""Operators that return nothing and of which torch does not know that they need no values, unlike Adam's."""
+
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has a shape and no values."""
@@ -53,6 +56,8 @@ def fake_tensors() -> AbstractContextManager[Any]:
         avoid_device_init = True
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if str(func.overloadpacket) in _IN_PLACE:
+                return None
             cached = self.cache_enabled
             self.cache_enabled = cached and not any(isinstance(one, torch.UntypedStorage) for one in args)
             try:

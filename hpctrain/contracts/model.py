@@ -206,6 +206,14 @@ class ContextParallelModel(AttentionModel):
         """
 
 
+class DistributedAttentionModel(ContextParallelModel):
+    """A model whose attention computes over several ranks by itself, in place of a ring or Ulysses.
+
+    Rank r has the r-th part of each sequence, and all parts are equally long. The modules of `attentions` need no `attend`; they
+    have a method `distribute(group)`, which is called once, after tensor parallelism has cut the module.
+    """
+
+
 class PipelineModel(ModelSpec):
     """A model that a pipeline cuts between its `blocks`: `forward` is `embed`, then each block, then `head`."""
 

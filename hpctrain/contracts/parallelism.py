@@ -99,8 +99,8 @@ class Parallelism(Plugin):
     def traits(self) -> AxisTraits:
         """The axis's traits under these options."""
 
-    def sequence_multiple(self, size: int) -> int:
-        """The number that divides the length of a batch which `size` ranks of this axis can cut."""
+    def sequence_multiple(self, size: int, spec: ModelSpec) -> int:
+        """The number that divides the length of a batch which `size` ranks of this axis can cut for the model `spec`."""
         return 1
 
     @abstractmethod

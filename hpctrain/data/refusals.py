@@ -73,7 +73,11 @@ def refuse_uneven(job: Job, parts: Parts, length: int) -> None:
     multiple = sequence_multiple(job, parts)
     if length % multiple:
         sizes = {name: job.parallelism[name].size for name in parts.parallelism}
-        cutting = [f"{name} = {n}" for name, n in sizes.items() if parts.parallelism[name].sequence_multiple(n) > 1]
+        cutting = [
+            f"{name} = {n}"
+            for name, n in sizes.items()
+            if parts.parallelism[name].sequence_multiple(n, parts.model) > 1
+        ]
         raise UsageError(
             f"[dataset] seq_length: the samples of {job.dataset.name!r} have {length} tokens, and [parallelism] "
             f"{' with '.join(cutting)} cuts sequences into equal parts; expected a multiple of {multiple}, such as "

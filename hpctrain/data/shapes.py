@@ -132,7 +132,7 @@ def sequence_multiple(job: Job, parts: Parts) -> int:
     multiple, ranks = 1, 1  # ranks: those that share a sample
     for name, plugin in sorted(parts.parallelism.items(), key=lambda item: item[1].traits.order):
         size = job.parallelism[name].size
-        multiple = lcm(multiple, ranks * plugin.sequence_multiple(size))
+        multiple = lcm(multiple, ranks * plugin.sequence_multiple(size, parts.model))
         ranks *= size if plugin.traits.cuts_samples else 1
     return multiple
 

@@ -6,6 +6,8 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import tomli
@@ -85,8 +87,12 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
 
 
 def _preset(name: str, place: str) -> Path:
-    """The file of a model's sizes."""
-    known = {path.stem: path for path in (Path(__file__).parent / "presets").glob("*.toml")}
+    """The file of a model's sizes: the core's, or that of a distribution whose entry point of the group `hpctrain.presets` names
+    a package with such files."""
+    packages = [find_spec(entry.value) for entry in entry_points(group="hpctrain.presets")]
+    folders = [str(Path(__file__).parent / "presets")]
+    folders += [folder for one in packages if one is not None for folder in one.submodule_search_locations or ()]
+    known = {path.stem: path for folder in folders for path in Path(folder).glob("*.toml")}
     if name not in known:
         raise JobFileError(f"{place}: extends: there is no preset {name!r}; expected one of {', '.join(sorted(known))}")
     return known[name]

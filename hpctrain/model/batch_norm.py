@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -56,4 +55,3 @@ def synchronize_batch_norms(module: nn.Module, name: str, group: dist.ProcessGro
     for one in found if group.size() > 1 else ():
         one.__class__ = RankBatchNorm
         one.group = group  # type: ignore[assignment]  # no module, which would have parameters
-        one.forward = torch.compiler.disable(one.forward)  # it communicates

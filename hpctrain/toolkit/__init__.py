@@ -2,7 +2,8 @@
 
 Made of hpctrain.api: `buckets`, flat buckets of gradients; `bucketed`, a sharded model that fills and reduces them;
 `partitioned`, one whose ranks own slices of them, with `slices` and `offload`; `checkpoint`, files, snapshots, checksums;
-`cache`, files that are costly to make, kept for later jobs; `scripts`, batch scripts, and the commands of schedulers.
+`cache`, files that are costly to make, kept for later jobs; `attention`, parts of attention that add up; `scripts`, batch scripts,
+and the commands of schedulers.
 
 Doors to a room of hpctrain's each, with the names in their `__all__`: `commands`, what a command is made of; `jobs`, jobs read,
 checked and trained; `runs`, the files of a run; `starting`, ranks here, under mpiexec and on hosts; `launcher_variables`, a

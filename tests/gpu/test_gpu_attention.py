@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hpctrain_plugins.parallelism.context.attention import Arithmetic, kernel_of
 from on_gpu import DEVICE, needs_gpu
 from ring_parts import at_once, drawn, in_parts
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hpctrain.toolkit.attention import Arithmetic, kernel_of
 
 pytestmark = [needs_gpu, pytest.mark.timeout(120)]
 

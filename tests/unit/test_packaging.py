@@ -60,10 +60,11 @@ def test_the_wheel_of_horovods_interface(tmp_path: Path) -> None:
     assert f"\nVersion: {__version__}\n" in head and f"\nRequires-Dist: hpctrain=={__version__}\n" in head
 
 
-def test_the_wheel_of_hugging_faces_models(tmp_path: Path) -> None:
-    home = ROOT / "plugins" / "hpctrain-huggingface"
-    top, head = _look(_built(WheelBuilder(str(home)), tmp_path), home / "hpctrain_huggingface")
-    assert top == {"hpctrain_huggingface"}
+@pytest.mark.parametrize("name", ["hpctrain-huggingface", "hpctrain-dilated-attention"])
+def test_the_wheel_of_another_distribution(name: str, tmp_path: Path) -> None:
+    home, package = ROOT / "plugins" / name, name.replace("-", "_")
+    top, head = _look(_built(WheelBuilder(str(home)), tmp_path), home / package)
+    assert top == {package}
     assert f"\nVersion: {__version__}\n" in head and f"\nRequires-Dist: hpctrain=={__version__}\n" in head
 
 
@@ -86,6 +87,7 @@ def test_type_checkers_find_a_package_that_is_installed_in_place() -> None:
         ("hpctrain_plugins.model.gpt", ROOT / "plugins"),
         ("hpctrain_horovod.torch", ROOT / "plugins" / "hpctrain-horovod"),
         ("hpctrain_huggingface.model", ROOT / "plugins" / "hpctrain-huggingface"),
+        ("hpctrain_dilated_attention.plugin", ROOT / "plugins" / "hpctrain-dilated-attention"),
     ):
         found = finder.find_module(name)
         assert isinstance(found, str) and Path(found).is_relative_to(folder), found

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hpctrain_plugins.parallelism.context import attention
 from ring_parts import at_once, drawn, in_parts
+
+from hpctrain.toolkit import attention
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Of the largest element."""

@@ -15,6 +15,7 @@ from hpctrain.api import (
     AxisTraits,
     Batch,
     ContextParallelModel,
+    DistributedAttentionModel,
     Documents,
     Field,
     ModelSpec,
@@ -29,10 +30,10 @@ from hpctrain_plugins.parallelism.context import ring, ulysses
 
 
 class ContextOptions(Options):
-    method: Literal["ring", "ulysses"] = Field(
-        default="ring",
+    method: Literal["ring", "ulysses"] | None = Field(
+        default=None,
         description="ring passes keys and values from rank to rank; ulysses exchanges tokens for heads, whose number the ranks "
-        "must divide",
+        "must divide; default: the model's own where it has one, else ring",
     )
 
 
@@ -48,38 +49,48 @@ class ContextParallel(Parallelism):
         shares_heads = self.options.method == "ulysses"
         return AxisTraits("cp", 40, "parts of samples", shares_heads=shares_heads, cuts_documents=True)
 
-    def sequence_multiple(self, size: int) -> int:
-        return size * (2 if self.options.method == "ring" else 1)
+    def sequence_multiple(self, size: int, spec: ModelSpec) -> int:
+        return size * (2 if self._method(spec) == "ring" else 1)
+
+    def _method(self, spec: ModelSpec) -> str:
+        return self.options.method or ("its own" if isinstance(spec, DistributedAttentionModel) else "ring")
 
     def problems(self, plan: Plan) -> list[Problem]:
-        spec, size, method = plan.model, plan.sizes[self.name], self.options.method
+        spec, size, method = plan.model, plan.sizes[self.name], self._method(plan.model)
         problems = []
         if not isinstance(spec, ContextParallelModel):
             why = f"the model {spec.name!r} does not say which of its inputs are sequences (ContextParallelModel)"
             problems.append(Problem(why))
+        elif method != "its own" and isinstance(spec, DistributedAttentionModel):
+            why = f"the model {spec.name!r} computes its attention over ranks by itself; leave method = {method!r} out"
+            problems.append(Problem(why))
         elif method == "ulysses" and spec.attention_heads % size:
             heads = f"the model has {spec.attention_heads} attention heads, which {size} ranks do not divide"
             problems.append(Problem(f'{heads}; use method = "ring"'))
-        if plan.compiles and plan.activation_checkpointing.is_compiled and (method == "ring" or plan.packs):
+        if plan.compiles and plan.activation_checkpointing.is_compiled and (method != "ulysses" or plan.packs):
+            other = 'method = "ulysses" without packing, or ' if method != "its own" else ""
             why = (
-                'context: method = "ring" and packed rows are not compiled, and this activation checkpointing needs each block in '
-                'one piece; use method = "ulysses" without packing, or [activation_checkpointing] mode = "full"'
+                "context: attention that communicates and packed rows are not compiled, and this activation checkpointing needs "
+                f'each block in one piece; use {other}[activation_checkpointing] mode = "full"'
             )
             problems.append(Problem(why, "compile.enabled"))
         return problems
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> AppliedContextParallel:
         assert isinstance(spec, ContextParallelModel)  # see problems
-        # communication can't be compiled; the compiler takes the code before and after it
-        passing_round = torch.compiler.disable(ring.ring_attention)
-        attend = passing_round if self.options.method == "ring" else ulysses.ulysses_attention
+        method, group = self._method(spec), mesh.get_group()
         attentions: list[Any] = spec.attentions(module)
         if not attentions:
             raise UsageError(f"[parallelism] context: the model {spec.name!r} names no attention modules")
         for attention in attentions:
-            attention.attend = partial(attend, group=mesh.get_group())
-        multiple = self.sequence_multiple(mesh.size())
-        return AppliedContextParallel(module, self.options.method, spec.sequence_dims(), mesh, multiple)
+            if method == "its own":
+                attention.distribute(group)
+            else:
+                attend = ring.ring_attention if method == "ring" else ulysses.ulysses_attention
+                attention.attend = partial(attend, group=group)
+        return AppliedContextParallel(
+            module, method, spec.sequence_dims(), mesh, self.sequence_multiple(mesh.size(), spec)
+        )
 
 
 class AppliedContextParallel(AppliedAxis):
@@ -102,7 +113,7 @@ class AppliedContextParallel(AppliedAxis):
         if seq % self._multiple:
             raise UsageError(
                 f"[parallelism] context = {self._size}: found sequences of {seq} tokens, expected a multiple of "
-                f"{self._multiple} with method = {self._method!r}",
+                f"{self._multiple}",
                 everywhere=True,
             )
         documents: Documents | None = batch.get("documents")
@@ -115,8 +126,8 @@ class AppliedContextParallel(AppliedAxis):
 
     def _place(self, documents: Documents) -> Tensor:
         """This rank's tokens of a row of sequences."""
-        if self._method == "ulysses":
-            return ulysses.positions(sum(documents.lengths), self._size, self._rank)
+        if self._method != "ring":
+            return torch.arange(sum(documents.lengths)).chunk(self._size)[self._rank]
         spans = documents.spans
         return torch.cat(
             [span.start + ring.positions(span.stop - span.start, self._size, self._rank) for span in spans]

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.api import AttentionKernel, Documents
-from hpctrain_plugins.parallelism.context.attention import kernel_of, merge
+from hpctrain.api import AttentionKernel, Documents, uncompiled
+from hpctrain.toolkit.attention import kernel_of, merge
 
 
 def positions(seq: int, size: int, rank: int) -> Tensor:
@@ -23,6 +23,7 @@ def positions(seq: int, size: int, rank: int) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
+@uncompiled  # it communicates
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None, *, group: dist.ProcessGroup
 ) -> Tensor:

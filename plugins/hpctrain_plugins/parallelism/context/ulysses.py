@@ -12,11 +12,6 @@ from torch import Tensor
 from hpctrain.api import Documents, UsageError, causal_attention
 
 
-def positions(seq: int, size: int, rank: int) -> Tensor:
-    """The tokens of a sequence of length `seq` on `rank`. `seq` must be a multiple of size."""
-    return torch.arange(seq).chunk(size)[rank]
-
-
 def ulysses_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None, *, group: dist.ProcessGroup
 ) -> Tensor:

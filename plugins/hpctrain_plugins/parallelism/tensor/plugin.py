@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
@@ -67,7 +67,7 @@ class TensorParallel(Parallelism):
             one_shape="compiled",  # torch's compiler recurses for ever on DTensors with dynamic sizes
         )
 
-    def sequence_multiple(self, size: int) -> int:
+    def sequence_multiple(self, size: int, spec: ModelSpec) -> int:
         return size if self.options.sequence_parallel else 1
 
     def problems(self, plan: Plan) -> list[Problem]:
@@ -104,11 +104,18 @@ class TensorParallel(Parallelism):
             if made is not None:
                 # every rank has the same values, or none yet: no broadcast needed
                 parallelize_module(module, mesh, {name: made}, src_data_rank=None)
+                if isinstance(inner, nn.Embedding):
+                    inner.register_forward_hook(_arrived)
         refuse_cut_apart(module, tied)
         tie(module, tied)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in trained)  # some of torch's styles create trainable parameters
         return AppliedTensorParallel(module, mesh, self.options)
+
+
+def _arrived(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """The output as a tensor of its own: a compiled block that takes one which is still on its way has no backward."""
+    return output.clone()
 
 
 class AppliedTensorParallel(AppliedAxis):

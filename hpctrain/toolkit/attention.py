@@ -1,4 +1,7 @@
-"""Attention of some queries on some keys, and the merge of such parts. Shapes are those of AttentionKernel."""
+"""Attention of some queries on some keys, and the merge of such parts. Shapes are those of AttentionKernel.
+
+For attention whose keys come in parts: from other ranks (a ring), or in several patterns (dilated attention).
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,172 @@
+"""Which tokens see which. Everything here is arithmetic on places; nothing is communicated or computed.
+
+A group cuts the sequence into segments of one length and selects every `rate`-th token of each, for head h from token
+h mod rate of the segment on. Selected tokens see each other, within a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import floor
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The groups of a dilated attention.
+
+    segment_lengths, dilation_rates: of each group. block: selected tokens of a block, where attention is block-sparse; None
+    where it is not. sparsity_ratio: the share of distances between blocks that are left out.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    causal: bool = True
+    block: int | None = None
+    sparsity_ratio: float = 0.0
+
+    @property
+    def groups(self) -> list[tuple[int, int]]:
+        """Segment length and dilation rate of each group."""
+        return list(zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+    def distances(self, blocks: int) -> list[int]:
+        """The distances, in blocks, at which a block of queries sees a block of keys, of a segment of so many blocks."""
+        kept = max(1, blocks - floor(self.sparsity_ratio * blocks))
+        return [number * blocks // kept for number in range(kept)]
+
+    def pairs(self, tokens: int, heads: int) -> int:
+        """Pairs of a query and a key over all heads, causal masking not discounted."""
+        found = 0
+        for span in spans(self, Place(tokens, 0, tokens, 0, heads)):
+            size = self.block or span.total
+            kept = len(self.distances(-(-span.total // size))) if span.total else 0
+            seen = min(span.total, kept * size)
+            found += len(span.heads) * len(span.starts) * span.total * seen
+        return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """The tokens `begin` to `end` of a sequence of `tokens`, and `heads` heads from `first_head` on: what a rank has."""
+
+    tokens: int
+    begin: int
+    end: int
+    first_head: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Segments of one group of which a rank has the same part, and the heads for which it does.
+
+    Selected tokens are counted within their segment: the rank has `begin` to `end` of `total`.
+    """
+
+    group: int
+    rate: int
+    heads: tuple[int, ...]
+    """Heads, counted on this rank."""
+    phases: tuple[int, ...]
+    """The first selected token of a segment, for each of the heads."""
+    starts: tuple[int, ...]
+    """The first token of each segment, in the whole sequence."""
+    begin: int
+    end: int
+    total: int
+
+    def others(self, causal: bool) -> list[tuple[int, int]]:
+        """The selected tokens of the segments that other ranks have and this one's see."""
+        apart = [(0, self.begin)] if causal else [(0, self.begin), (self.end, self.total)]
+        return [(begin, end) for begin, end in apart if begin < end]
+
+
+def spans(pattern: Pattern, place: Place) -> Iterator[Span]:
+    """The work of a rank: first, of each group, the segments that it has as a whole."""
+    for group, (length, rate) in enumerate(pattern.groups):
+        whole, apart = [], []
+        for start in range(place.begin // length * length, place.end, length):
+            if place.begin <= start and start + length <= place.end:
+                whole.append(start)
+            else:
+                apart.append([start])
+        for together in [whole, *apart] if whole else apart:
+            yield from _by_heads(group, rate, length, together, place)
+
+
+def _by_heads(group: int, rate: int, length: int, starts: list[int], place: Place) -> Iterator[Span]:
+    first, end = starts[0], min(starts[0] + length, place.tokens)
+    classes: dict[tuple[int, int, int], list[int]] = {}
+    for head in range(place.heads):
+        phase = (place.first_head + head) % rate
+        counts = (_selected(until - first - phase, rate) for until in (place.begin, min(place.end, end), end))
+        classes.setdefault(tuple(counts), []).append(head)  # type: ignore[arg-type]
+    for (begin, until, total), heads in classes.items():
+        if begin < until:
+            phases = tuple((place.first_head + head) % rate for head in heads)
+            yield Span(group, rate, tuple(heads), phases, tuple(starts), begin, until, total)
+
+
+def _selected(tokens: int, rate: int) -> int:
+    """Selected tokens among so many, the first of which is one."""
+    return max(0, -(-tokens // rate))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Attention of `count` pieces of queries to as many pieces of keys, one after the other: places among those of a span."""
+
+    query: int
+    key: int
+    queries: int
+    """Queries of a piece."""
+    keys: int
+    count: int
+    causal: bool
+
+
+def steps(pattern: Pattern, total: int, queries: tuple[int, int], keys: tuple[int, int]) -> Iterator[Step]:
+    """The parts in which the selected tokens `queries` of a segment see `keys`, which are the same or all others."""
+    size = pattern.block or total
+    blocks = -(-total // size)
+    for distance in pattern.distances(blocks):
+        for signed in {distance} if pattern.causal else {distance, -distance}:
+            yield from _joined(_pairs(size, blocks, signed, queries, keys, pattern.causal and distance == 0))
+
+
+def _pairs(
+    size: int, blocks: int, distance: int, queries: tuple[int, int], keys: tuple[int, int], causal: bool
+) -> Iterator[Step]:
+    """Each block of queries, or what is there of it, with the block of keys `distance` before it."""
+    low, high = max(0, distance, queries[0] // size), min(blocks, blocks + distance, -(-queries[1] // size))
+    for number in range(low, high):
+        ours = _common(number, size, queries)
+        theirs = _common(number - distance, size, keys)
+        if ours and theirs:
+            first, last = ours.start - queries[0], theirs.start - keys[0]
+            yield Step(first, last, len(ours), len(theirs), 1, causal and queries == keys)
+
+
+def _common(block: int, size: int, held: tuple[int, int]) -> range:
+    return range(max(held[0], block * size), min(held[1], (block + 1) * size))
+
+
+def _joined(pairs: Iterator[Step]) -> Iterator[Step]:
+    """The same with neighbours of one shape in one step."""
+    last: Step | None = None
+    for one in pairs:
+        if last is not None and _follows(last, one):
+            last = Step(last.query, last.key, last.queries, last.keys, last.count + 1, last.causal)
+            continue
+        if last is not None:
+            yield last
+        last = one
+    if last is not None:
+        yield last
+
+
+def _follows(before: Step, one: Step) -> bool:
+    same = (before.queries, before.keys, before.causal) == (one.queries, one.keys, one.causal)
+    ends = (before.query + before.count * before.queries, before.key + before.count * before.keys)
+    return same and ends == (one.query, one.key)
