@@ -1,27 +1,28 @@
 """Measures a step of a program's own loop against a step of `hpctrain run` on the same job: an MLP on classes, with AdamW.
 
-    OMP_NUM_THREADS=1 python benchmarks/own_loop_speed.py [--ranks 1,2] [--rounds 9] [--steps 25] [--json]
+    OMP_NUM_THREADS=1 python benchmarks/own_loop_speed.py [--ranks 1] [--rounds 3] [--steps 150] [--json]
 
-A round is a pair of trainings, which begin in turns. A step's time is that between two rows of metrics.jsonl, so all between two
-steps is in it; the first ones are left out. Prints, for each number of ranks, the medians of both and the ratio of a round's
-medians, own loop to run: the median over the rounds, and the quartiles. Ends with 1 if the losses differ.
+Both trainings of a round are there at the same time and take steps in turns: rank 0 waits in a hook until the other one's step is
+done. So a machine that is slow for a while is slow for both steps of a pair. A step's time is that from one such wait to the
+next, with all that is between two steps; the first ones are left out. Prints, for each number of ranks, the medians of both, the
+median ratio of a pair, own loop to run, with its quartiles, and the median of each round. Ends with 1 if the losses differ. Several
+ranks need cores for both trainings: a rank that waits for the others may keep its core busy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-FIRST = 4
-"""Rows that are left out."""
+FIRST = 10
+"""Steps that are left out."""
 JOB = """
 [job]
 name = "speed"
@@ -40,6 +41,49 @@ global_size = GLOBAL
 micro_size = 32
 [checkpoint]
 every_steps = 0
+[plugins]
+load = ["turns"]
+"""
+TURNS = """
+import json
+import os
+import time
+from contextlib import suppress
+
+from hpctrain.api import hookimpl
+
+mine, other = (os.environ[name] for name in ("MINE", "OTHER"))
+pipes, seconds = [], []
+
+
+@hookimpl
+def hpctrain_job_start(identity, step):
+    if identity.rank == 0:
+        kinds = (mine, "rb"), (other, "wb")
+        pipes.extend(open(path, kind, buffering=0) for path, kind in (kinds if os.environ["FIRST"] == "0" else kinds[::-1]))
+        if os.environ["FIRST"] == "1":
+            pipes.reverse()
+        else:
+            pipes[0].read(1)
+        seconds.append(time.perf_counter())
+
+
+@hookimpl
+def hpctrain_step_end(step):
+    if pipes:
+        now = time.perf_counter()
+        seconds[-1] = now - seconds[-1]
+        pipes[1].write(b".")
+        pipes[0].read(1)
+        seconds.append(time.perf_counter())
+
+
+@hookimpl
+def hpctrain_job_end():
+    if pipes:
+        with suppress(BrokenPipeError):  # the other one has ended
+            pipes[1].write(b".")
+        print("SECONDS " + json.dumps(seconds[:-1]), flush=True)
 """
 NET = """
 import torch
@@ -73,50 +117,64 @@ with hpctrain.own_loop(sys.argv[1]) as loop:
 KINDS = {"run": ("-m", "hpctrain", "run"), "own": ("loop.py",)}
 
 
-def train(directory: Path, kind: str, ranks: int, steps: int) -> list[dict[str, Any]]:
-    """The rows of a training on `ranks` ranks under mpiexec, or alone."""
-    launcher = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks)] if ranks > 1 else []
-    with tempfile.TemporaryDirectory(dir=directory) as output:
-        job = Path(output) / "job.toml"
-        job.write_text(JOB.replace("STEPS", str(steps)).replace("OUTPUT", output).replace("GLOBAL", str(64 * ranks)))
-        words = [*launcher, sys.executable, *KINDS[kind], str(job)]
-        done = subprocess.run(words, cwd=directory, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(done.stdout + done.stderr)
-        return [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
-
-
-def step_seconds(rows: Sequence[dict[str, Any]]) -> float:
-    """The median time between two rows."""
-    times = [float(row["time"]) for row in rows[FIRST:]]
-    return statistics.median(second - first for first, second in pairwise(times))
-
-
 def measure(directory: Path, ranks: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Both kinds in turns, `rounds` times."""
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    losses: dict[str, list[float]] = {}
+    """The times of pairs of steps, and the largest difference of a loss."""
+    pairs: list[list[tuple[float, float]]] = []
+    differ = 0.0
     for number in range(rounds):
-        for kind in list(KINDS) if number % 2 == 0 else list(KINDS)[::-1]:
-            rows = train(directory, kind, ranks, steps)
-            seconds[kind].append(step_seconds(rows))
-            losses[kind] = [row["loss"] for row in rows]
-    ratios = [own / run for own, run in zip(seconds["own"], seconds["run"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
+        with tempfile.TemporaryDirectory(dir=directory) as output:
+            found = train(directory, Path(output), ranks, steps, number % 2)
+        (own, own_losses), (run, run_losses) = (found[kind] for kind in ("own", "run"))
+        pairs.append(list(zip(own[FIRST:], run[FIRST:], strict=True)))
+        differ = max(differ, *(abs(one - two) for one, two in zip(own_losses, run_losses, strict=True)))
+    both = [pair for of_round in pairs for pair in of_round]
+    low, middle, high = statistics.quantiles([own / run for own, run in both], n=4)
     return {
         "ranks": ranks,
-        **{f"{kind}_ms": round(statistics.median(of_kind) * 1e3, 2) for kind, of_kind in seconds.items()},
+        "own_ms": round(statistics.median(own for own, _ in both) * 1e3, 2),
+        "run_ms": round(statistics.median(run for _, run in both) * 1e3, 2),
         "ratio": round(middle, 4),
         "quartiles": [round(low, 4), round(high, 4)],
-        "losses_differ": max(abs(own - run) for own, run in zip(losses["own"], losses["run"], strict=True)),
+        "rounds": [round(statistics.median(own / run for own, run in of_round), 4) for of_round in pairs],
+        "losses_differ": differ,
     }
+
+
+def train(
+    directory: Path, output: Path, ranks: int, steps: int, first: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds and loss of each step of both kinds, on `ranks` ranks under mpiexec, or alone. first: which takes the first step."""
+    launcher = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks)] if ranks > 1 else []
+    for kind in KINDS:
+        os.mkfifo(output / f"to-{kind}")
+        filled = (
+            JOB.replace("STEPS", str(steps)).replace("OUTPUT", str(output / kind)).replace("GLOBAL", str(64 * ranks))
+        )
+        (output / f"{kind}.toml").write_text(filled)
+    begun = {}
+    for number, (kind, words) in enumerate(KINDS.items()):
+        other = next(one for one in KINDS if one != kind)
+        turns = {"MINE": f"{output}/to-{kind}", "OTHER": f"{output}/to-{other}", "FIRST": str(int(number == first))}
+        begun[kind] = subprocess.Popen(
+            [*launcher, sys.executable, *words, f"{output}/{kind}.toml"],
+            cwd=directory, env={**os.environ, **turns}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+    found = {}
+    for kind, one in begun.items():
+        told, _ = one.communicate(timeout=600)
+        if one.returncode:
+            raise SystemExit(told)
+        seconds = next(line.partition("SECONDS ")[2] for line in told.splitlines() if "SECONDS " in line)
+        rows = [json.loads(line) for line in (output / kind / "metrics.jsonl").read_text().splitlines()]
+        found[kind] = (json.loads(seconds), [row["loss"] for row in rows])
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="1,2")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--ranks", default="1")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--depth", type=int, default=6, help="layers of a million parameters")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each number of ranks")
     given = parser.parse_args()
@@ -125,6 +183,7 @@ def main() -> int:
         directory = Path(text)
         (directory / "net.py").write_text(NET.replace("DEPTH", str(given.depth)))
         (directory / "loop.py").write_text(PROGRAM)
+        (directory / "turns.py").write_text(TURNS)
         for ranks in map(int, given.ranks.split(",")):
             found = measure(directory, ranks, given.rounds, given.steps)
             differ = max(differ, found["losses_differ"])
@@ -136,8 +195,8 @@ def told(found: dict[str, Any]) -> str:
     """A line of words."""
     low, high = found["quartiles"]
     return (
-        f"{found['ranks']} ranks: run {found['run_ms']} ms, own loop {found['own_ms']} ms, ratio {found['ratio']} "
-        f"({low} - {high}), losses differ by {found['losses_differ']:.0e}"
+        f"{found['ranks']} ranks: run {found['run_ms']} ms, own loop {found['own_ms']} ms, ratio of a pair {found['ratio']} "
+        f"({low} - {high}; rounds {found['rounds']}), losses differ by {found['losses_differ']:.0e}"
     )
 
 

@@ -85,6 +85,7 @@ CHANGES: tuple[Change, ...] = (
         "the `AppliedAxis` that `apply` returns has it",
     ),
     *_all(2, "Parallelism", "apply", "it returns an `AppliedAxis`"),
+    *_all(2, "Parallelism", "sequence_multiple(size)", "it takes the model as its second argument"),
     *_all(2, "ActivationCheckpointing", "apply", "it takes `replicas` as its third argument"),
     *_all(
         2,

@@ -1,4 +1,5 @@
-"""The pages on own loops and for those who come from other libraries, as their readers do them: each file, each command, in order.
+"""The pages on own loops and long sequences, and for those who come from other libraries, as their readers do them: each file, each
+command, in order.
 
 A block with title="NAME" is the file NAME; one that a command has written already is what the command must have written.
 """
@@ -15,7 +16,14 @@ import pytest
 from launching import hpctrain, run
 
 DOCS = Path(__file__).parents[2] / "docs"
-COMMANDS = {"own-loop": 2, "from-accelerate": 3, "from-deepspeed": 2, "from-lightning": 2, "from-torchtitan": 2}
+COMMANDS = {
+    "own-loop": 2,
+    "long-sequences": 2,
+    "from-accelerate": 3,
+    "from-deepspeed": 2,
+    "from-lightning": 2,
+    "from-torchtitan": 2,
+}
 
 
 def words_of(line: str) -> list[str]:

@@ -45,7 +45,7 @@ def test_a_plan_says_what_a_rank_needs_and_whether_it_fits(job: JobFile) -> None
 
 
 def test_json_and_python_say_the_same(job: JobFile) -> None:
-    job.set(sharding={"stage": 1})
+    job.set(sharding={"stage": 1}, optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9})
     told = json.loads(run(hpctrain("plan", "job.toml", "-n", "3", "--machine", "a100", "--json"), job.directory).out)
     planned = package.plan(package.load_job(job.path), ranks=3, machine="a100")
     assert told == json.loads(json.dumps(planned.as_dict()))

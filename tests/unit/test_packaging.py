@@ -87,7 +87,7 @@ def test_type_checkers_find_a_package_that_is_installed_in_place() -> None:
         ("hpctrain_plugins.model.gpt", ROOT / "plugins"),
         ("hpctrain_horovod.torch", ROOT / "plugins" / "hpctrain-horovod"),
         ("hpctrain_huggingface.model", ROOT / "plugins" / "hpctrain-huggingface"),
-        ("hpctrain_dilated_attention.plugin", ROOT / "plugins" / "hpctrain-dilated-attention"),
+        ("hpctrain_dilated_attention.model", ROOT / "plugins" / "hpctrain-dilated-attention"),
     ):
         found = finder.find_module(name)
         assert isinstance(found, str) and Path(found).is_relative_to(folder), found

@@ -1,4 +1,4 @@
-"""Which tokens see which. Everything here is arithmetic on places; nothing is communicated or computed.
+"""The tokens that see each other. Everything here is arithmetic on places; nothing is communicated or computed.
 
 A group cuts the sequence into segments of one length and selects every `rate`-th token of each, for head h from token
 h mod rate of the segment on. Selected tokens see each other, within a segment.
@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import floor
+
+_TOGETHER = 16384
+"""Tokens whose whole segments are computed at once: copies of them take no more memory in longer sequences."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ def spans(pattern: Pattern, place: Place) -> Iterator[Span]:
                 whole.append(start)
             else:
                 apart.append([start])
-        for together in [whole, *apart] if whole else apart:
+        many = max(1, _TOGETHER // length)
+        for together in [*(whole[at : at + many] for at in range(0, len(whole), many)), *apart]:
             yield from _by_heads(group, rate, length, together, place)
 
 

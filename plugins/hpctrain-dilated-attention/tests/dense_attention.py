@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 
 def times_seen(pattern: Pattern, tokens: int, heads: int) -> Tensor:
-    """How many groups let a token (rows) see another one (columns): `(heads, tokens, tokens)`."""
+    """The number of groups that let a token (rows) see another one (columns): `(heads, tokens, tokens)`."""
     seen = torch.zeros(heads, tokens, tokens, dtype=torch.float64)
     for length, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
         for head in range(heads):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dense_attention import times_seen
-from hpctrain_dilated_attention.plugin import CausalLongNet, LongNetEncoder, LongNetOptions
+from hpctrain_dilated_attention.model import CausalLongNet, LongNetEncoder, LongNetOptions
 
 from hpctrain.api import HpctrainError, UsageError
 from hpctrain.checking.check import check

@@ -94,7 +94,7 @@ class LongNet(MetaModel, TokenModel, TensorParallelModel, DistributedAttentionMo
 
     @property
     def pattern(self) -> Pattern:
-        """Which tokens see which."""
+        """The tokens that see each other."""
         size = self.options
         block = size.block_size if size.sparsity_ratio else None
         return Pattern(tuple(size.segment_lengths), tuple(size.dilation_rates), self.causal, block, size.sparsity_ratio)

@@ -1,0 +1,29 @@
+"""The example as its second line says to run it, and on one rank: the losses are the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import hpctrain, run
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "long.toml"
+
+
+def rows(directory: Path, ranks: int, *settings: str) -> list[dict[str, Any]]:
+    words = [word for one in (f"job.output_dir=on-{ranks}", *settings) for word in ("--set", one)]
+    done = run(hpctrain("run", str(EXAMPLE), "-n", str(ranks), *words), directory, timeout=200)
+    assert done.code == 0, done
+    return [json.loads(line) for line in (directory / f"on-{ranks}" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_example_learns_and_ranks_change_nothing(tmp_path: Path) -> None:
+    cut = rows(tmp_path, 2)
+    whole = rows(tmp_path, 1, "parallelism.context=1")
+    for name, count in (("loss", 20), ("evaluation_loss", 2)):
+        mine, expected = ([row[name] for row in one if name in row] for one in (cut, whole))
+        assert len(mine) == count and mine == pytest.approx(expected, rel=2e-5)
+    losses = [row["loss"] for row in cut if "loss" in row]
+    assert losses[-1] < 0.7 * losses[0]
