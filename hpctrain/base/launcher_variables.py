@@ -24,7 +24,7 @@ _AGENT = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 """Set by torchrun, which srun or mpiexec may have started."""
 _TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 STARTER_VARIABLE = "HPCTRAIN_STARTED_IN"
-"""Set by `hpctrain run -n` for ranks that it starts without MPI: the starter's directory, which other users cannot read."""
+"""Set by a starter for ranks that it starts without MPI, as `hpctrain run -n` does: a directory that other users cannot read."""
 TORCHRUN_NAMES = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "SLURM_PROCID"),
     "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS"),
@@ -41,6 +41,8 @@ OF_MPIEXEC = ("OMPI_COMM_WORLD_", "PMIX_")
 """Beginnings of variables that are the first rank's where mpiexec has started its parent."""
 OF_LAUNCHERS = (*OF_A_RANK, *OF_MPIEXEC, "MASTER_ADDR", "MASTER_PORT", "SLURM_", "FLUX_", "PALS_", "TORCHELASTIC_")
 """Beginnings of variables by which a rank finds out how it was started."""
+_OF_ALLOCATION = ("SLURM_JOB_ID", "SLURM_JOB_END_TIME")
+"""Variables that are true of every process in a job of Slurm's, whoever started it: the job's number, and when it ends."""
 _BY_MPIEXEC = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE"))
 """The ranks of this node and of the world, from Open MPI's mpiexec, and from MPICH's and its relatives'."""
 _BY_SCHEDULER = (
@@ -71,6 +73,28 @@ def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
         told = next((environment[other] for other in known), None)
         if told is not None:
             environment.setdefault(name, told)
+
+
+def started_variables(
+    numbers: RankNumbers, directory: os.PathLike[str], host: str, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The environment of a rank that a program on its node starts: `environment` with these numbers in place of other launchers'.
+
+    directory: private, with the job's secret in the file `secret`; its name up to the last dot is the same for all ranks, and used
+    for one start only. host: the address of rank 0's node.
+    """
+    found = {
+        name: value
+        for name, value in environment.items()
+        if name in _OF_ALLOCATION or not name.startswith(OF_LAUNCHERS)
+    }
+    told = zip(TORCHRUN_NAMES, (numbers.rank, numbers.size, numbers.local_rank, numbers.local_size), strict=True)
+    return {
+        **found,
+        **{name: str(number) for name, number in told},
+        "MASTER_ADDR": host,
+        STARTER_VARIABLE: os.fspath(directory),
+    }
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> bool:

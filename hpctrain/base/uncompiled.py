@@ -11,22 +11,34 @@ import torch
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-_called: dict[str, Callable[..., Any]] = {}
-"""What is called for each of them, by its full name: itself, or what torch makes of it once something is compiled."""
+
+class _LeftAlone:
+    """A function, and what is called in its place: itself, or what torch makes of it once something is compiled."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.called = function
+
+    def leave_alone(self) -> None:
+        self.called = torch.compiler.disable(self.called)
+
+
+_functions: list[_LeftAlone] = []
 _states = {"compiles": False}
 
 
 def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Keep torch.compile out of a function: graphs end before it and begin again after it.
+    """Keep `[compile]` out of a function: graphs end before it and begin again after it.
 
     A decorator, in place of `torch.compiler.disable`, which loads the compiler at once: two seconds of each command.
     """
-    name = f"{function.__module__}.{function.__qualname__}"
-    _called[name] = torch.compiler.disable(function) if _states["compiles"] else function
+    one = _LeftAlone(function)
+    _functions.append(one)
+    if _states["compiles"]:
+        one.leave_alone()
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        result: Result = _called[name](*args, **kwargs)
+        result: Result = one.called(*args, **kwargs)
         return result
 
     return call
@@ -36,4 +48,5 @@ def leave_out_of_graphs() -> None:
     """Tell torch's compiler of all such functions; called before something is compiled."""
     if not _states["compiles"]:
         _states["compiles"] = True
-        _called.update({name: torch.compiler.disable(function) for name, function in _called.items()})
+        for one in _functions:
+            one.leave_alone()

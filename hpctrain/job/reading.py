@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,12 +90,20 @@ def _read_file(path: Path, chain: list[Path]) -> RawJob:
 def _preset(name: str, place: str) -> Path:
     """The file of a model's sizes: the core's, or that of a distribution whose entry point of the group `hpctrain.presets` names
     a package with such files."""
-    packages = [find_spec(entry.value) for entry in entry_points(group="hpctrain.presets")]
     folders = [str(Path(__file__).parent / "presets")]
-    folders += [folder for one in packages if one is not None for folder in one.submodule_search_locations or ()]
-    known = {path.stem: path for folder in folders for path in Path(folder).glob("*.toml")}
+    for entry in entry_points(group="hpctrain.presets"):
+        with suppress(ImportError):  # a distribution whose files are gone
+            found = find_spec(entry.value)
+            folders += [] if found is None else list(found.submodule_search_locations or ())
+    known = {path.stem: path for folder in folders[::-1] for path in Path(folder).glob("*.toml")}
+    several = [folder for folder in folders if (Path(folder) / f"{name}.toml").is_file()]
+    if len(several) > 1:
+        raise JobFileError(f"{place}: extends: several packages have a preset {name!r}: {', '.join(several)}")
     if name not in known:
-        raise JobFileError(f"{place}: extends: there is no preset {name!r}; expected one of {', '.join(sorted(known))}")
+        raise JobFileError(
+            f"{place}: extends: there is no preset {name!r}, here or in an installed package; expected one of "
+            f"{', '.join(sorted(known))}"
+        )
     return known[name]
 
 

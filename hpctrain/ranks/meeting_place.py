@@ -18,7 +18,7 @@ from pathlib import Path
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import STARTER_VARIABLE, step_host, step_token, torchrun_token
 from hpctrain.base.store.client import Address, GuardedStore, narrow, open_store
-from hpctrain.base.store.credentials import SecretFinder, make_credential
+from hpctrain.base.store.credentials import Credential, SecretFinder, make_credential
 from hpctrain.base.store.messages import SECRET_BYTES, ProtocolError
 from hpctrain.base.store.network import (
     LOOPBACK,
@@ -63,7 +63,8 @@ def meeting_place(identity: Identity, environment: Mapping[str, str] = os.enviro
     one_node = identity.local_size == identity.size
     if identity.source == "starter":
         directory = Path(environment[STARTER_VARIABLE])
-        return MeetingPlace(directory.name, LOOPBACK, True, directory / "secret")
+        host = LOOPBACK if one_node else environment["MASTER_ADDR"]
+        return MeetingPlace(directory.stem, host, one_node, directory / "secret")
     if identity.source == "slurm":
         return MeetingPlace(step_token(environment), step_host(environment), one_node)
     # two nodes may each have a job of their own on "localhost"
@@ -86,13 +87,20 @@ def _open(
 ) -> GuardedStore:
     hosts = [LOOPBACK] if place.one_node else own_addresses(place.host)
     sockets = _listen(place, hosts, identity)
-    credential = make_credential(place.token, place.secret_file)
+    credential = _given(place) or make_credential(place.token, place.secret_file)
     server = StoreServer(credential.secret, sockets, identity.size, credential.introduction, on_stranger)
     store = open_store(server.addresses, lambda _: credential.secret, timeout.total_seconds(), timeout)
     try:
         return narrow(store, server, _await_all(store, identity, timeout))
     finally:
         credential.remove()
+
+
+def _given(place: MeetingPlace) -> Credential | None:
+    """The secret that a starter of ranks on several nodes has given each of them; None if rank 0 is to make one."""
+    file = place.secret_file
+    known = None if file is None else SecretFinder(place.token, file)(b"")
+    return None if file is None or known is None else Credential(known, b"", lambda: file.unlink(missing_ok=True))
 
 
 def open_over_pmi(identity: Identity, timeout: timedelta, on_stranger: Callable[[str], None]) -> GuardedStore:

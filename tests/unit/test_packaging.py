@@ -60,7 +60,7 @@ def test_the_wheel_of_horovods_interface(tmp_path: Path) -> None:
     assert f"\nVersion: {__version__}\n" in head and f"\nRequires-Dist: hpctrain=={__version__}\n" in head
 
 
-@pytest.mark.parametrize("name", ["hpctrain-huggingface", "hpctrain-dilated-attention"])
+@pytest.mark.parametrize("name", ["hpctrain-huggingface", "hpctrain-dilated-attention", "hpctrain-ray"])
 def test_the_wheel_of_another_distribution(name: str, tmp_path: Path) -> None:
     home, package = ROOT / "plugins" / name, name.replace("-", "_")
     top, head = _look(_built(WheelBuilder(str(home)), tmp_path), home / package)
@@ -88,6 +88,7 @@ def test_type_checkers_find_a_package_that_is_installed_in_place() -> None:
         ("hpctrain_horovod.torch", ROOT / "plugins" / "hpctrain-horovod"),
         ("hpctrain_huggingface.model", ROOT / "plugins" / "hpctrain-huggingface"),
         ("hpctrain_dilated_attention.model", ROOT / "plugins" / "hpctrain-dilated-attention"),
+        ("hpctrain_ray.scheduler", ROOT / "plugins" / "hpctrain-ray"),
     ):
         found = finder.find_module(name)
         assert isinstance(found, str) and Path(found).is_relative_to(folder), found

@@ -58,6 +58,8 @@ def test_an_unknown_preset_is_told_with_all_that_there_are(tmp_path: Path) -> No
     with pytest.raises(HpctrainError) as raised:
         read_job(path)
     found = str(raised.value)
-    assert found.startswith(f"{path}:1: extends: there is no preset 'llama-3-9b'; expected one of ")
+    assert found.startswith(
+        f"{path}:1: extends: there is no preset 'llama-3-9b', here or in an installed package; expected one of "
+    )
     told = found.rpartition("one of ")[2].split(", ")
     assert told == sorted(told) and set(told) >= PUBLISHED.keys()

@@ -1,8 +1,9 @@
 """Dilated attention, forward and backward, on one rank or over several that have parts of a sequence.
 
 Softmax denominators mix the groups: the output is attention to the keys of all groups, in which a key counts as often as
-groups select it. So groups, blocks and other ranks' keys are parts of one attention, which add up by their log-sum-exps; each
-part is an operator of torch's, and no whole matrix of scores is made. A token that no group selects for a head gets zeros.
+groups select it. So groups, blocks and other ranks' keys are parts of one attention, which add up by their log-sum-exps. Each part
+is a fused operator of torch's, without a matrix of scores, where torch has one for the device and dtype. A token that no group
+selects for a head gets zeros.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from hpctrain_dilated_attention.exchange import Exchange
 from hpctrain_dilated_attention.layout import Layout, Places, Work, layout
 from hpctrain_dilated_attention.pattern import Pattern, Place, steps
 
+_KEPT = 8
+"""Layouts that are kept, which have a number for each selected token; samples that grow have a new one for each token."""
+
 
 class DilatedAttention:
-    """Dilated attention of a pattern, for any number of modules; keeps the layout of each length that it has seen."""
+    """Dilated attention of a pattern, for any number of modules; keeps the layouts of the last lengths."""
 
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
         self.group: dist.ProcessGroup | None = None
         """The ranks over which sequences are cut, if they are."""
-        self._layouts: dict[tuple[int, int, int, torch.device], Layout] = {}
+        self._layouts: dict[tuple[int | torch.device, ...], Layout] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, first_head: int = 0) -> Tensor:
         """query, key, value: this rank's tokens, `(batch, heads, seq, head_size)` -> the same.
@@ -45,12 +49,16 @@ class DilatedAttention:
 
     def _layout(self, query: Tensor, first_head: int) -> Layout:
         (heads, each), device = query.shape[1:3], query.device
-        known = (each, heads, first_head, device)
-        if known not in self._layouts:
-            size, rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
+        size, rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
+        known = (size, rank, each, heads, first_head, device)
+        found = self._layouts.pop(known, None)
+        if found is None:
             places = [Place(size * each, one * each, (one + 1) * each, first_head, heads) for one in range(size)]
-            self._layouts[known] = layout(self.pattern, places, rank, device)
-        return self._layouts[known]
+            found = layout(self.pattern, places, rank, device)
+            if len(self._layouts) >= _KEPT:
+                del self._layouts[next(iter(self._layouts))]
+        self._layouts[known] = found  # the last one, now
+        return found
 
 
 class _Parts:
@@ -67,14 +75,14 @@ class _Parts:
     def add(self, work: Work, keys: tuple[int, int], query: Tensor, both: Tensor, output: Tensor, rows: Tensor) -> None:
         """Add attention of a work's queries to the selected tokens `keys`, whose keys and values are `both`, to output and rows."""
         span, (heads, tokens) = work.span, work.here
-        for step in steps(self.pattern, span.total, (span.begin, span.end), keys):
+        for step in steps(self.pattern, span, keys):
             mine = _pieces(query, step.query, step.queries, step.count)
             key, value = (_pieces(one, step.key, step.keys, step.count) for one in both)
             part, part_rows = self.kernel.forward(mine, key, value, step.causal)
             at = (slice(None), heads, tokens[..., step.query : step.query + step.queries * step.count])
             before, before_rows = output[at], rows[at]
-            part = part.to(before.dtype).view(before.shape)
-            output[at], rows[at] = merge((before, before_rows), (part, part_rows.reshape(before_rows.shape)))
+            more = part.to(before.dtype).reshape(before.shape), part_rows.reshape(before_rows.shape)
+            output[at], rows[at] = merge((before, before_rows), more)
 
     def add_gradients(
         self,
@@ -87,7 +95,7 @@ class _Parts:
     ) -> None:
         """Add this part's gradients. given: the output's gradient, query, output and rows of the work's tokens."""
         span = work.span
-        for step in steps(self.pattern, span.total, (span.begin, span.end), keys):
+        for step in steps(self.pattern, span, keys):
             ours, theirs = (step.query, step.queries, step.count), (step.key, step.keys, step.count)
             gradient, query, output, rows = (_pieces(one, *ours) for one in given)
             key, value = (_pieces(one, *theirs) for one in both)
@@ -108,7 +116,7 @@ class _Attention(torch.autograd.Function):
         exchange = parts.exchange()
         exchange.begin(both)
         for work in parts.found.works:
-            parts.add(work, _held(work), _at(query, work.here), _at_both(both, work.here), output, rows)
+            parts.add(work, work.span.held, _at(query, work.here), _at_both(both, work.here), output, rows)
         theirs = exchange.received()
         for work in parts.found.works:
             for keys, where in work.others:
@@ -144,14 +152,10 @@ class _Attention(torch.autograd.Function):
         exchange.begin_return(of_theirs.to(both.dtype))
         for work in parts.found.works:
             heads, tokens = work.here
-            of_both[:, :, heads, tokens] += add(work, _held(work), _at_both(both, work.here))
+            of_both[:, :, heads, tokens] += add(work, work.span.held, _at_both(both, work.here))
         exchange.add_returned(of_both)
         of_key, of_value = of_both.to(both.dtype)
         return of_query.to(query.dtype), of_key, of_value, None
-
-
-def _held(work: Work) -> tuple[int, int]:
-    return work.span.begin, work.span.end
 
 
 def _at(tensor: Tensor, here: Places) -> Tensor:
@@ -164,6 +168,8 @@ def _at_both(both: Tensor, here: Places) -> Tensor:
 
 
 def _pieces(tensor: Tensor, begin: int, length: int, count: int) -> Tensor:
-    """(batch, heads, segments, tokens, ...) -> (batch x heads, segments x count, length, ...)"""
+    """(batch, heads, segments, tokens, ...) -> (batch x heads, segments x count, length, ...), contiguous: a kernel may go by the
+    pointer alone."""
     part = tensor[:, :, :, begin : begin + length * count]
-    return part.reshape(part.shape[0] * part.shape[1], part.shape[2] * count, length, *part.shape[4:])
+    shape = part.shape[0] * part.shape[1], part.shape[2] * count, length, *part.shape[4:]
+    return part.reshape(shape).contiguous()

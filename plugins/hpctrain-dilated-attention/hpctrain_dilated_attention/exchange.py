@@ -10,7 +10,7 @@ from hpctrain_dilated_attention.layout import Traffic
 
 
 class Exchange:
-    """One round: `begin` and `received`, or `begin_return` and `add_returned`. What is computed between them takes its time."""
+    """A round: `begin` and `received`, or `begin_return` and `add_returned`. What is computed between them takes its time."""
 
     def __init__(self, traffic: Traffic | None, group: dist.ProcessGroup | None) -> None:
         self._traffic, self._group = traffic, group

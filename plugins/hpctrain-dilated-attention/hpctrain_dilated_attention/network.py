@@ -35,7 +35,8 @@ class Attention(nn.Module):
         """x: (batch, seq, hidden) -> the same."""
         query, key, value = (self._heads(linear(x)) for linear in (self.query, self.key, self.value))
         rank = 0 if self.dilated.group is None else self.dilated.group.rank()
-        query, key = (rotated(one, rank * query.shape[2], self.rotary_base) for one in (query, key))
+        cosine, sine = rotations(query, rank * query.shape[2], self.rotary_base)
+        query, key = (rotated(one, cosine, sine) for one in (query, key))
         attended = self.attend(query, key, value)
         return self.output(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -52,15 +53,22 @@ class Attention(nn.Module):
         return x.view(rows, seq, -1, self.head_size).transpose(1, 2)
 
 
-def rotated(x: Tensor, first: int, base: float) -> Tensor:
-    """Rotate pairs of numbers by angles that grow with the position. x: (batch, heads, seq, head_size), from token `first` on."""
+def rotations(x: Tensor, first: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of angles that grow with the position, `(seq, head_size / 2)`, for the tokens of x from `first` on.
+
+    x: (batch, heads, seq, head_size)
+    """
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)
     positions = torch.arange(first, first + x.shape[2], device=x.device, dtype=torch.float64)
     speeds = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
     angles = positions[:, None] * speeds  # float64: a float32 of a million leaves an angle four digits
-    cosine, sine = angles.cos().to(wide), angles.sin().to(wide)
-    one, other = x.to(wide).split(half, dim=-1)
+    return angles.cos().to(wide), angles.sin().to(wide)
+
+
+def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate pairs of numbers of x, (batch, heads, seq, head_size)."""
+    one, other = x.to(cosine.dtype).chunk(2, dim=-1)
     return torch.cat([one * cosine - other * sine, one * sine + other * cosine], dim=-1).to(x.dtype)
 
 

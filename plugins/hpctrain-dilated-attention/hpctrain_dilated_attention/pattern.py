@@ -34,18 +34,18 @@ class Pattern:
         return list(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
     def distances(self, blocks: int) -> list[int]:
-        """The distances, in blocks, at which a block of queries sees a block of keys, of a segment of so many blocks."""
+        """The distances, in blocks, at which a block of queries sees a block of keys, in whole segments of so many blocks."""
         kept = max(1, blocks - floor(self.sparsity_ratio * blocks))
         return [number * blocks // kept for number in range(kept)]
 
     def pairs(self, tokens: int, heads: int) -> int:
-        """Pairs of a query and a key over all heads, causal masking not discounted."""
+        """Pairs of a query and a key over all heads; as many later keys as earlier ones, causal or not."""
         found = 0
         for span in spans(self, Place(tokens, 0, tokens, 0, heads)):
-            size = self.block or span.total
-            kept = len(self.distances(-(-span.total // size))) if span.total else 0
-            seen = min(span.total, kept * size)
-            found += len(span.heads) * len(span.starts) * span.total * seen
+            many = len(span.heads) * len(span.starts)
+            for step in steps(self, span, span.held):
+                sides = 2 if self.causal and not step.causal else 1
+                found += many * sides * step.queries * step.keys * step.count
         return found
 
 
@@ -68,6 +68,8 @@ class Span:
     """
 
     group: int
+    length: int
+    """Tokens of a whole segment."""
     rate: int
     heads: tuple[int, ...]
     """Heads, counted on this rank."""
@@ -78,6 +80,11 @@ class Span:
     begin: int
     end: int
     total: int
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The selected tokens that the rank has."""
+        return self.begin, self.end
 
     def others(self, causal: bool) -> list[tuple[int, int]]:
         """The selected tokens of the segments that other ranks have and this one's see."""
@@ -109,12 +116,12 @@ def _by_heads(group: int, rate: int, length: int, starts: list[int], place: Plac
     for (begin, until, total), heads in classes.items():
         if begin < until:
             phases = tuple((place.first_head + head) % rate for head in heads)
-            yield Span(group, rate, tuple(heads), phases, tuple(starts), begin, until, total)
+            yield Span(group, length, rate, tuple(heads), phases, tuple(starts), begin, until, total)
 
 
 def _selected(tokens: int, rate: int) -> int:
     """Selected tokens among so many, the first of which is one."""
-    return max(0, -(-tokens // rate))
+    return max(0, _up(tokens, rate))
 
 
 @dataclass(frozen=True)
@@ -130,47 +137,41 @@ class Step:
     causal: bool
 
 
-def steps(pattern: Pattern, total: int, queries: tuple[int, int], keys: tuple[int, int]) -> Iterator[Step]:
-    """The parts in which the selected tokens `queries` of a segment see `keys`, which are the same or all others."""
-    size = pattern.block or total
-    blocks = -(-total // size)
-    for distance in pattern.distances(blocks):
+def steps(pattern: Pattern, span: Span, keys: tuple[int, int]) -> Iterator[Step]:
+    """The parts in which a span's tokens see the selected tokens `keys` of its segments: those of the span, or all others.
+
+    The distances between blocks are those of a whole segment: what a token sees does not depend on how many come after it.
+    """
+    size = pattern.block or span.total
+    for distance in pattern.distances(-(-span.length // (span.rate * size)) if pattern.block else 1):
         for signed in {distance} if pattern.causal else {distance, -distance}:
-            yield from _joined(_pairs(size, blocks, signed, queries, keys, pattern.causal and distance == 0))
+            causal = pattern.causal and distance == 0 and keys == span.held
+            yield from _pairs(size, signed, span.held, keys, causal)
 
 
-def _pairs(
-    size: int, blocks: int, distance: int, queries: tuple[int, int], keys: tuple[int, int], causal: bool
-) -> Iterator[Step]:
-    """Each block of queries, or what is there of it, with the block of keys `distance` before it."""
-    low, high = max(0, distance, queries[0] // size), min(blocks, blocks + distance, -(-queries[1] // size))
-    for number in range(low, high):
-        ours = _common(number, size, queries)
-        theirs = _common(number - distance, size, keys)
-        if ours and theirs:
-            first, last = ours.start - queries[0], theirs.start - keys[0]
-            yield Step(first, last, len(ours), len(theirs), 1, causal and queries == keys)
+def _pairs(size: int, distance: int, queries: tuple[int, int], keys: tuple[int, int], causal: bool) -> Iterator[Step]:
+    """Blocks of queries, or what is there of them, with the blocks of keys `distance` before them; whole ones in one step."""
+    low = max(queries[0] // size, keys[0] // size + distance)
+    high = min(_up(queries[1], size), _up(keys[1], size) + distance)
+    first = max(_up(queries[0], size), _up(keys[0], size) + distance)
+    last = max(first, min(queries[1] // size, keys[1] // size + distance))
+    for number in range(low, min(first, high)):
+        yield _pair(number, size, distance, queries, keys, causal)
+    if first < last:
+        query, key = first * size - queries[0], (first - distance) * size - keys[0]
+        yield Step(query, key, size, size, last - first, causal)
+    for number in range(last, high):
+        yield _pair(number, size, distance, queries, keys, causal)
+
+
+def _pair(block: int, size: int, distance: int, queries: tuple[int, int], keys: tuple[int, int], causal: bool) -> Step:
+    ours, theirs = _common(block, size, queries), _common(block - distance, size, keys)
+    return Step(ours.start - queries[0], theirs.start - keys[0], len(ours), len(theirs), 1, causal)
 
 
 def _common(block: int, size: int, held: tuple[int, int]) -> range:
     return range(max(held[0], block * size), min(held[1], (block + 1) * size))
 
 
-def _joined(pairs: Iterator[Step]) -> Iterator[Step]:
-    """The same with neighbours of one shape in one step."""
-    last: Step | None = None
-    for one in pairs:
-        if last is not None and _follows(last, one):
-            last = Step(last.query, last.key, last.queries, last.keys, last.count + 1, last.causal)
-            continue
-        if last is not None:
-            yield last
-        last = one
-    if last is not None:
-        yield last
-
-
-def _follows(before: Step, one: Step) -> bool:
-    same = (before.queries, before.keys, before.causal) == (one.queries, one.keys, one.causal)
-    ends = (before.query + before.count * before.queries, before.key + before.count * before.keys)
-    return same and ends == (one.query, one.key)
+def _up(tokens: int, size: int) -> int:
+    return -(-tokens // size)

@@ -23,13 +23,14 @@ def times_seen(pattern: Pattern, tokens: int, heads: int) -> Tensor:
         for head in range(heads):
             for start in range(0, tokens, length):
                 selected = [t for t in range(start, min(start + length, tokens)) if (t - start) % rate == head % rate]
-                _see(seen[head], selected, pattern)
+                _see(seen[head], selected, pattern, -(-length // rate))
     return seen
 
 
-def _see(seen: Tensor, selected: Sequence[int], pattern: Pattern) -> None:
-    size = pattern.block or len(selected) or 1
-    blocks = -(-len(selected) // size)
+def _see(seen: Tensor, selected: Sequence[int], pattern: Pattern, of_whole: int) -> None:
+    """of_whole: tokens that a group selects of a whole segment."""
+    size = pattern.block or of_whole
+    blocks = -(-of_whole // size)
     left_out = int(pattern.sparsity_ratio * blocks)
     kept = max(1, blocks - left_out)
     distances = {int(number * blocks / kept) for number in range(kept)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from dense_attention import dense, patterns, times_seen
@@ -38,6 +40,17 @@ def test_it_is_attention_to_the_keys_of_all_groups(
     expected = with_gradients(lambda q, k, v: dense(q, k, v, seen), drawn)
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(patterns(40), st.integers(1, 40), st.integers(0, 12))
+def test_a_causal_token_does_not_depend_on_how_many_come_after_it(pattern: Pattern, tokens: int, more: int) -> None:
+    causal = replace(pattern, causal=True)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, 2, tokens + more, 4, dtype=torch.float64, generator=generator) for _ in range(3)]
+    whole = DilatedAttention(causal).attend(*drawn)[:, :, :tokens]
+    cut = DilatedAttention(causal).attend(*(one[:, :, :tokens].contiguous() for one in drawn))
+    torch.testing.assert_close(cut, whole, rtol=0, atol=1e-12)
 
 
 def test_16_bits_are_summed_in_32() -> None:

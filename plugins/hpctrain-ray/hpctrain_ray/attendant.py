@@ -1,0 +1,144 @@
+"""The Ray actor beside each rank: starts it as a process of its own, passes signals on, collects its output.
+
+The rank ends when this process does, whatever ends it: it reads the end of a pipe of the `ChannelDirectory`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
+from typing import IO
+
+from hpctrain.toolkit.starting import ChannelDirectory, RankNumbers, started_variables
+
+_DRAIN = 1.0
+"""Seconds for the rest of an ended rank's output: a process of the rank's own may hold its streams longer."""
+_BATCH = 1000
+"""Lines that one report has at most."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of an actor: Ray's name of the node, and its address."""
+
+    node: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """A rank to start. words: of its command after `hpctrain run`. job: the file, or its content in `text`. directory: its
+    working directory. token: of this start. host: the address of rank 0's node."""
+
+    numbers: RankNumbers
+    job: Path
+    text: str | None
+    words: Sequence[str]
+    directory: Path
+    token: str
+    secret: bytes
+    host: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's state. lines: its new output, ("out" or "err", text). status: how its process has ended, None while it runs.
+    code: the exit code that the ranks agreed on, if it told one."""
+
+    lines: Sequence[tuple[str, str]]
+    status: int | None
+    code: int | None
+
+
+def private_directory(token: str, rank: int, secret: bytes) -> Path:
+    """A new directory for the start `token` of a rank, closed to others, with the job's secret."""
+    directory = Path(gettempdir(), f"hpctrain-ray-{token}.{rank}")
+    directory.mkdir(mode=0o700)
+    file = os.open(directory / "secret", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(file, "w") as stream:
+        stream.write(secret.hex())
+    return directory
+
+
+def own_place() -> Place:
+    """The place of this process in the cluster."""
+    import ray
+
+    return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+
+
+class Attendant:
+    """Attends one rank."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._channel: ChannelDirectory | None = None
+        self._lines: deque[tuple[str, str]] = deque()
+        self._readers: list[threading.Thread] = []
+
+    def place(self) -> Place:
+        """The place of this actor."""
+        return own_place()
+
+    def start(self, task: Task) -> int:
+        """Start the rank; the id of its process."""
+        directory = private_directory(task.token, task.numbers.rank, task.secret)
+        self._channel = ChannelDirectory(directory)
+        job = task.job
+        if task.text is not None:
+            job = directory / "job.toml"
+            job.write_text(task.text)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hpctrain", "run", str(job), *task.words, "--started-by", str(directory)],
+            cwd=task.directory,
+            env={**started_variables(task.numbers, directory, task.host), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        for name, stream in (("out", self._process.stdout), ("err", self._process.stderr)):
+            assert stream is not None
+            reader = threading.Thread(target=self._read, args=(name, stream), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+        return self._process.pid
+
+    def _read(self, name: str, stream: IO[str]) -> None:
+        with suppress(ValueError):  # closed at the end
+            for line in stream:
+                self._lines.append((name, line.rstrip("\n")))
+
+    def report(self, signals: Sequence[int]) -> Report:
+        """How the rank is. signals: all that it should have got by now, in order; it gets each once."""
+        assert self._process is not None and self._channel is not None
+        status = self._process.poll()
+        if status is None:
+            self._channel.pass_on(signals)
+        else:
+            for reader in self._readers:
+                reader.join(_DRAIN)
+        lines = [self._lines.popleft() for _ in range(min(_BATCH, len(self._lines)))]
+        return Report(lines, None if self._lines else status, self._channel.exit_code)
+
+    def end(self) -> None:
+        """End the rank, if it runs, and remove its directory."""
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._channel is not None:
+            self._channel.close()
+            shutil.rmtree(self._channel.directory, ignore_errors=True)

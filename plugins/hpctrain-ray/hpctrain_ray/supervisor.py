@@ -1,0 +1,144 @@
+"""Places the ranks, starts them, watches them, and places them anew after a loss: until the job has ended."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from hpctrain.toolkit.commands import EXIT_TRAINING
+from hpctrain.toolkit.starting import Counts, ask_counts
+from hpctrain_ray.group import Group, LostStartError, Tell
+from hpctrain_ray.order import Order
+from hpctrain_ray.placement import Placed, has_room, place
+
+EXIT_DONE, EXIT_STOPPED, EXIT_CANCELLED = 0, 75, 143
+_LOOK = 0.25
+"""Seconds between two looks at the ranks."""
+_GRACE = 10.0
+"""Seconds that the other ranks have to end by themselves after one has failed: they notice its closed connections."""
+_GROW = 5.0
+"""Seconds between two looks for room, while fewer ranks run than asked for."""
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """How a start ended. grows: the ranks have saved, so that more can start."""
+
+    code: int
+    again: bool = False
+    grows: bool = False
+
+
+class Supervisor:
+    """Runs one order to its end. `run` takes one thread; the other methods may be called by any."""
+
+    def __init__(self, order: Order, tell: Tell, say: Callable[[str], None], repeats: bool = False) -> None:
+        """tell: gets the ranks' output. say: gets the supervisor's sentences. repeats: whether ranks that have saved and stopped by
+        themselves (exit code 75) start again."""
+        self._order, self._tell, self._say, self._repeats = order, tell, say, repeats
+        self._signals: list[int] = []
+        self._counts: dict[tuple[int, int], Counts] = {}
+        self._begun = time.time()
+        self.restarts = 0
+        """How often the ranks have started again after a loss."""
+        self.ranks = 0
+        """How many ranks run now."""
+        self.state: Literal["pending", "running"] = "pending"
+        self.detail = "for room in the cluster"
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Let the ranks finish their step, save and end; a second signal that asks to end (not SIGUSR1) ends them at once."""
+        self._signals.append(number)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return bool(self._signals)
+
+    def run(self) -> int:
+        """Train the job to its end; its exit code. Raises EnvironmentUnfitError if there is no room, UsageError."""
+        resume, losses = self._order.resume, 0
+        while True:
+            self.state, self.detail = "pending", "for room in the cluster"
+            placed = place(self._order, self._ask, lambda: bool(self._signals), self._say)
+            if placed is None:
+                return 128 + self._signals[0] if self._signals[0] != signal.SIGUSR1 else EXIT_STOPPED
+            try:
+                ended = self._attend(placed, resume)
+            finally:
+                placed.remove()
+            if self._signals or not (ended.grows or (self._repeats and ended.code == EXIT_STOPPED) or ended.again):
+                return ended.code
+            if ended.again and not ended.grows:
+                if losses == self._order.restarts:
+                    return ended.code
+                losses += 1
+                self.restarts = losses
+                self._say(f"restart {losses} of {self._order.restarts}")
+            resume = "auto"
+
+    def _ask(self, least: int, most: int) -> Counts:
+        if (least, most) not in self._counts:
+            self._counts[least, most] = ask_counts(self._order.job, self._order.overrides, least, most)
+        return self._counts[least, most]
+
+    def _attend(self, placed: Placed, resume: str) -> _Ended:
+        """Start ranks in `placed` and wait for their end."""
+        try:
+            group = Group(placed, self._order, resume, self._tell, self._begun)
+        except LostStartError as error:
+            self._say(str(error))
+            return _Ended(EXIT_TRAINING, again=True)
+        try:
+            self.ranks = len(group)
+            self.state = "running"
+            self.detail = f"on {group.where()}"
+            self._say(f"starting {len(group)} rank{'s' * (len(group) > 1)} on {group.where()}")
+            grows = self._wait(group)
+        finally:
+            group.end()
+        code, losses = group.code, group.losses()
+        if losses:
+            self._say("; ".join(losses))
+        if code is None:
+            code = 128 + self._signals[0] if len(self._signals) > 1 else EXIT_TRAINING
+        return _Ended(code, again=code == EXIT_TRAINING, grows=grows and code == EXIT_STOPPED)
+
+    def _wait(self, group: Group) -> bool:
+        """Wait until no rank runs; whether they were asked to save so that more can start."""
+        begin, failed_at, saves, grows, next_look = time.monotonic(), None, False, False, time.monotonic() + _GROW
+        while not group.has_ended:
+            now = time.monotonic()
+            if not self._signals and not saves:
+                if now > next_look:
+                    next_look = now + _GROW
+                    grows = self._has_more(len(group))
+                saves = grows or self._is_over(now - begin)
+            # the ranks stop already: the first signal asks for no more than that, and another one would end them at once
+            group.look([signal.SIGUSR1, *self._signals[1:]] if saves else list(self._signals), _LOOK)
+            failed_at = failed_at or (now if group.has_failed or self._is_ended(now - begin) else None)
+            if failed_at is not None and now > failed_at + _GRACE:
+                break
+            time.sleep(_LOOK)
+        return grows
+
+    def _is_over(self, seconds: float) -> bool:
+        """Whether it is time to save."""
+        order = self._order
+        return order.seconds is not None and seconds > order.seconds - order.save_seconds
+
+    def _is_ended(self, seconds: float) -> bool:
+        """Whether the start's time is over, or a second signal has come."""
+        over = self._order.seconds is not None and seconds > self._order.seconds
+        return over or any(number != signal.SIGUSR1 for number in self._signals[1:])
+
+    def _has_more(self, running: int) -> bool:
+        """Whether the cluster has room for the ranks that were left out."""
+        wanted = len(self._order.bundles)
+        if running == wanted or not has_room(self._order.bundles[running:]):
+            return False
+        self._say(f"the cluster has room for {wanted} ranks again: the {running} that run save, and {wanted} start")
+        return True

@@ -1,0 +1,139 @@
+"""Where ranks are placed, by Ray's own state: strategies, different workers, parts of GPUs, time limits, fewer ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hpctrain_ray
+import pytest
+import ray_nodes
+from conftest import JobFile
+from hpctrain_ray.group import Group
+from hpctrain_ray.order import Bundle, Order
+from hpctrain_ray.placement import Placed, place
+from launching import wait_until
+from test_ray_run import in_thread
+
+from hpctrain.api import EnvironmentUnfitError, UsageError
+
+pytestmark = pytest.mark.nightly  # each starts a cluster, which takes half a minute on two cores
+
+
+@pytest.fixture
+def cluster() -> Iterator[ray_nodes.Nodes]:
+    made = ray_nodes.shared()
+    made.complete()
+    yield made
+    wait_until(lambda: not ray_nodes.ranks(), 15, "ranks that end")
+
+
+@pytest.fixture(autouse=True)
+def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def placed(bundles: list[Bundle], strategy: str, limit: float = 20.0, **options: Any) -> Placed | None:
+    order = Order(Path("job.toml"), Path.cwd(), bundles, strategy, limit, **options)  # type: ignore[arg-type]
+    return place(order, lambda least, most: pytest.fail("asked"), lambda: False, lambda text: None)
+
+
+def nodes_of(found: Placed) -> list[str]:
+    """The node of each bundle, as the cluster has it."""
+    import ray
+
+    table = ray.util.placement_group_table(found.group)
+    assert table["state"] == "CREATED"
+    return [table["bundles_to_node_id"][index] for index in range(len(found.bundles))]
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("STRICT_PACK", 1), ("PACK", 1), ("SPREAD", 2), ("STRICT_SPREAD", 2)])
+def test_strategies(cluster: ray_nodes.Nodes, strategy: str, nodes: int) -> None:
+    found = placed([Bundle(1)] * 2, strategy)
+    assert found is not None and len(set(nodes_of(found))) == nodes
+    found.remove()
+
+
+def test_different_workers_and_parts_of_gpus(cluster: ray_nodes.Nodes) -> None:
+    import ray
+
+    bundles = [Bundle(1, 0.5, {"fast": 1}), Bundle(2, 0.5), Bundle(3, 1.0)]
+    found = placed(bundles, "PACK")
+    assert found is not None
+    table = ray.util.placement_group_table(found.group)
+    assert [table["bundles"][index] for index in range(3)] == [one.as_ray() for one in bundles]
+    nodes = nodes_of(found)
+    assert nodes == [cluster.id("a"), cluster.id("a"), cluster.id("b")]
+    free = ray.available_resources()
+    assert free["CPU"] == 3 and "GPU" not in free and "fast" not in free
+    found.remove()
+
+
+def test_ranks_of_different_workers_train_where_they_were_placed(cluster: ray_nodes.Nodes, job: JobFile) -> None:
+    import ray
+
+    seen: dict[str, Any] = {}
+
+    class Seen(Group):
+        def _start(self, *given: Any) -> None:
+            seen["nodes"] = [seat.place.node for seat in self._seats]
+            seen["bundles"] = [seat.bundle for seat in self._seats]
+            groups = ray.util.placement_group_table().values()
+            seen["states"] = [one["state"] for one in groups if one["state"] != "REMOVED"]
+            super()._start(*given)
+
+    workers = [{"cpus": 3, "gpus": 1}, {"cpus": 1, "gpus": 0.5, "resources": {"fast": 1}, "count": 1}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hpctrain_ray.supervisor.Group", Seen)
+        result = hpctrain_ray.run(job.set(communicator={"name": "gloo", "device": "cpu"}).path, workers=workers)
+    assert result.exit_code == 0
+    assert seen["nodes"] == [cluster.id("b"), cluster.id("a")]
+    assert [one.gpus for one in seen["bundles"]] == [1, 0.5] and seen["states"] == ["CREATED"]
+    start = json.loads((job.output / "starts.jsonl").read_text().splitlines()[0])
+    assert start["ranks"] == 2
+
+
+def test_no_room_is_told_with_the_resources_that_there_are(cluster: ray_nodes.Nodes, job: JobFile) -> None:
+    with pytest.raises(EnvironmentUnfitError) as told:
+        hpctrain_ray.run(job.path, 2, cpus=5, placement_limit=2, strategy="SPREAD")
+    assert "within 2 s for 2 x (5 CPU) with strategy SPREAD" in str(told.value)
+    assert "9 of 9 CPU free" in str(told.value)
+
+
+def test_wrong_options_are_told(cluster: ray_nodes.Nodes, job: JobFile) -> None:
+    with pytest.raises(UsageError, match="strategy"):
+        hpctrain_ray.run(job.path, 2, strategy="TIGHT")
+    with pytest.raises(UsageError, match="workers: found 1, expected one for each of 2 ranks"):
+        hpctrain_ray.run(job.path, 2, workers=[{"cpus": 2}])
+    with pytest.raises(UsageError, match="expected cpus, gpus or resources above 0"):
+        hpctrain_ray.run(job.path, 2, cpus=0)
+
+
+@pytest.mark.thorough
+def test_a_lost_node_leaves_fewer_ranks_and_a_new_one_brings_them_back(
+    cluster: ray_nodes.Nodes, job: JobFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job.sleeps(0.25).set(
+        job={"steps": 100}, plugins={"load": ["slow"]}, checkpoint={"every_steps": 5}, elastic={"min_ranks": 1},
+        communicator={"name": "gloo"}, batch={"micro_size": 2},
+    )  # fmt: skip
+    thread, found = in_thread(lambda: hpctrain_ray.run(job.path, 3, resources={"seat": 1}))
+    job.wait_for_steps(7)
+    cluster.kill("b")
+    wait_until(lambda: starts(job) == [3, 2], 90, "a start of two ranks")
+    job.wait_for_steps(len(job.rows()) + 5)
+    cluster.add("b")
+    thread.join(150)
+    [result] = found
+    said = capfd.readouterr().err
+    assert result.exit_code == 0 and result.step == 100, said
+    assert starts(job) == [3, 2, 3]
+    assert "2 of 3 ranks start" in said and "has room for 3 ranks again" in said
+
+
+def starts(job: JobFile) -> list[int]:
+    """The numbers of ranks of the run's starts."""
+    rows = [json.loads(line) for line in (job.output / "starts.jsonl").read_text().splitlines()]
+    return [row["ranks"] for row in rows if "ranks" in row]

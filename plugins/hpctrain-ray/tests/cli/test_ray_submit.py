@@ -1,0 +1,101 @@
+"""`hpctrain submit --to ray`, `status` and `cancel`, and the script and command that do the same by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+import pytest
+import ray_nodes
+from conftest import JobFile
+from hpctrain_ray.options import RayOptions
+from hpctrain_ray.scheduler import Ray
+from launching import Finished, hpctrain, wait_until
+from launching import run as typed
+
+pytestmark = pytest.mark.nightly  # each starts a cluster, which takes half a minute on two cores
+
+
+@pytest.fixture
+def cluster() -> Iterator[ray_nodes.Nodes]:
+    made = ray_nodes.shared()
+    made.complete()
+    yield made
+    wait_until(lambda: not ray_nodes.ranks(), 15, "ranks that end")
+
+
+def command(cluster: ray_nodes.Nodes, job: JobFile, *words: str) -> Finished:
+    done = typed(hpctrain(*words), job.directory, 120, {"RAY_ADDRESS": cluster.address})
+    assert done.code == 0, done
+    return done
+
+
+def state(job: JobFile) -> str:
+    """What the scheduler says about the newest submission."""
+    id = json.loads((job.output / "submissions.jsonl").read_text().splitlines()[-1])["id"]
+    told = Ray(RayOptions()).state(id)
+    return f"{told.word} {told.detail}"
+
+
+def ended(job: JobFile, seconds: float = 90) -> int:
+    """The exit code of the newest submission, once it has ended."""
+    path = job.output / "ray.ended.json"
+    wait_until(path.exists, seconds, "the end of the job")
+    return int(json.loads(path.read_text())["code"])
+
+
+def test_a_submitted_job_lives_without_the_command_until_it_is_cancelled(
+    cluster: ray_nodes.Nodes, job: JobFile
+) -> None:
+    job.sleeps(0.2).set(
+        job={"steps": 4000}, plugins={"load": ["slow"]}, checkpoint={"every_steps": 5}, communicator={"name": "gloo"}
+    )
+    done = command(cluster, job, "submit", str(job.path), "--to", "ray", "--nodes", "2")
+    assert "submitted    ray job hpctrain-" in done.out
+    job.wait_for_steps(6)
+    assert state(job).startswith("running on")
+    ray_nodes.ranks()[0].kill()
+    starts = job.output / "starts.jsonl"
+    wait_until(lambda: starts.read_text().count('"ranks"') == 2, 90, "a second start")
+    assert "running on" in command(cluster, job, "status", str(job.output)).out
+    command(cluster, job, "cancel", str(job.output))
+    assert ended(job) == 143
+    assert state(job) == "cancelled (exit code 143)"
+    assert "restart 1 of 3" in (job.output / "ray.out").read_text()
+    steps = [row["step"] for row in job.rows()]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_job_without_room_waits_and_fails(cluster: ray_nodes.Nodes, job: JobFile) -> None:
+    job.set(scheduler={"ray": {"cpus": 9, "placement_limit": 8}})
+    command(cluster, job, "submit", str(job.path))
+    assert "pending for room in the cluster" in state(job)
+    assert ended(job) == 3
+    assert "found no room on the Ray cluster within 8 s" in state(job)
+
+
+def test_the_script_does_the_same_by_hand(cluster: ray_nodes.Nodes, job: JobFile) -> None:
+    job.set(communicator={"name": "gloo"})
+    done = command(cluster, job, "submit", str(job.path), "--to", "ray", "--ranks-per-node", "2", "--dry-run")
+    assert done.out.startswith("#!/bin/sh\n"), done
+    assert f"{sys.executable} -m hpctrain_ray " in done.out and " -n 2" in done.out
+    words = [sys.executable, "-m", "hpctrain_ray", str(job.path), "-n", "2"]
+    trained = typed(words, job.directory, 120, {"RAY_ADDRESS": cluster.address})
+    assert trained.code == 0 and "starting 2 ranks" in trained.err, trained
+    assert len(job.losses()) == 4
+
+
+def test_without_a_cluster(job: JobFile) -> None:
+    job.set(scheduler={"ray": {"address": "127.0.0.1:1"}})
+    words = [sys.executable, "-m", "hpctrain_ray", str(job.path)]
+    done = typed(words, job.directory, 120, {"RAY_gcs_rpc_server_connect_timeout_s": "2", "RAY_ADDRESS": ""})
+    assert done.code == 3 and "found no Ray cluster at '127.0.0.1:1'" in done.err, done
+    assert "Traceback" not in done.err
+
+
+def test_a_wrong_job_is_told_by_its_ranks(cluster: ray_nodes.Nodes, job: JobFile) -> None:
+    job.set(batch={"micro_size": 0})
+    words = [sys.executable, "-m", "hpctrain_ray", str(job.path)]
+    done = typed(words, job.directory, 120, {"RAY_ADDRESS": cluster.address})
+    assert done.code == 2 and "micro_size" in done.err and "restart" not in done.err, done

@@ -1,0 +1,127 @@
+"""Ray clusters of several raylets on this machine, for tests: nodes come, and are killed; nothing is left running."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from functools import cache
+from typing import Any
+
+import psutil
+from launching import wait_until
+
+# before ray is imported: a raylet that is killed is to be noticed within seconds, as in the tests' time
+os.environ.setdefault("RAY_health_check_initial_delay_ms", "1000")
+os.environ.setdefault("RAY_health_check_period_ms", "1000")
+os.environ.setdefault("RAY_health_check_failure_threshold", "3")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+os.environ.setdefault("RAY_enable_worker_prestart", "0")
+
+
+SPECS: dict[str, dict[str, float]] = {
+    "a": {"cpus": 4, "gpus": 1, "seat": 1, "fast": 1},
+    "b": {"cpus": 4, "gpus": 1, "seat": 1},
+    "c": {"cpus": 1, "gpus": 0, "seat": 1},
+}
+"""The nodes that each test finds."""
+
+
+class Nodes:
+    """The nodes of a cluster by names of the tests'. The head has none of its resources for ranks."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster: Any = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "num_gpus": 0}
+        )
+        self._named: dict[str, Any] = {}
+
+    @property
+    def address(self) -> str:
+        """The address of the head."""
+        return str(self._cluster.address)
+
+    def add(self, name: str) -> None:
+        """Start a node of SPECS."""
+        spec = dict(SPECS[name])
+        cpus, gpus = int(spec.pop("cpus")), int(spec.pop("gpus"))
+        self._named[name] = self._cluster.add_node(wait=False, num_cpus=cpus, num_gpus=gpus, resources=spec)
+
+    def id(self, name: str) -> str:
+        """Ray's name of a node."""
+        return str(self._named[name].node_id)
+
+    def name(self, id: str) -> str:
+        """The tests' name of a node."""
+        return next(name for name in self._named if self.id(name) == id)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL a node's raylet."""
+        [raylet] = self._named.pop(name).all_processes["raylet"]
+        psutil.Process(raylet.process.pid).kill()
+
+    def complete(self) -> None:
+        """Start the nodes that were killed, and wait until all are alive and free. Needs a connection."""
+        import ray
+
+        for name in SPECS.keys() - self._named.keys():
+            self.add(name)
+        wait_until(lambda: sum(one["Alive"] for one in ray.nodes()) == len(SPECS) + 1, 90, "all nodes")
+        wait_until(lambda: ray.available_resources().get("CPU", 0.0) == 9, 60, "all CPUs")
+
+    def close(self) -> None:
+        """End all nodes."""
+        import ray
+
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@cache
+def shared() -> Nodes:
+    """The cluster of all tests in this process, to which it is connected. To start one takes half a minute on a busy machine."""
+    import ray
+
+    made = Nodes()
+    atexit.register(made.close)
+    for name in SPECS:
+        made.add(name)
+    ray.init(address=made.address, namespace="tests", logging_level="ERROR", log_to_driver=False)
+    return made
+
+
+def ranks() -> list[psutil.Process]:
+    """The processes that train, of any job that Ray has started on this machine."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if "--started-by" in words and any("hpctrain-ray-" in word for word in words):
+            found.append(process)
+    return found
+
+
+def attendants() -> list[psutil.Process]:
+    """The Ray workers that attend ranks."""
+    return _named("Attendant")
+
+
+def _named(actor: str) -> list[psutil.Process]:
+    """The Ray workers that are actors of a class, by the title that Ray gives them."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if " ".join(process.cmdline()).startswith(f"ray::{actor}"):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def learners() -> list[psutil.Process]:
+    """The Ray workers that are ranks of a Training."""
+    return _named("LearnerRank")

@@ -1,0 +1,136 @@
+"""The parts that need no cluster: options, orders, numbers of ranks, ids, rows, the environment of a rank, the Slurm line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hpctrain_ray.attendant import Place, private_directory
+from hpctrain_ray.cluster import cluster_variables, this_task
+from hpctrain_ray.group import numbers_by_node
+from hpctrain_ray.ids import JobId, read_end, write_end
+from hpctrain_ray.options import RayOptions, read_options
+from hpctrain_ray.order import Bundle, first_of, listed
+from hpctrain_ray.rows import data_parts, mean, split
+
+from hpctrain.api import UsageError
+from hpctrain.toolkit.starting import RankNumbers, started_variables
+
+
+def test_ranks_are_numbered_node_by_node() -> None:
+    places = [Place(node, f"10.0.0.{node}") for node in "babca"]
+    assert numbers_by_node(places) == [
+        RankNumbers(0, 5, 0, 2),
+        RankNumbers(2, 5, 0, 2),
+        RankNumbers(1, 5, 1, 2),
+        RankNumbers(4, 5, 0, 1),
+        RankNumbers(3, 5, 1, 2),
+    ]
+
+
+def test_bundles() -> None:
+    options = read_options({"nodes": 2, "workers": [{"gpus": 0.5, "count": 2}, {"cpus": 4, "resources": {"tpu": 1}}]})
+    bundles = options.bundles(3)
+    assert [one.as_ray() for one in bundles] == [{"CPU": 1, "GPU": 0.5}, {"CPU": 1, "GPU": 0.5}, {"CPU": 4, "tpu": 1}]
+    assert listed(bundles) == "2 x (1 CPU, 0.5 GPU), 1 x (4 CPU, 1 tpu)"
+    assert options.count == 3 and RayOptions().bundles(2) == [Bundle()] * 2
+    with pytest.raises(UsageError, match="different resources"):
+        first_of(bundles, 2)
+    assert first_of([Bundle()] * 3, 2) == [Bundle()] * 2
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"strategy": "LOOSE"}, "strategy"),
+        ({"cpus": 0}, "above 0"),
+        ({"cpus": 2, "workers": [{}]}, "either workers"),
+        ({"colour": 1}, "colour"),
+        ({"placement_limit": 0}, "placement_limit"),
+    ],
+)
+def test_wrong_options(table: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read_options(table)
+
+
+def test_ids_hold_any_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "a run=1 é"
+    directory.mkdir()
+    id = JobId.new(directory)
+    assert JobId.of(str(id)) == id and " " not in str(id) and read_end(id) is None
+    write_end(id, 4, "no room")
+    end = read_end(id)
+    assert end is not None and (end.code, end.why) == (4, "no room")
+    assert read_end(JobId.new(directory)) is None
+    with pytest.raises(UsageError, match="expected one of a job on Ray"):
+        JobId.of("17")
+
+
+def test_batches_are_split_by_rows() -> None:
+    rows = torch.arange(8.0)
+    first, second = split({"x": rows[:, None], "y": (rows, rows.numpy())}, 2)
+    assert first["x"].tolist() == [[0], [1], [2], [3]] and second["y"][1].tolist() == [4, 5, 6, 7]
+    for wrong, said in (
+        (rows[:7], "7 rows, expected a multiple of 2"),
+        ([rows, rows[:4]], "4, 8 rows"),
+        (3, "a int in"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            split(wrong, 2)
+    assert mean([{"a": 1.0}, {"a": 3.0}]) == {"a": 2.0}
+
+
+def test_ranks_along_an_axis_see_the_same_rows() -> None:
+    assert data_parts({}, 4) == 4
+    assert data_parts({"parallelism": {"tensor": 2}}, 4) == data_parts({"parallelism": {"tensor": {"size": 2}}}, 4) == 2
+    with pytest.raises(UsageError, match="expected a divisor of 4"):
+        data_parts({"parallelism": {"tensor": 3}}, 4)
+
+
+def test_a_rank_gets_none_of_another_launchers_variables(tmp_path: Path) -> None:
+    shell = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "17", "PMI_RANK": "3", "LOCAL_RANK": "9"}
+    found = started_variables(RankNumbers(1, 3, 0, 1), tmp_path, "10.0.0.1", {**shell, "HOME": "/home/me"})
+    assert found == {
+        "HOME": "/home/me", "SLURM_JOB_ID": "17", "RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "HPCTRAIN_STARTED_IN": str(tmp_path),
+    }  # fmt: skip
+
+
+def test_the_secret_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain_ray.attendant.gettempdir", lambda: str(tmp_path))
+    directory = private_directory("ab12", 3, b"\x01" * 32)
+    assert directory.name == "hpctrain-ray-ab12.3" and directory.stem == "hpctrain-ray-ab12"
+    assert directory.stat().st_mode & 0o777 == 0o700 and (directory / "secret").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        private_directory("ab12", 3, b"\x01" * 32)
+
+
+def test_the_slurm_line_knows_its_task() -> None:
+    task = this_task({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "17", "HOME": "/home/me"})
+    assert (task.number, task.count) == (1, 2) and str(task.directory) == "/home/me/.hpctrain/ray-17-0-0"
+    told = cluster_variables(task, {"RAY_ADDRESS": "other:1", "PATH": "/bin"})
+    assert told == {
+        "PATH": "/bin", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/home/me/.hpctrain/ray-17-0-0/token",
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="found no task"):
+        this_task({})
+
+
+def test_plugins_are_light() -> None:
+    """Loading them must not load Ray, which takes a second, nor start MPI; what attends a rank must not load torch."""
+    code = (
+        "import sys, json\n"
+        "import hpctrain_ray, hpctrain_ray.attendant, hpctrain_ray.detached, hpctrain_ray.cluster\n"
+        "first = [name for name in ('torch', 'ray', 'mpi4py.MPI') if name in sys.modules]\n"
+        "import hpctrain_ray.scheduler, hpctrain_ray.hook\n"
+        "then = [name for name in ('ray', 'mpi4py.MPI', 'torch._dynamo') if name in sys.modules]\n"
+        "print(json.dumps([first, then]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout) == [[], []], done
