@@ -61,7 +61,8 @@ prepare() {
     echo "packages are missing; fetch them elsewhere with 'bash tests/gpu/run.sh wheels' and bring the folder wheels/" >&2
     exit 3
   fi
-  python3 -m pip --python "$python" install "${own[@]}" --no-deps --no-build-isolation --editable . --editable plugins/hpctrain-horovod
+  python3 -m pip --python "$python" install "${own[@]}" --no-deps --no-build-isolation --editable . --editable plugins/hpctrain-horovod \
+    --editable plugins/hpctrain-dilated-attention
   if is_old; then
     note "torch is older than $OLDEST, the oldest that hpctrain supports: tests/gpu/older_torch.py supplies what it lacks"
     printf '%s\nimport older_torch\n' "$PWD/tests/gpu" \
