@@ -22,7 +22,7 @@ def make_policy() -> nn.Module:
 
 
 class Policy(hpctrain_ray.Learner):
-    """What each rank does with its share of the games."""
+    """The work of a rank on its share of the games."""
 
     def setup(self, loop):
         net = make_policy()

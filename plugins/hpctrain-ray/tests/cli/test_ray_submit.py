@@ -32,7 +32,7 @@ def command(cluster: ray_nodes.Nodes, job: JobFile, *words: str) -> Finished:
 
 
 def state(job: JobFile) -> str:
-    """What the scheduler says about the newest submission."""
+    """The state of the newest submission, in the scheduler's words."""
     id = json.loads((job.output / "submissions.jsonl").read_text().splitlines()[-1])["id"]
     told = Ray(RayOptions()).state(id)
     return f"{told.word} {told.detail}"
