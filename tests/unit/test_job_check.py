@@ -371,7 +371,7 @@ def test_what_cannot_be_compiled() -> None:
     (message,) = problems(parallelism={"pipeline": {"size": 2, **ZERO_BUBBLE}}, **compiled)
     assert message.startswith("[compile] enabled: pipeline: schedule = "), message
     (message,) = problems(parallelism={"context": 2}, **compiled, **selective)
-    assert message.startswith("[compile] enabled: context: method = "), message
+    assert message.startswith("[compile] enabled: context: attention that communicates"), message
     checked(parallelism={"context": 2}, **compiled)
     checked(parallelism={"context": {"size": 2, "method": "ulysses"}}, **compiled, **selective)
     by_tokens = {"batch": {"global_size": None, "micro_size": None, "tokens": 60, "micro_tokens": 20}}
