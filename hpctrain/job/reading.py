@@ -95,7 +95,7 @@ def _preset(name: str, place: str) -> Path:
         with suppress(ImportError):  # a distribution whose files are gone
             found = find_spec(entry.value)
             folders += [] if found is None else list(found.submodule_search_locations or ())
-    known = {path.stem: path for folder in folders[::-1] for path in Path(folder).glob("*.toml")}
+    known = {path.stem: path for folder in folders for path in Path(folder).glob("*.toml")}
     several = [folder for folder in folders if (Path(folder) / f"{name}.toml").is_file()]
     if len(several) > 1:
         raise JobFileError(f"{place}: extends: several packages have a preset {name!r}: {', '.join(several)}")

@@ -99,8 +99,10 @@ def _open(
 def _given(place: MeetingPlace) -> Credential | None:
     """The secret that a starter of ranks on several nodes has given each of them; None if rank 0 is to make one."""
     file = place.secret_file
-    known = None if file is None else SecretFinder(place.token, file)(b"")
-    return None if file is None or known is None else Credential(known, b"", lambda: file.unlink(missing_ok=True))
+    if file is None:
+        return None
+    known = SecretFinder(place.token, file)(b"")
+    return None if known is None else Credential(known, b"", lambda: file.unlink(missing_ok=True))
 
 
 def open_over_pmi(identity: Identity, timeout: timedelta, on_stranger: Callable[[str], None]) -> GuardedStore:

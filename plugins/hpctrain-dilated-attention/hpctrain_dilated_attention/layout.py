@@ -79,9 +79,9 @@ def layout(pattern: Pattern, places: list[Place], rank: int, device: torch.devic
 def _traffic(pattern: Pattern, places: list[Place], rank: int, received: list[int], device: torch.device) -> Traffic:
     mine, sent, pieces = places[rank], [], []
     wanted: list[_Requests] = []
-    for number, place in enumerate(places):
-        asked = _requests(pattern, place)
-        owned = (asked.tokens >= mine.begin) & (asked.tokens < mine.end) & (number != rank)
+    for place in places:
+        asked = _requests(pattern, place)  # none of a rank's own
+        owned = (asked.tokens >= mine.begin) & (asked.tokens < mine.end)
         wanted.append(_Requests(*(one[owned] for one in asked)))
         sent.append(int(owned.sum()))
         pieces += [count for count in np.bincount(wanted[-1].groups).tolist() if count]

@@ -143,7 +143,7 @@ def steps(pattern: Pattern, span: Span, keys: tuple[int, int]) -> Iterator[Step]
     The distances between blocks are those of a whole segment: what a token sees does not depend on how many come after it.
     """
     size = pattern.block or span.total
-    for distance in pattern.distances(-(-span.length // (span.rate * size)) if pattern.block else 1):
+    for distance in pattern.distances(_up(span.length, span.rate * size) if pattern.block else 1):
         for signed in {distance} if pattern.causal else {distance, -distance}:
             causal = pattern.causal and distance == 0 and keys == span.held
             yield from _pairs(size, signed, span.held, keys, causal)
