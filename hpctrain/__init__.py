@@ -17,13 +17,13 @@ from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.job.tables import Job
-    from hpctrain.library.loop import own_loop
+    from hpctrain.library.loop import Loop, own_loop
     from hpctrain.planning.plan import plan
     from hpctrain.training.loading import load
     from hpctrain.training.meters.memory import memory
     from hpctrain.training.rank import run
 
-__all__ = ["Job", "__version__", "load", "load_job", "memory", "own_loop", "plan", "run"]
+__all__ = ["Job", "Loop", "__version__", "load", "load_job", "memory", "own_loop", "plan", "run"]
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -36,6 +36,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 _HOMES = {
     "Job": "hpctrain.job.tables",
+    "Loop": "hpctrain.library.loop",
     "load": "hpctrain.training.loading",
     "memory": "hpctrain.training.meters.memory",
     "own_loop": "hpctrain.library.loop",

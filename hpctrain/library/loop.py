@@ -28,10 +28,11 @@ from hpctrain.library.steps import Step, Steps
 from hpctrain.library.trained import Trained
 from hpctrain.library.updates import Updates
 from hpctrain.library.values import gathered, reduced
+from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import named_tensors
 from hpctrain.ranks.detection import detect
 from hpctrain.ranks.prints import own
-from hpctrain.ranks.rank_channel import RankChannel
+from hpctrain.ranks.starter_directory import own_channel
 from hpctrain.training.assembly import build, build_frozen
 from hpctrain.training.rank import job_of_python
 from hpctrain.training.start import Start, started
@@ -53,7 +54,7 @@ def own_loop(
     identity = detect()
     with (
         job_of_python(job_tables(job, tables, identity.size), "hpctrain.own_loop") as raw,
-        started(identity, lambda: raw, resume, RankChannel()) as start,
+        started(identity, lambda: raw, resume, own_channel()) as start,
         start.alarmed(),
     ):
         loop = Loop(start)
@@ -100,6 +101,29 @@ class Loop:
     def step(self) -> int:
         """Completed steps; after a resume those of the checkpoint."""
         return 0 if self._steps is None else self._steps.session.progress.step
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place, from 0, among the ranks with different samples: those that share one copy of the first model have the
+        same. There after its setup."""
+        return self._meshes().data_rank
+
+    @property
+    def data_size(self) -> int:
+        """The number of places of `data_rank`."""
+        return self._meshes().data_size
+
+    def _meshes(self) -> Meshes:
+        if not self._trained:
+            raise UsageError(
+                "data_rank, data_size: no model is trained yet; expected them after setup(model, optimizer)"
+            )
+        return next(iter(self._trained.values())).model.meshes
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint: one that is complete, or the one that the steps began from."""
+        return None if self._steps is None else self._steps.session.saved.newest
 
     @property
     def stopped(self) -> bool:
@@ -285,6 +309,15 @@ class Loop:
         if self._steps is None:
             raise UsageError("log: the loop has no step yet; expected it inside of `for step in loop.steps()`")
         self._steps.log(values)
+
+    def save(self) -> None:
+        """Save this step when it ends, whatever [checkpoint] says; `checkpoint` is complete when the next step begins.
+
+        A save that fails ends the training. One rank's call is enough.
+        """
+        if self._steps is None:
+            raise UsageError("save: the loop has no step yet; expected it inside of `for step in loop.steps()`")
+        self._steps.saves = True
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The ranks' tensors of one shape (rows, ...), one after the other: (world_size * rows, ...). Collective."""

@@ -18,6 +18,7 @@ from hpctrain.base.devices import seed_draws
 from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
 from hpctrain.base.random_numbers import derive_seed
 from hpctrain.checking.check import CheckedJob
+from hpctrain.checkpoint.directory import step_of
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.model import Batch
 from hpctrain.contracts.precision import LossScaler
@@ -38,7 +39,7 @@ from hpctrain.training.metrics import Figure, OwnRow, StepRow
 from hpctrain.training.packing_trial import try_packing
 from hpctrain.training.rank import say_goodbye
 from hpctrain.training.requests import take_request
-from hpctrain.training.saving import save_if_due
+from hpctrain.training.saving import finish_saving, save_if_due
 from hpctrain.training.start import Start
 
 LOG = logging.getLogger("hpctrain")
@@ -86,6 +87,8 @@ class Steps:
         start.checked.registry.refuse_unfit_parts()
         self.micro_batches, self.is_last = 1, True
         self.stopped = self.is_interrupted = False
+        self.saves = False
+        """Whether the program on this rank has asked for a checkpoint of this step."""
         self._logged: dict[str, list[Figure]] = {}
         self._loader: Loader | None = None
         self._row_before: dict[str, Any] = {}
@@ -167,7 +170,7 @@ class Steps:
         self._logged.clear()
         figures = session.meters.figures([])  # operations are not counted: forwards may be of any kind
         terms = session.model.loss_share * sum(micro.terms for micro in micro_batches)
-        told = [stop, request, terms, *logged.values(), *figures]
+        told = [stop, request, float(self.saves), terms, *logged.values(), *figures]
         names = zlib.crc32(json.dumps(list(logged)).encode())
         ranks = self._agreement.on(END_OF_STEP, session.progress.step, told, detail=names)
         session.model.scaler.update(updates.finite)
@@ -180,12 +183,12 @@ class Steps:
         own: OwnRow = {**session.meters.traffic(), **drained(session)}
         session.report.row({**row, **own}, session.progress.steps, session.parts.model.counts)
         self._row_before = row
-        level = int(max(rank[0] for rank in ranks))
+        level, self.saves = int(max(rank[0] for rank in ranks)), False
         self.is_interrupted = level == INTERRUPTED
         if self._acted():
             return EXIT_STOPPED if level else EXIT_DONE
         end_if_asked(session)
-        return save_if_due(session, bool(level))
+        return save_if_due(session, bool(level), asked=any(rank[2] for rank in ranks))
 
     def _row(self, logged: Sequence[str], ranks: Sequence[Sequence[float]], seconds: float) -> dict[str, Any]:
         session, done = self.session, self._updates.done
@@ -193,8 +196,8 @@ class Steps:
         mine = self._newest = done.get(first, replace(self._newest, verdict=None, taken=True))
         others = {name: one for name, one in done.items() if name != first}
         session.progress.loss = mine.loss
-        count = int(sum(rank[2] for rank in ranks))
-        measured = [rank[3 + len(logged) :] for rank in ranks]
+        count = int(sum(rank[3] for rank in ranks))
+        measured = [rank[4 + len(logged) :] for rank in ranks]
         row = StepRow(
             loss=mine.loss,
             named_losses={name: one.loss for name, one in others.items()},
@@ -217,7 +220,7 @@ class Steps:
         taken = [name for name in logged if name in found]
         if taken:
             raise TrainingError(f"log: {taken[0]!r} is a key of the row itself; expected another name", everywhere=True)
-        means = {name: sum(rank[3 + place] for rank in ranks) / len(ranks) for place, name in enumerate(logged)}
+        means = {name: sum(rank[4 + place] for rank in ranks) / len(ranks) for place, name in enumerate(logged)}
         return {**found, **means}
 
     def _acted(self) -> bool:
@@ -249,11 +252,20 @@ class Steps:
             loader.close()
 
     def leave(self) -> None:
-        """End the step that the program has left by a `break`, and save it: no other one follows. Collective."""
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self.session.progress.ended = True
+        """End the step that the program has left by a `break`, and save: no other one follows. A step without an update does not
+        count. Collective."""
+        if self._finish is None:
+            return
+        finish, self._finish = self._finish, None
+        session, progress = self.session, self.session.progress
+        progress.ended = True
+        if self._updates.done:
             finish()
+            return
+        finish_saving(session, excused=True)
+        newest = session.saved.newest
+        if progress.step > progress.first_step and (newest is None or step_of(newest) != progress.step):
+            save_if_due(session, stop_agreed=False)
 
     def end(self, code: int) -> None:
         """The loop is over. Collective."""

@@ -132,6 +132,11 @@ class Meshes:
             place = place * self.ranks[axis].size() + self.ranks[axis].get_local_rank()
         return place
 
+    @property
+    def data_size(self) -> int:
+        """The number of ranks that see different samples."""
+        return prod(self.ranks[axis].size() for axis in self.data_axes)
+
     def batch_group(self) -> dist.ProcessGroup:
         """The ranks that hold different parts of one global batch."""
         if self.data.size() == dist.get_world_size():

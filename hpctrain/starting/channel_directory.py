@@ -9,23 +9,16 @@ goes on writing; launchers do not guarantee this. The exit code goes through a f
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import stat
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.ranks.rank_channel import RankChannel, on_terminal
+from hpctrain.ranks.starter_directory import CODE, ERROR_TERMINAL, PIPE, TERMINAL, attach_to_directory
 from hpctrain.starting.channel_streams import attach_to_mpiexec, is_word
-
-_PIPE = "alive"
-_CODE = "exit-code"
-_TERMINAL, _ERROR_TERMINAL = "terminal", "error-terminal"
 
 
 class StarterChannel(Protocol):
@@ -58,12 +51,12 @@ class ChannelDirectory:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        for name, stream in ((_TERMINAL, sys.stdout), (_ERROR_TERMINAL, sys.stderr)):
+        for name, stream in ((TERMINAL, sys.stdout), (ERROR_TERMINAL, sys.stderr)):
             if on_terminal(stream):
                 (directory / name).touch()  # ranks cannot tell: launchers give them pipes or terminals of their own
-        os.mkfifo(directory / _PIPE)
+        os.mkfifo(directory / PIPE)
         # both ends, so that opening does not wait for a rank and the pipe stays open until this process ends
-        self._pipe = os.open(directory / _PIPE, os.O_RDWR | os.O_CLOEXEC)
+        self._pipe = os.open(directory / PIPE, os.O_RDWR | os.O_CLOEXEC)
         self._passed_on: dict[Path, int] = {}  # the number of signals sent to each rank
 
     def pass_on(self, numbers: Sequence[int]) -> int:
@@ -83,64 +76,30 @@ class ChannelDirectory:
     @property
     def exit_code(self) -> int | None:
         """The exit code that the ranks agreed on; None when none of them recorded one."""
-        try:
-            return int((self.directory / _CODE).read_text())
-        except (FileNotFoundError, ValueError):
-            return None
+        return exit_code_in(self.directory)
 
     def close(self) -> None:
         os.close(self._pipe)
 
 
+def exit_code_in(directory: Path) -> int | None:
+    """The exit code that ranks have left in a starter's directory; None if none did, as where they were killed."""
+    try:
+        return int((directory / CODE).read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def attach(directory: Path) -> RankChannel:
     """A rank's side: the starter can signal the rank and shows its output, and the rank exits with the starter.
 
-    directory: the starter's, or the word of streams.py for ranks on several hosts.
+    directory: the starter's, or the word of channel_streams.py for ranks on several hosts.
 
-    Call it before MPI starts: MPI's wait for the other ranks would outlast the starter.
-    EnvironmentUnfitError for a directory that another user may have made after a starter's was removed.
+    Call it before MPI starts: MPI's wait for the other ranks would outlast the starter. Raises EnvironmentUnfitError.
     """
-    if is_word(str(directory)):
-        return attach_to_mpiexec(str(directory))
-    if not is_private(directory):
-        raise EnvironmentUnfitError(
-            f"--started-by {directory}: expected a directory of this user's that is closed to others"
-        )
-    with suppress(OSError):  # the starter was killed: the thread notices
-        (directory / f"{os.getpid()}.pid").touch()
-    threading.Thread(target=_leave_with_starter, args=(directory,), daemon=True).start()
-
-    def report_exit(code: int) -> None:
-        """Record `code` unless another rank has recorded one: the first is the job's."""
-        try:
-            with open(directory / _CODE, "x", encoding="ascii") as file:
-                file.write(str(code))
-        except OSError:
-            return  # another rank was first, or the starter is gone
-
-    terminal, error_terminal = (directory / _TERMINAL).exists(), (directory / _ERROR_TERMINAL).exists()
-    return RankChannel(terminal, error_terminal, report_exit, (directory / f"{os.getpid()}.ready").touch)
-
-
-def is_private(directory: Path) -> bool:
-    """Whether it is this user's and closed to others, or not there."""
-    try:
-        found = os.lstat(directory)
-    except FileNotFoundError:
-        return True  # the starter was killed: the thread notices
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
+    return attach_to_mpiexec(str(directory)) if is_word(str(directory)) else attach_to_directory(directory)
 
 
 def _send(file: Path, number: int) -> None:
     with suppress(OSError, ValueError):  # it has left
         os.kill(int(file.stem), number)
-
-
-def _leave_with_starter(directory: Path) -> None:
-    with suppress(OSError):
-        # not blocking: a starter killed before this rank started will never open the other end
-        alive = os.open(directory / _PIPE, os.O_RDONLY | os.O_NONBLOCK)
-        os.set_blocking(alive, True)
-        os.read(alive, 1)
-    shutil.rmtree(directory, ignore_errors=True)  # the starter was killed before it could
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import set_variables
 from hpctrain.ranks.process import binds_threads
-from hpctrain.starting.channel_directory import is_private
+from hpctrain.ranks.starter_directory import is_private
 from hpctrain.starting.fork_client import FORK_SECONDS, IMPORT_SECONDS, ForkedRank, ForkServerClient
 from hpctrain.starting.fork_server import DESCRIPTORS, FOR_RANKS, LONGEST
 from hpctrain.starting.pmi import FD_VARIABLE

@@ -1,13 +1,14 @@
 """Starts ranks: here over hpctrain's PMI server, or under the mpiexec that fits the MPI library, here and on other hosts.
 
 A program that starts ranks on several nodes by its own means gives each the variables of `started_variables`, and attends it
-through a `ChannelDirectory`, with which the rank ends, too: `hpctrain run JOB --started-by DIRECTORY`.
+through a `ChannelDirectory`, with which the rank ends, too. It starts `hpctrain run JOB --started-by DIRECTORY`, or a program with
+`hpctrain.run` or `hpctrain.own_loop`, which finds the directory in these variables.
 
 Imports no torch.
 """
 
 from hpctrain.base.launcher_variables import RankNumbers, launched, started_variables
-from hpctrain.starting.channel_directory import ChannelDirectory
+from hpctrain.starting.channel_directory import ChannelDirectory, exit_code_in
 from hpctrain.starting.hosts import HERE, Hosts, read_hostfile
 from hpctrain.starting.mpi_library import ask_library
 from hpctrain.starting.mpiexec import UnderMpiexec, find_mpiexec
@@ -24,6 +25,7 @@ __all__ = [
     "UnderMpiexec",
     "ask_counts",
     "ask_library",
+    "exit_code_in",
     "find_mpiexec",
     "launched",
     "over_pmi",

@@ -24,6 +24,7 @@ from hpctrain.ranks.detection import detect
 from hpctrain.ranks.failure import end_on_signals
 from hpctrain.ranks.prints import labelled_prints
 from hpctrain.ranks.rank_channel import RankChannel
+from hpctrain.ranks.starter_directory import own_channel
 from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.training.assembly import assemble
 from hpctrain.training.inference import Question, answer
@@ -46,7 +47,7 @@ def run(job: Job | Mapping[str, Any], resume: str = "auto") -> dict[str, Any]:
     all ranks. Errors that a user can fix are HpctrainErrors. With several ranks, an error on one rank ends the processes of all.
     """
     with job_of_python(job, "hpctrain.run") as raw:
-        result = run_rank(detect(), lambda: raw, resume, RankChannel())
+        result = run_rank(detect(), lambda: raw, resume, own_channel())
     if result.pop("interrupted"):
         raise KeyboardInterrupt
     return result

@@ -18,6 +18,9 @@ from hpctrain.job.parts import Parts
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.trained_model import TrainedModel
 
+_ROUNDING = 0.02
+"""Share of the logits' range by which they may differ in 16 bits."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -61,6 +64,7 @@ def continue_text(
     ids, told = dataset.encode(prompt.text), ""
     if not ids:
         raise UsageError("sample needs a prompt of one token at least", everywhere=True)
+    _refuse_encoder(model, dataset, ids, length, device)
     begin, generator = len(ids), torch.Generator().manual_seed(prompt.seed)
     for number in range(prompt.tokens):
         logits = _next_logits(model, ids[-length:], length, device)
@@ -75,12 +79,32 @@ def continue_text(
     return dataset.decode(ids[begin:])
 
 
-def _next_logits(model: TrainedModel, ids: list[int], length: int, device: torch.device) -> Tensor | None:
+def _refuse_encoder(
+    model: TrainedModel, dataset: TextDataset, ids: list[int], length: int, device: torch.device
+) -> None:
+    """Raises UsageError if what the model says of a token depends on later ones. Collective."""
+    ids = ids[-length:][: length - 1]
+    behind = [_next_logits(model, ids, length, device, other) for other in (0, dataset.vocabulary - 1)] if ids else []
+    first, second = behind or (None, None)
+    differs = False
+    if first is not None and second is not None:
+        differs = not torch.allclose(first, second, rtol=0, atol=_ROUNDING * float(first.max() - first.min()))
+    if any(gather_values(differs)):
+        raise UsageError(
+            f"sample needs a language model; what {model.spec.name!r} says of a token depends on the tokens behind it, as in an "
+            "encoder",
+            everywhere=True,
+        )
+
+
+def _next_logits(
+    model: TrainedModel, ids: list[int], length: int, device: torch.device, behind: int = 0
+) -> Tensor | None:
     """(vocabulary,): of the token behind `ids`, on the ranks that have the model's outputs. Collective.
 
-    The input always has `length` tokens: what stands behind the last one does not change it.
+    The input always has `length` tokens. behind: the ones that follow, which change nothing.
     """
-    row = torch.zeros(1, length, dtype=torch.int64, device=device)
+    row = torch.full((1, length), behind, dtype=torch.int64, device=device)
     row[0, : len(ids)] = torch.tensor(ids)
     found: list[Tensor] = []
 

@@ -45,14 +45,14 @@ def open_store(job: Job, parts: Parts, device: torch.device) -> CheckpointStore:
     )
 
 
-def save_if_due(session: Session, stop_agreed: bool) -> int:
-    """Save if due, at the end, and if asked to stop. Return the exit code of the training so far.
+def save_if_due(session: Session, stop_agreed: bool, asked: bool = False) -> int:
+    """Save if due, at the end, and if asked to stop or to save. Return the exit code of the training so far.
 
     The result of a background save is reported at the first step after it has ended.
     """
     last = session.progress.done
-    final = stop_agreed or last
-    if session.progress.ended and not session.control.saves:
+    final = stop_agreed or last or asked
+    if session.progress.ended and not session.control.saves and not asked:
         finish_saving(session, excused=True)
         return EXIT_DONE
     due = final or is_due(session)

@@ -275,6 +275,53 @@ def test_a_break_ends_the_run_in_order() -> None:
     assert len(rows()) == 3 and [one.name for one in Path("runs/own/checkpoints").glob("step-*")] == ["step-00000003"]
 
 
+@pytest.mark.parametrize(("every", "asynchronous"), [(0, False), (2, False), (2, True), (1, True)])
+def test_a_break_before_the_update_leaves_the_step_out(every: int, asynchronous: bool) -> None:
+    net = make_net()
+    with looping(9, checkpoint={"every_steps": every, "asynchronous": asynchronous}) as loop:
+        model, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in loop.steps():
+            if step.number == 3:
+                break
+            for x, y in step:
+                loop.backward(mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    names = sorted(one.name for one in Path("runs/own/checkpoints").glob("step-*"))
+    assert len(rows()) == 2 and names == ["step-00000001", "step-00000002"][every != 1 :]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_the_program_asks_for_is_complete_at_the_next_step(asynchronous: bool) -> None:
+    def train(steps: int, name: str, saved_at: int | None) -> list[str]:
+        net, seen = make_net(), []
+        job = {"job": {"name": name, "steps": steps}, "checkpoint": {"every_steps": 3, "asynchronous": asynchronous}}
+        with hpctrain.own_loop(job, precision={"mode": "fp64"}) as loop:
+            model, optimizer = loop.setup(net, torch.optim.Adam(net.parameters()))
+            assert (loop.checkpoint, loop.data_rank, loop.data_size) == (None, 0, 1)
+            for step in loop.steps():
+                if loop.checkpoint is not None and step.number in (1, 3, 5):
+                    assert loop.checkpoint.is_dir()
+                    seen.append(f"{step.number} after {loop.checkpoint.name}")
+                if step.number == saved_at:
+                    loop.save()
+                loop.backward(model(torch.full((4, 3), float(step.number), dtype=torch.float64)).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if step.number == 4 and steps == 5 and saved_at is not None:
+                    break
+        return seen
+
+    assert train(5, "own", 2)[0] == "3 after step-00000002"
+    names = {one.name for one in Path("runs/own/checkpoints").glob("step-*")}
+    assert names == {"step-00000002", "step-00000003", "step-00000004"}
+    assert train(6, "own", 5) == ["5 after step-00000004"]
+    assert {one.name for one in Path("runs/own/checkpoints").glob("step-*")} - names == {
+        "step-00000005",
+        "step-00000006",
+    }
+
+
 def test_what_groups_are_set_to_before_the_steps_stays() -> None:
     net = make_net()
     with looping(3) as loop:
@@ -428,6 +475,11 @@ def twice_through_one_forward(loop: Loop) -> None:
             loop.backward(outputs.sum())
 
 
+def early_save(loop: Loop) -> None:
+    trained(loop)
+    loop.save()
+
+
 def no_gradient(loop: Loop) -> None:
     model, _ = trained(loop)
     for step in loop.steps():
@@ -504,6 +556,7 @@ def step_without_backward(loop: Loop) -> None:
         (strange_module, TrainingError, r"parameters that were not set up, of the shape \(1, 1\), \(1,\)"),
         (forward_before_step, TrainingError, "a forward of the model 'model' has no backward"),
         (thawed_later, TrainingError, r"0\.weight of the model 'model' was frozen when it was set up"),
+        (early_save, UsageError, "save: the loop has no step yet"),
         (no_gradient, TrainingError, "the loss has no gradient"),
         (not_a_scalar, TrainingError, r"found a loss of shape \(4, 1\)"),
         (step_without_backward, TrainingError, "steps without a gradient"),

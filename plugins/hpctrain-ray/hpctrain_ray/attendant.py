@@ -16,23 +16,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import gettempdir
 from typing import IO
 
 from hpctrain.toolkit.starting import ChannelDirectory, RankNumbers, started_variables
+from hpctrain_ray.private_directories import make_private_directory
+from hpctrain_ray.seats import Place, own_place
 
 _DRAIN = 1.0
 """Seconds for the rest of an ended rank's output: a process of the rank's own may hold its streams longer."""
 _BATCH = 1000
 """Lines that one report has at most."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of an actor: Ray's name of the node, and its address."""
-
-    node: str
-    address: str
 
 
 @dataclass(frozen=True)
@@ -60,23 +53,6 @@ class Report:
     code: int | None
 
 
-def private_directory(token: str, rank: int, secret: bytes) -> Path:
-    """A new directory for the start `token` of a rank, closed to others, with the job's secret."""
-    directory = Path(gettempdir(), f"hpctrain-ray-{token}.{rank}")
-    directory.mkdir(mode=0o700)
-    file = os.open(directory / "secret", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(file, "w") as stream:
-        stream.write(secret.hex())
-    return directory
-
-
-def own_place() -> Place:
-    """The place of this process in the cluster."""
-    import ray
-
-    return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
-
-
 class Attendant:
     """Attends one rank."""
 
@@ -92,7 +68,7 @@ class Attendant:
 
     def start(self, task: Task) -> int:
         """Start the rank; the id of its process."""
-        directory = private_directory(task.token, task.numbers.rank, task.secret)
+        directory = make_private_directory(task.token, task.numbers.rank, task.secret)
         self._channel = ChannelDirectory(directory)
         job = task.job
         if task.text is not None:

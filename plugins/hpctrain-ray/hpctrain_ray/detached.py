@@ -9,9 +9,9 @@ from typing import Any
 
 from hpctrain.toolkit.commands import EXIT_TRAINING, EnvironmentUnfitError, UsageError
 from hpctrain_ray.connection import NAMESPACE
-from hpctrain_ray.group import first_line
 from hpctrain_ray.ids import JobId, read_end, write_end
 from hpctrain_ray.order import Order
+from hpctrain_ray.seats import first_line
 from hpctrain_ray.supervisor import EXIT_CANCELLED, EXIT_STOPPED, Supervisor
 
 OUTPUT = "ray.out"

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hpctrain.toolkit.commands import EnvironmentUnfitError, reason
-from hpctrain.toolkit.starting import RankNumbers
-from hpctrain_ray.attendant import Attendant, Place, Report, Task
-from hpctrain_ray.order import Bundle, Order
+from hpctrain.toolkit.commands import EnvironmentUnfitError
+from hpctrain_ray.attendant import Attendant, Report, Task
+from hpctrain_ray.order import Order
 from hpctrain_ray.placement import Placed
+from hpctrain_ray.seats import Seat, end_actors, first_line, take_seats
 
 _START = 120.0
-"""Seconds for the actors of a start to begin: Ray starts a Python process for each, which imports hpctrain."""
+"""Seconds for the attendants to start their ranks' processes."""
 _SILENCE = 60.0
 """Seconds after which an attendant that does not answer counts as lost: Ray needs up to half of it to notice a lost node."""
 _END = 5.0
@@ -26,15 +26,11 @@ Tell = Callable[[int, str, str], None]
 """Gets a line of a rank's output: the rank, "out" or "err", the text."""
 
 
-class LostStartError(EnvironmentUnfitError):
-    """An actor was lost, or was not there in time, before its rank has started: another start may do better."""
-
-
-class _Seat:
+class _Attended:
     """A rank as the supervisor sees it."""
 
-    def __init__(self, actor: Any, place: Place, bundle: Bundle) -> None:
-        self.actor, self.place, self.bundle = actor, place, bundle
+    def __init__(self, seat: Seat) -> None:
+        self.actor, self.place, self.numbers = seat.actor, seat.place, seat.numbers
         self.asked: Any = None
         self.heard = time.monotonic()
         self.report: Report | None = None
@@ -51,108 +47,51 @@ class _Seat:
         return bool(self.lost) or (self.report is not None and bool(self.report.status))
 
 
-def actor_options(placed: Placed, index: int) -> dict[str, Any]:
-    """The options of an actor in the bundle `index`, which takes all of it. It is never started again by itself."""
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    bundle = placed.bundles[index]
-    return {
-        "num_cpus": bundle.cpus,
-        "num_gpus": bundle.gpus,
-        "resources": dict(bundle.resources) or None,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(placed.group, placement_group_bundle_index=index),
-        "max_restarts": 0,
-    }
-
-
-def numbers_by_node(places: Sequence[Place]) -> list[RankNumbers]:
-    """The numbers of the ranks at these places: node by node, in the order in which the nodes come first."""
-    nodes = list(dict.fromkeys(one.node for one in places))
-    order = sorted(range(len(places)), key=lambda index: nodes.index(places[index].node))
-    local: dict[str, int] = {}
-    found = {}
-    for rank, index in enumerate(order):
-        node = places[index].node
-        size = sum(one.node == node for one in places)
-        found[index] = RankNumbers(rank, len(places), local.get(node, 0), size)
-        local[node] = local.get(node, 0) + 1
-    return [found[index] for index in range(len(places))]
-
-
-def places_of(actors: Sequence[Any]) -> list[Place]:
-    """The places where actors have started. Raises LostStartError if one does not in time."""
-    import ray
-
-    try:
-        found: list[Place] = ray.get([one.place.remote() for one in actors], timeout=_START)
-    except (ray.exceptions.RayError, TimeoutError) as error:
-        raise LostStartError(
-            f"the actors of {len(actors)} ranks did not all start within {_START:.0f} s ({first_line(error)}); expected "
-            "hpctrain-ray, and the Python that is used here, on every node of the cluster"
-        ) from None
-    return found
-
-
-def first_line(error: BaseException) -> str:
-    """The sense of an error of Ray's, in one line."""
-    cause = getattr(error, "cause", None) or error
-    lines = [line.strip() for line in (reason(cause) if isinstance(cause, Exception) else str(cause)).splitlines()]
-    return next((line for line in lines if line), type(error).__name__)
-
-
 class Group:
     """Ranks that have started, one in each bundle of a placement group."""
 
     def __init__(self, placed: Placed, order: Order, resume: str, tell: Tell, begun: float) -> None:
         """Start the ranks. begun: when the job began, in seconds since 1970. Raises EnvironmentUnfitError."""
-        import ray
-
         self._tell = tell
-        actors = [
-            ray.remote(Attendant).options(**actor_options(placed, index)).remote()
-            for index in range(len(placed.bundles))
-        ]
-        self._seats: list[_Seat] = []
+        self._ranks = [_Attended(seat) for seat in take_seats(placed, Attendant)]
         try:
-            places = places_of(actors)
-            numbers = numbers_by_node(places)
-            by_rank = sorted(range(len(actors)), key=lambda index: numbers[index].rank)
-            self._seats = [_Seat(actors[index], places[index], placed.bundles[index]) for index in by_rank]
-            self._start([numbers[index] for index in by_rank], order, resume, begun)
+            self._start(order, resume, begun)
         except BaseException:
             self.end()
             raise
 
-    def _start(self, numbers: Sequence[RankNumbers], order: Order, resume: str, begun: float) -> None:
+    def _start(self, order: Order, resume: str, begun: float) -> None:
         import ray
 
         token, secret = secrets.token_hex(8), secrets.token_bytes(_SECRET_BYTES)
         sets = [word for override in order.overrides for word in ("--set", override)]
         words = [*sets, "--resume", resume, "--begun", f"{begun:.3f}"]
-        host = self._seats[0].place.address
+        host = self._ranks[0].place.address
         asked = [
-            seat.actor.start.remote(Task(number, order.job, order.text, words, order.directory, token, secret, host))
-            for seat, number in zip(self._seats, numbers, strict=True)
+            one.actor.start.remote(
+                Task(one.numbers, order.job, order.text, words, order.directory, token, secret, host)
+            )
+            for one in self._ranks
         ]
-        for rank, (seat, one) in enumerate(zip(self._seats, asked, strict=True)):
+        for rank, (one, started) in enumerate(zip(self._ranks, asked, strict=True)):
             try:
-                ray.get(one, timeout=_START)
+                ray.get(started, timeout=_START)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 if isinstance(error, ray.exceptions.RayActorError):
                     continue  # the first look at it says so
                 raise EnvironmentUnfitError(
-                    f"rank {rank} could not start on {seat.place.address}: {first_line(error)}; expected the directory "
+                    f"rank {rank} could not start on {one.place.address}: {first_line(error)}; expected the directory "
                     f"{order.directory}, and room in the directory for temporary files, on every node"
                 ) from None
 
     def __len__(self) -> int:
-        return len(self._seats)
+        return len(self._ranks)
 
     def where(self) -> str:
         """The nodes with their numbers of ranks, such as "10.0.0.1 (2), 10.0.0.2 (1)"."""
         counts: dict[tuple[str, str], int] = {}
-        for seat in self._seats:
-            place = seat.place.node, seat.place.address
+        for one in self._ranks:
+            place = one.place.node, one.place.address
             counts[place] = counts.get(place, 0) + 1
         return ", ".join(f"{address} ({count})" for (_, address), count in counts.items())
 
@@ -160,54 +99,54 @@ class Group:
         """Ask every rank how it is, and wait up to `seconds` for answers. signals: those that the ranks should have got by now."""
         import ray
 
-        for seat in self._seats:
-            if seat.asked is None and not seat.ended:
-                seat.asked = seat.actor.report.remote(list(signals))
-        asked = {seat.asked: (rank, seat) for rank, seat in enumerate(self._seats) if seat.asked is not None}
+        for one in self._ranks:
+            if one.asked is None and not one.ended:
+                one.asked = one.actor.report.remote(list(signals))
+        asked = {one.asked: (rank, one) for rank, one in enumerate(self._ranks) if one.asked is not None}
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
         for reference in ready:
             self._hear(*asked[reference], reference)
-        for seat in self._seats:
-            if not seat.ended and time.monotonic() - seat.heard > _SILENCE:
-                seat.lost = f"it did not answer for {_SILENCE:.0f} s"
+        for one in self._ranks:
+            if not one.ended and time.monotonic() - one.heard > _SILENCE:
+                one.lost = f"it did not answer for {_SILENCE:.0f} s"
 
-    def _hear(self, rank: int, seat: _Seat, reference: Any) -> None:
+    def _hear(self, rank: int, one: _Attended, reference: Any) -> None:
         import ray
 
-        seat.asked = None
+        one.asked = None
         try:
-            seat.report = ray.get(reference)
+            one.report = ray.get(reference)
         except ray.exceptions.ActorUnavailableError:
             return  # the connection is broken: Ray will know whether the node is gone
         except ray.exceptions.RayActorError as error:
-            seat.lost = self._why_lost(seat, error)
+            one.lost = self._why_lost(one, error)
             return
-        seat.heard = time.monotonic()
-        for stream, text in seat.report.lines:
+        one.heard = time.monotonic()
+        for stream, text in one.report.lines:
             self._tell(rank, stream, text)
 
-    def _why_lost(self, seat: _Seat, error: Exception) -> str:
+    def _why_lost(self, one: _Attended, error: Exception) -> str:
         import ray
 
-        alive = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
-        if seat.place.node not in alive:
-            return f"its node {seat.place.address} left the cluster"
-        return f"its Ray worker on {seat.place.address} ended ({first_line(error)[:120]})"
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if one.place.node not in alive:
+            return f"its node {one.place.address} left the cluster"
+        return f"its Ray worker on {one.place.address} ended ({first_line(error)[:120]})"
 
     @property
     def has_failed(self) -> bool:
         """Whether a rank has failed or is lost."""
-        return any(seat.failed for seat in self._seats)
+        return any(one.failed for one in self._ranks)
 
     @property
     def has_ended(self) -> bool:
         """Whether no rank runs any more."""
-        return all(seat.ended for seat in self._seats)
+        return all(one.ended for one in self._ranks)
 
     @property
     def code(self) -> int | None:
         """The exit code that the ranks agreed on; None if none of them told one, as where one was killed."""
-        told = [seat.report.code for seat in self._seats if seat.report is not None and seat.report.code is not None]
+        told = [one.report.code for one in self._ranks if one.report is not None and one.report.code is not None]
         if told:
             return next((code for code in told if code), 0 if not self.has_failed else None)
         return 0 if self.has_ended and not self.has_failed else None
@@ -215,11 +154,11 @@ class Group:
     def losses(self) -> list[str]:
         """A clause for each rank that is lost or was killed, such as "rank 1: its node 10.0.0.2 left the cluster"."""
         found = []
-        for rank, seat in enumerate(self._seats):
-            if seat.lost:
-                found.append(f"rank {rank}: {seat.lost}")
-            elif seat.report is not None and (seat.report.status or 0) < 0 and seat.report.code is None:
-                found.append(f"rank {rank}: killed by signal {-(seat.report.status or 0)} on {seat.place.address}")
+        for rank, one in enumerate(self._ranks):
+            if one.lost:
+                found.append(f"rank {rank}: {one.lost}")
+            elif one.report is not None and (one.report.status or 0) < 0 and one.report.code is None:
+                found.append(f"rank {rank}: killed by signal {-(one.report.status or 0)} on {one.place.address}")
         return found
 
     def end(self) -> None:
@@ -227,8 +166,6 @@ class Group:
         import ray
 
         with suppress(ray.exceptions.RayError, TimeoutError):
-            ending = [seat.actor.end.remote() for seat in self._seats if not seat.lost]
+            ending = [one.actor.end.remote() for one in self._ranks if not one.lost]
             ray.wait(ending, num_returns=len(ending), timeout=_END) if ending else None
-        for seat in self._seats:
-            with suppress(ray.exceptions.RayError, ValueError):
-                ray.kill(seat.actor)
+        end_actors([one.actor for one in self._ranks])

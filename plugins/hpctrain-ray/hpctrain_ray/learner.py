@@ -13,19 +13,22 @@ from hpctrain.api import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
+    import hpctrain
+
 
 class Learner:
     """Base class of what `Training` trains; one on each rank. `setup` is needed, and `loss` or `train`."""
 
-    loop: Any
-    """This rank's loop, as of `hpctrain.own_loop`; there when `setup` is called."""
+    loop: hpctrain.Loop
+    """This rank's loop; there when `setup` is called."""
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
-    def setup(self, loop: Any) -> None:
+    def setup(self, loop: hpctrain.Loop) -> None:
         """Make the models: `self.model, self.optimizer = loop.setup(net, torch.optim.Adam(net.parameters()))`. Collective.
 
-        Called again after a save and after a loss, on a new object: what is to last belongs in `loop.register_for_checkpointing`.
+        Called again after a loss and after `set_state`, on a new object: register what is to last with
+        `loop.register_for_checkpointing`.
         """
         raise UsageError(
             f"{type(self).__name__} has no setup(loop), expected one that sets self.model and self.optimizer"

@@ -52,7 +52,7 @@ class RayOptions(Options):
     )
     placement_limit: float = Field(default=300.0, gt=0, description="seconds until the cluster has room for the ranks")
     restarts: int = Field(
-        default=3, ge=0, description="how often the ranks may start again after a rank or a node was lost"
+        default=3, ge=0, description="how often the ranks may start again after a loss or an error in training"
     )
 
     @model_validator(mode="after")

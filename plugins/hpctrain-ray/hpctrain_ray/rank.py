@@ -7,16 +7,21 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.api import TrainingError
-from hpctrain.toolkit.starting import RankNumbers, started_variables
-from hpctrain_ray.attendant import Place, own_place, private_directory
+from hpctrain.toolkit.starting import ChannelDirectory, RankNumbers, started_variables
+from hpctrain_ray.endings import Remains
 from hpctrain_ray.hook import tell_waiting
 from hpctrain_ray.learner import Learner
+from hpctrain_ray.private_directories import make_private_directory
+from hpctrain_ray.seats import Place, own_place
+
+if TYPE_CHECKING:
+    import hpctrain
 
 _TELL = 30.0
 """Seconds between two words to the watchdog while the rank waits."""
@@ -26,119 +31,167 @@ _OWN = {"loss"}
 
 @dataclass(frozen=True)
 class Entry:
-    """The place and the way in which a rank enters the loop. tables: of the job. directory: where its relative paths start."""
+    """The way in which a rank enters the loop. tables: of the job. directory: where its relative paths start. host: the address of
+    rank 0's node."""
 
     numbers: RankNumbers
-    token: str
-    secret: bytes
     host: str
     tables: Mapping[str, Any]
     directory: Path
     resume: str
 
 
+@dataclass(frozen=True)
+class Position:
+    """The completed steps, or the step that was just trained; the newest checkpoint that is complete, or that was resumed from."""
+
+    step: int
+    checkpoint: Path | None
+
+
 class LearnerRank:
-    """A rank. Its methods are collective, except for `place`, `log_file` and those of files."""
+    """A rank. `enter` and what needs the loop are collective.
+
+    An error in the loop ends this process, and those of the other ranks, as it does for any program with such a loop. Only where
+    there is one rank, it is raised.
+    """
 
     def __init__(self, make: Callable[[], Learner]) -> None:
         self._make = make
         self._stack = ExitStack()
         self._working = threading.Lock()
+        self._channel: ChannelDirectory | None = None
         self._learner: Learner | None = None
         self._steps: Iterator[Any] = iter(())
+        self._number: int | None = None
+        """The number of the step that is open."""
         self._trained = False
-        """Whether the step that is open has been trained."""
-        self._number = 0
+        """Whether it has been trained."""
         threading.Thread(target=self._tell_waiting, daemon=True).start()
 
     def place(self) -> Place:
         """The place of this actor."""
         return own_place()
 
-    def log_file(self) -> str:
-        """The file with what this process says on standard error."""
-        return os.readlink(f"/proc/self/fd/{sys.__stderr__.fileno()}") if sys.__stderr__ else ""
+    def prepare(self, token: str, rank: int, secret: bytes) -> Remains:
+        """Make the private directory of the start; where to look once this process has ended."""
+        directory = make_private_directory(token, rank, secret)
+        self._channel = ChannelDirectory(directory)
+        try:
+            log = Path(os.readlink(f"/proc/self/fd/{sys.__stderr__.fileno()}")) if sys.__stderr__ else None
+        except OSError:
+            log = None
+        return Remains(directory, log)
 
-    def enter(self, entry: Entry) -> int:
-        """Enter the loop; the completed steps."""
+    def enter(self, entry: Entry) -> tuple[Position, int, int]:
+        """Enter the loop; the completed steps, and the place among the ranks with different samples, and their number."""
         import hpctrain
 
-        with self._working:
+        assert self._channel is not None
+        with self._in_loop():
             os.chdir(entry.directory)
-            directory = private_directory(entry.token, entry.numbers.rank, entry.secret)
-            told = started_variables(entry.numbers, directory, entry.host)
+            told = started_variables(entry.numbers, self._channel.directory, entry.host)
             os.environ.clear()
             os.environ.update(told)
-            try:
-                loop = self._stack.enter_context(hpctrain.own_loop(dict(entry.tables), entry.resume))
-            finally:
-                shutil.rmtree(directory, ignore_errors=True)
+            loop = self._stack.enter_context(hpctrain.own_loop(dict(entry.tables), entry.resume))
             self._learner = self._make()
             self._learner.loop = loop
             self._learner.setup(loop)
             self._steps = iter(loop.steps())
-            self._open()
-            return self._number - 1
+            self._advance()
+            return self._position(loop.step), loop.data_rank, loop.data_size
 
-    def _open(self) -> None:
-        """Begin the next step: the one before is complete then, with its row of metrics and, where it is due, its checkpoint."""
-        step = next(self._steps, None)
-        if step is None:
-            loop = self._of_learner().loop
-            why = "a signal has asked it to stop" if loop.stopped else f"it has {loop.step} steps, all of [job] steps"
-            raise TrainingError(f"the training has no step left: {why}", everywhere=True)
-        self._number, self._trained = step.number, False
+    @contextmanager
+    def _in_loop(self) -> Iterator[None]:
+        """The loop meets the errors of this context."""
+        with self._working:
+            try:
+                yield
+            except BaseException as error:
+                self._learner = None
+                self._stack.__exit__(type(error), error, error.__traceback__)
+                raise
+
+    @property
+    def _loop(self) -> hpctrain.Loop:
+        return self._of_learner().loop
 
     def _of_learner(self) -> Learner:
         if self._learner is None:
             raise TrainingError("the rank is in no loop", everywhere=True)
         return self._learner
 
-    def train(self, batch: Any) -> tuple[int, dict[str, float]]:
+    def _position(self, step: int) -> Position:
+        newest = self._loop.checkpoint
+        return Position(step, None if newest is None else newest.absolute())
+
+    def _advance(self) -> None:
+        """Begin the next step: the one before is complete then, with its row of metrics and its checkpoint."""
+        step = next(self._steps, None)
+        self._number, self._trained = None if step is None else step.number, False
+
+    def train(self, batch: Any) -> tuple[Position, dict[str, float]]:
         """Train a step; its number, and what the learner tells."""
-        with self._working:
+        with self._in_loop():
             if self._trained:
-                self._open()
+                self._advance()
+            loop = self._loop
+            if self._number is None:
+                why = (
+                    "a signal has asked it to stop" if loop.stopped else f"it has {loop.step} steps, all of [job] steps"
+                )
+                raise TrainingError(f"the training has no step left: {why}", everywhere=True)
             found = {name: float(value) for name, value in self._of_learner().train(batch).items()}
-            self._of_learner().loop.log(**{name: value for name, value in found.items() if name not in _OWN})
+            loop.log(**{name: value for name, value in found.items() if name not in _OWN})
             self._trained = True
-            return self._number, found
+            return self._position(self._number), found
 
-    def evaluate(self, batch: Any) -> dict[str, float]:
+    def evaluate(self, batch: Any) -> tuple[Position, dict[str, float]]:
         """The numbers that the learner measures."""
-        with self._working:
-            return {name: float(value) for name, value in self._of_learner().evaluate(batch).items()}
+        with self._in_loop():
+            found = {name: float(value) for name, value in self._of_learner().evaluate(batch).items()}
+            return self._position(self._trained_steps()), found
 
-    def weights(self, name: str) -> list[Any]:
+    def weights(self, name: str) -> tuple[Position, list[Any]]:
         """A reference to the full weights of a model by name, on the first rank; nothing on the others."""
         import ray
 
-        with self._working:
-            learner = self._of_learner()
-            state = learner.loop.get_state_dict(getattr(learner, name))
-            return [ray.put({key: value.cpu() for key, value in state.items()})] if learner.loop.rank == 0 else []
+        with self._in_loop():
+            model = getattr(self._of_learner(), name, None)
+            if model is None:
+                raise TrainingError(
+                    f"weights: the learner has no {name!r}, expected the attribute of a model of setup's", True
+                )
+            state = self._loop.get_state_dict(model)
+            references = [ray.put({key: value.cpu() for key, value in state.items()})] if self._loop.rank == 0 else []
+            return self._position(self._trained_steps()), references
+
+    def save(self) -> tuple[Position, None]:
+        """Complete the step that was trained, and save it."""
+        with self._in_loop():
+            step = self._trained_steps()
+            if self._trained:
+                self._loop.save()
+                self._advance()
+            return self._position(step), None
+
+    def _trained_steps(self) -> int:
+        return self._number if self._trained and self._number is not None else self._loop.step
 
     def leave(self) -> None:
         """Complete the step that was trained, save it, and leave the loop."""
         with self._working:
-            self._learner, self._trained = None, False
+            self._learner = None
             self._stack.close()
 
-    def newest_checkpoint(self, checkpoints: Path) -> str:
-        """The name of the checkpoint of the highest step."""
-        newest = max(checkpoints.glob("step-*[0-9]"), default=None, key=lambda path: path.name)
-        if newest is None:
-            raise TrainingError(f"found no checkpoint in {checkpoints}, expected a step that is trained before a save")
-        return newest.name
-
-    def read_checkpoint(self, checkpoints: Path) -> tuple[str, dict[str, bytes]]:
-        """The name of the newest checkpoint, and its files."""
-        newest = checkpoints / self.newest_checkpoint(checkpoints)
-        files = {str(one.relative_to(newest)): one.read_bytes() for one in newest.rglob("*") if one.is_file()}
-        return newest.name, files
+    def read_checkpoint(self, checkpoint: Path) -> dict[str, bytes]:
+        """The files of a checkpoint by name."""
+        files = [one for one in sorted(checkpoint.rglob("*")) if one.is_file()]
+        return {str(one.relative_to(checkpoint)): one.read_bytes() for one in files}
 
     def write_checkpoint(self, directory: Path, files: Mapping[str, bytes]) -> None:
-        """Write the files of a checkpoint into a new directory."""
+        """Write the files of a checkpoint into a new directory; that of an earlier call, beside it, goes."""
+        shutil.rmtree(directory.parent.parent, ignore_errors=True)
         for name, content in files.items():
             path = directory / name
             if directory not in path.parents or ".." in path.parts:

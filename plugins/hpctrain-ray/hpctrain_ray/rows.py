@@ -1,4 +1,4 @@
-"""Batches and numbers between the program and the ranks: rows are split over those that see different samples."""
+"""Batches and numbers between the program and the ranks: rows are split over the ranks with different samples."""
 
 from __future__ import annotations
 
@@ -6,19 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpctrain.api import UsageError
-
-
-def data_parts(tables: Mapping[str, Any], ranks: int) -> int:
-    """How many ranks see different samples: all but those along [parallelism]'s axes, the innermost ones. Raises UsageError."""
-    inner = 1
-    for axis in (tables.get("parallelism") or {}).values():
-        size = axis.get("size", 1) if isinstance(axis, Mapping) else axis
-        inner *= size if isinstance(size, int) else 1
-    if ranks % inner:
-        raise UsageError(
-            f"[parallelism]: found {inner} ranks for one copy of the model, expected a divisor of {ranks} ranks"
-        )
-    return ranks // inner
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -30,7 +17,9 @@ def split(batch: Any, parts: int) -> list[Any]:
 
     if isinstance(batch, Sequence) and batch and all(isinstance(one, ray.ObjectRef) for one in batch):
         if len(batch) != parts:
-            raise UsageError(f"found {len(batch)} references, expected one for each of {parts} data-parallel ranks")
+            raise UsageError(
+                f"found {len(batch)} references, expected one for each of {parts} ranks with different samples"
+            )
         return list(batch)
     rows = {len(leaf) for leaf in _leaves(batch)}
     if len(rows) != 1:
@@ -38,7 +27,9 @@ def split(batch: Any, parts: int) -> list[Any]:
         raise UsageError(f"found a batch of tensors with {found} rows, expected tensors with one number of rows")
     count = rows.pop()
     if count % parts or not count:
-        raise UsageError(f"found a batch of {count} rows, expected a multiple of {parts}, the data-parallel ranks")
+        raise UsageError(
+            f"found a batch of {count} rows, expected a multiple of {parts}, the ranks with different samples"
+        )
     share = count // parts
     return [_part(batch, slice(number * share, (number + 1) * share)) for number in range(parts)]
 

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,14 +16,16 @@ from typing import Any
 
 import tomli_w
 
-from hpctrain.api import Job, TrainingError, UsageError
+from hpctrain.api import Job, UsageError
 from hpctrain.toolkit.jobs import read_job
 from hpctrain_ray.connection import connected
+from hpctrain_ray.endings import error_of, sentences
 from hpctrain_ray.options import RayOptions, read_options
 from hpctrain_ray.order import Order
-from hpctrain_ray.sentences import sentences
 from hpctrain_ray.supervisor import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, Supervisor
 
+_LINES = 200
+"""Lines of each rank's standard error that are searched for its last sentence."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -70,8 +73,8 @@ def run(
     [scheduler.ray] says. overrides: "table.key=value". resume: "auto", "never" or a checkpoint. options: those of [scheduler.ray],
     on top of the job's.
 
-    Raises EnvironmentUnfitError without a cluster or room on it, UsageError, and TrainingError if the job fails for good. After a
-    signal that asks to stop, the ranks save, and `exit_code` is 75.
+    Raises EnvironmentUnfitError without a cluster or room on it, and the error that belongs to the exit code of a job that fails
+    for good. After a signal that asks to stop, the ranks save, and `exit_code` is 75.
     """
     with _job_file(job) as (path, is_sent):
         tables = read_job(path, overrides).tables
@@ -79,10 +82,11 @@ def run(
             path = path.absolute()
         chosen = read_options({**table_of(tables), **options})
         order = order_of(tables, chosen, ranks, path, overrides, resume, path.read_text() if is_sent else None)
-        said: list[str] = []
+        errors: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_LINES))
 
         def tell(rank: int, stream: str, text: str) -> None:
-            said.extend(sentences([text]))
+            if stream == "err":
+                errors[rank].append(text)
             print(text, file=sys.stdout if stream == "out" else sys.stderr, flush=True)
 
         with connected(chosen.address):
@@ -90,9 +94,8 @@ def run(
             with _stopping(supervisor.stop):
                 code = supervisor.run()
     if code not in (EXIT_DONE, EXIT_STOPPED, EXIT_CANCELLED) and not supervisor.was_stopped:
-        raise TrainingError(
-            f"the ranks on the Ray cluster ended with exit code {code}: {said[-1] if said else 'they said nothing'}"
-        )
+        said = next((found[-1] for lines in errors.values() if (found := sentences(lines))), "they said nothing")
+        raise error_of(code, f"the ranks on the Ray cluster ended with exit code {code}: {said}")
     return Result(code, supervisor.restarts, output_directory(tables))
 
 

@@ -10,9 +10,10 @@ from typing import Literal
 
 from hpctrain.toolkit.commands import EXIT_TRAINING
 from hpctrain.toolkit.starting import Counts, ask_counts
-from hpctrain_ray.group import Group, LostStartError, Tell
+from hpctrain_ray.group import Group, Tell
 from hpctrain_ray.order import Order
 from hpctrain_ray.placement import Placed, has_room, place
+from hpctrain_ray.seats import LostStartError
 
 EXIT_DONE, EXIT_STOPPED, EXIT_CANCELLED = 0, 75, 143
 _LOOK = 0.25

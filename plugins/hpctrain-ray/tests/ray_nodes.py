@@ -1,13 +1,15 @@
-"""Ray clusters of several raylets on this machine, for tests: nodes come, and are killed; nothing is left running."""
+"""The fixture `cluster`: a Ray cluster of several raylets on this machine. Nodes come, and are killed; nothing is left running."""
 
 from __future__ import annotations
 
-import atexit
 import os
-from functools import cache
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from launching import wait_until
 
 # before ray is imported: a raylet that is killed is to be noticed within seconds, as in the tests' time
@@ -18,6 +20,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 os.environ.setdefault("RAY_enable_worker_prestart", "0")
 
+_MARK = "HPCTRAIN_RAY_TESTS"
+os.environ[_MARK] = uuid.uuid4().hex
+"""Inherited by all processes of this process's cluster: another one may run beside it."""
 
 SPECS: dict[str, dict[str, float]] = {
     "a": {"cpus": 4, "gpus": 1, "seat": 1, "fast": 1},
@@ -79,49 +84,58 @@ class Nodes:
         self._cluster.shutdown()
 
 
-@cache
-def shared() -> Nodes:
-    """The cluster of all tests in this process, to which it is connected. To start one takes half a minute on a busy machine."""
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    """A cluster of the nodes of SPECS, to which this process is connected. Its start takes 20 s to 40 s on two cores."""
     import ray
 
     made = Nodes()
-    atexit.register(made.close)
-    for name in SPECS:
-        made.add(name)
-    ray.init(address=made.address, namespace="tests", logging_level="ERROR", log_to_driver=False)
-    return made
+    try:
+        for name in SPECS:
+            made.add(name)
+        ray.init(address=made.address, namespace="tests", logging_level="ERROR", log_to_driver=False)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def cluster(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    """The cluster, complete and free, and an empty working directory; all ranks have ended after the test."""
+    monkeypatch.chdir(tmp_path)
+    nodes.complete()
+    yield nodes
+    wait_until(lambda: not ranks() and not learners(), 15, "ranks that end")
 
 
 def ranks() -> list[psutil.Process]:
-    """The processes that train, of any job that Ray has started on this machine."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            words = process.cmdline()
-        except psutil.Error:
-            continue
-        if "--started-by" in words and any("hpctrain-ray-" in word for word in words):
-            found.append(process)
-    return found
+    """The processes that train a job of this cluster, as attendants have started them."""
+    return _processes(lambda words: "--started-by" in words and any("hpctrain-ray-" in word for word in words))
 
 
 def attendants() -> list[psutil.Process]:
-    """The Ray workers that attend ranks."""
-    return _named("Attendant")
-
-
-def _named(actor: str) -> list[psutil.Process]:
-    """The Ray workers that are actors of a class, by the title that Ray gives them."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if " ".join(process.cmdline()).startswith(f"ray::{actor}"):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    """The Ray workers that attend ranks. Ray gives them the title of their class."""
+    return _processes(lambda words: " ".join(words).startswith("ray::Attendant"))
 
 
 def learners() -> list[psutil.Process]:
     """The Ray workers that are ranks of a Training."""
-    return _named("LearnerRank")
+    return _processes(lambda words: " ".join(words).startswith("ray::LearnerRank"))
+
+
+def supervisors() -> list[psutil.Process]:
+    """The Ray workers that are supervisors of submitted jobs."""
+    return _processes(lambda words: " ".join(words).startswith("ray::DetachedSupervisor"))
+
+
+def _processes(chosen: Callable[[list[str]], bool]) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            # what gives itself a title may write over its variables: its raylet has them, too
+            family = [process, *process.parents()[:1]]
+            if chosen(process.cmdline()) and any(one.environ().get(_MARK) == os.environ[_MARK] for one in family):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found

@@ -1,4 +1,4 @@
-"""The example as its second line says to run it, and on one rank: the losses are the same."""
+"""The example as its second line says to run it, and on one rank: the losses are the same. Text goes on after a prompt."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import JobFile
 from launching import hpctrain, run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "long.toml"
@@ -27,3 +28,18 @@ def test_the_example_learns_and_ranks_change_nothing(tmp_path: Path) -> None:
         assert len(mine) == count and mine == pytest.approx(expected, rel=2e-5)
     losses = [row["loss"] for row in cut if "loss" in row]
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_text_goes_on_and_an_encoder_has_none_to_say(job: JobFile) -> None:
+    job.tables["model"] = {
+        "name": "longnet", "hidden_size": 16, "layers": 1, "attention_heads": 2, "vocab_size": 256, "max_seq_length": 16,
+        "segment_lengths": [8, 16], "dilation_rates": [1, 2],
+    }  # fmt: skip
+    job.set(dataset={"name": "stdlib-text", "max_bytes": 20_000})
+    done = run(hpctrain("run", "job.toml"), job.directory)
+    assert done.code == 0, done
+    asked = hpctrain("sample", "job.toml", "--checkpoint", "out/checkpoints/latest", "--prompt", "def ", "--tokens", "3")
+    done = run(asked, job.directory)
+    assert done.code == 0 and done.out.startswith("def "), done
+    done = run([*asked, "--set", "model.name=longnet-encoder"], job.directory)
+    assert done.code == 2 and "what 'longnet-encoder' says of a token depends on the tokens behind it" in done.err, done

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,12 @@ from hpctrain_ray.group import Group
 from hpctrain_ray.order import Bundle, Order
 from hpctrain_ray.placement import Placed, place
 from launching import wait_until
+from ray_nodes import cluster, nodes
 from test_ray_run import in_thread
 
 from hpctrain.api import EnvironmentUnfitError, UsageError
 
 pytestmark = pytest.mark.nightly  # each starts a cluster, which takes half a minute on two cores
-
-
-@pytest.fixture
-def cluster() -> Iterator[ray_nodes.Nodes]:
-    made = ray_nodes.shared()
-    made.complete()
-    yield made
-    wait_until(lambda: not ray_nodes.ranks(), 15, "ranks that end")
-
-
-@pytest.fixture(autouse=True)
-def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def placed(bundles: list[Bundle], strategy: str, limit: float = 20.0, **options: Any) -> Placed | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import hpctrain_ray
@@ -13,19 +12,11 @@ import ray_nodes
 from conftest import JobFile
 from launching import hpctrain, wait_until
 from launching import run as typed
+from ray_nodes import cluster, nodes
 
 pytestmark = pytest.mark.nightly  # each starts a cluster, which takes half a minute on two cores
 
-TIMES = [pytest.param(number, marks=[pytest.mark.thorough] if number else []) for number in range(5)]
 STEPS = 30
-
-
-@pytest.fixture
-def cluster() -> Iterator[ray_nodes.Nodes]:
-    made = ray_nodes.shared()
-    made.complete()
-    yield made
-    wait_until(lambda: not ray_nodes.ranks(), 15, "ranks that end")
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +26,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     done = typed(hpctrain("run", str(job.path), "-n", "2"), job.directory)
     assert done.code == 0, done
     return job.losses()
-
-
-@pytest.fixture(autouse=True)
-def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def slow(job: JobFile, seconds: float = 0.15) -> JobFile:
@@ -74,47 +60,30 @@ def test_two_raylets_have_the_losses_of_one_machine(
     assert "step" in said.out
 
 
-@pytest.mark.parametrize("number", TIMES)
-def test_a_killed_rank_is_replaced(
-    cluster: ray_nodes.Nodes, undisturbed: list[float], job: JobFile, number: int
-) -> None:
-    thread, found = in_thread(lambda: hpctrain_ray.run(slow(job).path, 2, strategy="STRICT_SPREAD"))
-    job.wait_for_steps(7 + 2 * number)
-    ray_nodes.ranks()[number % 2].kill()
-    thread.join(120)
-    [result] = found
-    assert (result.exit_code, result.restarts) == (0, 1)
-    assert result.losses == undisturbed
-
-
-@pytest.mark.parametrize("number", TIMES)
-def test_a_killed_ray_worker_takes_its_rank_along_and_is_replaced(
-    cluster: ray_nodes.Nodes, undisturbed: list[float], job: JobFile, number: int
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("what", ["rank", "Ray worker", "raylet"])
+def test_what_is_killed_is_replaced(
+    cluster: ray_nodes.Nodes,
+    undisturbed: list[float],
+    job: JobFile,
+    what: str,
+    number: int,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     thread, found = in_thread(lambda: hpctrain_ray.run(slow(job).path, 2, strategy="STRICT_SPREAD"))
     job.wait_for_steps(7 + 2 * number)
     before = ray_nodes.ranks()
-    ray_nodes.attendants()[number % 2].kill()
-    wait_until(lambda: not all(one.is_running() for one in before), 10, "a rank that ends with its Ray worker")
-    thread.join(120)
-    [result] = found
-    assert (result.exit_code, result.restarts) == (0, 1)
-    assert result.losses == undisturbed
-
-
-@pytest.mark.parametrize("number", TIMES)
-def test_a_killed_raylet_is_replaced_by_another_node(
-    cluster: ray_nodes.Nodes, undisturbed: list[float], job: JobFile, number: int, capfd: pytest.CaptureFixture[str]
-) -> None:
-    thread, found = in_thread(lambda: hpctrain_ray.run(slow(job).path, 2, strategy="STRICT_SPREAD"))
-    job.wait_for_steps(7 + 2 * number)
-    cluster.kill(busy(cluster)[number % 2])
+    if what == "raylet":
+        cluster.kill(busy(cluster)[number % 2])
+    else:
+        (before if what == "rank" else ray_nodes.attendants())[number % 2].kill()
+    wait_until(lambda: not all(one.is_running() for one in before), 10, "a rank that ends with what is killed")
     thread.join(150)
     [result] = found
     said = capfd.readouterr().err
     assert (result.exit_code, result.restarts) == (0, 1), said
     assert result.losses == undisturbed
-    assert "left the cluster" in said
+    assert ("left the cluster" in said) == (what == "raylet")
 
 
 def busy(cluster: ray_nodes.Nodes) -> list[str]:

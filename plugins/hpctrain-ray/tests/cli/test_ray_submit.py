@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 
 import pytest
 import ray_nodes
@@ -13,16 +12,9 @@ from hpctrain_ray.options import RayOptions
 from hpctrain_ray.scheduler import Ray
 from launching import Finished, hpctrain, wait_until
 from launching import run as typed
+from ray_nodes import cluster, nodes
 
 pytestmark = pytest.mark.nightly  # each starts a cluster, which takes half a minute on two cores
-
-
-@pytest.fixture
-def cluster() -> Iterator[ray_nodes.Nodes]:
-    made = ray_nodes.shared()
-    made.complete()
-    yield made
-    wait_until(lambda: not ray_nodes.ranks(), 15, "ranks that end")
 
 
 def command(cluster: ray_nodes.Nodes, job: JobFile, *words: str) -> Finished:
@@ -56,15 +48,48 @@ def test_a_submitted_job_lives_without_the_command_until_it_is_cancelled(
     job.wait_for_steps(6)
     assert state(job).startswith("running on")
     ray_nodes.ranks()[0].kill()
-    starts = job.output / "starts.jsonl"
-    wait_until(lambda: starts.read_text().count('"ranks"') == 2, 90, "a second start")
+    wait_until(lambda: starts_of(job) == 2, 90, "a second start")
     assert "running on" in command(cluster, job, "status", str(job.output)).out
     command(cluster, job, "cancel", str(job.output))
     assert ended(job) == 143
     assert state(job) == "cancelled (exit code 143)"
     assert "restart 1 of 3" in (job.output / "ray.out").read_text()
-    steps = [row["step"] for row in job.rows()]
-    assert steps == list(range(1, len(steps) + 1))
+    assert numbered(job)
+
+
+def numbered(job: JobFile) -> list[int]:
+    """The steps of the job's rows, which must be those of one run."""
+    found = [row["step"] for row in job.rows()]
+    assert found == list(range(1, len(found) + 1))
+    return found
+
+
+def starts_of(job: JobFile) -> int:
+    path = job.output / "starts.jsonl"
+    return path.read_text().count('"ranks"') if path.exists() else 0
+
+
+def test_a_supervisor_that_is_killed_starts_again_and_so_do_its_ranks(cluster: ray_nodes.Nodes, job: JobFile) -> None:
+    job.sleeps(0.2).set(
+        job={"steps": 60}, plugins={"load": ["slow"]}, checkpoint={"every_steps": 5}, communicator={"name": "gloo"}
+    )
+    command(cluster, job, "submit", str(job.path), "--to", "ray", "--nodes", "2")
+    job.wait_for_steps(7)
+    [supervisor] = ray_nodes.supervisors()
+    supervisor.kill()
+    assert ended(job, 120) == 0
+    assert state(job) == "done " and len(numbered(job)) == 60 and starts_of(job) == 2
+
+
+def test_a_job_saves_before_its_time_is_over_and_starts_again(cluster: ray_nodes.Nodes, job: JobFile) -> None:
+    job.sleeps(0.2).set(
+        job={"steps": 80}, plugins={"load": ["slow"]}, communicator={"name": "gloo"},
+        scheduler={"ray": {"ranks_per_node": 2, "time": "60s", "save_seconds": 50}},
+    )  # fmt: skip
+    command(cluster, job, "submit", str(job.path))
+    assert ended(job, 180) == 0
+    assert len(numbered(job)) == 80 and starts_of(job) >= 2
+    assert "restart" not in (job.output / "ray.out").read_text()
 
 
 def test_a_job_without_room_waits_and_fails(cluster: ray_nodes.Nodes, job: JobFile) -> None:
@@ -79,9 +104,9 @@ def test_the_script_does_the_same_by_hand(cluster: ray_nodes.Nodes, job: JobFile
     job.set(communicator={"name": "gloo"})
     done = command(cluster, job, "submit", str(job.path), "--to", "ray", "--ranks-per-node", "2", "--dry-run")
     assert done.out.startswith("#!/bin/sh\n"), done
-    assert f"{sys.executable} -m hpctrain_ray " in done.out and " -n 2" in done.out
-    words = [sys.executable, "-m", "hpctrain_ray", str(job.path), "-n", "2"]
-    trained = typed(words, job.directory, 120, {"RAY_ADDRESS": cluster.address})
+    script = job.directory / "by-hand.sh"
+    script.write_text(done.out)
+    trained = typed(["sh", str(script)], job.directory, 120, {"RAY_ADDRESS": cluster.address})
     assert trained.code == 0 and "starting 2 ranks" in trained.err, trained
     assert len(job.losses()) == 4
 

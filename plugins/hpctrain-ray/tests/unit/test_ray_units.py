@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hpctrain_ray.attendant import Place, private_directory
 from hpctrain_ray.cluster import cluster_variables, this_task
-from hpctrain_ray.group import numbers_by_node
+from hpctrain_ray.endings import Ending, Remains, ending_of, sentences
 from hpctrain_ray.ids import JobId, read_end, write_end
 from hpctrain_ray.options import RayOptions, read_options
 from hpctrain_ray.order import Bundle, first_of, listed
-from hpctrain_ray.rows import data_parts, mean, split
+from hpctrain_ray.private_directories import make_private_directory
+from hpctrain_ray.rows import mean, split
+from hpctrain_ray.seats import Place, numbers_by_node
 
 from hpctrain.api import UsageError
 from hpctrain.toolkit.starting import RankNumbers, started_variables
@@ -86,13 +89,6 @@ def test_batches_are_split_by_rows() -> None:
     assert mean([{"a": 1.0}, {"a": 3.0}]) == {"a": 2.0}
 
 
-def test_ranks_along_an_axis_see_the_same_rows() -> None:
-    assert data_parts({}, 4) == 4
-    assert data_parts({"parallelism": {"tensor": 2}}, 4) == data_parts({"parallelism": {"tensor": {"size": 2}}}, 4) == 2
-    with pytest.raises(UsageError, match="expected a divisor of 4"):
-        data_parts({"parallelism": {"tensor": 3}}, 4)
-
-
 def test_a_rank_gets_none_of_another_launchers_variables(tmp_path: Path) -> None:
     shell = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "17", "PMI_RANK": "3", "LOCAL_RANK": "9"}
     found = started_variables(RankNumbers(1, 3, 0, 1), tmp_path, "10.0.0.1", {**shell, "HOME": "/home/me"})
@@ -103,12 +99,38 @@ def test_a_rank_gets_none_of_another_launchers_variables(tmp_path: Path) -> None
 
 
 def test_the_secret_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain_ray.attendant.gettempdir", lambda: str(tmp_path))
-    directory = private_directory("ab12", 3, b"\x01" * 32)
+    monkeypatch.setattr("hpctrain_ray.private_directories.gettempdir", lambda: str(tmp_path))
+    directory = make_private_directory("ab12", 3, b"\x01" * 32)
     assert directory.name == "hpctrain-ray-ab12.3" and directory.stem == "hpctrain-ray-ab12"
     assert directory.stat().st_mode & 0o777 == 0o700 and (directory / "secret").stat().st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
-        private_directory("ab12", 3, b"\x01" * 32)
+        make_private_directory("ab12", 3, b"\x01" * 32)
+
+
+def test_directories_of_killed_processes_go_after_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain_ray.private_directories.gettempdir", lambda: str(tmp_path))
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    for name, owner, seconds in (("old", done.pid, 4000), ("new", done.pid, 100), ("runs", os.getpid(), 4000)):
+        file = make_private_directory(name, 0, b"") / "owner"
+        file.write_text(str(owner))
+        os.utime(file, (time.time() - seconds,) * 2)
+    make_private_directory("next", 0, b"")
+    assert {one.name for one in tmp_path.iterdir()} == {f"hpctrain-ray-{name}.0" for name in ("new", "runs", "next")}
+
+
+def test_a_rank_that_has_ended_by_itself_has_left_its_code_and_its_words(tmp_path: Path) -> None:
+    directory, log = tmp_path / "start.1", tmp_path / "worker.err"
+    directory.mkdir()
+    log.write_text(
+        "a word of a library\nhpctrain: rank 1 on node failed:\nTraceback:\n  line\nValueError: no points\n\n"
+    )
+    assert ending_of(Remains(directory, log)) == Ending(None, ["rank 1 on node failed: ValueError: no points"])
+    assert not directory.exists()
+    directory.mkdir()
+    (directory / "exit-code").write_text("2")
+    assert ending_of(Remains(directory, tmp_path / "none")) == Ending(2, [])
+    assert sentences(["x", "job.toml:3: [batch] size", "hpctrain: no room"]) == ["job.toml:3: [batch] size", "no room"]
 
 
 def test_the_slurm_line_knows_its_task() -> None:

@@ -1,0 +1,70 @@
+"""A rank's side of its starter's directory: a file per pid, a pipe, the exit code. The starter's side is `ChannelDirectory`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.base.launcher_variables import STARTER_VARIABLE
+from hpctrain.ranks.rank_channel import RankChannel
+
+PIPE = "alive"
+CODE = "exit-code"
+TERMINAL, ERROR_TERMINAL = "terminal", "error-terminal"
+
+
+def own_channel(environment: Mapping[str, str] = os.environ) -> RankChannel:
+    """The channel of a program that is a rank: to the starter of `started_variables`, if one has started it."""
+    directory = environment.get(STARTER_VARIABLE)
+    return RankChannel() if directory is None else attach_to_directory(Path(directory))
+
+
+def attach_to_directory(directory: Path) -> RankChannel:
+    """The starter can signal the rank and shows its output, and the rank exits with the starter.
+
+    Raises EnvironmentUnfitError for a directory that another user may have made after a starter's was removed.
+    """
+    if not is_private(directory):
+        raise EnvironmentUnfitError(
+            f"found the starter's directory {directory}, expected one of this user's that is closed to others"
+        )
+    with suppress(OSError):  # the starter was killed: the thread notices
+        (directory / f"{os.getpid()}.pid").touch()
+    threading.Thread(target=_leave_with_starter, args=(directory,), daemon=True).start()
+
+    def report_exit(code: int) -> None:
+        """Record `code` unless another rank has recorded one: the first is the job's."""
+        try:
+            with open(directory / CODE, "x", encoding="ascii") as file:
+                file.write(str(code))
+        except OSError:
+            return  # another rank was first, or the starter is gone
+
+    terminal, error_terminal = (directory / TERMINAL).exists(), (directory / ERROR_TERMINAL).exists()
+    return RankChannel(terminal, error_terminal, report_exit, (directory / f"{os.getpid()}.ready").touch)
+
+
+def is_private(directory: Path) -> bool:
+    """Whether it is this user's and closed to others, or not there."""
+    try:
+        found = os.lstat(directory)
+    except FileNotFoundError:
+        return True  # the starter was killed: the thread notices
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
+
+
+def _leave_with_starter(directory: Path) -> None:
+    with suppress(OSError):
+        # not blocking: a starter killed before this rank started will never open the other end
+        alive = os.open(directory / PIPE, os.O_RDONLY | os.O_NONBLOCK)
+        os.set_blocking(alive, True)
+        os.read(alive, 1)
+    shutil.rmtree(directory, ignore_errors=True)  # the starter was killed before it could
+    os.kill(os.getpid(), signal.SIGKILL)
