@@ -37,7 +37,7 @@ TORCHRUN_NAMES = {
 mpiexec may run inside srun."""
 OF_A_RANK = (*TORCHRUN_NAMES, "PMI_", "MPI_LOCAL", STARTER_VARIABLE)
 """Beginnings of variables that the starter gives a rank."""
-OF_MPIEXEC = ("OMPI_COMM_WORLD_", "PMIX_")
+OF_MPIEXEC = ("OMPI_COMM_WORLD_", "PMIX_", "PRTE_LAUNCHED")
 """Beginnings of variables that are the first rank's where mpiexec has started its parent."""
 OF_LAUNCHERS = (*OF_A_RANK, *OF_MPIEXEC, "MASTER_ADDR", "MASTER_PORT", "SLURM_", "FLUX_", "PALS_", "TORCHELASTIC_")
 """Beginnings of variables by which a rank finds out how it was started."""

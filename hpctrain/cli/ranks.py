@@ -54,7 +54,7 @@ def on_ranks(
     from hpctrain.starting.channel_directory import attach
 
     channel = attach(started_by) if started_by else RankChannel()
-    from hpctrain.ranks.failure import delay_terminate, describe, exit_code_of, ignore_terminate
+    from hpctrain.ranks.failure import delay_terminate, describe, exit_code_of, ignore_terminate, in_a_line
 
     if by_srun():
         delay_terminate()
@@ -73,11 +73,13 @@ def on_ranks(
 
     try:
         code = work(identity, read, channel)
-    except HpctrainError:
-        raise
     except Exception as error:  # the only rank's: with several ranks, the failing rank has ended all
-        click.echo(describe(error, identity), err=True)
+        channel.report_error(in_a_line(error, identity))
         code = exit_code_of(error)
+        channel.report_exit(code)
+        if isinstance(error, HpctrainError):
+            raise
+        click.echo(describe(error, identity), err=True)
     if by_srun():
         ignore_terminate()
     return code, identity.rank == 0 and started_by is None

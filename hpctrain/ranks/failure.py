@@ -50,6 +50,14 @@ def describe(error: BaseException, identity: Identity) -> str:
     return f"hpctrain: rank {identity.rank} on {identity.node} failed:\n{trace}"
 
 
+def in_a_line(error: BaseException, identity: Identity) -> str:
+    """The error without hpctrain's name in front and without a traceback."""
+    if isinstance(error, HpctrainError):
+        return str(error)
+    what = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"rank {identity.rank} on {identity.node} failed: {type(error).__name__}{f': {what}' if what else ''}"
+
+
 def leave(world: World, error: BaseException) -> NoReturn:
     """End this process and the other ranks with the exit code of the first error on any rank."""
     ignore_terminate()
@@ -57,7 +65,7 @@ def leave(world: World, error: BaseException) -> NoReturn:
     if isinstance(error, HpctrainError) and error.everywhere:
         in_order = True
         if world.identity.rank == 0:
-            print(describe(error, world.identity), file=sys.stderr, flush=True)
+            _print(world, error)
     else:
         if isinstance(error, CommunicationError) or getattr(error, "is_of_another_rank", False):
             time.sleep(_AFTER_THE_CAUSE)
@@ -68,7 +76,7 @@ def leave(world: World, error: BaseException) -> NoReturn:
             code = int(first.split()[1])
             _wait_for_print(world)
         else:
-            print(describe(error, world.identity), file=sys.stderr, flush=True)
+            _print(world, error)
         _mark_printed(world)
     world.channel.report_exit(code)
     everybody = _all_leave(world)
@@ -116,8 +124,9 @@ def limited(stage: str, seconds: float, channel: RankChannel, identity: Identity
     def end() -> None:
         who = f"a rank on {socket.gethostname()}" if identity is None else f"rank {identity.rank} on {identity.node}"
         advice = "look at this node, and at what other ranks say; those that say nothing may not have started"
-        text = f"hpctrain: {who} did not finish {stage} within {seconds:g} s; {advice}"
-        tell(text)
+        text = f"{who} did not finish {stage} within {seconds:g} s; {advice}"
+        tell(f"hpctrain: {text}")
+        channel.report_error(text)
         channel.report_exit(EXIT_ENVIRONMENT)
         if identity is None:
             os._exit(EXIT_ENVIRONMENT)
@@ -136,6 +145,11 @@ def _end_soon(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + number))
     signal.alarm(_LEAVING_SECONDS)
+
+
+def _print(world: World, error: BaseException) -> None:
+    print(describe(error, world.identity), file=sys.stderr, flush=True)
+    world.channel.report_error(in_a_line(error, world.identity))
 
 
 def _claim(world: World, mine: str) -> str | None:

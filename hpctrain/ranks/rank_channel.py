@@ -1,4 +1,4 @@
-"""A rank's connection to its starter: whether a terminal shows the output and the errors, and where the exit code goes."""
+"""A rank's connection to its starter: whether a terminal shows its output, and where its exit code and its error go."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from hpctrain.base.launcher_variables import by_open_mpi
 
 def _tell_nobody(code: int) -> None:
     """The process's own exit code is enough."""
+
+
+def _print_only(error: str) -> None:
+    """The error is on the screen."""
 
 
 def _wait_for_nothing() -> None:
@@ -34,6 +38,7 @@ class RankChannel:
     """Whether a terminal shows standard output, and whether one shows standard error; the receiver of the exit code. By default:
     this process's own streams, and no receiver.
 
+    report_error: gets the error with which the ranks end, in a line, on the rank that prints it; before the exit code.
     answers_signals: called when this rank can answer a request to stop.
     """
 
@@ -41,3 +46,4 @@ class RankChannel:
     error_terminal: bool = field(default_factory=lambda: on_terminal(sys.stderr))
     report_exit: Callable[[int], None] = _tell_nobody
     answers_signals: Callable[[], None] = _wait_for_nothing
+    report_error: Callable[[str], None] = _print_only

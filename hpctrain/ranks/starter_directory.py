@@ -1,4 +1,4 @@
-"""A rank's side of its starter's directory: a file per pid, a pipe, the exit code. The starter's side is `ChannelDirectory`."""
+"""A rank's side of its starter's directory: a file per pid, a pipe, exit code and error. `ChannelDirectory` is the starter's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.base.launcher_variables import STARTER_VARIABLE
 from hpctrain.ranks.rank_channel import RankChannel
 
 PIPE = "alive"
-CODE = "exit-code"
+CODE, ERROR = "exit-code", "error"
 TERMINAL, ERROR_TERMINAL = "terminal", "error-terminal"
 
 
@@ -39,16 +39,19 @@ def attach_to_directory(directory: Path) -> RankChannel:
         (directory / f"{os.getpid()}.pid").touch()
     threading.Thread(target=_leave_with_starter, args=(directory,), daemon=True).start()
 
-    def report_exit(code: int) -> None:
-        """Record `code` unless another rank has recorded one: the first is the job's."""
-        try:
-            with open(directory / CODE, "x", encoding="ascii") as file:
-                file.write(str(code))
-        except OSError:
-            return  # another rank was first, or the starter is gone
+    def record(name: str, text: str) -> None:
+        """Write a file unless another rank has written it: the first is the job's."""
+        with suppress(OSError), open(directory / name, "x", encoding="utf-8") as file:  # or the starter is gone
+            file.write(text)
 
     terminal, error_terminal = (directory / TERMINAL).exists(), (directory / ERROR_TERMINAL).exists()
-    return RankChannel(terminal, error_terminal, report_exit, (directory / f"{os.getpid()}.ready").touch)
+    return RankChannel(
+        terminal,
+        error_terminal,
+        report_exit=lambda code: record(CODE, str(code)),
+        answers_signals=(directory / f"{os.getpid()}.ready").touch,
+        report_error=lambda error: record(ERROR, error),
+    )
 
 
 def is_private(directory: Path) -> bool:

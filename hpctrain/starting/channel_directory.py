@@ -13,11 +13,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from hpctrain.ranks.rank_channel import RankChannel, on_terminal
-from hpctrain.ranks.starter_directory import CODE, ERROR_TERMINAL, PIPE, TERMINAL, attach_to_directory
+from hpctrain.ranks.starter_directory import CODE, ERROR, ERROR_TERMINAL, PIPE, TERMINAL, attach_to_directory
 from hpctrain.starting.channel_streams import attach_to_mpiexec, is_word
 
 
@@ -76,18 +77,28 @@ class ChannelDirectory:
     @property
     def exit_code(self) -> int | None:
         """The exit code that the ranks agreed on; None when none of them recorded one."""
-        return exit_code_in(self.directory)
+        return ending_in(self.directory).code
 
     def close(self) -> None:
         os.close(self._pipe)
 
 
-def exit_code_in(directory: Path) -> int | None:
-    """The exit code that ranks have left in a starter's directory; None if none did, as where they were killed."""
-    try:
-        return int((directory / CODE).read_text())
-    except (OSError, ValueError):
-        return None
+@dataclass(frozen=True)
+class Ending:
+    """How ranks have ended. code: their exit code, None if they have told none, as where they were killed. error: in a line."""
+
+    code: int | None
+    error: str
+
+
+def ending_in(directory: Path) -> Ending:
+    """What ranks have left in a starter's directory."""
+    code, error = None, ""
+    with suppress(OSError, ValueError):
+        code = int((directory / CODE).read_text())
+    with suppress(OSError):
+        error = (directory / ERROR).read_text(errors="replace")
+    return Ending(code, error)
 
 
 def attach(directory: Path) -> RankChannel:

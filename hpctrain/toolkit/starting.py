@@ -8,7 +8,7 @@ Imports no torch.
 """
 
 from hpctrain.base.launcher_variables import RankNumbers, launched, started_variables
-from hpctrain.starting.channel_directory import ChannelDirectory, exit_code_in
+from hpctrain.starting.channel_directory import ChannelDirectory, Ending, ending_in
 from hpctrain.starting.hosts import HERE, Hosts, read_hostfile
 from hpctrain.starting.mpi_library import ask_library
 from hpctrain.starting.mpiexec import UnderMpiexec, find_mpiexec
@@ -19,13 +19,14 @@ __all__ = [
     "HERE",
     "ChannelDirectory",
     "Counts",
+    "Ending",
     "Hosts",
     "Launched",
     "RankNumbers",
     "UnderMpiexec",
     "ask_counts",
     "ask_library",
-    "exit_code_in",
+    "ending_in",
     "find_mpiexec",
     "launched",
     "over_pmi",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import Finished, Started, started
 
-from hpctrain.toolkit.starting import ChannelDirectory, RankNumbers, started_variables
+from hpctrain.toolkit.starting import ChannelDirectory, RankNumbers, ending_in, started_variables
 
 PROGRAM = """
 import os, signal, sys, torch, hpctrain
@@ -75,6 +76,8 @@ def test_ranks_meet_and_save_when_one_asks(channels: list[ChannelDirectory], tmp
 def test_a_failure_is_told_by_all_ranks(channels: list[ChannelDirectory], tmp_path: Path) -> None:
     done = start(channels, tmp_path, "fails")
     assert [one.exit_code for one in channels] == [4, 4], done
+    told = [ending_in(one.directory).error for one in channels]
+    assert told[0] == "" and re.fullmatch(r"rank 1 on \S+ failed: ValueError: a mistake", told[1]), told
     assert "ValueError: a mistake" in done[1].err and "Traceback" not in done[0].err, done
 
 

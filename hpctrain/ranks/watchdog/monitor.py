@@ -146,6 +146,7 @@ class Monitor(Watcher):
     def _end_job(self, why: str, statuses: list[RankStatus], silent: list[Silent], limit: float | None = None) -> None:
         """Print who waits for whom, and end all ranks. limit: 0 if what failed has not waited for as long as phases may take."""
         self._print(why, statuses, silent, self.limit if limit is None else limit)
+        self._world.channel.report_error(f"watchdog: {why}")
         aside(log_nccl, _NCCL)
         self._end_ranks(EXIT_TRAINING, {status.rank for status in statuses})
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from hpctrain.toolkit.starting import ChannelDirectory, RankNumbers, started_variables
+from hpctrain.toolkit.starting import ChannelDirectory, Ending, RankNumbers, ending_in, started_variables
 from hpctrain_ray.private_directories import make_private_directory
 from hpctrain_ray.seats import Place, own_place
 
@@ -29,7 +29,7 @@ _BATCH = 1000
 
 
 @dataclass(frozen=True)
-class Task:
+class RankStart:
     """A rank to start. words: of its command after `hpctrain run`. job: the file, or its content in `text`. directory: its
     working directory. token: of this start. host: the address of rank 0's node."""
 
@@ -46,11 +46,11 @@ class Task:
 @dataclass(frozen=True)
 class Report:
     """A rank's state. lines: its new output, ("out" or "err", text). status: how its process has ended, None while it runs.
-    code: the exit code that the ranks agreed on, if it told one."""
+    ending: what it has told of the end of all ranks."""
 
     lines: Sequence[tuple[str, str]]
     status: int | None
-    code: int | None
+    ending: Ending
 
 
 class Attendant:
@@ -66,18 +66,18 @@ class Attendant:
         """The place of this actor."""
         return own_place()
 
-    def start(self, task: Task) -> int:
+    def start(self, start: RankStart) -> int:
         """Start the rank; the id of its process."""
-        directory = make_private_directory(task.token, task.numbers.rank, task.secret)
+        directory = make_private_directory(start.token, start.numbers.rank, start.secret)
         self._channel = ChannelDirectory(directory)
-        job = task.job
-        if task.text is not None:
+        job = start.job
+        if start.text is not None:
             job = directory / "job.toml"
-            job.write_text(task.text)
+            job.write_text(start.text)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hpctrain", "run", str(job), *task.words, "--started-by", str(directory)],
-            cwd=task.directory,
-            env={**started_variables(task.numbers, directory, task.host), "PYTHONUNBUFFERED": "1"},
+            [sys.executable, "-m", "hpctrain", "run", str(job), *start.words, "--started-by", str(directory)],
+            cwd=start.directory,
+            env={**started_variables(start.numbers, directory, start.host), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -107,7 +107,7 @@ class Attendant:
             for reader in self._readers:
                 reader.join(_DRAIN)
         lines = [self._lines.popleft() for _ in range(min(_BATCH, len(self._lines)))]
-        return Report(lines, None if self._lines else status, self._channel.exit_code)
+        return Report(lines, None if self._lines else status, ending_in(self._channel.directory))
 
     def end(self) -> None:
         """End the rank, if it runs, and remove its directory."""

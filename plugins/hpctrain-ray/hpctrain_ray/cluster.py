@@ -1,9 +1,11 @@
 """A Ray cluster within a job of Slurm's, by one line of the batch script, with one task on each node:
 
-    srun --ntasks-per-node=1 python -m hpctrain_ray.cluster -- python -m hpctrain_ray job.toml -n 8
+    srun --ntasks-per-node=1 --cpus-per-task=$SLURM_CPUS_ON_NODE python -m hpctrain_ray.cluster -- \\
+        python -m hpctrain_ray job.toml -n 8
 
-The first task starts the head and the others join it; once all are there, the command runs on the first node. When it ends, so does
-the cluster. The tasks meet over a directory of this user's in the home directory, which the nodes share.
+The first task starts the head and the others join it; once all are there, the command runs on the first node and gets the step's
+signals. When it ends, so does the cluster. The tasks meet over a directory of this user's in the home directory, which the nodes
+share.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,11 +38,12 @@ _POLL = 0.5
 _END = 15.0
 """Seconds for Ray's processes of a node to end."""
 _TASK = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
 
 
 @dataclass(frozen=True)
-class Task:
+class StepTask:
     """This task of the step. directory: where the step's tasks meet, in the home directory."""
 
     number: int
@@ -51,51 +55,60 @@ class Task:
         """The file with the head's address; it is there as long as the cluster is."""
         return self.directory / "address.json"
 
+    def sign(self) -> None:
+        """Tell the first task that this one has started."""
+        (self.directory / f"task-{self.number}").write_text(socket.gethostname())
+
+    def missing(self) -> list[int]:
+        """The tasks that have not started."""
+        return [number for number in range(1, self.count) if not (self.directory / f"task-{number}").exists()]
+
     @property
     def token_file(self) -> Path:
         """The file with the cluster's secret: without it, anybody who reaches the head could run code on the nodes."""
         return self.directory / "token"
 
 
-def this_task(environment: Mapping[str, str] = os.environ) -> Task:
+def this_task(environment: Mapping[str, str] = os.environ) -> StepTask:
     """The task that this process is. Raises UsageError outside of a step."""
     if any(name not in environment for name in _TASK):
         raise UsageError(
-            "found no task of Slurm's, expected `srun --ntasks-per-node=1 python -m hpctrain_ray.cluster -- COMMAND`"
+            "found no task of Slurm's, expected `srun --ntasks-per-node=1 --cpus-per-task=$SLURM_CPUS_ON_NODE python -m "
+            "hpctrain_ray.cluster -- COMMAND`"
         )
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     step = "-".join(environment.get(name, "0") for name in names)
     directory = Path(environment.get("HOME", "/"), ".hpctrain", f"ray-{step}")
-    return Task(int(environment[_TASK[0]]), int(environment[_TASK[1]]), directory)
+    return StepTask(int(environment[_TASK[0]]), int(environment[_TASK[1]]), directory)
 
 
-def cluster_variables(task: Task, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def cluster_variables(task: StepTask, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of Ray's processes and of the command: with the secret's file, without other clusters' addresses."""
     kept = {name: value for name, value in environment.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
     return {**kept, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(task.token_file)}
 
 
-def lead(task: Task, command: Sequence[str]) -> int:
+def lead(task: StepTask, command: Sequence[str]) -> int:
     """Be the first task: start the head, wait for the other nodes, run the command, end the cluster. The command's exit code."""
     _make_private(task)
     try:
         host, port = _own_address(), _free_port()
         environment = {**cluster_variables(task), "RAY_ADDRESS": f"{host}:{port}"}
         words = ["--head", f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false"]
-        with _node([*words, f"--temp-dir={_temporary()}"], cluster_variables(task)) as head:
+        with _node(words, cluster_variables(task)) as head:
             _await_port(host, port, head)
             temporary = task.address_file.with_suffix(".tmp")
             temporary.write_text(json.dumps({"address": f"{host}:{port}"}))
             temporary.replace(task.address_file)
             _await_nodes(task, environment)
-            code = _code(subprocess.run(command, env=environment, check=False).returncode)
-        shutil.rmtree(_temporary(), ignore_errors=True)  # after an error of the cluster's, its logs stay
-        return code
+            code = _run(command, environment)
+            task.address_file.unlink(missing_ok=True)  # the other nodes leave before the head does
+            return code
     finally:
         shutil.rmtree(task.directory, ignore_errors=True)
 
 
-def join(task: Task) -> int:
+def join(task: StepTask) -> int:
     """Be another task: a node of the cluster for as long as it is there. Raises EnvironmentUnfitError without a head."""
     until = time.monotonic() + _LIMIT
     while not task.address_file.exists():
@@ -106,7 +119,10 @@ def join(task: Task) -> int:
             )
         time.sleep(_POLL)
     address = json.loads(task.address_file.read_text())["address"]
+    task.sign()
     with _node([f"--address={address}"], cluster_variables(task)) as node:
+        for number in _STOPPING:  # the first task passes them on, and ends the cluster
+            signal.signal(number, lambda *_: None)
         while task.address_file.exists():
             if node.poll() is not None:
                 raise EnvironmentUnfitError(
@@ -116,7 +132,7 @@ def join(task: Task) -> int:
     return 0
 
 
-def _make_private(task: Task) -> None:
+def _make_private(task: StepTask) -> None:
     try:
         task.directory.parent.mkdir(mode=0o700, exist_ok=True)
         task.directory.mkdir(mode=0o700)
@@ -134,9 +150,13 @@ def _make_private(task: Task) -> None:
 def _node(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Ray's processes of this node. They end with the context, and with this process."""
     cpus = f"--num-cpus={len(os.sched_getaffinity(0))}"
-    node = subprocess.Popen([*_START, cpus, *words], env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    # Ray opens its directories to all users; this one, above them, is closed. A short path: sockets are below it
+    directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    own = [cpus, f"--temp-dir={directory / 'r'}"]
+    node = subprocess.Popen([*_START, *own, *words], env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         yield node
+        shutil.rmtree(directory, ignore_errors=True)  # after an error of the cluster's, its logs stay
     finally:
         node.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -146,6 +166,17 @@ def _node(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[subp
         node.wait()
 
 
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the command to its end; its exit code. It gets the signals that this process gets."""
+    try:
+        running = subprocess.Popen(command, env=environment)
+    except OSError as error:
+        raise UsageError(f"the command {command[0]} could not be started: {error.strerror}") from None
+    for number in _STOPPING:
+        signal.signal(number, lambda number, _: running.send_signal(number))
+    return _code(running.wait())
+
+
 def _await_port(host: str, port: int, head: subprocess.Popen[bytes]) -> None:
     until = time.monotonic() + _LIMIT
     while True:
@@ -153,26 +184,29 @@ def _await_port(host: str, port: int, head: subprocess.Popen[bytes]) -> None:
             return
         if head.poll() is not None or time.monotonic() > until:
             raise EnvironmentUnfitError(
-                f"the head of the Ray cluster did not start on {host} port {port}; its logs are below {_temporary()}"
+                f"the head of the Ray cluster did not start on {host} port {port}; its logs are in /tmp/ray-*/r of that node"
             )
         time.sleep(_POLL)
 
 
-def _await_nodes(task: Task, environment: Mapping[str, str]) -> None:
+def _await_nodes(task: StepTask, environment: Mapping[str, str]) -> None:
     """Wait until every task's node is in the cluster. Raises EnvironmentUnfitError that tells which are."""
     until = time.monotonic() + _LIMIT
     while True:
-        asked = subprocess.run(
-            [sys.executable, "-c", _COUNT], env=environment, capture_output=True, text=True, timeout=_LIMIT
-        )
-        there = asked.stdout.split()
+        there: list[str] = []
+        with suppress(subprocess.TimeoutExpired):
+            words = [sys.executable, "-c", _COUNT]
+            asked = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=_LIMIT)
+            there = asked.stdout.split()
         if len(there) >= task.count:
             return
         if time.monotonic() > until:
-            found = ", ".join(there) or (asked.stderr.strip().splitlines() or ["no answer"])[-1]
+            missing = ", ".join(map(str, task.missing()))
+            why = (
+                f"task {missing} of the step has not started" if missing else "look for the messages of the other tasks"
+            )
             raise EnvironmentUnfitError(
-                f"{len(there)} of {task.count} nodes joined the Ray cluster within {_LIMIT:.0f} s ({found}); look for the messages "
-                "of the other tasks"
+                f"{len(there)} of {task.count} nodes joined the Ray cluster within {_LIMIT:.0f} s ({', '.join(there)}); {why}"
             )
         time.sleep(_POLL)
 
@@ -192,11 +226,6 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _temporary() -> Path:
-    """The directory of Ray's own files on the first node: short, since sockets are in it."""
-    return Path("/tmp", f"ray-{os.geteuid()}-{os.environ.get('SLURM_JOB_ID', '0')}")
-
-
 def _code(status: int) -> int:
     return status if status >= 0 else 128 - status
 
@@ -211,7 +240,8 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that Ray's processes are ended
+    for number in _STOPPING:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that Ray's processes are ended
     try:
         code = main(sys.argv[1:])
     except (EnvironmentUnfitError, UsageError) as error:

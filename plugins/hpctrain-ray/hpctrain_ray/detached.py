@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import suppress
@@ -9,10 +10,10 @@ from typing import Any
 
 from hpctrain.toolkit.commands import EXIT_TRAINING, EnvironmentUnfitError, UsageError
 from hpctrain_ray.connection import NAMESPACE
-from hpctrain_ray.ids import JobId, read_end, write_end
+from hpctrain_ray.errors import first_line
+from hpctrain_ray.ids import JobId, note_stop, read_end, was_stopped, write_end
 from hpctrain_ray.order import Order
-from hpctrain_ray.seats import first_line
-from hpctrain_ray.supervisor import EXIT_CANCELLED, EXIT_STOPPED, Supervisor
+from hpctrain_ray.supervisor import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, Supervisor
 
 OUTPUT = "ray.out"
 """The file of the run's directory with the ranks' output."""
@@ -28,7 +29,8 @@ class DetachedSupervisor:
     """Runs an order in a thread, so that it answers meanwhile. Started anew by Ray after a loss, it goes on."""
 
     def __init__(self, id: str, order: Order) -> None:
-        self._id, self._failed = JobId.of(id), ""
+        self._id = JobId.of(id)
+        os.chdir(order.directory)  # a job may import what is beside it
         self._output = open(self._id.directory / OUTPUT, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # as long as it lives
         self._supervisor = Supervisor(order, lambda rank, stream, text: self._write(text), self._say, repeats=True)
         threading.Thread(target=self._run, daemon=True).start()
@@ -43,17 +45,22 @@ class DetachedSupervisor:
     def _run(self) -> None:
         import ray
 
+        if (
+            was_stopped(self._id) and read_end(self._id) is None
+        ):  # it was being stopped when this process's predecessor was lost
+            write_end(self._id, EXIT_CANCELLED)
         if read_end(self._id) is None:
             code, why = EXIT_TRAINING, ""
             try:
                 code = self._supervisor.run()
+                why = self._supervisor.error if code not in (EXIT_DONE, EXIT_STOPPED, EXIT_CANCELLED) else ""
                 if code == EXIT_STOPPED and self._supervisor.was_stopped:
                     code = EXIT_CANCELLED  # ranks that were starting may not have seen the mark of `hpctrain cancel`
             except (EnvironmentUnfitError, UsageError) as error:
                 code, why = error.exit_code, str(error)
             except Exception as error:
                 why = f"the supervisor failed: {first_line(error)}"
-            if why:
+            if why and why != self._supervisor.error:
                 self._say(why)
             with suppress(OSError):
                 write_end(self._id, code, why)
@@ -66,6 +73,7 @@ class DetachedSupervisor:
 
     def stop(self) -> None:
         """Let the ranks save and end."""
+        note_stop(self._id)
         self._supervisor.stop()
 
 
@@ -102,6 +110,10 @@ def ask_detached(actor: Any, method: str) -> Any | None:
 
     try:
         return ray.get(getattr(actor, method).remote(), timeout=_ANSWER)
+    except ray.exceptions.ActorUnavailableError as error:
+        raise EnvironmentUnfitError(
+            f"the job's supervisor on the Ray cluster is being started again ({first_line(error)}); ask again in a minute"
+        ) from None
     except ray.exceptions.RayActorError:
         return None
     except (ray.exceptions.RayError, TimeoutError) as error:

@@ -9,10 +9,13 @@ from contextlib import suppress
 from typing import Any
 
 from hpctrain.toolkit.commands import EnvironmentUnfitError
-from hpctrain_ray.attendant import Attendant, Report, Task
+from hpctrain.toolkit.starting import Ending
+from hpctrain_ray.attendant import Attendant, RankStart, Report
+from hpctrain_ray.errors import first_line
 from hpctrain_ray.order import Order
 from hpctrain_ray.placement import Placed
-from hpctrain_ray.seats import Seat, end_actors, first_line, take_seats
+from hpctrain_ray.private_directories import new_secret
+from hpctrain_ray.seats import Seat, end_actors, take_seats
 
 _START = 120.0
 """Seconds for the attendants to start their ranks' processes."""
@@ -20,7 +23,6 @@ _SILENCE = 60.0
 """Seconds after which an attendant that does not answer counts as lost: Ray needs up to half of it to notice a lost node."""
 _END = 5.0
 """Seconds for the attendants to end their ranks."""
-_SECRET_BYTES = 32
 
 Tell = Callable[[int, str, str], None]
 """Gets a line of a rank's output: the rank, "out" or "err", the text."""
@@ -63,13 +65,13 @@ class Group:
     def _start(self, order: Order, resume: str, begun: float) -> None:
         import ray
 
-        token, secret = secrets.token_hex(8), secrets.token_bytes(_SECRET_BYTES)
+        token, secret = secrets.token_hex(8), new_secret()
         sets = [word for override in order.overrides for word in ("--set", override)]
         words = [*sets, "--resume", resume, "--begun", f"{begun:.3f}"]
         host = self._ranks[0].place.address
         asked = [
             one.actor.start.remote(
-                Task(one.numbers, order.job, order.text, words, order.directory, token, secret, host)
+                RankStart(one.numbers, order.job, order.text, words, order.directory, token, secret, host)
             )
             for one in self._ranks
         ]
@@ -118,7 +120,7 @@ class Group:
             one.report = ray.get(reference)
         except ray.exceptions.ActorUnavailableError:
             return  # the connection is broken: Ray will know whether the node is gone
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.RayError as error:  # its process, its node, or its answer on the way
             one.lost = self._why_lost(one, error)
             return
         one.heard = time.monotonic()
@@ -146,10 +148,18 @@ class Group:
     @property
     def code(self) -> int | None:
         """The exit code that the ranks agreed on; None if none of them told one, as where one was killed."""
-        told = [one.report.code for one in self._ranks if one.report is not None and one.report.code is not None]
+        told = [ending.code for ending in self._endings() if ending.code is not None]
         if told:
             return next((code for code in told if code), 0 if not self.has_failed else None)
         return 0 if self.has_ended and not self.has_failed else None
+
+    @property
+    def error(self) -> str:
+        """The error with which the ranks have ended; empty if they told none."""
+        return next((ending.error for ending in self._endings() if ending.error), "")
+
+    def _endings(self) -> list[Ending]:
+        return [one.report.ending for one in self._ranks if one.report is not None]
 
     def losses(self) -> list[str]:
         """A clause for each rank that is lost or was killed, such as "rank 1: its node 10.0.0.2 left the cluster"."""
@@ -157,7 +167,7 @@ class Group:
         for rank, one in enumerate(self._ranks):
             if one.lost:
                 found.append(f"rank {rank}: {one.lost}")
-            elif one.report is not None and (one.report.status or 0) < 0 and one.report.code is None:
+            elif one.report is not None and (one.report.status or 0) < 0 and one.report.ending.code is None:
                 found.append(f"rank {rank}: killed by signal {-(one.report.status or 0)} on {one.place.address}")
         return found
 

@@ -12,6 +12,7 @@ from urllib.parse import quote, unquote
 from hpctrain.toolkit.commands import UsageError, replacing
 
 _ENDED = "ray.ended.json"
+_STOPPED = "ray.stopped"
 _SAFE = "/._-"
 
 
@@ -46,6 +47,19 @@ class End:
     name: str
     code: int
     why: str = ""
+
+
+def note_stop(id: JobId) -> None:
+    """Write down in the run's directory that the job is to stop: a supervisor that is started again must know it."""
+    with suppress(OSError):
+        (id.directory / _STOPPED).write_text(id.name)
+
+
+def was_stopped(id: JobId) -> bool:
+    """Whether the job was to stop."""
+    with suppress(OSError):
+        return (id.directory / _STOPPED).read_text() == id.name
+    return False
 
 
 def write_end(id: JobId, code: int, why: str = "") -> None:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hpctrain.api import HpctrainError, TrainingError
-from hpctrain_ray.endings import Ending, ending_of, error_of
+from hpctrain.toolkit.starting import Ending
+from hpctrain_ray.errors import error_of, first_line
 from hpctrain_ray.learner import Learner
 from hpctrain_ray.placement import Placed
+from hpctrain_ray.private_directories import new_secret, take_ending
 from hpctrain_ray.rank import Entry, LearnerRank, Position
-from hpctrain_ray.seats import Seat, end_actors, first_line, take_seats
+from hpctrain_ray.seats import LostStartError, Seat, end_actors, take_seats
 
-_ENTER = 600.0
-"""Seconds for all ranks to enter the loop: they meet, build the models and read a checkpoint."""
 _CALL = 3600.0
 """Seconds for a call to all ranks. A rank that hangs is found before by the job's watchdog."""
 _SETTLE = 60.0
 """Seconds for all ranks to end after one has failed: Ray needs up to half of it to notice a lost node."""
-_ASK = 30.0
-"""Seconds for what needs one actor or node."""
-_SECRET_BYTES = 32
+_ASK = 120.0
+"""Seconds for what needs an actor or a node: Ray may have to start a Python process there."""
+_FORGET = 1.0
 
 
 class LostRankError(TrainingError):
@@ -40,15 +41,17 @@ class LearnerGroup:
         self._placed = placed
         try:
             self._seats = take_seats(placed, LearnerRank, make)
-            token, secret = secrets.token_hex(8), secrets.token_bytes(_SECRET_BYTES)
+            token, secret = secrets.token_hex(8), new_secret()
             asked = [one.actor.prepare.remote(token, one.numbers.rank, secret) for one in self._seats]
-            self._remains = ray.get(asked, timeout=_ASK)
-        except ray.exceptions.RayActorError as error:
+            self._directories: list[Path] = ray.get(asked, timeout=_ASK)
+        except BaseException as error:
             placed.remove()
-            raise LostRankError(f"a rank was lost before it entered the loop: {first_line(error)}") from None
-        except BaseException:
-            placed.remove()
-            raise
+            if not isinstance(error, (ray.exceptions.RayError, TimeoutError)):
+                raise
+            raise LostStartError(
+                f"a rank could not prepare its start: {first_line(error)}; expected room in the directory for temporary files on "
+                "every node"
+            ) from None
         self.data_ranks: list[int] = []
         """The place of each rank among those with different samples; there when they have entered."""
         self.data_size = 1
@@ -62,12 +65,12 @@ class LearnerGroup:
         """Let all ranks enter the loop of a job's tables. directory: where relative paths start."""
         host = self._seats[0].place.address
         entries = [Entry(one.numbers, host, tables, directory, resume) for one in self._seats]
-        told = self.call("enter", entries, _ENTER)
+        told = self.call("enter", entries)
         self.data_ranks, self.data_size = [rank for _, rank, _ in told], told[0][2]
         position: Position = told[0][0]
         return position
 
-    def call(self, method: str, arguments: Sequence[Any] | None = None, seconds: float = _CALL) -> list[Any]:
+    def call(self, method: str, arguments: Sequence[Any] | None = None) -> list[Any]:
         """Every rank's answer. After an error, all ranks are ended.
 
         arguments: one for each rank, or None. Raises LostRankError if a rank is gone, and else the error of a rank.
@@ -76,13 +79,13 @@ class LearnerGroup:
 
         given = [()] * len(self._seats) if arguments is None else [(one,) for one in arguments]
         asked = [getattr(seat.actor, method).remote(*words) for seat, words in zip(self._seats, given, strict=True)]
-        left = list(asked)
+        left, until = list(asked), time.monotonic() + _CALL
         try:
             while left:
-                ready, left = ray.wait(left, timeout=seconds)
+                ready, left = ray.wait(left, timeout=max(0.0, until - time.monotonic()))
                 if not ready:
                     late = ", ".join(str(asked.index(one)) for one in left)
-                    raise TrainingError(f"rank {late} did not finish {method} within {seconds:.0f} s")
+                    raise TrainingError(f"rank {late} did not finish {method} within {_CALL:.0f} s")
                 ray.get(ready)
             return list(ray.get(asked))
         except ray.exceptions.RayTaskError as error:
@@ -108,7 +111,7 @@ class LearnerGroup:
         import ray
 
         ray.wait(list(asked), num_returns=len(asked), timeout=_SETTLE)
-        gone = [rank for rank, one in enumerate(asked) if isinstance(_error_of(one), ray.exceptions.RayActorError)]
+        gone = [rank for rank, one in enumerate(asked) if _error_of(one) is not None]
         endings = self._endings(gone)
         self.end()
         lost = [f"rank {rank} on {self._seats[rank].place.address}" for rank in gone if endings[rank].code is None]
@@ -116,8 +119,8 @@ class LearnerGroup:
             why = "killed, out of memory, or its node left the cluster"
             return LostRankError(f"{', '.join(lost)} was lost in {method}: {why}")
         for ending in endings.values():
-            if ending.said:
-                return error_of(ending.code, ending.said[0])
+            if ending.error:
+                return error_of(ending.code, ending.error)
         return TrainingError(f"the ranks ended in {method} and said nothing; look at the logs of the run")
 
     def _endings(self, ranks: Sequence[int]) -> dict[int, Ending]:
@@ -125,13 +128,13 @@ class LearnerGroup:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        look: Any = ray.remote(ending_of)
+        look: Any = ray.remote(take_ending)
         asked = {}
         for rank in ranks:
             where = NodeAffinitySchedulingStrategy(self._seats[rank].place.node, soft=False)
-            asked[rank] = look.options(num_cpus=0, scheduling_strategy=where).remote(self._remains[rank])
+            asked[rank] = look.options(num_cpus=0, scheduling_strategy=where).remote(self._directories[rank])
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ASK) if asked else None
-        found = dict.fromkeys(ranks, Ending(None, []))
+        found = dict.fromkeys(ranks, Ending(None, ""))
         for rank, one in asked.items():
             with suppress(ray.exceptions.RayError, TimeoutError):
                 found[rank] = ray.get(one, timeout=0)
@@ -156,6 +159,9 @@ class LearnerGroup:
         """End the ranks, and give their resources back."""
         import ray
 
+        with suppress(ray.exceptions.RayError):
+            asked = [one.actor.forget.remote() for one in self._seats]
+            ray.wait(asked, num_returns=len(asked), timeout=_FORGET)
         end_actors([one.actor for one in self._seats])
         with suppress(ray.exceptions.RayError):
             self._placed.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from pydantic import ValidationError, model_validator
@@ -15,6 +16,9 @@ OF_CORE = ("nodes", "ranks_per_node", "cpus_per_rank", "time", "save_seconds", "
 """Keys of [scheduler.NAME] that are hpctrain's own."""
 
 
+_OF_RAY = ("CPU", "GPU", "memory", "object_store_memory")
+
+
 class Worker(Options):
     """The resources of some ranks."""
 
@@ -24,7 +28,14 @@ class Worker(Options):
     count: int = Field(default=1, ge=1, description="ranks with these resources")
 
     @model_validator(mode="after")
-    def _needs_something(self) -> Worker:
+    def _can_be_placed(self) -> Worker:
+        for name, amount in {"gpus": self.gpus, "cpus": self.cpus, **self.resources}.items():
+            if name in _OF_RAY or not (amount > 0 or name in ("gpus", "cpus")) or amount == inf:
+                raise ValueError(
+                    f"resources: found {name} = {amount:g}, expected a name of the cluster's own and more than 0"
+                )
+            if amount > 1 and amount != int(amount):
+                raise ValueError(f"{name}: found {amount:g}, expected a part of one, or a whole number, as Ray has it")
         if not self.bundle.as_ray():
             raise ValueError("expected cpus, gpus or resources above 0: Ray places only what needs something")
         return self

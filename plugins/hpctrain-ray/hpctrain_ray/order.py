@@ -33,13 +33,15 @@ class Bundle:
 class Order:
     """The ranks to start. bundles: one for each rank.
 
-    job: the job file, which all nodes see, or which is sent to them where `text` has its content. overrides: "table.key=value".
+    job: the job file, which all nodes see, or which is sent to them where `text` has its content. output: the run's directory.
+    overrides: "table.key=value".
     directory: where relative paths of the job start. least: [elastic] min_ranks. placement_limit: seconds until there is room for
     the ranks. seconds: until a start ends, None for any time; save_seconds before that the ranks save. resume: of the first start.
     """
 
     job: Path
     directory: Path
+    output: Path
     bundles: Sequence[Bundle]
     strategy: Strategy = "PACK"
     placement_limit: float = 300.0

@@ -13,7 +13,10 @@ from hpctrain_ray.order import Bundle, Order, first_of, listed
 
 _TRIAL = 10.0
 """Seconds for which a number of ranks is tried before a smaller one."""
-_POLL = 0.5
+_PROBE = 2.0
+"""Seconds for which room beside running ranks is tried."""
+_POLL, _LOOK = 0.5, 0.1
+"""Seconds between two tries, and between two looks at one."""
 _PATIENCE = 3.0
 """Seconds of waiting that nobody is told about."""
 _FORGET = 5.0
@@ -64,11 +67,16 @@ def place(
         time.sleep(_POLL)
 
 
-def has_room(bundles: Sequence[Bundle]) -> bool:
-    """Whether the cluster has these resources free now, on whatever nodes."""
+def has_room(bundles: Sequence[Bundle], order: Order) -> bool:
+    """Whether the cluster has room for these ranks now, beside those that run."""
     import ray
 
-    return _within(bundles, ray.available_resources())
+    if not _within(bundles, ray.available_resources()):
+        return False
+    placed = _try(bundles, order, _PROBE, lambda: False, lambda text: None, told=True)  # sums say nothing of the nodes
+    if placed is not None:
+        placed.remove()
+    return placed is not None
 
 
 def _numbers(order: Order, ask: Callable[[int, int], Counts]) -> list[int]:
@@ -90,15 +98,20 @@ def _try(
     """A group of these bundles, if there is room within `seconds`. told: whether the user knows that the job waits."""
     import ray
 
-    group = ray.util.placement_group([one.as_ray() for one in bundles], strategy=order.strategy, name="hpctrain")
+    group = ray.util.placement_group([one.as_ray() for one in bundles], strategy=order.strategy)
     placed, begin = Placed(group, bundles), time.monotonic()
-    while not group.wait(_POLL):
-        if not told and time.monotonic() > begin + _PATIENCE:
-            told = True
-            say(f"waiting up to {order.placement_limit:g} s for {_asked(bundles, order)}; {_of_cluster()}")
-        if stopped() or time.monotonic() >= begin + seconds:
-            placed.remove()
-            return None
+    try:
+        while _state(group) != "CREATED":
+            if not told and time.monotonic() > begin + _PATIENCE:
+                told = True
+                say(f"waiting up to {order.placement_limit:g} s for {_asked(bundles, order)}; {_of_cluster()}")
+            if stopped() or time.monotonic() >= begin + seconds:
+                placed.remove()
+                return None
+            time.sleep(_LOOK)
+    except BaseException:
+        placed.remove()
+        raise
     return placed
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.api import TrainingError
 from hpctrain.toolkit.starting import ChannelDirectory, RankNumbers, started_variables
-from hpctrain_ray.endings import Remains
 from hpctrain_ray.hook import tell_waiting
 from hpctrain_ray.learner import Learner
 from hpctrain_ray.private_directories import make_private_directory
@@ -23,7 +22,7 @@ from hpctrain_ray.seats import Place, own_place
 if TYPE_CHECKING:
     import hpctrain
 
-_TELL = 30.0
+_TELL = 2.0
 """Seconds between two words to the watchdog while the rank waits."""
 _OWN = {"loss"}
 """Numbers of a learner that the step's row has already."""
@@ -73,15 +72,15 @@ class LearnerRank:
         """The place of this actor."""
         return own_place()
 
-    def prepare(self, token: str, rank: int, secret: bytes) -> Remains:
-        """Make the private directory of the start; where to look once this process has ended."""
-        directory = make_private_directory(token, rank, secret)
-        self._channel = ChannelDirectory(directory)
-        try:
-            log = Path(os.readlink(f"/proc/self/fd/{sys.__stderr__.fileno()}")) if sys.__stderr__ else None
-        except OSError:
-            log = None
-        return Remains(directory, log)
+    def prepare(self, token: str, rank: int, secret: bytes) -> Path:
+        """Make the private directory of the start, which will tell how this process has ended."""
+        self._channel = ChannelDirectory(make_private_directory(token, rank, secret))
+        return self._channel.directory
+
+    def forget(self) -> None:
+        """Remove the private directory: the process will be ended."""
+        if self._channel is not None:
+            shutil.rmtree(self._channel.directory, ignore_errors=True)
 
     def enter(self, entry: Entry) -> tuple[Position, int, int]:
         """Enter the loop; the completed steps, and the place among the ranks with different samples, and their number."""
@@ -109,8 +108,11 @@ class LearnerRank:
                 yield
             except BaseException as error:
                 self._learner = None
-                self._stack.__exit__(type(error), error, error.__traceback__)
+                trace = _behind_own(error.__traceback__)
+                self._stack.__exit__(type(error), error.with_traceback(trace), trace)
                 raise
+            if self._learner is not None:
+                tell_waiting()
 
     @property
     def _loop(self) -> hpctrain.Loop:
@@ -169,11 +171,10 @@ class LearnerRank:
     def save(self) -> tuple[Position, None]:
         """Complete the step that was trained, and save it."""
         with self._in_loop():
-            step = self._trained_steps()
             if self._trained:
                 self._loop.save()
                 self._advance()
-            return self._position(step), None
+            return self._position(self._loop.step), None  # which the guard may have taken back
 
     def _trained_steps(self) -> int:
         return self._number if self._trained and self._number is not None else self._loop.step
@@ -190,14 +191,16 @@ class LearnerRank:
         return {str(one.relative_to(checkpoint)): one.read_bytes() for one in files}
 
     def write_checkpoint(self, directory: Path, files: Mapping[str, bytes]) -> None:
-        """Write the files of a checkpoint into a new directory; that of an earlier call, beside it, goes."""
-        shutil.rmtree(directory.parent.parent, ignore_errors=True)
+        """Write the files of a checkpoint into a new directory; those of earlier calls, beside it, go."""
         for name, content in files.items():
             path = directory / name
             if directory not in path.parents or ".." in path.parts:
                 raise TrainingError(f"found the file {name!r} in a state, expected one within the checkpoint")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+        for other in directory.parent.parent.iterdir():
+            if other != directory.parent:
+                shutil.rmtree(other, ignore_errors=True)
 
     def _tell_waiting(self) -> None:
         pause = threading.Event()
@@ -208,3 +211,11 @@ class LearnerRank:
                         tell_waiting()
                 finally:
                     self._working.release()
+
+
+def _behind_own(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback behind the frames of this package: the program's own; all of it, if there is none."""
+    found = trace
+    while found is not None and str(found.tb_frame.f_globals.get("__name__")).startswith(f"{__package__}."):
+        found = found.tb_next
+    return found or trace

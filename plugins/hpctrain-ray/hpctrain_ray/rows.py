@@ -55,5 +55,10 @@ def _part(batch: Any, rows: slice) -> Any:
 
 
 def mean(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each number over the ranks."""
+    """The mean of each number over the ranks. Raises UsageError if they tell numbers of different names."""
+    names = {tuple(sorted(one)) for one in found}
+    if len(names) > 1:
+        raise UsageError(
+            f"found numbers of different names on the ranks: {', '.join(str(one) for one in sorted(names))}"
+        )
     return {name: sum(one[name] for one in found) / len(found) for name in found[0]}

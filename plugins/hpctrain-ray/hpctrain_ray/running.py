@@ -6,7 +6,6 @@ import json
 import signal
 import sys
 import threading
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,13 +18,11 @@ import tomli_w
 from hpctrain.api import Job, UsageError
 from hpctrain.toolkit.jobs import read_job
 from hpctrain_ray.connection import connected
-from hpctrain_ray.endings import error_of, sentences
+from hpctrain_ray.errors import error_of
 from hpctrain_ray.options import RayOptions, read_options
 from hpctrain_ray.order import Order
 from hpctrain_ray.supervisor import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, Supervisor
 
-_LINES = 200
-"""Lines of each rank's standard error that are searched for its last sentence."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -82,11 +79,8 @@ def run(
             path = path.absolute()
         chosen = read_options({**table_of(tables), **options})
         order = order_of(tables, chosen, ranks, path, overrides, resume, path.read_text() if is_sent else None)
-        errors: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_LINES))
 
         def tell(rank: int, stream: str, text: str) -> None:
-            if stream == "err":
-                errors[rank].append(text)
             print(text, file=sys.stdout if stream == "out" else sys.stderr, flush=True)
 
         with connected(chosen.address):
@@ -94,7 +88,7 @@ def run(
             with _stopping(supervisor.stop):
                 code = supervisor.run()
     if code not in (EXIT_DONE, EXIT_STOPPED, EXIT_CANCELLED) and not supervisor.was_stopped:
-        said = next((found[-1] for lines in errors.values() if (found := sentences(lines))), "they said nothing")
+        said = supervisor.error or "they said nothing"
         raise error_of(code, f"the ranks on the Ray cluster ended with exit code {code}: {said}")
     return Result(code, supervisor.restarts, output_directory(tables))
 
@@ -116,10 +110,16 @@ def order_of(
     """The order of a job's tables; what the ranks themselves refuse may be of any type here. Raises UsageError."""
     table, elastic = table_of(tables), tables.get("elastic")
     least = elastic.get("min_ranks") if isinstance(elastic, Mapping) else None
-    count = ranks or options.count or int(table.get("nodes", 1)) * int(table.get("ranks_per_node", 1))
+    numbers = [table.get(name, 1) for name in ("nodes", "ranks_per_node")]
+    if (ranks is not None and ranks < 1) or any(type(one) is not int or one < 1 for one in numbers):
+        raise UsageError(
+            f"found {ranks} ranks, {numbers[0]!r} nodes and {numbers[1]!r} ranks per node, expected 1 or more"
+        )
+    count = ranks or options.count or numbers[0] * numbers[1]
     return Order(
         job=job,
         directory=Path.cwd(),
+        output=output_directory(tables),
         bundles=options.bundles(count),
         strategy=options.strategy,
         placement_limit=options.placement_limit,

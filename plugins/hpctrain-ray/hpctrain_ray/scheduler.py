@@ -67,9 +67,8 @@ class Ray(Scheduler):
         run = launch.runs[0]
         ranks = launch.nodes * launch.ranks_per_node
         order = order_of(tomli.loads(run.text), self.options, ranks, run.job)
-        return replace(
-            order, directory=launch.working_directory, seconds=launch.seconds, save_seconds=launch.save_seconds
-        )
+        order = replace(order, directory=launch.working_directory, output=run.directory)
+        return replace(order, seconds=launch.seconds, save_seconds=launch.save_seconds)
 
     def state(self, id: str) -> JobState:
         return self.states([id])[id]

@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.toolkit.commands import EnvironmentUnfitError, reason
+from hpctrain.toolkit.commands import EnvironmentUnfitError
 from hpctrain.toolkit.starting import RankNumbers
+from hpctrain_ray.errors import first_line
 from hpctrain_ray.order import Bundle
 from hpctrain_ray.placement import Placed
 
@@ -104,10 +105,3 @@ def numbers_by_node(places: Sequence[Place]) -> list[RankNumbers]:
         found[index] = RankNumbers(rank, len(places), local.get(node, 0), size)
         local[node] = local.get(node, 0) + 1
     return [found[index] for index in range(len(places))]
-
-
-def first_line(error: BaseException) -> str:
-    """The sense of an error of Ray's, in one line."""
-    cause = getattr(error, "cause", None) or error
-    lines = [line.strip() for line in (reason(cause) if isinstance(cause, Exception) else str(cause)).splitlines()]
-    return next((line for line in lines if line), type(error).__name__)

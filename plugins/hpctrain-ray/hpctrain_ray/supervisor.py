@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,13 +16,13 @@ from hpctrain_ray.order import Order
 from hpctrain_ray.placement import Placed, has_room, place
 from hpctrain_ray.seats import LostStartError
 
-EXIT_DONE, EXIT_STOPPED, EXIT_CANCELLED = 0, 75, 143
+EXIT_DONE, EXIT_USAGE, EXIT_STOPPED, EXIT_CANCELLED = 0, 2, 75, 143
 _LOOK = 0.25
 """Seconds between two looks at the ranks."""
 _GRACE = 10.0
 """Seconds that the other ranks have to end by themselves after one has failed: they notice its closed connections."""
-_GROW = 5.0
-"""Seconds between two looks for room, while fewer ranks run than asked for."""
+_GROW, _GROW_AT_MOST = 5.0, 600.0
+"""Seconds between two looks for room, while fewer ranks run than asked for: twice as long after each that has promised too much."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,12 @@ class Supervisor:
         self._signals: list[int] = []
         self._counts: dict[tuple[int, int], Counts] = {}
         self._begun = time.time()
+        self._checkpoints_before = self._checkpoints()
+        self._grow = _GROW
         self.restarts = 0
         """How often the ranks have started again after a loss."""
-        self.ranks = 0
-        """How many ranks run now."""
+        self.error = ""
+        """The error with which the ranks have ended last, in a line."""
         self.state: Literal["pending", "running"] = "pending"
         self.detail = "for room in the cluster"
 
@@ -61,25 +64,38 @@ class Supervisor:
 
     def run(self) -> int:
         """Train the job to its end; its exit code. Raises EnvironmentUnfitError if there is no room, UsageError."""
-        resume, losses = self._order.resume, 0
+        ranks = 0
         while True:
             self.state, self.detail = "pending", "for room in the cluster"
             placed = place(self._order, self._ask, lambda: bool(self._signals), self._say)
             if placed is None:
                 return 128 + self._signals[0] if self._signals[0] != signal.SIGUSR1 else EXIT_STOPPED
+            if ranks and len(placed.bundles) <= ranks:
+                self._grow = min(2 * self._grow, _GROW_AT_MOST)
             try:
-                ended = self._attend(placed, resume)
+                ended = self._attend(placed, self._resume())
             finally:
                 placed.remove()
+            ranks = len(placed.bundles) if ended.grows else 0
             if self._signals or not (ended.grows or (self._repeats and ended.code == EXIT_STOPPED) or ended.again):
                 return ended.code
             if ended.again and not ended.grows:
-                if losses == self._order.restarts:
+                if self.restarts == self._order.restarts:
                     return ended.code
-                losses += 1
-                self.restarts = losses
-                self._say(f"restart {losses} of {self._order.restarts}")
-            resume = "auto"
+                self.restarts += 1
+                self._say(f"restart {self.restarts} of {self._order.restarts}")
+
+    def _resume(self) -> str:
+        """The checkpoint to go on from. The order's counts until this job has saved: the newest one may be of another course."""
+        return "auto" if self._checkpoints() - self._checkpoints_before else self._order.resume
+
+    def _checkpoints(self) -> set[tuple[str, int]]:
+        """The run's checkpoints: their names, and when they were made."""
+        found = set()
+        for path in self._order.output.glob("checkpoints/step-*[0-9]"):
+            with suppress(OSError):  # an older one is removed meanwhile
+                found.add((path.name, path.stat().st_mtime_ns))
+        return found
 
     def _ask(self, least: int, most: int) -> Counts:
         if (least, most) not in self._counts:
@@ -94,7 +110,6 @@ class Supervisor:
             self._say(str(error))
             return _Ended(EXIT_TRAINING, again=True)
         try:
-            self.ranks = len(group)
             self.state = "running"
             self.detail = f"on {group.where()}"
             self._say(f"starting {len(group)} rank{'s' * (len(group) > 1)} on {group.where()}")
@@ -104,18 +119,21 @@ class Supervisor:
         code, losses = group.code, group.losses()
         if losses:
             self._say("; ".join(losses))
+        self.error = group.error
         if code is None:
             code = 128 + self._signals[0] if len(self._signals) > 1 else EXIT_TRAINING
-        return _Ended(code, again=code == EXIT_TRAINING, grows=grows and code == EXIT_STOPPED)
+        # what was right before a loss is no mistake of the user's now: the lock of the lost node may last
+        again = code == EXIT_TRAINING or (code == EXIT_USAGE and self.restarts > 0)
+        return _Ended(code, again, grows=grows and code == EXIT_STOPPED)
 
     def _wait(self, group: Group) -> bool:
         """Wait until no rank runs; whether they were asked to save so that more can start."""
-        begin, failed_at, saves, grows, next_look = time.monotonic(), None, False, False, time.monotonic() + _GROW
+        begin, failed_at, saves, grows, next_look = time.monotonic(), None, False, False, time.monotonic() + self._grow
         while not group.has_ended:
             now = time.monotonic()
             if not self._signals and not saves:
                 if now > next_look:
-                    next_look = now + _GROW
+                    next_look = now + self._grow
                     grows = self._has_more(len(group))
                 saves = grows or self._is_over(now - begin)
             # the ranks stop already: the first signal asks for no more than that, and another one would end them at once
@@ -139,7 +157,7 @@ class Supervisor:
     def _has_more(self, running: int) -> bool:
         """Whether the cluster has room for the ranks that were left out."""
         wanted = len(self._order.bundles)
-        if running == wanted or not has_room(self._order.bundles[running:]):
+        if running == wanted or not has_room(self._order.bundles[running:], self._order):
             return False
         self._say(f"the cluster has room for {wanted} ranks again: the {running} that run save, and {wanted} start")
         return True

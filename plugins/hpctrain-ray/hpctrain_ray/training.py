@@ -184,8 +184,6 @@ class Training:
                 self._group = LearnerGroup(placed, self._make)
                 self._position = self._group.enter(self._tables, self._order.directory, self._resume)
                 self._trained, self._entered_from = False, self._position.checkpoint
-                if self._resume == "never":
-                    self._resume = "auto"
                 return
             except (LostRankError, LostStartError) as error:
                 self._note_loss(error)

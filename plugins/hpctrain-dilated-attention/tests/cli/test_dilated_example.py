@@ -35,10 +35,13 @@ def test_text_goes_on_and_an_encoder_has_none_to_say(job: JobFile) -> None:
         "name": "longnet", "hidden_size": 16, "layers": 1, "attention_heads": 2, "vocab_size": 256, "max_seq_length": 16,
         "segment_lengths": [8, 16], "dilation_rates": [1, 2],
     }  # fmt: skip
-    job.set(dataset={"name": "stdlib-text", "max_bytes": 20_000})
+    job.tables["dataset"] = {"name": "stdlib-text", "max_bytes": 20_000}
+    job.write()
     done = run(hpctrain("run", "job.toml"), job.directory)
     assert done.code == 0, done
-    asked = hpctrain("sample", "job.toml", "--checkpoint", "out/checkpoints/latest", "--prompt", "def ", "--tokens", "3")
+    asked = hpctrain(
+        "sample", "job.toml", "--checkpoint", "out/checkpoints/latest", "--prompt", "def ", "--tokens", "3"
+    )
     done = run(asked, job.directory)
     assert done.code == 0 and done.out.startswith("def "), done
     done = run([*asked, "--set", "model.name=longnet-encoder"], job.directory)

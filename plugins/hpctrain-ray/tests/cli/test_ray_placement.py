@@ -23,7 +23,7 @@ pytestmark = pytest.mark.nightly  # each starts a cluster, which takes half a mi
 
 
 def placed(bundles: list[Bundle], strategy: str, limit: float = 20.0, **options: Any) -> Placed | None:
-    order = Order(Path("job.toml"), Path.cwd(), bundles, strategy, limit, **options)  # type: ignore[arg-type]
+    order = Order(Path("job.toml"), Path.cwd(), Path("out"), bundles, strategy, limit, **options)  # type: ignore[arg-type]
     return place(order, lambda least, most: pytest.fail("asked"), lambda: False, lambda text: None)
 
 

@@ -12,7 +12,7 @@ import pytest
 import ray_nodes
 import torch
 from hpctrain_ray import Learner, Training
-from launching import run as typed
+from launching import wait_until
 from points import batch, learner, made, plain
 from ray_nodes import cluster, nodes
 
@@ -94,10 +94,12 @@ def test_errors_are_sentences(cluster: ray_nodes.Nodes) -> None:
 
 
 def lose(cluster: ray_nodes.Nodes, training: Training, what: str) -> None:
+    wait_until(lambda: len(ray_nodes.learners()) == 2, 20, "the end of earlier ranks")
     if what == "a rank":
         ray_nodes.learners()[0].kill()
     else:
         cluster.kill(cluster.name(training.nodes[1]))
+    wait_until(lambda: len(ray_nodes.learners()) < 2, 20, "the end of a rank")
 
 
 @pytest.mark.parametrize("what", ["a rank", "a raylet"])

@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 import torch
 from hpctrain_ray.cluster import cluster_variables, this_task
-from hpctrain_ray.endings import Ending, Remains, ending_of, sentences
+from hpctrain_ray.errors import error_of
 from hpctrain_ray.ids import JobId, read_end, write_end
 from hpctrain_ray.options import RayOptions, read_options
 from hpctrain_ray.order import Bundle, first_of, listed
-from hpctrain_ray.private_directories import make_private_directory
+from hpctrain_ray.private_directories import make_private_directory, take_ending
 from hpctrain_ray.rows import mean, split
+from hpctrain_ray.running import order_of
 from hpctrain_ray.seats import Place, numbers_by_node
 
-from hpctrain.api import UsageError
-from hpctrain.toolkit.starting import RankNumbers, started_variables
+from hpctrain.api import TrainingError, UsageError
+from hpctrain.toolkit.starting import Ending, RankNumbers, started_variables
 
 
 def test_ranks_are_numbered_node_by_node() -> None:
@@ -55,6 +56,9 @@ def test_bundles() -> None:
         ({"cpus": 2, "workers": [{}]}, "either workers"),
         ({"colour": 1}, "colour"),
         ({"placement_limit": 0}, "placement_limit"),
+        ({"resources": {"CPU": 2}}, "a name of the cluster's own"),
+        ({"resources": {"fast": -1}}, "more than 0"),
+        ({"gpus": 1.5}, "a part of one, or a whole number"),
     ],
 )
 def test_wrong_options(table: dict[str, Any], said: str) -> None:
@@ -87,6 +91,14 @@ def test_batches_are_split_by_rows() -> None:
         with pytest.raises(UsageError, match=said):
             split(wrong, 2)
     assert mean([{"a": 1.0}, {"a": 3.0}]) == {"a": 2.0}
+    with pytest.raises(UsageError, match="different names"):
+        mean([{"a": 1.0}, {"b": 3.0}])
+
+
+@pytest.mark.parametrize(("ranks", "table"), [(0, {}), (None, {"nodes": "two"}), (None, {"ranks_per_node": 0})])
+def test_numbers_of_ranks(ranks: int | None, table: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="expected 1 or more"):
+        order_of({"scheduler": {"ray": table}}, RayOptions(), ranks, Path("job.toml"))
 
 
 def test_a_rank_gets_none_of_another_launchers_variables(tmp_path: Path) -> None:
@@ -119,18 +131,24 @@ def test_directories_of_killed_processes_go_after_an_hour(tmp_path: Path, monkey
     assert {one.name for one in tmp_path.iterdir()} == {f"hpctrain-ray-{name}.0" for name in ("new", "runs", "next")}
 
 
-def test_a_rank_that_has_ended_by_itself_has_left_its_code_and_its_words(tmp_path: Path) -> None:
-    directory, log = tmp_path / "start.1", tmp_path / "worker.err"
+def test_another_users_pipe_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain_ray.private_directories.gettempdir", lambda: str(tmp_path))
+    (tmp_path / "hpctrain-ray-x").mkdir()
+    os.mkfifo(tmp_path / "hpctrain-ray-x" / "owner")
+    os.utime(tmp_path / "hpctrain-ray-x" / "owner", (0, 0))
+    assert make_private_directory("next", 0, b"").is_dir()
+
+
+def test_a_rank_that_has_ended_by_itself_has_left_its_code_and_its_error(tmp_path: Path) -> None:
+    directory = tmp_path / "start.1"
     directory.mkdir()
-    log.write_text(
-        "a word of a library\nhpctrain: rank 1 on node failed:\nTraceback:\n  line\nValueError: no points\n\n"
-    )
-    assert ending_of(Remains(directory, log)) == Ending(None, ["rank 1 on node failed: ValueError: no points"])
-    assert not directory.exists()
+    assert take_ending(directory) == Ending(None, "") and not directory.exists()
     directory.mkdir()
     (directory / "exit-code").write_text("2")
-    assert ending_of(Remains(directory, tmp_path / "none")) == Ending(2, [])
-    assert sentences(["x", "job.toml:3: [batch] size", "hpctrain: no room"]) == ["job.toml:3: [batch] size", "no room"]
+    (directory / "error").write_text("no such key")
+    found = take_ending(directory)
+    assert found == Ending(2, "no such key") and type(error_of(found.code, found.error)) is UsageError
+    assert type(error_of(4, "x")) is type(error_of(None, "x")) is TrainingError
 
 
 def test_the_slurm_line_knows_its_task() -> None:
