@@ -65,7 +65,8 @@ class Nodes:
     def kill(self, name: str) -> None:
         """SIGKILL a node's raylet."""
         [raylet] = self._named.pop(name).all_processes["raylet"]
-        psutil.Process(raylet.process.pid).kill()
+        raylet.process.kill()
+        raylet.process.wait(20)  # its workers take a raylet that nobody has waited for as one that runs
 
     def complete(self) -> None:
         """Start the nodes that were killed, and wait until all are alive and free. Needs a connection."""
