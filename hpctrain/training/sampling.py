@@ -18,8 +18,8 @@ from hpctrain.job.parts import Parts
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.trained_model import TrainedModel
 
-_ROUNDING = 0.02
-"""Share of the logits' range by which they may differ in 16 bits."""
+_ROUNDING = 0.005
+"""Share of the logits' range by which they may differ: the rounding of 16 bits."""
 
 
 @dataclass(frozen=True)

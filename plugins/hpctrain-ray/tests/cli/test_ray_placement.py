@@ -10,9 +10,9 @@ import hpctrain_ray
 import pytest
 import ray_nodes
 from conftest import JobFile
-from hpctrain_ray.group import Group
 from hpctrain_ray.order import Bundle, Order
-from hpctrain_ray.placement import Placed, place
+from hpctrain_ray.placement import Placed, has_room, place
+from hpctrain_ray.seats import Seat, take_seats
 from launching import wait_until
 from ray_nodes import cluster, nodes
 from test_ray_run import in_thread
@@ -36,10 +36,10 @@ def nodes_of(found: Placed) -> list[str]:
     return [table["bundles_to_node_id"][index] for index in range(len(found.bundles))]
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [("STRICT_PACK", 1), ("PACK", 1), ("SPREAD", 2), ("STRICT_SPREAD", 2)])
-def test_strategies(cluster: ray_nodes.Nodes, strategy: str, nodes: int) -> None:
+@pytest.mark.parametrize(("strategy", "count"), [("STRICT_PACK", 1), ("PACK", 1), ("SPREAD", 2), ("STRICT_SPREAD", 2)])
+def test_strategies(cluster: ray_nodes.Nodes, strategy: str, count: int) -> None:
     found = placed([Bundle(1)] * 2, strategy)
-    assert found is not None and len(set(nodes_of(found))) == nodes
+    assert found is not None and len(set(nodes_of(found))) == count
     found.remove()
 
 
@@ -63,17 +63,16 @@ def test_ranks_of_different_workers_train_where_they_were_placed(cluster: ray_no
 
     seen: dict[str, Any] = {}
 
-    class Seen(Group):
-        def _start(self, *given: Any) -> None:
-            seen["nodes"] = [seat.place.node for seat in self._seats]
-            seen["bundles"] = [seat.bundle for seat in self._seats]
-            groups = ray.util.placement_group_table().values()
-            seen["states"] = [one["state"] for one in groups if one["state"] != "REMOVED"]
-            super()._start(*given)
+    def seen_seats(*given: Any) -> list[Seat]:
+        seats = take_seats(*given)
+        seen["nodes"], seen["bundles"] = [one.place.node for one in seats], [one.bundle for one in seats]
+        groups = ray.util.placement_group_table().values()
+        seen["states"] = [one["state"] for one in groups if one["state"] != "REMOVED"]
+        return seats
 
     workers = [{"cpus": 3, "gpus": 1}, {"cpus": 1, "gpus": 0.5, "resources": {"fast": 1}, "count": 1}]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hpctrain_ray.supervisor.Group", Seen)
+        patch.setattr("hpctrain_ray.group.take_seats", seen_seats)
         result = hpctrain_ray.run(job.set(communicator={"name": "gloo", "device": "cpu"}).path, workers=workers)
     assert result.exit_code == 0
     assert seen["nodes"] == [cluster.id("b"), cluster.id("a")]
@@ -124,3 +123,13 @@ def starts(job: JobFile) -> list[int]:
     """The numbers of ranks of the run's starts."""
     rows = [json.loads(line) for line in (job.output / "starts.jsonl").read_text().splitlines()]
     return [row["ranks"] for row in rows if "ranks" in row]
+
+
+def test_two_jobs_at_once_and_a_growth_that_has_no_room(cluster: ray_nodes.Nodes) -> None:
+    first, second = placed([Bundle(4)], "PACK"), placed([Bundle(4)], "PACK")
+    assert first is not None and second is not None and nodes_of(first) != nodes_of(second)
+    order = Order(Path("job.toml"), Path.cwd(), Path("out"), [Bundle(1)] * 2, "STRICT_PACK")
+    assert not has_room([Bundle(1)] * 2, order) and has_room([Bundle(1)], order)  # one CPU is left, on node c
+    second.remove()
+    assert has_room([Bundle(1)] * 2, order) and not has_room([Bundle(3), Bundle(2)], order)  # enough, but on two nodes
+    first.remove()

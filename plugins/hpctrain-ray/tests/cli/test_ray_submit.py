@@ -102,13 +102,12 @@ def test_a_job_without_room_waits_and_fails(cluster: ray_nodes.Nodes, job: JobFi
 
 def test_the_script_does_the_same_by_hand(cluster: ray_nodes.Nodes, job: JobFile) -> None:
     job.set(communicator={"name": "gloo"})
-    done = command(cluster, job, "submit", str(job.path), "--to", "ray", "--ranks-per-node", "2", "--dry-run")
-    assert done.out.startswith("#!/bin/sh\n"), done
-    script = job.directory / "by-hand.sh"
-    script.write_text(done.out)
-    trained = typed(["sh", str(script)], job.directory, 120, {"RAY_ADDRESS": cluster.address})
-    assert trained.code == 0 and "starting 2 ranks" in trained.err, trained
-    assert len(job.losses()) == 4
+    command(cluster, job, "submit", str(job.path), "--to", "ray", "--ranks-per-node", "2")
+    assert ended(job) == 0 and numbered(job)[-1] == 4
+    sent = job.output / "job.submitted.toml"
+    sent.write_text(sent.read_text().replace("steps = 4", "steps = 6"))
+    done = typed(["sh", str(job.output / "submit.sh")], job.directory, 120, {"RAY_ADDRESS": cluster.address})
+    assert done.code == 0 and "starting 2 ranks" in done.err and numbered(job)[-1] == 6, done
 
 
 def test_without_a_cluster(job: JobFile) -> None:
