@@ -83,17 +83,21 @@ def started_variables(
     directory: private, with the job's secret in the file `secret`; its name up to the last dot is the same for all ranks, and used
     for one start only. host: the address of rank 0's node.
     """
-    found = {
-        name: value
-        for name, value in environment.items()
-        if name in _OF_ALLOCATION or not name.startswith(OF_LAUNCHERS)
-    }
     told = zip(TORCHRUN_NAMES, (numbers.rank, numbers.size, numbers.local_rank, numbers.local_size), strict=True)
     return {
-        **found,
+        **without_launchers(environment),
         **{name: str(number) for name, number in told},
         "MASTER_ADDR": host,
         STARTER_VARIABLE: os.fspath(directory),
+    }
+
+
+def without_launchers(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without the variables by which another launcher has told this process its rank."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _OF_ALLOCATION or not name.startswith(OF_LAUNCHERS)
     }
 
 

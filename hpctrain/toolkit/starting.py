@@ -2,7 +2,8 @@
 
 A program that starts ranks on several nodes by its own means gives each the variables of `started_variables`, and attends it
 through a `ChannelDirectory`, with which the rank ends, too. It starts `hpctrain run JOB --started-by DIRECTORY`, or a program with
-`hpctrain.run` or `hpctrain.own_loop`, which finds the directory in these variables.
+`hpctrain.run` or `hpctrain.own_loop`, which finds the directory in these variables. For ranks over MPI, a `PmiRelay` beside each
+and one `PmiBoard` take the place of the variables.
 
 Imports no torch.
 """
@@ -13,6 +14,7 @@ from hpctrain.starting.hosts import HERE, Hosts, read_hostfile
 from hpctrain.starting.mpi_library import ask_library
 from hpctrain.starting.mpiexec import UnderMpiexec, find_mpiexec
 from hpctrain.starting.placement import Counts, ask_counts
+from hpctrain.starting.pmi import PmiBoard, PmiRelay
 from hpctrain.starting.processes import Launched, over_pmi
 
 __all__ = [
@@ -22,6 +24,8 @@ __all__ = [
     "Ending",
     "Hosts",
     "Launched",
+    "PmiBoard",
+    "PmiRelay",
     "RankNumbers",
     "UnderMpiexec",
     "ask_counts",

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from hpctrain.base.launcher_variables import RankNumbers
 from hpctrain.ranks import signals
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.starting import start
 from hpctrain.starting.mpiexec import Mpiexec, UnderMpiexec
 from hpctrain.starting.output_relay import Unbannered, Unruled
-from hpctrain.starting.pmi import PmiServer
+from hpctrain.starting.pmi import PmiBoard, PmiRelay, PmiServer
 from hpctrain.starting.processes import Processes
 
 
@@ -152,6 +156,40 @@ def test_a_pmi_server_tells_ranks_of_each_other() -> None:
 
 
 @pytest.mark.timeout(20)
+def test_ranks_on_two_nodes_reach_one_board_through_relays() -> None:
+    board, lock = PmiBoard([1, 1]), threading.Lock()
+    answers: list[queue.Queue[str]] = [queue.Queue(), queue.Queue()]
+
+    def ask(rank: int, line: str) -> str:
+        with lock:
+            for other, answer in board.answers(rank, line):
+                answers[other].put(answer)
+        return answers[rank].get(timeout=10)
+
+    relays = [PmiRelay(RankNumbers(rank, 2, 0, 1), partial(ask, rank)) for rank in range(2)]
+    told = [one.environment({"SLURM_PROCID": "7", "HOME": "/home/me"}) for one in relays]
+    assert told[1] == {
+        "HOME": "/home/me", "HPCTRAIN_TRANSPORTS": "", "PMI_FD": told[1]["PMI_FD"], "PMI_RANK": "1", "PMI_SIZE": "2",
+        "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1",
+    }  # fmt: skip
+    ends = [os.dup(int(one["PMI_FD"])) for one in told]
+    for one in relays:
+        one.started()
+
+    def asked(end: int, *lines: str) -> str:
+        os.write(end, "".join(f"{line}\n" for line in lines).encode())
+        return os.read(end, 1000).decode()
+
+    assert asked(ends[0], "cmd=put kvsname=x key=a value=1") == "cmd=put_result rc=0 msg=success\n"
+    assert asked(ends[1], "cmd=get kvsname=x key=PMI_process_mapping").endswith("value=(vector,(0,1,1),(1,1,1))\n")
+    os.write(ends[0], b"cmd=barrier_in\n")
+    assert asked(ends[1], "cmd=abort exitcode=1", "cmd=barrier_in") == "cmd=barrier_out rc=0\n"
+    assert os.read(ends[0], 1000) == b"cmd=barrier_out rc=0\n"
+    assert asked(ends[1], "cmd=get kvsname=x key=a").endswith("value=1\n")
+    for end in ends:
+        os.close(end)
+
+
 def test_a_rank_that_leaves_a_barrier_holds_up_no_answer() -> None:
     server = PmiServer(2)
     one, two = PmiRank(server, 0), PmiRank(server, 1)

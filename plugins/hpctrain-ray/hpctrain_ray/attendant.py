@@ -16,14 +16,25 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from hpctrain.toolkit.starting import ChannelDirectory, Ending, RankNumbers, ending_in, started_variables
+from hpctrain.toolkit.commands import EnvironmentUnfitError
+from hpctrain.toolkit.starting import (
+    ChannelDirectory,
+    Ending,
+    PmiRelay,
+    RankNumbers,
+    ask_library,
+    ending_in,
+    started_variables,
+)
 from hpctrain_ray.private_directories import make_private_directory
 from hpctrain_ray.seats import Place, own_place
 
 _DRAIN = 1.0
 """Seconds for the rest of an ended rank's output: a process of the rank's own may hold its streams longer."""
+_MPI_START = 900.0
+"""Seconds for an answer of PMI, which may wait for all ranks: the limit of MPI's start."""
 _BATCH = 1000
 """Lines that one report has at most."""
 
@@ -31,7 +42,7 @@ _BATCH = 1000
 @dataclass(frozen=True)
 class RankStart:
     """A rank to start. words: of its command after `hpctrain run`. job: the file, or its content in `text`. directory: its
-    working directory. token: of this start. host: the address of rank 0's node."""
+    working directory. token: of this start. host: the address of rank 0's node. pmi: the `PmiActor`, for ranks over MPI."""
 
     numbers: RankNumbers
     job: Path
@@ -41,6 +52,7 @@ class RankStart:
     token: str
     secret: bytes
     host: str
+    pmi: Any = None
 
 
 @dataclass(frozen=True)
@@ -74,10 +86,13 @@ class Attendant:
         if start.text is not None:
             job = directory / "job.toml"
             job.write_text(start.text)
+        relay = None if start.pmi is None else _relay(start)
+        variables = started_variables(start.numbers, directory, start.host) if relay is None else relay.environment()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hpctrain", "run", str(job), *start.words, "--started-by", str(directory)],
             cwd=start.directory,
-            env={**started_variables(start.numbers, directory, start.host), "PYTHONUNBUFFERED": "1"},
+            env={**variables, "PYTHONUNBUFFERED": "1"},
+            pass_fds=() if relay is None else relay.descriptors(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -85,6 +100,8 @@ class Attendant:
             errors="replace",
             start_new_session=True,
         )
+        if relay is not None:
+            relay.started()
         for name, stream in (("out", self._process.stdout), ("err", self._process.stderr)):
             assert stream is not None
             reader = threading.Thread(target=self._read, args=(name, stream), daemon=True)
@@ -118,3 +135,22 @@ class Attendant:
         if self._channel is not None:
             self._channel.close()
             shutil.rmtree(self._channel.directory, ignore_errors=True)
+
+
+def _relay(start: RankStart) -> PmiRelay:
+    """The descriptor over which the rank's MPI library asks the `PmiActor`. Raises EnvironmentUnfitError without such a library."""
+    import ray
+
+    library = ask_library()
+    if library is None or not library.speaks_pmi:
+        found = "no MPI" if library is None else f"{library.flavour}, which does not speak PMI-1"
+        raise EnvironmentUnfitError(
+            f'[communicator] name = "mpi": found {found} on {own_place().address}, expected MPICH or a relative of it on every '
+            "node of the cluster (pip install 'hpctrain[mpich]'), or another communicator"
+        )
+
+    def ask(line: str) -> str:
+        answer: str = ray.get(start.pmi.ask.remote(start.numbers.rank, line), timeout=_MPI_START)
+        return answer
+
+    return PmiRelay(start.numbers, ask)

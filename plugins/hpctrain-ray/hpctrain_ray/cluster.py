@@ -153,7 +153,10 @@ def _node(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[subp
     # Ray opens its directories to all users; this one, above them, is closed. A short path: sockets are below it
     directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     own = [cpus, f"--temp-dir={directory / 'r'}"]
+    # Slurm sends a step's signals to all of its processes: this one must not end Ray's, nor the workers that they start
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     node = subprocess.Popen([*_START, *own, *words], env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    signal.signal(signal.SIGUSR1, before)
     try:
         yield node
         shutil.rmtree(directory, ignore_errors=True)  # after an error of the cluster's, its logs stay

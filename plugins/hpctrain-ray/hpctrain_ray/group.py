@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,7 @@ from hpctrain_ray.attendant import Attendant, RankStart, Report
 from hpctrain_ray.errors import first_line
 from hpctrain_ray.order import Order
 from hpctrain_ray.placement import Placed
+from hpctrain_ray.pmi import PmiActor
 from hpctrain_ray.private_directories import new_secret
 from hpctrain_ray.seats import Seat, end_actors, take_seats
 
@@ -55,6 +57,7 @@ class Group:
     def __init__(self, placed: Placed, order: Order, resume: str, tell: Tell, begun: float) -> None:
         """Start the ranks. begun: when the job began, in seconds since 1970. Raises EnvironmentUnfitError."""
         self._tell = tell
+        self._pmi: Any = None
         self._ranks = [_Attended(seat) for seat in take_seats(placed, Attendant)]
         try:
             self._start(order, resume, begun)
@@ -69,18 +72,22 @@ class Group:
         sets = [word for override in order.overrides for word in ("--set", override)]
         words = [*sets, "--resume", resume, "--begun", f"{begun:.3f}"]
         host = self._ranks[0].place.address
-        asked = [
-            one.actor.start.remote(
-                RankStart(one.numbers, order.job, order.text, words, order.directory, token, secret, host)
+        if order.over_mpi:
+            self._pmi = ray.remote(PmiActor).options(num_cpus=0).remote(self._counts())
+        asked = []
+        for one in self._ranks:
+            start = RankStart(
+                one.numbers, order.job, order.text, words, order.directory, token, secret, host, self._pmi
             )
-            for one in self._ranks
-        ]
+            asked.append(one.actor.start.remote(start))
         for rank, (one, started) in enumerate(zip(self._ranks, asked, strict=True)):
             try:
                 ray.get(started, timeout=_START)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 if isinstance(error, ray.exceptions.RayActorError):
                     continue  # the first look at it says so
+                if isinstance(cause := getattr(error, "cause", None), EnvironmentUnfitError):
+                    raise cause from None
                 raise EnvironmentUnfitError(
                     f"rank {rank} could not start on {one.place.address}: {first_line(error)}; expected the directory "
                     f"{order.directory}, and room in the directory for temporary files, on every node"
@@ -89,12 +96,13 @@ class Group:
     def __len__(self) -> int:
         return len(self._ranks)
 
+    def _counts(self) -> list[int]:
+        """The ranks of each node, in the order of the nodes."""
+        return list(Counter(one.place.node for one in self._ranks).values())
+
     def where(self) -> str:
         """The nodes with their numbers of ranks, such as "10.0.0.1 (2), 10.0.0.2 (1)"."""
-        counts: dict[tuple[str, str], int] = {}
-        for one in self._ranks:
-            place = one.place.node, one.place.address
-            counts[place] = counts.get(place, 0) + 1
+        counts = Counter((one.place.node, one.place.address) for one in self._ranks)
         return ", ".join(f"{address} ({count})" for (_, address), count in counts.items())
 
     def look(self, signals: Sequence[int], seconds: float) -> None:
@@ -178,4 +186,4 @@ class Group:
         with suppress(ray.exceptions.RayError, TimeoutError):
             ending = [one.actor.end.remote() for one in self._ranks if not one.lost]
             ray.wait(ending, num_returns=len(ending), timeout=_END) if ending else None
-        end_actors([one.actor for one in self._ranks])
+        end_actors([*(one.actor for one in self._ranks), *([] if self._pmi is None else [self._pmi])])

@@ -37,6 +37,7 @@ class Order:
     overrides: "table.key=value".
     directory: where relative paths of the job start. least: [elastic] min_ranks. placement_limit: seconds until there is room for
     the ranks. seconds: until a start ends, None for any time; save_seconds before that the ranks save. resume: of the first start.
+    over_mpi: whether the ranks talk over MPI.
     """
 
     job: Path
@@ -52,6 +53,7 @@ class Order:
     resume: str = "auto"
     seconds: float | None = None
     save_seconds: float = 120.0
+    over_mpi: bool = False
 
 
 def first_of(bundles: Sequence[Bundle], count: int) -> Sequence[Bundle]:

@@ -108,7 +108,7 @@ def order_of(
     text: str | None = None,
 ) -> Order:
     """The order of a job's tables; what the ranks themselves refuse may be of any type here. Raises UsageError."""
-    table, elastic = table_of(tables), tables.get("elastic")
+    table, elastic, communicator = table_of(tables), tables.get("elastic"), tables.get("communicator")
     least = elastic.get("min_ranks") if isinstance(elastic, Mapping) else None
     numbers = [table.get(name, 1) for name in ("nodes", "ranks_per_node")]
     if (ranks is not None and ranks < 1) or any(type(one) is not int or one < 1 for one in numbers):
@@ -128,6 +128,7 @@ def order_of(
         overrides=tuple(overrides),
         text=text,
         resume=resume,
+        over_mpi=isinstance(communicator, Mapping) and communicator.get("name") == "mpi",
     )
 
 

@@ -65,6 +65,11 @@ class Training:
             raise UsageError(
                 "[elastic]: a training that is stepped from outside keeps its number of ranks; leave it out"
             )
+        if self._order.over_mpi:
+            raise UsageError(
+                '[communicator] name = "mpi": the ranks of a training that is stepped from outside are Ray\'s own processes, which MPI '
+                "does not know; expected gloo or nccl"
+            )
         hooks = tables.get("hook", [])
         self._tables = {**tables, "hook": [*hooks, {"name": "ray-learner"}] if isinstance(hooks, list) else hooks}
         self._directory = output_directory(tables)

@@ -131,5 +131,6 @@ def test_two_jobs_at_once_and_a_growth_that_has_no_room(cluster: ray_nodes.Nodes
     order = Order(Path("job.toml"), Path.cwd(), Path("out"), [Bundle(1)] * 2, "STRICT_PACK")
     assert not has_room([Bundle(1)] * 2, order) and has_room([Bundle(1)], order)  # one CPU is left, on node c
     second.remove()
-    assert has_room([Bundle(1)] * 2, order) and not has_room([Bundle(3), Bundle(2)], order)  # enough, but on two nodes
+    wait_until(lambda: has_room([Bundle(1)] * 2, order), 20, "the news of free CPUs")
+    assert not has_room([Bundle(3), Bundle(2)], order)  # there are 5 CPUs, but on two nodes
     first.remove()

@@ -60,6 +60,19 @@ def test_two_raylets_have_the_losses_of_one_machine(
     assert "step" in said.out
 
 
+def test_ranks_on_two_raylets_talk_over_mpi(
+    cluster: ray_nodes.Nodes, job: JobFile, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks on one node and one on another: MPI finds out by PMI, which Ray carries."""
+    result = hpctrain_ray.run(job.set(communicator={"name": "mpi"}).path, 3, cpus=2)
+    said = capfd.readouterr()
+    assert result.exit_code == 0 and "3 (mpi)" in said.out and "(2), " in said.err, said
+    (job.directory / "here").mkdir()
+    here = JobFile(job.directory / "here")
+    done = typed(hpctrain("run", str(here.set(communicator={"name": "mpi"}).path), "-n", "3"), here.directory)
+    assert done.code == 0 and result.losses == pytest.approx(here.losses(), rel=2e-6), done
+
+
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("what", ["rank", "Ray worker", "raylet"])
 def test_what_is_killed_is_replaced(

@@ -83,6 +83,8 @@ def test_errors_are_sentences(cluster: ray_nodes.Nodes) -> None:
             training.train_step((points / 0 * 0, labels))
         with pytest.raises(TrainingError, match="the training is closed"):
             training.train_step(batch(0))
+    with pytest.raises(UsageError, match="which MPI does not know"):
+        Training(learner(), made(communicator={"name": "mpi"}), 2)
     with pytest.raises(UsageError, match="unknown key 'bogus'"):
         Training(learner(), made(bogus={"x": 1}), 2)
     with pytest.raises(UsageError, match=r"Learner has no setup\(loop\)"):
