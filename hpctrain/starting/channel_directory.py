@@ -92,7 +92,7 @@ class Ending:
 
 
 def ending_in(directory: Path) -> Ending:
-    """What ranks have left in a starter's directory."""
+    """The end of ranks, as they have told it in a starter's directory."""
     code, error = None, ""
     with suppress(OSError, ValueError):
         code = int((directory / CODE).read_text())

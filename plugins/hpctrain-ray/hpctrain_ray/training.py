@@ -67,8 +67,8 @@ class Training:
             )
         if self._order.over_mpi:
             raise UsageError(
-                '[communicator] name = "mpi": the ranks of a training that is stepped from outside are Ray\'s own processes, which MPI '
-                "does not know; expected gloo or nccl"
+                '[communicator] name = "mpi": the ranks of a training that is stepped from outside are processes of Ray, '
+                "which MPI does not know; expected gloo or nccl"
             )
         hooks = tables.get("hook", [])
         self._tables = {**tables, "hook": [*hooks, {"name": "ray-learner"}] if isinstance(hooks, list) else hooks}
@@ -209,7 +209,7 @@ class Training:
             self._resume = "auto"
 
     def _call(self, method: str, parts: Sequence[Any] | None = None) -> list[Any]:
-        """What every rank tells. parts: one for each place among the ranks with different samples, or None."""
+        """Call a method of every rank; their answers. parts: one for each place among the ranks with different samples, or None."""
 
         def call(ranks: LearnerGroup) -> list[Any]:
             return ranks.call(method, None if parts is None else [parts[place] for place in ranks.data_ranks])
@@ -219,7 +219,7 @@ class Training:
         return [found for _, found in told]
 
     def _again(self, action: Callable[[LearnerGroup], Found]) -> Found:
-        """What an action on the ranks gives; after a loss of ranks, on new ones."""
+        """Do something with the ranks, and after a loss of ranks again with new ones."""
         while True:
             try:
                 return action(self._ranks())
