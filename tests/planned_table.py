@@ -17,8 +17,9 @@ from typing import Any
 HEAD = """# Plans and steps
 
 `tests/planned_table.py` writes this table from `tests/ranks/test_planned.py`: what [`hpctrain plan`](../planning.md)
-says of rank 0, and what the second step of the same job took there. GPT of 4 layers, 64 wide, unless a model is named.
-Jobs with something in host memory ran on the simulated accelerator of the tests, the others on CPUs.
+says of the first rank that it shows, and what the second step of the same job took there. GPT of 4 layers, 64 wide,
+unless a model is named. Jobs with something in host memory ran on the simulated accelerator of the tests, the others on
+CPUs.
 
 Kept: parameters, gradients and optimizer state, equal to the byte. Peak: the most bytes of tensors that live at once.
 Sent: the inputs of all collectives and messages. A step also sums its count of labels and tells its figures, which a

@@ -57,13 +57,15 @@ def plan_ranks(
 
 
 def different_ranks(layout: Layout, checked: CheckedJob) -> list[int]:
-    """The first rank with each part of the model."""
-    parts_of = {
-        one.traits.axis for one in checked.parts.parallelism.values() if one.traits.ranks_have == "other parameters"
-    }
+    """A rank with each part of the model. Of ranks with parts of samples it is the last, whose tokens see those of the others."""
+    traits = {one.traits.axis: one.traits for one in checked.parts.parallelism.values()}
     ranks = [0]
     for axis, size in layout.axes.items():
-        places = range(size) if axis in parts_of else range(1)
+        places = range(1)
+        if axis in traits and traits[axis].cuts_samples:
+            places = range(size - 1, size)
+        elif axis in traits and traits[axis].ranks_have == "other parameters":
+            places = range(size)
         ranks = [rank * size + place for rank in ranks for place in places]
     return ranks
 

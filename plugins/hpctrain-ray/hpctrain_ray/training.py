@@ -39,8 +39,9 @@ class State:
 class Training:
     """A training whose ranks are actors of a Ray cluster. A context manager: it gives their resources back.
 
-    Every call waits for all ranks. After a loss of ranks, they are placed anew, go on from the newest checkpoint, and the call is
-    made again: `step` then goes back. After any other error of a rank, which a TrainingError tells, the training is closed.
+    Every call waits for all ranks, an hour at most. After a loss of ranks, they are placed anew, go on from the newest checkpoint,
+    and the call is made again: `step` then goes back. After any other error of a rank, which a TrainingError tells, the training is
+    closed.
     """
 
     def __init__(

@@ -28,6 +28,8 @@ def test_the_example_learns_and_ranks_change_nothing(tmp_path: Path) -> None:
         assert len(mine) == count and mine == pytest.approx(expected, rel=2e-5)
     losses = [row["loss"] for row in cut if "loss" in row]
     assert losses[-1] < 0.7 * losses[0]
+    planned = run(hpctrain("plan", str(EXAMPLE), "-n", "2"), tmp_path)
+    assert "rank 1 sends in a step" in planned.out and "all_to_all over cp" in planned.out, planned
 
 
 def test_text_goes_on_and_an_encoder_has_none_to_say(job: JobFile) -> None:
