@@ -23,7 +23,7 @@ class Worker(Options):
     """The resources of some ranks."""
 
     cpus: float = Field(default=1.0, ge=0, description="CPUs of each rank")
-    gpus: float = Field(default=0.0, ge=0, description="GPUs of each rank; ranks may share one, such as 0.5 each")
+    gpus: float = Field(default=0.0, ge=0, description="GPUs of each rank; 0.5 leaves half of one to other actors")
     resources: dict[str, float] = Field(default={}, description="other resources of each rank, by Ray's names")
     count: int = Field(default=1, ge=1, description="ranks with these resources")
 
@@ -56,7 +56,7 @@ class RayOptions(Options):
         default="PACK", description="how ranks share nodes: PACK and SPREAD try, STRICT_PACK and STRICT_SPREAD insist"
     )
     cpus: float = Field(default=1.0, ge=0, description="CPUs of each rank")
-    gpus: float = Field(default=0.0, ge=0, description="GPUs of each rank; ranks may share one, such as 0.5 each")
+    gpus: float = Field(default=0.0, ge=0, description="GPUs of each rank; 0.5 leaves half of one to other actors")
     resources: dict[str, float] = Field(default={}, description="other resources of each rank, by Ray's names")
     workers: list[Worker] = Field(
         default=[], description="ranks of different resources, in place of cpus, gpus and resources"
