@@ -6,8 +6,10 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from io import StringIO
+from pathlib import Path
+from tempfile import gettempdir
 
 from hpctrain.toolkit.commands import EnvironmentUnfitError, reason
 
@@ -27,7 +29,7 @@ def connected(address: str, shows: bool = False) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    _refuse_silent(os.environ.get("RAY_ADDRESS") or address if address == "auto" else address)
+    _refuse_silent(_known(address))
     try:
         with redirect_stderr(StringIO()):  # it counts its attempts there
             ray.init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=shows)
@@ -38,6 +40,17 @@ def connected(address: str, shows: bool = False) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _known(address: str) -> str:
+    """The address that "auto" stands for, as far as it is known: that of the last cluster on this node may be written down still."""
+    if address != "auto":
+        return address
+    if os.environ.get("RAY_ADDRESS"):
+        return os.environ["RAY_ADDRESS"]
+    with suppress(OSError):
+        return Path(os.environ.get("RAY_TMPDIR") or gettempdir(), "ray", "ray_current_cluster").read_text().strip()
+    return address
 
 
 def _refuse_silent(address: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hpctrain_ray.cluster import cluster_variables, this_task
+from hpctrain_ray.connection import connected
 from hpctrain_ray.errors import error_of
 from hpctrain_ray.ids import JobId, read_end, write_end
 from hpctrain_ray.options import RayOptions, read_options
@@ -22,7 +23,7 @@ from hpctrain_ray.rows import mean, split
 from hpctrain_ray.running import order_of
 from hpctrain_ray.seats import Place, numbers_by_node
 
-from hpctrain.api import TrainingError, UsageError
+from hpctrain.api import EnvironmentUnfitError, TrainingError, UsageError
 from hpctrain.toolkit.starting import Ending, RankNumbers, started_variables
 
 
@@ -149,6 +150,16 @@ def test_a_rank_that_has_ended_by_itself_has_left_its_code_and_its_error(tmp_pat
     found = take_ending(directory)
     assert found == Ending(2, "no such key") and type(error_of(found.code, found.error)) is UsageError
     assert type(error_of(4, "x")) is type(error_of(None, "x")) is TrainingError
+
+
+def test_a_cluster_that_is_gone_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would try for minutes at the address of the last cluster on this node, which it has written down."""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1\n")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(EnvironmentUnfitError, match="found no Ray cluster at '127.0.0.1:1'"), connected("auto"):
+        pass
 
 
 def test_the_slurm_line_knows_its_task() -> None:
