@@ -43,7 +43,7 @@ def connected(address: str, shows: bool = False) -> Iterator[None]:
 
 
 def _known(address: str) -> str:
-    """The address that "auto" stands for, as far as it is known: that of the last cluster on this node may be written down still."""
+    """The address that "auto" stands for, if it is known: that of the last cluster on this node may still be written down."""
     if address != "auto":
         return address
     if os.environ.get("RAY_ADDRESS"):

@@ -158,7 +158,7 @@ def test_a_cluster_that_is_gone_is_told_at_once(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1\n")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(EnvironmentUnfitError, match="found no Ray cluster at '127.0.0.1:1'"), connected("auto"):
+    with pytest.raises(EnvironmentUnfitError, match=r"found no Ray cluster at '127\.0\.0\.1:1'"), connected("auto"):
         pass
 
 
