@@ -3,7 +3,17 @@
 Imports no torch, since the help imports every command.
 """
 
-from hpctrain.base.errors import EXIT_TRAINING, EnvironmentUnfitError, UsageError, escaped, reason
+from hpctrain.base.errors import (
+    EXIT_CANCELLED,
+    EXIT_DONE,
+    EXIT_STOPPED,
+    EXIT_TRAINING,
+    EXIT_USAGE,
+    EnvironmentUnfitError,
+    UsageError,
+    escaped,
+    reason,
+)
 from hpctrain.base.safe_files import replacing
 from hpctrain.cli.bench import start_measuring, tell_measured
 from hpctrain.cli.bench.spread import Spread, spread
@@ -11,7 +21,11 @@ from hpctrain.cli.options import example, set_option
 from hpctrain.plugins.hookspecs import hookimpl
 
 __all__ = [
+    "EXIT_CANCELLED",
+    "EXIT_DONE",
+    "EXIT_STOPPED",
     "EXIT_TRAINING",
+    "EXIT_USAGE",
     "EnvironmentUnfitError",
     "Spread",
     "UsageError",

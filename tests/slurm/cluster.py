@@ -11,10 +11,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from launching import MARK, Finished, Started, hpctrain, wait_until
 
 NODES = ("node1", "node2")
@@ -133,6 +136,20 @@ def why_not() -> str | None:
     if subprocess.run(probe, capture_output=True, timeout=30).returncode:
         return "this machine does not let root make namespaces (a container without CAP_SYS_ADMIN?)"
     return None
+
+
+@contextmanager
+def temporary_cluster() -> Iterator[Cluster]:
+    """A Slurm of two nodes. If that is impossible, the tests are skipped; on CI, which must not skip them, they fail."""
+    reason = why_not()
+    if reason is not None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"no Slurm to test with: {reason}")
+    directory = Path(tempfile.mkdtemp(prefix="slurm-"))
+    directory.chmod(0o755)
+    cluster = Cluster(directory)
+    yield cluster
+    cluster.stop()
+    shutil.rmtree(directory)
 
 
 class Cluster:

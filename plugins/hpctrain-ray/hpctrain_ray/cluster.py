@@ -159,7 +159,6 @@ def _node(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[subp
     signal.signal(signal.SIGUSR1, before)
     try:
         yield node
-        shutil.rmtree(directory, ignore_errors=True)  # after an error of the cluster's, its logs stay
     finally:
         node.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -167,6 +166,7 @@ def _node(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[subp
         with suppress(ProcessLookupError):
             os.killpg(node.pid, signal.SIGKILL)
         node.wait()
+    shutil.rmtree(directory, ignore_errors=True)  # after an error of the cluster's, its logs stay
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:

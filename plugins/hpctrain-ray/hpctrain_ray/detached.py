@@ -8,12 +8,19 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from hpctrain.toolkit.commands import EXIT_TRAINING, EnvironmentUnfitError, UsageError
+from hpctrain.toolkit.commands import (
+    EXIT_CANCELLED,
+    EXIT_DONE,
+    EXIT_STOPPED,
+    EXIT_TRAINING,
+    EnvironmentUnfitError,
+    UsageError,
+)
 from hpctrain_ray.connection import NAMESPACE
 from hpctrain_ray.errors import first_line
 from hpctrain_ray.ids import JobId, note_stop, read_end, was_stopped, write_end
 from hpctrain_ray.order import Order
-from hpctrain_ray.supervisor import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, Supervisor
+from hpctrain_ray.supervisor import Supervisor
 
 OUTPUT = "ray.out"
 """The file of the run's directory with the ranks' output."""

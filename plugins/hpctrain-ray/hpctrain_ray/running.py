@@ -16,12 +16,13 @@ from typing import Any
 import tomli_w
 
 from hpctrain.api import Job, UsageError
+from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED
 from hpctrain.toolkit.jobs import read_job
 from hpctrain_ray.connection import connected
 from hpctrain_ray.errors import error_of
 from hpctrain_ray.options import RayOptions, read_options
 from hpctrain_ray.order import Order
-from hpctrain_ray.supervisor import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, Supervisor
+from hpctrain_ray.supervisor import Supervisor
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

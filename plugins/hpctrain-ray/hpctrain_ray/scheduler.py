@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.api import JobState, Launch, Plan, Problem, Scheduler, UsageError, hookimpl
+from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE
 from hpctrain_ray.ids import JobId, read_end
 from hpctrain_ray.options import RayOptions
 from hpctrain_ray.order import Order
 
 HPCTRAIN_API = 2
-_WORDS = {0: "done", 143: "cancelled"}
+_WORDS = {EXIT_DONE: "done", EXIT_CANCELLED: "cancelled"}
 
 
 class Ray(Scheduler):

@@ -9,14 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from hpctrain.toolkit.commands import EXIT_TRAINING
+from hpctrain.toolkit.commands import EXIT_STOPPED, EXIT_TRAINING, EXIT_USAGE
 from hpctrain.toolkit.starting import Counts, ask_counts
 from hpctrain_ray.group import Group, Tell
 from hpctrain_ray.order import Order
 from hpctrain_ray.placement import Placed, has_room, place
 from hpctrain_ray.seats import LostStartError
 
-EXIT_DONE, EXIT_USAGE, EXIT_STOPPED, EXIT_CANCELLED = 0, 2, 75, 143
 _LOOK = 0.25
 """Seconds between two looks at the ranks."""
 _GRACE = 10.0

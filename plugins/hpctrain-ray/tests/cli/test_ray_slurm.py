@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import JobFile
 from launching import hpctrain, run, wait_until
-from slurm.cluster import NODES, Cluster, why_not
+from slurm.cluster import NODES, Cluster, temporary_cluster
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 
@@ -31,15 +29,8 @@ else:
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(f"no Slurm to test with: {reason}")
-    directory = Path(tempfile.mkdtemp(prefix="slurm-"))
-    directory.chmod(0o755)
-    made = Cluster(directory)
-    yield made
-    made.stop()
-    shutil.rmtree(directory)
+    with temporary_cluster() as made:
+        yield made
 
 
 def script_of(job: JobFile, command: str) -> Path:
