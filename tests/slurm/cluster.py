@@ -139,14 +139,17 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def temporary_cluster() -> Iterator[Cluster]:
-    """A Slurm of two nodes. If that is impossible, the tests are skipped; on CI, which must not skip them, they fail."""
+def temporary_cluster(node_timeout: int = 300) -> Iterator[Cluster]:
+    """A Slurm of two nodes. If that is impossible, the tests are skipped; on CI, which must not skip them, they fail.
+
+    node_timeout: as for `Cluster`.
+    """
     reason = why_not()
     if reason is not None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"no Slurm to test with: {reason}")
     directory = Path(tempfile.mkdtemp(prefix="slurm-"))
     directory.chmod(0o755)
-    cluster = Cluster(directory)
+    cluster = Cluster(directory, node_timeout)
     yield cluster
     cluster.stop()
     shutil.rmtree(directory)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 from conftest import JobFile
 from launching import hpctrain, wait_until
 
-from slurm.cluster import Cluster
+from slurm.cluster import Cluster, temporary_cluster
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]
 
@@ -23,12 +21,8 @@ RUN = hpctrain("run", "job.toml")
 @pytest.fixture(scope="module")
 def own() -> Iterator[Cluster]:
     """A Slurm that notices soon that a node is silent."""
-    directory = Path(tempfile.mkdtemp(prefix="slurm-"))
-    directory.chmod(0o755)
-    cluster = Cluster(directory, node_timeout=10)
-    yield cluster
-    cluster.stop()
-    shutil.rmtree(directory)
+    with temporary_cluster(node_timeout=10) as made:
+        yield made
 
 
 @pytest.fixture
