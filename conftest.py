@@ -88,7 +88,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 _ORDER = ("test_ranks", "slurm", "faults", "outside", "cli", "fuzz", "unit")
 """With `pytest -n 2`, what takes long begins first: files and folders of tests."""
 _APART = ("cli", "faults")
-"""Whose tests share nothing, so that any worker takes any of them. Elsewhere one worker takes a whole file, and one takes all that
+"""Whose tests share nothing, so that any worker takes any of them but those that name a group. Elsewhere one worker takes a file, and one takes all that
 needs the Slurm. test_ranks.py is never split."""
 
 
@@ -97,10 +97,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Times())
     if config.getoption("numprocesses", None):
         config.option.dist, config.option.loadscopereorder = "loadgroup", False
+    if hasattr(config, "workerinput"):
+        config.option.loadgroup = True  # workers have the command line, not the dist from above
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not getattr(config.option, "loadgroup", False):  # it is so in xdist's workers
+    if not getattr(config.option, "loadgroup", False):
         return
     root = Path(__file__).parent
 
@@ -109,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=lambda item: _ORDER.index(room(item)) if room(item) in _ORDER else len(_ORDER))
     for item in items:
-        if room(item) not in _APART:
+        if room(item) not in _APART and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group("slurm" if room(item) == "slurm" else item.path.stem))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -37,11 +38,11 @@ with hpctrain.own_loop({"job": {"name": "own", "steps": 4}, "communicator": {"na
 @pytest.fixture
 def channels(tmp_path: Path) -> Iterator[list[ChannelDirectory]]:
     """The directories of two ranks, as on two nodes."""
-    made = []
+    made, secret = [], secrets.token_hex(32)  # another test may run beside this one, at the same ports
     for rank in range(2):
         directory = tmp_path / f"start.{rank}"
         directory.mkdir(mode=0o700)
-        (directory / "secret").write_text("5e" * 32)
+        (directory / "secret").write_text(secret)
         (directory / "secret").chmod(0o600)
         made.append(ChannelDirectory(directory))
     yield made

@@ -15,6 +15,7 @@ from launching import run as typed
 from points import batch, learner, made, plain
 from ray_nodes import cluster, nodes
 
+pytestmark = pytest.mark.xdist_group("ray")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
