@@ -88,8 +88,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 _ORDER = ("test_ranks", "slurm", "faults", "outside", "cli", "fuzz", "unit")
 """With `pytest -n 2`, what takes long begins first: files and folders of tests."""
 _APART = ("cli", "faults")
-"""Whose tests share nothing, so that any worker takes any of them but those that name a group. Elsewhere one worker takes a file, and one takes all that
-needs the Slurm. test_ranks.py is never split."""
+"""Whose tests share nothing, so that any worker takes any of them but those that name a group. Elsewhere one worker takes a
+whole file, and one takes all that needs the Slurm. test_ranks.py is never split."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
