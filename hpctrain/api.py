@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from hpctrain.base.accounting import record_wait
 from hpctrain.base.devices import (
     accelerator,
     accelerator_count,
@@ -277,6 +278,7 @@ __all__ = [
     "read_all",
     "reading",
     "reason",
+    "record_wait",
     "replacing",
     "scatter_outcomes",
     "seconds_between",

@@ -10,8 +10,8 @@ Start such a script with mpiexec or srun. `pg_options=hpctrain.mpi.Settings(...)
 how the group moves its bytes. A group without options takes those of the world's group.
 
 Importing this package does not start MPI. It sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun does, from
-the variables of mpiexec or srun. It uses only hpctrain.base.store and the base (errors, launcher_variables, torch_private,
-transports) from the rest of hpctrain.
+the variables of mpiexec or srun. It uses only hpctrain.base.store and the base (accounting, errors, launcher_variables,
+torch_private, transports) from the rest of hpctrain.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from hpctrain.base.accounting import OperationStatistics, Statistics, statistics
 from hpctrain.base.launcher_variables import set_variables
-from hpctrain.mpi.accounting import OperationStatistics, Statistics, statistics
 from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError, OperationMismatchError
 from hpctrain.mpi.settings import BACKEND, Settings
 from hpctrain.mpi.transfer.waiting import Patience, wait_until

@@ -102,9 +102,8 @@ def complete(
     model.refuse_optimizer()
     if job.job.epochs is not None and progress.step:  # the earlier run may have had another batch size
         progress.steps = progress.step + feed.steps_from(progress.samples_seen)
-    for name, value in describe(session).items():
-        if reads or name not in ("batch", "data", "loader"):
-            report.say(f"{name:<12} {value}")
+    for name, value in describe(session, reads).items():
+        report.say(f"{name:<12} {value}")
     if progress.step:
         report.say(f"resuming     from step {progress.step} ({session.saved.newest})")
         for sentence in changed_schedule(parts.schedule, progress):
@@ -130,8 +129,8 @@ def changed_schedule(schedule: Schedule, progress: Progress) -> list[str]:
     ]
 
 
-def describe(session: Session) -> dict[str, str]:
-    """The resolved job in a few lines."""
+def describe(session: Session, reads: bool) -> dict[str, str]:
+    """The resolved job in a few lines. reads: whether it takes the job's data."""
     job, parts, identity, plan, model = session.job, session.parts, session.identity, session.feed.plan, session.model
     progress, everything, trained = session.progress, model.elements, model.trained_elements
     pipeline = model.runner.describe(plan.micro_batches)
@@ -142,16 +141,19 @@ def describe(session: Session) -> dict[str, str]:
     name = launcher_name() if identity.source == "mpi" else None
     launcher = f", started by {name}" if name else ""
     dealt = " (numbered by node; the launcher had dealt them out in turn)" if identity.renumbered else ""
-    chosen = (parts.model, parts.dataset, parts.optimizer, parts.schedule)
+    chosen = (parts.model, *([parts.dataset] if reads else []), parts.optimizer, parts.schedule)
+    data = {
+        "batch": str(plan),
+        "data": session.feed.describe(epochs),
+        **({"loader": session.feed.remark} if session.feed.remark else {}),
+    }
     return {
         "job": f"{job.job.name}, seed {job.job.seed}, {progress.steps} steps, files in {job.output_dir}",
         "ranks": f"{identity.size} ({identity.source}){launcher}, {identity.local_size} per node{dealt}, "
         f"{threads} thread{'s' if threads > 1 else ''} each, on {session.device.type}",
         "mesh": f"{session.layout}; sharding {parts.sharding.name}",
         **({"pipeline": pipeline} if pipeline else {}),
-        "batch": str(plan),
-        "data": session.feed.describe(epochs),
-        **({"loader": session.feed.remark} if session.feed.remark else {}),
+        **(data if reads else {}),
         "parameters": f"{everything:,}" + (f", {trained:,} trained" if trained != everything else ""),
         "precision": parts.precision.describe(session.device),
         **({"compression": compression} if compression else {}),

@@ -142,8 +142,10 @@ def _words(row: Mapping[str, Any], counts: str, remark: str, best: Sequence[str]
         f"loss {row['loss']:.4f}",
         *(["skipped"] if row.get("skipped") else []),
         *best,
-        *([f"epoch {row['epoch']:.2f}"] if "epoch" in row else []),
-        f"{row[f'{counts}_per_second']:,.0f} {counts}/s",
+        *([f"epoch {row['epoch']:.2f}"] if "epoch" in row and row[counts] else []),
+        *(
+            [f"{row[f'{counts}_per_second']:,.0f} {counts}/s"] if row[counts] else []
+        ),  # a program's loop may have no data
         f"lr {row['lr']:.3g}",
         f"grad norm {row['grad_norm']:.3g}",
         *([remark] if remark else []),

@@ -232,12 +232,14 @@ def _with_communicator(world: World, checked: CheckedJob) -> tuple[CheckedJob, i
     return replace(checked, parts=replace(parts, communicator=agreed.communicator)), agreed.accelerator
 
 
-def _wrap(job: Job) -> Callable[[str, Any], tuple[str, Any]] | None:
+def _wrap(job: Job) -> Callable[[str, Any], tuple[str, Any]]:
+    from hpctrain.ranks.timed_gloo import timed  # registers a backend
+
     if not job.communicator.check:
-        return None
+        return timed
     from hpctrain.ranks.watchdog.comparison import compared  # registers a backend
 
-    return compared
+    return lambda backend, options: compared(*timed(backend, options))
 
 
 def _patience(job: Job) -> float:

@@ -300,8 +300,22 @@ def loss_texts(output: Path) -> list[str]:
     return [line.split('"loss": ')[1].split(",")[0] for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
+NAP = 0.4
+SLOWER = f"""
+import time
+from hpctrain.api import hookimpl
+
+@hookimpl
+def hpctrain_job_start(identity, model):
+    if identity.rank == 1:
+        model.module.register_forward_pre_hook(lambda *_: time.sleep({NAP}))
+"""
+
+
 def test_without_mpi_the_ranks_talk_over_gloo(job: JobFile) -> None:
-    """As on a machine without any MPI library: mpi4py finds none."""
+    """As on a machine without any MPI library: mpi4py finds none. Both tell for how long a rank waits for a slower one."""
+    (job.directory / "slower.py").write_text(SLOWER)
+    job.set(plugins={"load": ["slower"]}, parallelism={"tensor": 2}, batch={"micro_size": 12})
     mpich = run(hpctrain("run", "job.toml", "-n", "2", "--set", "job.output_dir='mpi'"), job.directory)
     assert mpich.code == 0, mpich
     hidden = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
@@ -309,6 +323,11 @@ def test_without_mpi_the_ranks_talk_over_gloo(job: JobFile) -> None:
     assert done.code == 0, done
     assert "over gloo" in done.err and "2 (starter)" in done.out and "gloo communicator" in done.out
     assert job.losses() == pytest.approx(job.losses("mpi"), rel=2e-6)
+    for row in (*job.rows(), *job.rows("mpi")):
+        assert NAP / 2 < row["exposed_seconds"]["tp.all_reduce"] < row["step_seconds"]
+        assert row["seconds"]["communication"] > NAP / 4 and row["seconds"]["forward"] > NAP / 4, (
+            "half of each: the ranks' mean"
+        )
 
 
 def test_python_can_run_a_job(job: JobFile) -> None:

@@ -12,12 +12,15 @@ from on_ranks import World
 
 from hpctrain.mpi import OperationMismatchError
 from hpctrain.ranks.backends import gloo_backend, mpi_backend
+from hpctrain.ranks.timed_gloo import timed
 from hpctrain.ranks.watchdog.comparison import compared
 
 
 @pytest.fixture(scope="module", params=["mpi", "gloo"])
 def group(request: pytest.FixtureRequest, world: World) -> Iterator[dist.ProcessGroup]:
-    backend, options = compared(f"cpu:{mpi_backend()}" if request.param == "mpi" else gloo_backend(), None)
+    backend, options = compared(
+        *(f"cpu:{mpi_backend()}", None) if request.param == "mpi" else timed(gloo_backend(), None)
+    )
     made = dist.new_group(backend=backend, pg_options=options)
     yield made
     dist.destroy_process_group(made)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from hpctrain.base import accounting
 from hpctrain.base.torch_private import DisableTorchDispatch
-from hpctrain.mpi import accounting
 from hpctrain.mpi.collectives.protocol import Collectives
 from hpctrain.mpi.errors import CommunicationError, OperationMismatchError
 from hpctrain.mpi.library import MPI
@@ -80,7 +80,7 @@ class Engine:
         if here:
             start = time.perf_counter()
             self._run(work, in_worker=False)
-            accounting.record_blocked(self.group, operation.name, time.perf_counter() - start)
+            accounting.record_wait(self.group, operation.name, time.perf_counter() - start)
         return work
 
     def wait(self, work: MPIWork, limit: float | None) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from hpctrain.base import accounting
 from hpctrain.base.torch_private import PythonMessageWork
-from hpctrain.mpi import accounting
 from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError
 from hpctrain.mpi.library import MPI, highest_tag
 from hpctrain.mpi.process_group.work import settle
@@ -218,7 +218,7 @@ class MessageWork(PythonMessageWork):
             start = time.perf_counter()
             limit = timeout.total_seconds() or self._messages.timeout
             finished = wait_until(self.test, start + limit, Patience.LONG, notice_after=limit, notice=lambda: None)
-            accounting.record_blocked(self._messages.group, self.name, time.perf_counter() - start)
+            accounting.record_wait(self._messages.group, self.name, time.perf_counter() - start)
             if not finished:
                 raise self._messages.timed_out(self, limit)
         if self._error is not None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
-from hpctrain.mpi import accounting
+from hpctrain.base import accounting
 from hpctrain.mpi.collectives.protocol import Collectives
 from hpctrain.mpi.transfer.operation import Operation
 
@@ -63,7 +63,7 @@ class MPIWork(Work):
             start = time.perf_counter()
             limit = timeout.total_seconds()
             self._driver.wait(self, limit if limit > 0 else None)
-            accounting.record_blocked(self._driver.group, self.operation.name, time.perf_counter() - start)
+            accounting.record_wait(self._driver.group, self.operation.name, time.perf_counter() - start)
         if self._error is not None:
             raise self._error
         return True

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from hpctrain.base.accounting import waited
 from hpctrain.base.devices import is_accelerator, mark, seconds_between
-from hpctrain.base.waiting import waited
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "other")
 """The parts, which add up to the time."""

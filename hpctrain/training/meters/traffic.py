@@ -1,4 +1,4 @@
-"""This rank's communication in a step by axis of the mesh and kind of operation, where ranks talk over hpctrain.mpi."""
+"""This rank's communication in a step by axis of the mesh and kind of operation, as the groups on CPUs tell it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from hpctrain.mpi.accounting import OperationStatistics, statistics
+from hpctrain.base.accounting import OperationStatistics, statistics
 from hpctrain.training.metrics import OwnRow
 
 _WORLD = "world"
@@ -14,8 +14,8 @@ _WORLD = "world"
 
 
 class Traffic:
-    """Takes what was added since the last call of `take`. torch's own backends tell nobody what an operation took: of them nothing
-    is known here."""
+    """Takes what was added since the last call of `take`. Only hpctrain.mpi knows what an operation took that nobody waited for;
+    torch's backends for accelerators tell nothing."""
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
         """groups: by the names of their axes."""

@@ -66,7 +66,7 @@ class HorovodGroup(PythonGroup):
             for tensor, buffer in zip(tensors, buffers, strict=True):
                 _copy(buffer, tensor)
 
-        return self._work(handles, finish, list(tensors))
+        return self._work("all_reduce", handles, finish, list(tensors))
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> HorovodWork:
         return self.allreduce(tensors, opts)
@@ -85,7 +85,9 @@ class HorovodGroup(PythonGroup):
         if self._size > 1 and buffer.numel():
             scatter = partial(self._hvd.reducescatter_async, buffer, op=op)
             handles = [self._start("reducescatter", buffer, scatter)]
-        return self._work(handles, lambda found: _copy(found[0] if found else buffer, output), [output])
+        return self._work(
+            "reduce_scatter", handles, lambda found: _copy(found[0] if found else buffer, output), [output]
+        )
 
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
@@ -108,7 +110,7 @@ class HorovodGroup(PythonGroup):
             for tensor, buffer in zip(tensors, buffers, strict=True):
                 _copy(buffer.view(tensor.dtype), tensor)
 
-        return self._work(handles, finish, list(tensors))
+        return self._work("broadcast", handles, finish, list(tensors))
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> HorovodWork:
         if output.numel() != self._size * tensor.numel():
@@ -146,7 +148,7 @@ class HorovodGroup(PythonGroup):
         if self._size > 1:
             exchange = partial(self._hvd.alltoall_async, sent, splits=torch.tensor(splits, dtype=torch.int32))
             handles = [self._start(kind, sent, exchange)]
-        return self._work(handles, lambda found: _unpack(found[0][0] if found else sent, targets), targets)
+        return self._work(kind, handles, lambda found: _unpack(found[0][0] if found else sent, targets), targets)
 
     def barrier(self, opts: Any = None) -> HorovodWork:
         # not Horovod's own, whose wait has no limit
@@ -157,7 +159,7 @@ class HorovodGroup(PythonGroup):
         handles = []
         if self._size > 1:
             handles = [self._start("allgather", sent, partial(self._hvd.allgather_async, sent))]
-        return self._work(handles, lambda found: finish(found[0] if found else sent), result)
+        return self._work("all_gather", handles, lambda found: finish(found[0] if found else sent), result)
 
     def _start(self, kind: str, buffer: Tensor, submit: Callable[..., int]) -> tuple[str, int]:
         """The name and the handle of an operation that Horovod has been given."""
@@ -171,9 +173,10 @@ class HorovodGroup(PythonGroup):
         return name, submit(name=name)
 
     def _work(
-        self, started: Sequence[tuple[str, int]], finish: Callable[[list[Any]], None], result: Any
+        self, operation: str, started: Sequence[tuple[str, int]], finish: Callable[[list[Any]], None], result: Any
     ) -> HorovodWork:
-        work = HorovodWork(self._hvd, dict(started), finish, result, self._timeout, self._running)
+        of = self._name, operation
+        work = HorovodWork(self._hvd, of, dict(started), finish, result, self._timeout, self._running)
         if not started:
             work.wait()
         return work

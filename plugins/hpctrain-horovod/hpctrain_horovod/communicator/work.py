@@ -11,6 +11,8 @@ from typing import Any
 from torch.distributed import Work
 from torch.futures import Future
 
+from hpctrain.api import record_wait
+
 _PAUSE = 1e-4  # seconds between two looks; Horovod itself looks every millisecond
 
 
@@ -18,17 +20,17 @@ class HorovodWork(Work):
     """Waits for Horovod's handles, then finishes the result. Thread-safe."""
 
     def __init__(
-        self, hvd: Any, started: Mapping[str, int], finish: Callable[[list[Any]], None], result: Any, timeout: float,
-        running: dict[str, HorovodWork],
+        self, hvd: Any, of: tuple[str, str], started: Mapping[str, int], finish: Callable[[list[Any]], None], result: Any,
+        timeout: float, running: dict[str, HorovodWork],
     ) -> None:  # fmt: skip
-        """started: the handles by name. finish: called once with what they give. result: the value of the future.
+        """of: the names of the group and the operation. started: the handles by name. finish: called once with what they give.
 
-        running: the unfinished operations by name, this one among them until it is done.
+        result: the value of the future. running: the unfinished operations by name, this one among them until it is done.
         """
         super().__init__()
         running.update(dict.fromkeys(started, self))
         self._running = running
-        self._hvd, self._started, self._finish, self._result = hvd, started, finish, result
+        self._hvd, self._of, self._started, self._finish, self._result = hvd, of, started, finish, result
         self._timeout = timeout
         self._lock = threading.Lock()
         self._done = False
@@ -82,15 +84,18 @@ class HorovodWork(Work):
         return future
 
     def _await(self, seconds: float) -> None:
-        give_up = time.monotonic() + seconds
-        for name, handle in self._started.items():
-            while not self._hvd.poll(handle):
-                if time.monotonic() > give_up:
-                    raise TimeoutError(
-                        f"{name} over Horovod has not finished within {seconds:g} s: a rank has not come, or has stopped; "
-                        "Horovod's own report names it"
-                    )
-                time.sleep(_PAUSE)
+        begin = time.perf_counter()
+        try:
+            for name, handle in self._started.items():
+                while not self._hvd.poll(handle):
+                    if time.perf_counter() - begin > seconds:
+                        raise TimeoutError(
+                            f"{name} over Horovod has not finished within {seconds:g} s: a rank has not come, or has stopped; "
+                            "Horovod's own report names it"
+                        )
+                    time.sleep(_PAUSE)
+        finally:
+            record_wait(*self._of, time.perf_counter() - begin)
 
     def _settle(self, future: Future[Any]) -> None:
         try:

@@ -1,6 +1,7 @@
 """The cost of communication in this process: seconds that callers were blocked, and bytes per group and kind of operation.
 
-Counters are cumulative and process-wide; take two snapshots and subtract. Imports nothing else of hpctrain than the count of waits.
+Counters are cumulative; take two snapshots and subtract. They are process-wide, but for `waited`, which is a thread's own.
+Imports nothing else of hpctrain.
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
-
-from hpctrain.base.waiting import note_waited
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,20 @@ class Statistics:
         return sum(one.seconds for of_group in self.groups.values() for one in of_group.values())
 
 
+class _Waited(threading.local):
+    seconds = 0.0
+
+
+_WAITED = _Waited()
 _lock = threading.Lock()
 _blocked_seconds = 0.0
 _totals: dict[tuple[str, str], list[float]] = {}
 """Calls, bytes, seconds and blocked seconds by group and operation."""
+
+
+def waited() -> float:
+    """The seconds that this thread has waited so far."""
+    return _WAITED.seconds
 
 
 def record(group: str, name: str, nbytes: int, seconds: float) -> None:
@@ -72,13 +81,16 @@ def record(group: str, name: str, nbytes: int, seconds: float) -> None:
         total[2] += seconds
 
 
-def record_blocked(group: str, name: str, seconds: float) -> None:
-    """Count the time a caller was blocked."""
+def record_wait(group: str, operation: str, seconds: float) -> None:
+    """Count the time that this thread has waited for an operation of the group of this name, as torch calls both.
+
+    It is communication then, not computing, in the step's row. A communicator whose operations end on the CPU calls it.
+    """
     global _blocked_seconds
-    note_waited(seconds)
+    _WAITED.seconds += seconds
     with _lock:
         _blocked_seconds += seconds
-        _totals.setdefault((group, name), [0, 0, 0.0, 0.0])[3] += seconds
+        _totals.setdefault((group, operation), [0, 0, 0.0, 0.0])[3] += seconds
 
 
 def statistics() -> Statistics:
