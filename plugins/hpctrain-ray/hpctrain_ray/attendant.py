@@ -29,7 +29,7 @@ from hpctrain.toolkit.starting import (
     started_variables,
 )
 from hpctrain_ray.private_directories import make_private_directory
-from hpctrain_ray.seats import Place, own_place
+from hpctrain_ray.seats import Node, own_node
 
 _DRAIN = 1.0
 """Seconds for the rest of an ended rank's output: a process of the rank's own may hold its streams longer."""
@@ -74,9 +74,9 @@ class Attendant:
         self._lines: deque[tuple[str, str]] = deque()
         self._readers: list[threading.Thread] = []
 
-    def place(self) -> Place:
-        """The place of this actor."""
-        return own_place()
+    def node(self) -> Node:
+        """The node of this actor."""
+        return own_node()
 
     def start(self, start: RankStart) -> int:
         """Start the rank; the id of its process."""
@@ -145,7 +145,7 @@ def _relay(start: RankStart) -> PmiRelay:
     if library is None or not library.speaks_pmi:
         found = "no MPI" if library is None else f"{library.flavour}, which does not speak PMI-1"
         raise EnvironmentUnfitError(
-            f'[communicator] name = "mpi": found {found} on {own_place().address}, expected MPICH or a relative of it on every '
+            f'[communicator] name = "mpi": found {found} on {own_node().address}, expected MPICH or a relative of it on every '
             "node of the cluster (pip install 'hpctrain[mpich]'), or another communicator"
         )
 

@@ -34,7 +34,7 @@ class _Attended:
     """A rank as the supervisor sees it."""
 
     def __init__(self, seat: Seat) -> None:
-        self.actor, self.place, self.numbers = seat.actor, seat.place, seat.numbers
+        self.actor, self.node, self.numbers = seat.actor, seat.node, seat.numbers
         self.asked: Any = None
         self.heard = time.monotonic()
         self.report: Report | None = None
@@ -71,7 +71,7 @@ class Group:
         token, secret = secrets.token_hex(8), new_secret()
         sets = [word for override in order.overrides for word in ("--set", override)]
         words = [*sets, "--resume", resume, "--begun", f"{begun:.3f}"]
-        host = self._ranks[0].place.address
+        host = self._ranks[0].node.address
         if order.over_mpi:
             self._pmi = ray.remote(PmiActor).options(num_cpus=0).remote(self._counts())
         asked = []
@@ -89,7 +89,7 @@ class Group:
                 if isinstance(cause := getattr(error, "cause", None), EnvironmentUnfitError):
                     raise cause from None
                 raise EnvironmentUnfitError(
-                    f"rank {rank} could not start on {one.place.address}: {first_line(error)}; expected the directory "
+                    f"rank {rank} could not start on {one.node.address}: {first_line(error)}; expected the directory "
                     f"{order.directory}, and room in the directory for temporary files, on every node"
                 ) from None
 
@@ -98,11 +98,11 @@ class Group:
 
     def _counts(self) -> list[int]:
         """The ranks of each node, in the order of the nodes."""
-        return list(Counter(one.place.node for one in self._ranks).values())
+        return list(Counter(one.node.id for one in self._ranks).values())
 
     def where(self) -> str:
         """The nodes with their numbers of ranks, such as "10.0.0.1 (2), 10.0.0.2 (1)"."""
-        counts = Counter((one.place.node, one.place.address) for one in self._ranks)
+        counts = Counter((one.node.id, one.node.address) for one in self._ranks)
         return ", ".join(f"{address} ({count})" for (_, address), count in counts.items())
 
     def look(self, signals: Sequence[int], seconds: float) -> None:
@@ -139,9 +139,9 @@ class Group:
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        if one.place.node not in alive:
-            return f"its node {one.place.address} left the cluster"
-        return f"its Ray worker on {one.place.address} ended ({first_line(error)[:120]})"
+        if one.node.id not in alive:
+            return f"its node {one.node.address} left the cluster"
+        return f"its Ray worker on {one.node.address} ended ({first_line(error)[:120]})"
 
     @property
     def has_failed(self) -> bool:
@@ -176,7 +176,7 @@ class Group:
             if one.lost:
                 found.append(f"rank {rank}: {one.lost}")
             elif one.report is not None and (one.report.status or 0) < 0 and one.report.ending.code is None:
-                found.append(f"rank {rank}: killed by signal {-(one.report.status or 0)} on {one.place.address}")
+                found.append(f"rank {rank}: killed by signal {-(one.report.status or 0)} on {one.node.address}")
         return found
 
     def end(self) -> None:

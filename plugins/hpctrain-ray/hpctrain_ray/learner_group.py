@@ -63,7 +63,7 @@ class LearnerGroup:
 
     def enter(self, tables: Mapping[str, Any], directory: Path, resume: str) -> Position:
         """Let all ranks enter the loop of a job's tables. directory: where relative paths start."""
-        host = self._seats[0].place.address
+        host = self._seats[0].node.address
         entries = [Entry(one.numbers, host, tables, directory, resume) for one in self._seats]
         told = self.call("enter", entries)
         self.data_ranks, self.data_size = [rank for _, rank, _ in told], told[0][2]
@@ -103,7 +103,7 @@ class LearnerGroup:
         cause = getattr(error, "cause", None)
         if isinstance(cause, HpctrainError):
             return cause
-        where = self._seats[rank].place.address
+        where = self._seats[rank].node.address
         return TrainingError(f"rank {rank} on {where} failed in {method}: {type(cause).__name__}: {first_line(error)}")
 
     def _why_ended(self, asked: Sequence[Any], method: str) -> HpctrainError:
@@ -114,7 +114,7 @@ class LearnerGroup:
         gone = [rank for rank, one in enumerate(asked) if _error_of(one) is not None]
         endings = self._endings(gone)
         self.end()
-        lost = [f"rank {rank} on {self._seats[rank].place.address}" for rank in gone if endings[rank].code is None]
+        lost = [f"rank {rank} on {self._seats[rank].node.address}" for rank in gone if endings[rank].code is None]
         if lost:
             why = "killed, out of memory, or its node left the cluster"
             return LostRankError(f"{', '.join(lost)} was lost in {method}: {why}")
@@ -131,7 +131,7 @@ class LearnerGroup:
         look: Any = ray.remote(take_ending)
         asked = {}
         for rank in ranks:
-            where = NodeAffinitySchedulingStrategy(self._seats[rank].place.node, soft=False)
+            where = NodeAffinitySchedulingStrategy(self._seats[rank].node.id, soft=False)
             asked[rank] = look.options(num_cpus=0, scheduling_strategy=where).remote(self._directories[rank])
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ASK) if asked else None
         found = dict.fromkeys(ranks, Ending(None, ""))

@@ -17,7 +17,7 @@ from hpctrain.toolkit.starting import ChannelDirectory, RankNumbers, started_var
 from hpctrain_ray.hook import tell_waiting
 from hpctrain_ray.learner import Learner
 from hpctrain_ray.private_directories import make_private_directory
-from hpctrain_ray.seats import Place, own_place
+from hpctrain_ray.seats import Node, own_node
 
 if TYPE_CHECKING:
     import hpctrain
@@ -68,9 +68,9 @@ class LearnerRank:
         """Whether it has been trained."""
         threading.Thread(target=self._tell_waiting, daemon=True).start()
 
-    def place(self) -> Place:
-        """The place of this actor."""
-        return own_place()
+    def node(self) -> Node:
+        """The node of this actor."""
+        return own_node()
 
     def prepare(self, token: str, rank: int, secret: bytes) -> Path:
         """Make the private directory of the start, which will tell how this process has ended."""

@@ -22,34 +22,34 @@ class LostStartError(EnvironmentUnfitError):
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of an actor: Ray's name of the node, and its address."""
+class Node:
+    """A node of the cluster: Ray's name for it, and its address."""
 
-    node: str
+    id: str
     address: str
 
 
 @dataclass(frozen=True)
 class Seat:
-    """The actor of a rank, with its place and resources."""
+    """The actor of a rank, with its node and resources."""
 
     actor: Any
-    place: Place
+    node: Node
     numbers: RankNumbers
     bundle: Bundle
 
 
-def own_place() -> Place:
-    """The place of this process in the cluster."""
+def own_node() -> Node:
+    """The node of this process."""
     import ray
 
-    return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+    return Node(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
 
 def take_seats(placed: Placed, kind: type, *arguments: Any) -> list[Seat]:
     """An actor of `kind` in each bundle, in the order of the ranks. Raises LostStartError if one does not start in time.
 
-    kind: has a method `place`, which gives `own_place()`.
+    kind: has a method `node`, which gives `own_node()`.
     """
     import ray
 
@@ -57,7 +57,7 @@ def take_seats(placed: Placed, kind: type, *arguments: Any) -> list[Seat]:
         ray.remote(kind).options(**_options(placed, index)).remote(*arguments) for index in range(len(placed.bundles))
     ]
     try:
-        places: list[Place] = ray.get([one.place.remote() for one in actors], timeout=_START)
+        nodes: list[Node] = ray.get([one.node.remote() for one in actors], timeout=_START)
     except BaseException as error:
         end_actors(actors)
         if not isinstance(error, (ray.exceptions.RayError, TimeoutError)):
@@ -66,7 +66,7 @@ def take_seats(placed: Placed, kind: type, *arguments: Any) -> list[Seat]:
             f"the actors of {len(actors)} ranks did not all start within {_START:.0f} s ({first_line(error)}); expected "
             "hpctrain-ray, and the Python that is used here, on every node of the cluster"
         ) from None
-    seats = map(Seat, actors, places, numbers_by_node(places), placed.bundles)
+    seats = map(Seat, actors, nodes, numbers_by_node(nodes), placed.bundles)
     return sorted(seats, key=lambda seat: seat.numbers.rank)
 
 
@@ -93,15 +93,14 @@ def _options(placed: Placed, index: int) -> dict[str, Any]:
     }
 
 
-def numbers_by_node(places: Sequence[Place]) -> list[RankNumbers]:
-    """The numbers of the ranks at these places: node by node, in the order in which the nodes come first."""
-    nodes = list(dict.fromkeys(one.node for one in places))
-    order = sorted(range(len(places)), key=lambda index: nodes.index(places[index].node))
+def numbers_by_node(nodes: Sequence[Node]) -> list[RankNumbers]:
+    """The numbers of the ranks on these nodes: node by node, in the order in which the nodes come first."""
+    names = [one.id for one in nodes]
+    order = sorted(range(len(names)), key=lambda index: names.index(names[index]))
     local: dict[str, int] = {}
     found = {}
     for rank, index in enumerate(order):
-        node = places[index].node
-        size = sum(one.node == node for one in places)
-        found[index] = RankNumbers(rank, len(places), local.get(node, 0), size)
-        local[node] = local.get(node, 0) + 1
-    return [found[index] for index in range(len(places))]
+        name = names[index]
+        found[index] = RankNumbers(rank, len(names), local.get(name, 0), names.count(name))
+        local[name] = local.get(name, 0) + 1
+    return [found[index] for index in range(len(names))]

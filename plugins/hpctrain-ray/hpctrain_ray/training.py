@@ -104,7 +104,7 @@ class Training:
     @property
     def nodes(self) -> list[str]:
         """Ray's name of the node of each rank."""
-        return [one.place.node for one in self._ranks().seats]
+        return [one.node.id for one in self._ranks().seats]
 
     def train_step(self, batch: Any) -> dict[str, float]:
         """Train a step on a batch, whose rows are split over the ranks with different samples; the mean of what they tell, and

@@ -65,7 +65,7 @@ def test_ranks_of_different_workers_train_where_they_were_placed(cluster: ray_no
 
     def seen_seats(*given: Any) -> list[Seat]:
         seats = take_seats(*given)
-        seen["nodes"], seen["bundles"] = [one.place.node for one in seats], [one.bundle for one in seats]
+        seen["nodes"], seen["bundles"] = [one.node.id for one in seats], [one.bundle for one in seats]
         groups = ray.util.placement_group_table().values()
         seen["states"] = [one["state"] for one in groups if one["state"] != "REMOVED"]
         return seats

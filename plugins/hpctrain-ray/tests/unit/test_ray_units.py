@@ -21,15 +21,15 @@ from hpctrain_ray.order import Bundle, first_of, listed
 from hpctrain_ray.private_directories import make_private_directory, take_ending
 from hpctrain_ray.rows import mean, split
 from hpctrain_ray.running import order_of
-from hpctrain_ray.seats import Place, numbers_by_node
+from hpctrain_ray.seats import Node, numbers_by_node
 
 from hpctrain.api import EnvironmentUnfitError, TrainingError, UsageError
 from hpctrain.toolkit.starting import Ending, RankNumbers, started_variables
 
 
 def test_ranks_are_numbered_node_by_node() -> None:
-    places = [Place(node, f"10.0.0.{node}") for node in "babca"]
-    assert numbers_by_node(places) == [
+    nodes = [Node(name, f"10.0.0.{name}") for name in "babca"]
+    assert numbers_by_node(nodes) == [
         RankNumbers(0, 5, 0, 2),
         RankNumbers(2, 5, 0, 2),
         RankNumbers(1, 5, 1, 2),
