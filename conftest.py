@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import open_mpi
 import pytest
 import tomli_w
-from choosing import TIMES, function_of, read_times, room_of_tests
+from choosing import QUICK, TIMES, read_times, room_of_tests, slow_ones
 from hypothesis import HealthCheck, settings
 from launching import wait_until
 
@@ -42,7 +41,9 @@ collect_ignore_glob = [] if launched() else ["tests/ranks", "plugins/*/tests/ran
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--draws", type=int, help="how many random cases to draw, instead of the few of every run")
-    parser.addoption("--times", action="store_true", help="write how long thorough tests took to tests/times.json")
+    parser.addoption(
+        "--times", action="store_true", help="write which tests are slow to tests/times.json, and how slow"
+    )
     parser.addoption("--begin-within", type=float, metavar="SECONDS", help="skip the tests that would begin later")
 
 
@@ -56,18 +57,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 class _Times:
-    """Notes how long thorough tests take, for choosing.py."""
+    """Notes how long tests take, for choosing.py: thorough ones, and others that turn out to be slow."""
 
     def __init__(self) -> None:
-        self._cases: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._seconds: dict[str, float] = {}
+        self._thorough: set[str] = set()
+        self._always: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if "thorough" in report.keywords:
-            self._cases[function_of(report.nodeid)][report.nodeid] += report.duration
+        if report.when == "call" and report.passed and not {"large", "nightly"} & set(report.keywords):
+            self._seconds[report.nodeid] = round(report.duration, 1)
+            for name, cases in (("thorough", self._thorough), ("always", self._always)):
+                if name in report.keywords and "slow" not in report.keywords:
+                    cases.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        found = {name: round(sum(cases.values()) / len(cases), 1) for name, cases in self._cases.items()}
-        TIMES.write_text(json.dumps(read_times() | found, indent=0, sort_keys=True) + "\n")
+        before = read_times()
+        others = {case: taken for case, taken in self._seconds.items() if case not in self._thorough | self._always}
+        stay = {case for case, taken in others.items() if case in before and taken >= QUICK}
+        listed = self._thorough | slow_ones(others) | stay
+        now = {case: taken for case, taken in before.items() if case not in self._seconds}
+        now |= {case: taken for case, taken in self._seconds.items() if case in listed}
+        TIMES.write_text(json.dumps(now, indent=0, sort_keys=True) + "\n")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -88,31 +99,48 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 _ORDER = ("test_ranks", "slurm", "faults", "outside", "cli", "fuzz", "unit")
 """With `pytest -n 2`, what takes long begins first: files and folders of tests."""
 _APART = ("cli", "faults")
-"""Whose tests share nothing, so that any worker takes any of them but those that name a group. Elsewhere one worker takes a
-whole file, and one takes all that needs the Slurm. test_ranks.py is never split."""
+"""Whose tests share nothing, so that any worker takes any of them. Elsewhere one worker takes a whole file, and one takes all that
+needs the Slurm."""
+_WHOLE = ("test_ray_cluster.py", "test_own_loops.py")
+"""Files of these folders whose tests share something that takes long to make."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("times") and not hasattr(config, "workerinput"):
+    if config.getoption("times") and not hasattr(config, "workerinput") and os.environ.get("PMI_RANK", "0") == "0":
         config.pluginmanager.register(_Times())
     if config.getoption("numprocesses", None):
-        config.option.dist, config.option.loadscopereorder = "loadgroup", False
-    if hasattr(config, "workerinput"):
-        config.option.loadgroup = True  # workers have the command line, not the dist from above
+        config.option.dist, config.option.loadscopereorder = "loadscope", False
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not getattr(config.option, "loadgroup", False):
-        return
-    root = Path(__file__).parent
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which tests one worker takes together. Groups by xdist's own marker have no effect since pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
 
-    def room(item: pytest.Item) -> str:
-        return room_of_tests(item.path.relative_to(root)).removesuffix(".py")
+    class Rooms(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = Path(nodeid.partition("::")[0])
+            room = _room(path)
+            return "slurm" if room == "slurm" else nodeid if room in _APART and path.name not in _WHOLE else str(path)
 
-    items.sort(key=lambda item: _ORDER.index(room(item)) if room(item) in _ORDER else len(_ORDER))
+    return Rooms(config, log)
+
+
+def _room(path: Path) -> str:
+    return room_of_tests(path).removesuffix(".py")
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest leaves out by markers then
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    listed = read_times()
     for item in items:
-        if room(item) not in _APART and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("slurm" if room(item) == "slurm" else item.path.stem))
+        marks = {mark.name for mark in item.iter_markers()}
+        if item.nodeid in listed and not marks & {"thorough", "always", "large", "nightly"}:
+            item.add_marker("slow")
+            item.add_marker("thorough")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        rooms = {item: _room(item.path.relative_to(Path(__file__).parent)) for item in items}
+        items.sort(key=lambda item: _ORDER.index(rooms[item]) if rooms[item] in _ORDER else len(_ORDER))
 
 
 TINY: dict[str, Any] = {

@@ -5,7 +5,8 @@
 writes the tests to FILE, a line each, for `pytest @FILE`, and prints the choice with its reasons. A change is the commits of the
 last day before HEAD. A test belongs to the rooms (hpctrain/ROOM, plugins/ROOM) that its file and the helpers it imports import, and
 that its folder tests through commands. The rest is shuffled with the commit as the seed: all get their turn.
-Times are those of tests/times.json, which `pytest --times` refreshes; a test without one counts 20 s.
+Times are those of tests/times.json, which `pytest --times` refreshes; a test without one counts 20 s. Whatever it lists is in the
+thorough tier (conftest.py): `slow_ones` says what takes too long for the default tier.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 TIMES = TESTS / "times.json"
+QUICK, BEARABLE = 1.5, 5.0
+"""Seconds of a case in the default tier; and of the quickest case of a test of which none is quick."""
 _DAY = 24 * 3600
 _UNKNOWN = 20.0
 """Seconds of a test that has no time yet."""
@@ -55,8 +58,17 @@ def function_of(test: str) -> str:
     return test.partition("[")[0]
 
 
+def slow_ones(seconds: Mapping[str, float]) -> set[str]:
+    """The cases that take too long for the default tier. seconds: of all cases of each test."""
+    of_test: dict[str, list[str]] = {}
+    for case in seconds:
+        of_test.setdefault(function_of(case), []).append(case)
+    kept = {min(cases, key=lambda case: seconds[case]) for cases in of_test.values()}
+    return {case for case, taken in seconds.items() if taken >= (BEARABLE if case in kept else QUICK)}
+
+
 def read_times() -> dict[str, float]:
-    """Seconds per case by test function."""
+    """Seconds of thorough cases, by case, or by test as a mean."""
     found: dict[str, float] = json.loads(TIMES.read_text()) if TIMES.exists() else {}
     return found
 
@@ -111,11 +123,15 @@ def choose(
     reasons = {test: why(test) for test in tests}
     chosen, left = [], seconds
     for test in sorted(tests, key=lambda test: reasons[test][0]):  # stable: shuffled within each
-        cost = times.get(function_of(test), _UNKNOWN)
+        cost = _seconds(test, times)
         if cost <= left:
             chosen.append((test, reasons[test][1]))
             left -= cost
     return chosen
+
+
+def _seconds(test: str, times: Mapping[str, float]) -> float:
+    return times.get(test, times.get(function_of(test), _UNKNOWN))
 
 
 @cache
@@ -159,7 +175,7 @@ def main(seconds: float, file: Path, tell: Callable[[str], None] = print) -> Non
     chosen = choose(tests, times, changed_files(), seconds, commit)
     in_order = [test for test in tests if test in dict(chosen)]
     file.write_text("\n".join(in_order) + "\n")
-    total = sum(times.get(function_of(test), _UNKNOWN) for test in in_order)
+    total = sum(_seconds(test, times) for test in in_order)
     tell(f"{len(in_order)} of {len(tests)} thorough tests, about {total:.0f} s of {seconds:.0f} s:")
     by_reason: dict[tuple[str, str], int] = {}
     for test, reason in chosen:

@@ -25,6 +25,7 @@ per_node = 2
 """
 
 
+@pytest.mark.always
 def test_a_plan_says_what_a_rank_needs_and_whether_it_fits(job: JobFile) -> None:
     (job.directory / "small.toml").write_text(MACHINE)
     words = ["plan", "job.toml", "-n", "4", "--machine", "small.toml"]

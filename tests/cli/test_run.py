@@ -33,6 +33,7 @@ def test_one_rank_writes_the_files_of_a_run(job: JobFile) -> None:
     assert "step 4/4" in done.out and "12 samples" in done.out and "metrics.jsonl" in done.out
 
 
+@pytest.mark.always
 def test_two_ranks_with_evaluation_and_tensorboard(job: JobFile) -> None:
     job.set(evaluation={"every_steps": 2}).tables["logger"] = [{"name": "tensorboard"}]
     job.write()
@@ -81,6 +82,7 @@ def test_resolved_job_reproduces_the_run(job: JobFile) -> None:
     assert job.losses("again") == job.losses()
 
 
+@pytest.mark.always
 def test_more_steps_continue_from_the_checkpoint(job: JobFile) -> None:
     straight = run(
         hpctrain("run", "job.toml", "--set", "job.steps=8", "--set", "job.output_dir='straight'"), job.directory
@@ -94,6 +96,7 @@ def test_more_steps_continue_from_the_checkpoint(job: JobFile) -> None:
     assert nothing.code == 0 and len(job.losses()) == 8, nothing
 
 
+@pytest.mark.always
 def test_resume_never_and_from_a_path(job: JobFile) -> None:
     job.set(checkpoint={"every_steps": 2})
     assert run(hpctrain("run", "job.toml"), job.directory).code == 0
@@ -121,6 +124,7 @@ def test_resume_never_and_from_a_path(job: JobFile) -> None:
     assert older.code == 0 and "from step 2" in older.out and job.losses() == first, older
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("number", [pytest.param(INTERRUPT, marks=pytest.mark.thorough), TERMINATE])
 def test_a_signal_saves_and_says_how_to_continue(job: JobFile, number: int) -> None:
     """A run that was stopped and continued has the losses of an uninterrupted run."""
@@ -200,6 +204,7 @@ def test_a_signal_twice_leaves_at_once(job: JobFile) -> None:
         assert command.finish(20).code in (75, 130)
 
 
+@pytest.mark.always
 def test_a_plugin_s_exception_on_one_rank_ends_the_job(job: JobFile) -> None:
     (job.directory / "faulty.py").write_text(
         "from hpctrain.api import hookimpl\n"
@@ -312,6 +317,7 @@ def hpctrain_job_start(identity, model):
 """
 
 
+@pytest.mark.always
 def test_without_mpi_the_ranks_talk_over_gloo(job: JobFile) -> None:
     """As on a machine without any MPI library: mpi4py finds none. Both tell for how long a rank waits for a slower one."""
     (job.directory / "slower.py").write_text(SLOWER)

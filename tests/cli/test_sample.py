@@ -46,6 +46,7 @@ def test_greedy(trained: JobFile, words: tuple[str, ...]) -> None:
     )
 
 
+@pytest.mark.always
 def test_draws_and_mistakes(trained: JobFile) -> None:
     def sample(*words: str) -> str:
         done = run(

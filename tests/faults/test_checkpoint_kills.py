@@ -11,6 +11,7 @@ from launching import run
 SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "checkpoint_kills.py"
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("who", "ranks"),
     [

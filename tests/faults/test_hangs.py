@@ -25,6 +25,7 @@ THOROUGH = {
 """hangs.py runs all."""
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("communicator", "planted"),
     [

@@ -98,6 +98,7 @@ def test_forgotten_clean_up_is_made_up_for(mpiexec: Mpiexec) -> None:
     assert status == 0 and "received 1000000" in output, output
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("backend", ["mpi4py", pytest.param("gloo", marks=pytest.mark.thorough)])
 def test_an_exception_on_one_rank_ends_all(mpiexec: Mpiexec, backend: str) -> None:
     status, output, seconds = run(mpiexec, 3, "raises.py", backend)

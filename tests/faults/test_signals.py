@@ -56,6 +56,7 @@ def stopped_in(job: JobFile, phase: str, number: int, only: int | None) -> Finis
         return command.finish(60)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("phase", "number", "only"),
     [

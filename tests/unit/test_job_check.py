@@ -493,6 +493,7 @@ def test_another_job_is_told_from_the_same_with_more_steps(tmp_path: Path) -> No
 SCHEMA = job_schema(build_registry())
 
 
+@pytest.mark.always
 def test_the_schema_is_a_schema_and_takes_our_files() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     files = [*(ROOT / "examples").glob("**/*.toml"), *(ROOT / "hpctrain" / "cli" / "templates").glob("*.toml")]
