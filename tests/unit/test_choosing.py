@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from choosing import choose, room_of, rooms_of
+from choosing import choose, room_of, rooms_of, slow_ones
 
 TESTS = [f"tests/slurm/test_submit.py::test_{number}" for number in range(6)] + [
     f"tests/unit/test_hosts.py::test_{number}[case]" for number in range(6)
@@ -31,3 +31,11 @@ def test_the_rest_takes_turns_with_the_commit() -> None:
     assert all(len(turn) == 3 for turn in turns) and set().union(*turns) == set(TESTS)
     assert choose(TESTS, TIMES, set(), 30.0, "x") == choose(list(reversed(TESTS)), TIMES, set(), 30.0, "x")
     assert len(choose(["tests/unit/test_hosts.py::test_new"], {}, set(), 19.0, "x")) == 0, "an unknown test costs much"
+
+
+def test_the_default_tier_keeps_quick_cases_and_the_quickest_of_a_slow_test() -> None:
+    seconds = {"a[1]": 0.2, "a[2]": 2.0, "b[1]": 4.0, "b[2]": 3.0, "b[3]": 30.0, "c": 4.9, "d": 5.0, "e[x]": 9.0, "e[y]": 6.0}
+    assert slow_ones(seconds) == {"a[2]", "b[1]", "b[3]", "d", "e[x]", "e[y]"}
+    test = "tests/unit/test_hosts.py::test_0"
+    chosen = choose([f"{test}[1]", f"{test}[2]"], {test: 30.0, f"{test}[1]": 8.0}, set(), 10.0, "x")
+    assert [one for one, _ in chosen] == [f"{test}[1]"], "a case's own time comes before the mean of its test"
