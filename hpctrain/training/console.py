@@ -138,14 +138,13 @@ class Console:
 
 def _words(row: Mapping[str, Any], counts: str, remark: str, best: Sequence[str]) -> list[str]:
     """The words about a step's row, the most important first."""
+    has_data = row.get(counts) != 0  # a program's loop may have none
     return [
         f"loss {row['loss']:.4f}",
         *(["skipped"] if row.get("skipped") else []),
         *best,
-        *([f"epoch {row['epoch']:.2f}"] if "epoch" in row and row[counts] else []),
-        *(
-            [f"{row[f'{counts}_per_second']:,.0f} {counts}/s"] if row[counts] else []
-        ),  # a program's loop may have no data
+        *([f"epoch {row['epoch']:.2f}"] if "epoch" in row and has_data else []),
+        *([f"{row[f'{counts}_per_second']:,.0f} {counts}/s"] if has_data else []),
         f"lr {row['lr']:.3g}",
         f"grad norm {row['grad_norm']:.3g}",
         *([remark] if remark else []),

@@ -179,7 +179,7 @@ def communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJo
         checked, card = _with_communicator(world, checked)
         device = take_device(world, checked.parts.communicator, card)
         with bound(world, device, checked.job.job.cpu_bind) as binding:  # before there are threads that compute
-            start_communication(world, checked.parts.communicator, _patience(checked.job), _wrap(checked.job))
+            start_communication(world, checked.parts.communicator, _patience(checked.job), _wrap(checked.job, identity))
             try_communicator(checked.parts.communicator, device)
             hooks = LifeCycle(checked.registry, identity, checked.parts.hooks, checked.parts.profile)
             if checked.job.compile.enabled and load_kernels(checked.job.output_dir):
@@ -232,7 +232,9 @@ def _with_communicator(world: World, checked: CheckedJob) -> tuple[CheckedJob, i
     return replace(checked, parts=replace(parts, communicator=agreed.communicator)), agreed.accelerator
 
 
-def _wrap(job: Job) -> Callable[[str, Any], tuple[str, Any]]:
+def _wrap(job: Job, identity: Identity) -> Callable[[str, Any], tuple[str, Any]] | None:
+    if identity.size == 1:
+        return None
     from hpctrain.ranks.timed_gloo import timed  # registers a backend
 
     if not job.communicator.check:
