@@ -20,7 +20,7 @@ from typing import Any
 import open_mpi
 import pytest
 import tomli_w
-from choosing import QUICK, TIMES, read_times, room_of_tests, slow_ones
+from choosing import NOTED, ROOT, TIMES, read_times, room_of_tests, slow_ones
 from hypothesis import HealthCheck, settings
 from launching import wait_until
 
@@ -57,28 +57,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 class _Times:
-    """Notes how long tests take, for choosing.py: thorough ones, and others that turn out to be slow."""
+    """Notes how long tests take, for choosing.py and the default tier."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._thorough: set[str] = set()
-        self._always: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed and not {"large", "nightly"} & set(report.keywords):
             self._seconds[report.nodeid] = round(report.duration, 1)
-            for name, cases in (("thorough", self._thorough), ("always", self._always)):
-                if name in report.keywords and "slow" not in report.keywords:
-                    cases.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        before = read_times()
-        others = {case: taken for case, taken in self._seconds.items() if case not in self._thorough | self._always}
-        stay = {case for case, taken in others.items() if case in before and taken >= QUICK}
-        listed = self._thorough | slow_ones(others) | stay
-        now = {case: taken for case, taken in before.items() if case not in self._seconds}
-        now |= {case: taken for case, taken in self._seconds.items() if case in listed}
-        TIMES.write_text(json.dumps(now, indent=0, sort_keys=True) + "\n")
+        found = read_times() | self._seconds
+        kept = {
+            case: taken for case, taken in found.items() if taken >= NOTED and (ROOT / case.partition("::")[0]).exists()
+        }
+        TIMES.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -130,16 +123,21 @@ def _room(path: Path) -> str:
     return room_of_tests(path).removesuffix(".py")
 
 
+_TIERS = {"thorough", "always", "large", "nightly"}
+"""Markers of tests whose tier does not depend on their time."""
+
+
 @pytest.hookimpl(tryfirst=True)  # pytest leaves out by markers then
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    listed = read_times()
-    for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if item.nodeid in listed and not marks & {"thorough", "always", "large", "nightly"}:
+    times = read_times()
+    by_time = [item for item in items if not {mark.name for mark in item.iter_markers()} & _TIERS]
+    slow = slow_ones({item.nodeid: times.get(item.nodeid, 0.0) for item in by_time})
+    for item in by_time:
+        if item.nodeid in slow:
             item.add_marker("slow")
             item.add_marker("thorough")
     if "PYTEST_XDIST_WORKER" in os.environ:
-        rooms = {item: _room(item.path.relative_to(Path(__file__).parent)) for item in items}
+        rooms = {item: _room(item.path.relative_to(ROOT)) for item in items}
         items.sort(key=lambda item: _ORDER.index(rooms[item]) if rooms[item] in _ORDER else len(_ORDER))
 
 

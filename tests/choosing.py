@@ -5,8 +5,8 @@
 writes the tests to FILE, a line each, for `pytest @FILE`, and prints the choice with its reasons. A change is the commits of the
 last day before HEAD. A test belongs to the rooms (hpctrain/ROOM, plugins/ROOM) that its file and the helpers it imports import, and
 that its folder tests through commands. The rest is shuffled with the commit as the seed: all get their turn.
-Times are those of tests/times.json, which `pytest --times` refreshes; a test without one counts 20 s. Whatever it lists is in the
-thorough tier (conftest.py): `slow_ones` says what takes too long for the default tier.
+Times are those of tests/times.json, which `pytest --times` refreshes; a test without one counts 20 s. Cases without a
+marker of their own that take too long by it are in the thorough tier, too (`slow_ones`, conftest.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 TIMES = TESTS / "times.json"
+NOTED = 1.0
+"""Seconds of a case that gets into times.json."""
 QUICK, BEARABLE = 1.5, 5.0
 """Seconds of a case in the default tier; and of the quickest case of a test of which none is quick."""
 _DAY = 24 * 3600
@@ -68,7 +70,7 @@ def slow_ones(seconds: Mapping[str, float]) -> set[str]:
 
 
 def read_times() -> dict[str, float]:
-    """Seconds of thorough cases, by case, or by test as a mean."""
+    """Seconds by case, or by test as a mean, of those that take long."""
     found: dict[str, float] = json.loads(TIMES.read_text()) if TIMES.exists() else {}
     return found
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_ranks import ROOT, under_mpiexec
+from test_ranks import DEFAULT_AND_SLOW, ROOT, under_mpiexec
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(7200)]
 TORCH = "2.15.0"
@@ -37,6 +37,7 @@ def test_all_of_it_on_one_rank() -> None:
 def test_damaged_files(file: str) -> None:
     draws = {"test_job_files.py": "20000", "test_checkpoint_files.py": "2000"}[file]
     words = ["-m", "pytest", "-p", "no:cacheprovider", f"tests/fuzz/{file}", "--draws", draws, "--timeout", "7000"]
+    words += ["-m", DEFAULT_AND_SLOW]
     subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=7000)
 
 
@@ -79,5 +80,6 @@ def test_the_newest_torch(newest: str) -> None:
         "tests/fuzz",
         *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/tests/unit")),
     ]
-    subprocess.run([newest, "-m", "pytest", "-q", "-p", "no:cacheprovider", *rooms], cwd=ROOT, check=True, timeout=3600)
+    words = [newest, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", DEFAULT_AND_SLOW, *rooms]
+    subprocess.run(words, cwd=ROOT, check=True, timeout=3600)
     under_mpiexec(newest, "MPICH", 2, timeout=3000)

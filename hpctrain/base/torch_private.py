@@ -15,6 +15,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +165,51 @@ class WrappingGroup(PythonGroup):
 
     def _end_coalescing(self, device: torch.device) -> Any:
         return self.inner._end_coalescing(device)
+
+
+def use_backend_of(group: dist.ProcessGroup, inner: dist.ProcessGroup) -> None:
+    """Let torch's C++ code find the CPU's backend of `inner` in `group`: for names, time limits, and operations of its own."""
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), kind, inner._get_backend(torch.device("cpu")))
+    group._set_default_backend(kind)
+    group._set_group_name(inner.group_name)
+
+
+class WrappingWork(dist.Work):
+    """The handle of an operation of another group, `inner`, with something before or after its wait."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        done: bool = self.inner.wait(timeout)
+        return done
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        done: bool = self.inner.is_completed()
+        return done
+
+    def is_success(self) -> bool:
+        good: bool = self.inner.is_success()
+        return good
+
+    def exception(self) -> Any:
+        return self.inner.exception()
+
+    def result(self) -> Any:
+        return self.inner.result()
+
+    def _source_rank(self) -> int:
+        """torch.distributed.recv calls this after a receive from any rank."""
+        rank: int = self.inner._source_rank()
+        return rank
+
+    def get_future(self) -> Any:
+        return self.inner.get_future()
 
 
 class PythonMessageWork(dist.Work):

@@ -6,12 +6,12 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from hpctrain.base.accounting import record_wait
 from hpctrain.base.store import gloo
-from hpctrain.base.torch_private import PythonMessageWork, WrappingGroup, make_group
+from hpctrain.base.torch_private import WrappingGroup, WrappingWork, make_group, use_backend_of
 
 BACKEND = "timed_gloo"
 
@@ -21,40 +21,20 @@ def timed(backend: str, options: Any) -> tuple[str, Any]:
     return (BACKEND if backend == gloo.BACKEND else backend), options
 
 
-class TimedWork(PythonMessageWork):
-    """The handle of an operation of gloo; a wait for it is counted. The names are torch's."""
+class TimedWork(WrappingWork):
+    """The handle of an operation of gloo; a wait for it is counted."""
 
-    def __init__(self, inner: dist.Work, group: str, operation: str) -> None:
-        super().__init__()
-        self._inner, self._group, self._operation = inner, group, operation
+    def __init__(self, inner: Any, group: str, operation: str) -> None:
+        super().__init__(inner)
+        self._group, self._operation = group, operation
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         begin = time.perf_counter()
         try:
-            return self._inner.wait(timeout)
+            done: bool = self.inner.wait(timeout)
+            return done
         finally:
             record_wait(self._group, self._operation, time.perf_counter() - begin)
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._inner.is_completed()
-
-    def is_success(self) -> bool:
-        return self._inner.is_success()
-
-    def exception(self) -> Any:
-        return self._inner.exception()
-
-    def result(self) -> Any:
-        return self._inner.result()
-
-    def source_rank(self) -> int:
-        return self._inner.source_rank()
-
-    def get_future(self) -> Future[Any]:
-        return self._inner.get_future()
 
 
 def _timed(method: str, operation: str) -> Any:
@@ -67,11 +47,14 @@ def _timed(method: str, operation: str) -> Any:
 
 
 class TimedGroup(WrappingGroup):
-    """The operations of a group of gloo, each with a TimedWork."""
+    """The operations of a group of gloo, each with a TimedWork. What torch's C++ code asks of it by itself, gloo does."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner)
-        self._name = inner.group_name
+        use_backend_of(self, inner)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.inner._get_backend(device)
 
     allreduce = _timed("allreduce", "all_reduce")
     allreduce_coalesced = _timed("allreduce_coalesced", "all_reduce")
@@ -100,19 +83,8 @@ class TimedGroup(WrappingGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
 
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self.inner.group_desc
-
     def set_timeout(self, timeout: timedelta) -> None:
         self.inner.set_timeout(timeout)
-
-    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        self.inner.monitored_barrier(*args, **kwargs)  # type: ignore[attr-defined]  # torch's stub lacks it
 
     def shutdown(self) -> None:
         self.inner.shutdown()

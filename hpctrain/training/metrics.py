@@ -162,8 +162,9 @@ class OwnRow(TypedDict, total=False):
     is `checkpoint` in `seconds`. Absent without such a save."""
 
     exposed_seconds: Mapping[str, float]
-    """Seconds that rank 0 waited for communication, by "AXIS.OPERATION", such as `tp.all_reduce`; "world" are all ranks. Known
-    where ranks talk over MPI, gloo or Horovod on CPUs; the next two over MPI only."""
+    """Seconds that rank 0 waited for communication, by "AXIS.OPERATION", such as `tp.all_reduce`; "world" are all ranks,
+    "other" groups of no axis, such as those of saves in the background. Known where ranks talk over MPI, gloo or Horovod on CPUs;
+    the next two over MPI only."""
 
     hidden_seconds: Mapping[str, float]
     """Seconds of communication behind which rank 0 computed; without those that had none."""

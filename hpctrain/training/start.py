@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,9 @@ def communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJo
         checked, card = _with_communicator(world, checked)
         device = take_device(world, checked.parts.communicator, card)
         with bound(world, device, checked.job.job.cpu_bind) as binding:  # before there are threads that compute
-            start_communication(world, checked.parts.communicator, _patience(checked.job), _wrap(checked.job, identity))
+            start_communication(
+                world, checked.parts.communicator, _patience(checked.job), partial(_wrap, checked.job, identity)
+            )
             try_communicator(checked.parts.communicator, device)
             hooks = LifeCycle(checked.registry, identity, checked.parts.hooks, checked.parts.profile)
             if checked.job.compile.enabled and load_kernels(checked.job.output_dir):
@@ -232,16 +235,17 @@ def _with_communicator(world: World, checked: CheckedJob) -> tuple[CheckedJob, i
     return replace(checked, parts=replace(parts, communicator=agreed.communicator)), agreed.accelerator
 
 
-def _wrap(job: Job, identity: Identity) -> Callable[[str, Any], tuple[str, Any]] | None:
-    if identity.size == 1:
-        return None
-    from hpctrain.ranks.timed_gloo import timed  # registers a backend
+def _wrap(job: Job, identity: Identity, backend: str, options: Any) -> tuple[str, Any]:
+    """The backend and its options with what the job wants around them. Registers backends."""
+    if identity.size > 1:  # a rank alone waits for nobody
+        from hpctrain.ranks.timed_gloo import timed
 
-    if not job.communicator.check:
-        return timed
-    from hpctrain.ranks.watchdog.comparison import compared  # registers a backend
+        backend, options = timed(backend, options)
+    if job.communicator.check:
+        from hpctrain.ranks.watchdog.comparison import compared
 
-    return lambda backend, options: compared(*timed(backend, options))
+        backend, options = compared(backend, options)
+    return backend, options
 
 
 def _patience(job: Job) -> float:

@@ -364,6 +364,7 @@ def test_code_of_ones_own_finds_torchrun_s_variables(job: JobFile, hidden: dict[
         assert done.code == 0, done
 
 
+@pytest.mark.always
 def test_under_mpiexec_it_is_a_rank_and_n_must_fit(job: JobFile) -> None:
     import sys
 

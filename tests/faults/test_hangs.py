@@ -11,10 +11,9 @@ import pytest
 from hangs import LATE, LIMIT, PLANTED, Planted, environment, idle_seconds, tell, write_job
 from launching import hpctrain, run, started, wait_until
 
-OF_EVERY_RUN = {("mpi", "sleep")}
+OF_EVERY_RUN = {("mpi", "sleep"), ("gloo", "sleep-check")}
 THOROUGH = {
     ("gloo", "sleep-alarm"),
-    ("gloo", "sleep-check"),
     ("gloo", "stop"),
     ("mpi", "stop-first"),
     ("gloo", "worker"),

@@ -1,8 +1,9 @@
-"""`[communicator] check`: groups that compare each collective between the ranks, over MPI and over gloo."""
+"""Groups around other groups: `[communicator] check`, which compares each collective between the ranks, and gloo's waits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,18 +13,27 @@ from on_ranks import World
 
 from hpctrain.mpi import OperationMismatchError
 from hpctrain.ranks.backends import gloo_backend, mpi_backend
-from hpctrain.ranks.timed_gloo import timed
+from hpctrain.ranks.timed_gloo import TimedGroup, timed
 from hpctrain.ranks.watchdog.comparison import compared
 
 
-@pytest.fixture(scope="module", params=["mpi", "gloo"])
-def group(request: pytest.FixtureRequest, world: World) -> Iterator[dist.ProcessGroup]:
-    backend, options = compared(
-        *(f"cpu:{mpi_backend()}", None) if request.param == "mpi" else timed(gloo_backend(), None)
-    )
+@pytest.fixture(scope="module", params=["timed", "mpi", "gloo"])
+def any_group(request: pytest.FixtureRequest, world: World) -> Iterator[dist.ProcessGroup]:
+    """gloo's waits alone; compared, over MPI and over that."""
+    backend, options = (f"cpu:{mpi_backend()}", None) if request.param == "mpi" else timed(gloo_backend(), None)
+    if request.param != "timed":
+        backend, options = compared(backend, options)
     made = dist.new_group(backend=backend, pg_options=options)
     yield made
     dist.destroy_process_group(made)
+
+
+@pytest.fixture
+def group(any_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """One that compares."""
+    if isinstance(any_group, TimedGroup):
+        pytest.skip("compares nothing")
+    return any_group
 
 
 OPERATIONS: dict[str, Callable[[dist.ProcessGroup, World], Any]] = {}
@@ -130,6 +140,26 @@ def barrier(group: Any, world: World) -> Any:
 
 
 @operation
+def from_any(group: Any, world: World) -> Any:
+    if world.rank:
+        dist.send(torch.full((2,), float(world.rank)), 0, group=group)
+        return None
+    got = torch.zeros(2)
+    ranks = [dist.recv(got, group=group) for _ in range(world.size - 1)]
+    return sorted(ranks)
+
+
+@operation
+def gradients_of_ddp(group: Any, world: World) -> Any:
+    """DDP waits by futures, in C++."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    wrapped(torch.full((2, 3), 1.0 + world.rank)).sum().backward()
+    return [parameter.grad.round(decimals=4) for parameter in model.parameters() if parameter.grad is not None]
+
+
+@operation
 def an_object(group: Any, world: World) -> Any:
     every: list[Any] = [None] * world.size
     dist.all_gather_object(every, "x" * world.rank, group=group)
@@ -137,8 +167,17 @@ def an_object(group: Any, world: World) -> Any:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_has_its_result(group: dist.ProcessGroup, world: World, name: str) -> None:
-    torch.testing.assert_close(OPERATIONS[name](group, world), OPERATIONS[name](world.gloo, world), rtol=0, atol=0)
+def test_an_operation_has_its_result(any_group: dist.ProcessGroup, world: World, name: str) -> None:
+    torch.testing.assert_close(OPERATIONS[name](any_group, world), OPERATIONS[name](world.gloo, world), rtol=0, atol=0)
+
+
+def test_torch_finds_gloo_in_a_timed_group(any_group: Any, recwarn: pytest.WarningsRecorder) -> None:
+    """DCP asks for the kinds of devices, others for the time limit."""
+    if not isinstance(any_group, TimedGroup):
+        pytest.skip("is none")
+    assert any_group._device_types == [torch.device("cpu")]
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=50), any_group)
+    assert not recwarn.list and any_group.group_name == any_group.inner.group_name
 
 
 def test_a_group_of_some_ranks_compares_too(group: dist.ProcessGroup, world: World) -> None:

@@ -59,7 +59,7 @@ def test_the_losses_of_ranks_are_around_the_batch_s(root: Path) -> None:
 def test_traffic_by_axis_agrees_with_a_trace(root: Path) -> None:
     """torch's profiler sees the operations of tensor parallelism from outside."""
     if dist.get_backend() != "mpi4py" or dist.get_world_size() % 2:
-        pytest.skip("needs hpctrain.mpi, since others tell nobody, and an even number of ranks")
+        pytest.skip("needs hpctrain.mpi, since others tell no bytes, and an even number of ranks")
     size = {"hidden_size": 64, "layers": 4, "attention_heads": 4, "vocab_size": 64, "max_seq_length": 64}
     tables = job(
         job={"output_dir": str(root), "steps": 8}, model=size, batch={"global_size": 24, "micro_size": 12},

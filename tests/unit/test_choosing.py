@@ -34,7 +34,17 @@ def test_the_rest_takes_turns_with_the_commit() -> None:
 
 
 def test_the_default_tier_keeps_quick_cases_and_the_quickest_of_a_slow_test() -> None:
-    seconds = {"a[1]": 0.2, "a[2]": 2.0, "b[1]": 4.0, "b[2]": 3.0, "b[3]": 30.0, "c": 4.9, "d": 5.0, "e[x]": 9.0, "e[y]": 6.0}
+    seconds = {
+        "a[1]": 0.2,
+        "a[2]": 2.0,
+        "b[1]": 4.0,
+        "b[2]": 3.0,
+        "b[3]": 30.0,
+        "c": 4.9,
+        "d": 5.0,
+        "e[x]": 9.0,
+        "e[y]": 6.0,
+    }
     assert slow_ones(seconds) == {"a[2]", "b[1]", "b[3]", "d", "e[x]", "e[y]"}
     test = "tests/unit/test_hosts.py::test_0"
     chosen = choose([f"{test}[1]", f"{test}[2]"], {test: 30.0, f"{test}[1]": 8.0}, set(), 10.0, "x")

@@ -21,14 +21,13 @@ from torch import Tensor
 
 _HPCTRAIN = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
-_COMMUNICATION = tuple(
-    os.path.join(*parts)
-    for parts in (
-        (_TORCH, "distributed"),
-        (_HPCTRAIN, "mpi"),
-        (_HPCTRAIN, "base", "store"),
-        (_HPCTRAIN, "ranks", "watchdog", "comparison.py"),
-    )
+_TIMED = os.path.join(_HPCTRAIN, "ranks", "timed_gloo.py")
+_COMMUNICATION = (
+    os.path.join(_TORCH, "distributed"),
+    os.path.join(_HPCTRAIN, "mpi"),
+    os.path.join(_HPCTRAIN, "base", "store"),
+    os.path.join(_HPCTRAIN, "ranks", "watchdog", "comparison.py"),
+    _TIMED,
 )
 _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = (sysconfig.get_path("purelib"), str(Path(_TORCH).parent))
@@ -169,6 +168,8 @@ def _operation(inner: Sequence[FrameType]) -> str:
     ]  # fmt: skip
     if not calls:
         last = inner[-1].f_code
+        if last.co_filename == _TIMED:  # a wait for an asynchronous operation of gloo's
+            return UNNAMED
         return f"{last.co_name} of {Path(last.co_filename).stem}"
     name = calls[-1].f_code.co_name
     tensor = next(filter(None, (_tensor(one.f_locals) for one in calls)), "")

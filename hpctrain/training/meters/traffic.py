@@ -9,8 +9,8 @@ import torch.distributed as dist
 from hpctrain.base.accounting import OperationStatistics, statistics
 from hpctrain.training.metrics import OwnRow
 
-_WORLD = "world"
-"""The name of the group of all ranks, over which they exchange figures, unless an axis has it."""
+_WORLD, _OTHER = "world", "other"
+"""The names of the group of all ranks, over which they exchange figures, and of groups of no axis, unless an axis has them."""
 
 
 class Traffic:
@@ -19,7 +19,10 @@ class Traffic:
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
         """groups: by the names of their axes."""
-        self._names: dict[str, str] = {group.group_name: axis for axis, group in groups.items()}
+        world = dist.group.WORLD
+        self._names: dict[str, str] = {} if world is None else {world.group_name: _WORLD}
+        self._names |= {group.group_name: axis for axis, group in groups.items()}
+        self._axes = frozenset(groups)
         self._before = dict[tuple[str, str], OperationStatistics]()
         self.take()
 
@@ -33,11 +36,12 @@ class Traffic:
             blocked = one.blocked_seconds - before.blocked_seconds
             if calls == 0 and blocked == 0:
                 continue
-            key = f"{self._names.get(group, _WORLD)}.{name}"
+            place = self._names.get(group, _OTHER)
+            key = f"{place}.{name}"
             exposed[key] = exposed.get(key, 0.0) + blocked
             if seconds > blocked:
                 hidden[key] = hidden.get(key, 0.0) + seconds - blocked
-            if seconds > 0 and group in self._names:
+            if seconds > 0 and place in self._axes:
                 speeds[key] = (one.bytes - before.bytes) / seconds
         self._before = now
         found = OwnRow()

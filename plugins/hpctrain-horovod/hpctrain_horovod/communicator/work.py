@@ -95,7 +95,8 @@ class HorovodWork(Work):
                         )
                     time.sleep(_PAUSE)
         finally:
-            record_wait(*self._of, time.perf_counter() - begin)
+            if self._started:
+                record_wait(*self._of, time.perf_counter() - begin)
 
     def _settle(self, future: Future[Any]) -> None:
         try:
