@@ -167,12 +167,18 @@ class WrappingGroup(PythonGroup):
         return self.inner._end_coalescing(device)
 
 
-def use_backend_of(group: dist.ProcessGroup, inner: dist.ProcessGroup) -> None:
-    """Let torch's C++ code find the CPU's backend of `inner` in `group`: for names, time limits, and operations of its own."""
-    kind = dist.ProcessGroup.BackendType.CUSTOM
-    group._register_backend(torch.device("cpu"), kind, inner._get_backend(torch.device("cpu")))
-    group._set_default_backend(kind)
-    group._set_group_name(inner.group_name)
+class TransparentGroup(WrappingGroup):
+    """A wrapping group in which torch's C++ code finds the inner one's backend: for time limits, and operations of its own."""
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        super().__init__(inner)
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._register_backend(torch.device("cpu"), kind, inner._get_backend(torch.device("cpu")))
+        self._set_default_backend(kind)
+        self._set_group_name(inner.group_name)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.inner._get_backend(device)
 
 
 class WrappingWork(dist.Work):

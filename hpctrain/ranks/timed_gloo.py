@@ -6,12 +6,11 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hpctrain.base.accounting import record_wait
 from hpctrain.base.store import gloo
-from hpctrain.base.torch_private import WrappingGroup, WrappingWork, make_group, use_backend_of
+from hpctrain.base.torch_private import TransparentGroup, WrappingWork, make_group
 
 BACKEND = "timed_gloo"
 
@@ -46,15 +45,8 @@ def _timed(method: str, operation: str) -> Any:
     return call
 
 
-class TimedGroup(WrappingGroup):
+class TimedGroup(TransparentGroup):
     """The operations of a group of gloo, each with a TimedWork. What torch's C++ code asks of it by itself, gloo does."""
-
-    def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner)
-        use_backend_of(self, inner)
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self.inner._get_backend(device)
 
     allreduce = _timed("allreduce", "all_reduce")
     allreduce_coalesced = _timed("allreduce_coalesced", "all_reduce")
