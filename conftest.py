@@ -107,7 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which tests one worker takes together. Groups by xdist's own marker have no effect since pytest 9.2."""
+    """Tests that one worker takes together. Groups by xdist's own marker have no effect since pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Rooms(LoadScopeScheduling):

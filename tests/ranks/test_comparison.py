@@ -30,7 +30,7 @@ def any_group(request: pytest.FixtureRequest, world: World) -> Iterator[dist.Pro
 
 @pytest.fixture
 def group(any_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """One that compares."""
+    """A group that compares."""
     if isinstance(any_group, TimedGroup):
         pytest.skip("compares nothing")
     return any_group
