@@ -166,6 +166,15 @@ class WrappingGroup(PythonGroup):
     def _end_coalescing(self, device: torch.device) -> Any:
         return self.inner._end_coalescing(device)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.inner.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+
+    def abort(self) -> None:
+        self.inner.abort()
+
 
 class TransparentGroup(WrappingGroup):
     """A wrapping group in which torch's C++ code finds the inner one's backend: for time limits, and operations of its own."""

@@ -75,15 +75,6 @@ class TimedGroup(TransparentGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.inner.set_timeout(timeout)
-
-    def shutdown(self) -> None:
-        self.inner.shutdown()
-
-    def abort(self) -> None:
-        self.inner.abort()
-
 
 def _create(options: Any, _: Any) -> TimedGroup:
     return TimedGroup(make_group(gloo.BACKEND, options, None))

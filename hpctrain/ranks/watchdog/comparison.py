@@ -11,7 +11,6 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import groupby
 from typing import Any
 
@@ -151,10 +150,6 @@ class ComparedGroup(WrappingGroup):
     monitored_barrier = _compared("monitored_barrier", _told("monitored_barrier"))
 
     send, recv, recv_anysource = _passed("send"), _passed("recv"), _passed("recv_anysource")
-    shutdown, abort = _passed("shutdown"), _passed("abort")
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.inner.set_timeout(timeout)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
