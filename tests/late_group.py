@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
+from hpctrain.base.torch_private import WrappingWork
 from hpctrain.contracts.model import tensors_in
 from hpctrain.mpi.process_group.group import MPIProcessGroup
 from hpctrain.mpi.process_group.work import settle
@@ -36,17 +37,17 @@ class LateError(AssertionError):
     """A tensor of an operation was used before its wait."""
 
 
-class LateWork(Work):
+class LateWork(WrappingWork):
     """The handle of an operation on copies; `land` checks the originals, and gives the outputs their values."""
 
     def __init__(self, inner: Work, result: Any, land: Callable[[], None]) -> None:
-        super().__init__()
-        self._inner, self._result, self._land = inner, result, land
+        super().__init__(inner)
+        self._result, self._land = result, land
         self._lock, self._landed = threading.Lock(), False
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._inner.wait(timeout)
+        super().wait(timeout)
         with self._lock:
             landed, self._landed = self._landed, True
             if not landed:
@@ -54,24 +55,15 @@ class LateWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._inner.is_completed() and self.wait()
-
-    def is_success(self) -> bool:
-        return self._inner.is_success()
-
-    def exception(self) -> BaseException | None:
-        return self._inner.exception()
+        return super().is_completed() and self.wait()
 
     def result(self) -> Any:
         return self._result
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def get_future(self) -> Future[Any]:
         if self._future is None:
             made: Future[Any] = Future()
-            self._inner.get_future().add_done_callback(lambda _: settle(made, self.wait, self.result))
+            super().get_future().add_done_callback(lambda _: settle(made, self.wait, self.result))
             self._future = made
         return self._future
 

@@ -76,15 +76,18 @@ def test_thorough_ones_once(each_once: list[str], measured: list[str], part: int
 OF_TRAINING = [file for file in FILES if not Path(file).name.startswith("test_mpi_")]
 """The tests of the trainer and of other distributions."""
 DEFAULT_AND_SLOW = "(slow or not thorough) and not large and not nightly"
+LATE = 8
 SIMULATED = 6
-"""The number of parts of these tests on the simulated accelerator, which takes several times as long."""
+"""The number of parts of these tests by a late group, and on the simulated accelerator, which takes several times as long."""
 
 
 @pytest.mark.thorough
-def test_results_that_come_late(each_once: list[str]) -> None:
+@pytest.mark.parametrize("part", range(LATE))
+def test_results_that_come_late(each_once: list[str], part: int) -> None:
     """Each test of the trainer once, by a group that finds missing waits, which a CPU forgives."""
+    words = ["--late", *each_once, "-m", DEFAULT_AND_SLOW, *OF_TRAINING[part::LATE]]
     for ranks in (3, 2, 4):
-        under_mpiexec(sys.executable, "MPICH", ranks, "--late", *each_once, "-m", DEFAULT_AND_SLOW, *OF_TRAINING)
+        under_mpiexec(sys.executable, "MPICH", ranks, *words)
 
 
 @pytest.mark.nightly

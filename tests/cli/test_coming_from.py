@@ -6,6 +6,7 @@ A block with title="NAME" is the file NAME; one that a command has written alrea
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -27,10 +28,12 @@ COMMANDS = {
 
 
 def words_of(line: str) -> list[str]:
+    """The words of a command, of whose programs those of this environment come first, whether it is activated or not."""
     words = [sys.executable if word == "python" else word for word in shlex.split(line)]
     if words[0] == "hpctrain":
         return hpctrain(*words[1:])
-    return [shutil.which(words[0]) or words[0], *words[1:]]
+    here = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return [shutil.which(words[0], path=here) or words[0], *words[1:]]
 
 
 @pytest.mark.thorough

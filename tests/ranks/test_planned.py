@@ -68,6 +68,7 @@ def test_a_plan_is_what_a_step_needs(
             file.write(json.dumps(row) + "\n")
     for name in KEPT:
         assert mine[name] == found[name], name
-    assert mine["peak_bytes"] == pytest.approx(found["peak_bytes"], rel=0.05)
+    if not pytestconfig.getoption("--late"):  # whose copies count
+        assert mine["peak_bytes"] == pytest.approx(found["peak_bytes"], rel=0.05)
     for name, of_mpi in OPERATIONS.items():
         assert sent.get(of_mpi, 0) - told.get(name, 0) in range(ROW), name
