@@ -5,6 +5,7 @@ A plan computes on such a device (hpctrain/planning). As in torch_private.py, to
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 
 _IN_PLACE = ("aten._fused_sgd_", "aten._fused_adagrad_")
 """Operators that return nothing and of which torch does not know that they need no values, unlike Adam's."""
+
+_RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+_WORKSPACES: dict[tuple[Any, ...], int] = {}
+"""Bytes by the shapes and the other arguments of a recurrent layer."""
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -61,12 +66,27 @@ def fake_tensors() -> AbstractContextManager[Any]:
             cached = self.cache_enabled
             self.cache_enabled = cached and not any(isinstance(one, torch.UntypedStorage) for one in args)
             try:
-                return super().dispatch(func, types, args, kwargs)
+                found = super().dispatch(func, types, args, kwargs)
             finally:
                 self.cache_enabled = cached
+            if func is _RNN_LAYER and torch.is_grad_enabled():
+                *results, workspace = found
+                found = (*results, workspace.new_empty(_workspace_bytes(args)))
+            return found
 
     made: AbstractContextManager[Any] = Shapes(allow_non_fake_inputs=True)
     return made
+
+
+def _workspace_bytes(args: Iterable[Any]) -> int:
+    """The memory that a recurrent layer keeps for its backward on a CPU. Only its kernel knows, so that runs once for each kind of
+    call: torch's fake result has no bytes."""
+    shapes = tuple((tuple(one.shape), one.dtype) if isinstance(one, Tensor) else str(one) for one in args)
+    if shapes not in _WORKSPACES:
+        with without_modes(), torch.enable_grad():
+            zeros = (torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, Tensor) else one for one in args)
+            _WORKSPACES[shapes] = _RNN_LAYER(*zeros)[-1].nbytes
+    return _WORKSPACES[shapes]
 
 
 def local_tensors(tensor: Tensor) -> list[Tensor]:
@@ -161,6 +181,29 @@ def foreach_of_fakes() -> Iterator[None]:
         yield
     finally:
         kinds.remove(FakeTensor)
+
+
+@contextmanager
+def shapes_of_dtensors() -> Iterator[None]:
+    """Let DTensor find the shapes of its results where no mode sees it: it runs operators on fake tensors of the
+    whole shapes."""
+    if "torch.distributed.tensor" not in sys.modules:  # a slow import
+        yield
+        return
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    kind: Any = ShardingPropagator
+    find = kind._propagate_tensor_meta_non_cached
+
+    def unseen(self: Any, schema: Any) -> Any:
+        with without_modes():
+            return find(self, schema)
+
+    kind._propagate_tensor_meta_non_cached = unseen
+    try:
+        yield
+    finally:
+        kind._propagate_tensor_meta_non_cached = find
 
 
 ASKS_DEVICE = torch.ops.prim.device.default

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hpctrain.base.devices import is_accelerator
 from hpctrain.base.errors import UsageError
-from hpctrain.base.torch_fake import fake_tensors, foreach_of_fakes, without_modes
+from hpctrain.base.torch_fake import fake_tensors, foreach_of_fakes, shapes_of_dtensors, without_modes
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checkpoint.state import create_state
 from hpctrain.contracts.identity import Identity
@@ -106,6 +106,7 @@ def plan_rank(
         loader = session.feed.training_loader(session.progress)
         stack.callback(loader.close)
         stack.enter_context(foreach_of_fakes())
+        stack.enter_context(shapes_of_dtensors())
         session.hooks.call("hpctrain_state", job=session.job, identity=identity, model=session.model)
         create_state(session.model.optimizer)
         start = watch.device.peak

@@ -11,7 +11,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy, gelu
 
-from hpctrain.api import AppliedAxis, AxisTraits, Batch, MetaModel, ModelSpec, Parallelism, fill_normal, hookimpl
+from hpctrain.api import (
+    AppliedAxis,
+    AxisTraits,
+    Batch,
+    Field,
+    MetaModel,
+    ModelSpec,
+    Options,
+    Parallelism,
+    fill_normal,
+    hookimpl,
+)
 
 EXPERTS = 4
 
@@ -81,9 +92,9 @@ class Experts(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.embedding, self.experts, self.head = nn.Embedding(7, 6), Experts(6), nn.Linear(6, 7)
+        self.embedding, self.experts, self.head = nn.Embedding(7, size), Experts(size), nn.Linear(size, 7)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: (rows, 3) -> (rows, 7)"""
@@ -91,14 +102,20 @@ class Net(nn.Module):
         return self.head(x + self.experts(x))  # type: ignore[no-any-return]
 
 
+class MixtureOptions(Options):
+    size: int = Field(default=6, ge=1, description="width of the experts")
+
+
 class Mixture(MetaModel):
     """See Net."""
 
     name = "mixture"
+    Options = MixtureOptions
+    options: MixtureOptions
     counts = "samples"
 
     def build(self) -> nn.Module:
-        return Net()
+        return Net(self.options.size)
 
     def initialize(self, name: str, tensor: Tensor, rows: tuple[int, int], seed: int) -> None:
         fill_normal(tensor, 0.5, seed, name, rows)

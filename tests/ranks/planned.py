@@ -30,6 +30,16 @@ CNN = {
     "dataset": {"name": "planned:images"},
 }
 MLP = {**CNN, "model": {"name": "planned:mlp", "loss": "torch.nn.functional:cross_entropy"}}
+LSTM = {
+    "model": {"name": "planned:lstm", "loss": "torch.nn.functional:cross_entropy"},
+    "dataset": {"name": "planned:images"},
+}
+EXPERTS = {
+    "plugins": {"load": ["experts"]},
+    "model": {"name": "mixture", "size": 64},
+    "dataset": {"name": "planned:rows"},
+}
+EIGHT_BITS = {"optimizer": {"name": "adamw-8bit", "lr": 0.01}}
 LLAMA = {
     "model": {"name": "planned:llama", "loss": "planned:llama_loss"},
     "dataset": {"name": "planned:sentences"},
@@ -45,6 +55,8 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16, every block recomputed": (1, {**BF16, **FULL}),
     "a CNN": (1, CNN),
     "a Llama of transformers": (1, LLAMA),
+    "an LSTM": (1, LSTM),
+    "AdamW in 8 bits": (1, EIGHT_BITS),
     "stage 0": (2, {}),
     "stage 1": (2, _stage(1)),
     "stage 2, bf16": (2, {**_stage(2), **BF16}),
@@ -54,6 +66,10 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {**LLAMA, **_stage(3), "activation_checkpointing": {"mode": "selective"}},
     ),
+    "an LSTM, stage 3": (2, {**LSTM, "sharding": {"stage": 3, "wrap": "class:LSTM"}}),
+    "AdamW in 8 bits, stage 1": (2, {**EIGHT_BITS, **_stage(1)}),
+    "experts 2": (2, {**EXPERTS, "parallelism": {"expert": 2}}),
+    "experts 2, stage 1": (4, {**EXPERTS, **_stage(1), "parallelism": {"expert": 2}}),
     "tensor 2": (2, {"parallelism": {"tensor": 2}}),
     "context 2, every block recomputed": (2, {"parallelism": {"context": 2}, **FULL}),
     "pipeline 2": (2, {"parallelism": {"pipeline": 2}, "batch": {"global_size": 64, "micro_size": 4}}),
@@ -104,6 +120,23 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
+class RowReader(nn.Module):
+    """Two layers that read an image's rows, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.LSTM(16, 64, num_layers=2, batch_first=True), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (batch, 1, 16, 16) -> (batch, 10)"""
+        read, _ = self.rows(x.squeeze(1))
+        return self.head(read[:, -1])  # type: ignore[no-any-return]
+
+
+def lstm() -> nn.Module:
+    return RowReader()
+
+
 class Block(nn.Sequential):
     """A residual block. x: (batch, 128)."""
 
@@ -121,6 +154,11 @@ def mlp() -> nn.Module:
 def images(split: str) -> list[tuple[Tensor, Tensor]] | None:
     """Pairs of an image (1, 16, 16) and a label ()."""
     return [(torch.zeros(1, 16, 16), torch.tensor(3))] * 96 if split == "train" else None
+
+
+def rows(split: str) -> list[tuple[Tensor, Tensor]] | None:
+    """Pairs of ids (3,) and a label ()."""
+    return [(torch.zeros(3, dtype=torch.long), torch.tensor(3))] * 96 if split == "train" else None
 
 
 def llama() -> nn.Module:
@@ -194,4 +232,5 @@ def measured(tables: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]
             "gradients_bytes": here([one.grad for one in parameters if one.grad is not None]),
             "optimizer_state_bytes": here(states),
             "peak_bytes": watch.device.peak,
+            "flops": sum(one.flops * count for one, count in watch.operators.items()),
         }, sent

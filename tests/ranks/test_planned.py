@@ -70,5 +70,6 @@ def test_a_plan_is_what_a_step_needs(
         assert mine[name] == found[name], name
     if not pytestconfig.getoption("--late"):  # whose copies count
         assert mine["peak_bytes"] == pytest.approx(found["peak_bytes"], rel=0.05)
+    assert sum(mine["flops"].values()) == found["flops"]
     for name, of_mpi in OPERATIONS.items():
         assert sent.get(of_mpi, 0) - told.get(name, 0) in range(ROW), name

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from sources import sources
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _sharding_prop
 
 import hpctrain.api
 from hpctrain.base import torch_private
@@ -101,6 +101,7 @@ OWNERS: dict[str, Any] = {
     "_autograd": "torch._C",
     "_profiler": "torch._C",
     "_profiler_enabled": "torch._C._autograd",
+    "_propagate_tensor_meta_non_cached": _sharding_prop.ShardingPropagator,
     "_record_memory_history": "torch.cuda.memory",
     "_torchdynamo_orig_callable": lambda: torch.compile(nn.Linear(1, 1).forward, backend="eager"),
     "_version": torch.Tensor,
