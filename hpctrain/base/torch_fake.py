@@ -66,12 +66,11 @@ def fake_tensors() -> AbstractContextManager[Any]:
             cached = self.cache_enabled
             self.cache_enabled = cached and not any(isinstance(one, torch.UntypedStorage) for one in args)
             try:
-                found = super().dispatch(func, types, args, kwargs)
+                found: Any = super().dispatch(func, types, args, kwargs)
             finally:
                 self.cache_enabled = cached
             if func is _RNN_LAYER and torch.is_grad_enabled():
-                *results, workspace = found
-                found = (*results, workspace.new_empty(_workspace_bytes(args)))
+                found = (*found[:-1], found[-1].new_empty(_workspace_bytes(args)))
             return found
 
     made: AbstractContextManager[Any] = Shapes(allow_non_fake_inputs=True)
