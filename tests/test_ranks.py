@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(1800)
 def under_mpiexec(
     python: str, flavour: str, ranks: int, *words: str, timeout: float = 1700, may_be_none: bool = False
 ) -> None:
-    """Run tests. may_be_none: all may be skipped, or none may be left."""
+    """Run tests. may_be_none: all may be skipped, or none may be left, as where those on three ranks were all."""
     mpiexec = Mpiexec(Path(python).parent / "mpiexec", flavour)
     pytest_words = [
         python,
@@ -87,7 +87,7 @@ def test_results_that_come_late(each_once: list[str], part: int) -> None:
     """Each test of the trainer once, by a group that finds missing waits, which a CPU forgives."""
     words = ["--late", *each_once, "-m", DEFAULT_AND_SLOW, *OF_TRAINING[part::LATE]]
     for ranks in (3, 2, 4):
-        under_mpiexec(sys.executable, "MPICH", ranks, *words)
+        under_mpiexec(sys.executable, "MPICH", ranks, *words, may_be_none=ranks != 3)
 
 
 @pytest.mark.nightly
@@ -97,7 +97,7 @@ def test_on_a_simulated_accelerator(each_once: list[str], part: int) -> None:
     """Each test of the trainer once on a device whose memory the host can't read, and whose results come late."""
     words = ["--late", "--device", "sim", *each_once, "-m", DEFAULT_AND_SLOW, *OF_TRAINING[part::SIMULATED]]
     for ranks in (3, 2, 4):
-        under_mpiexec(sys.executable, "MPICH", ranks, *words, timeout=3600)
+        under_mpiexec(sys.executable, "MPICH", ranks, *words, timeout=3600, may_be_none=ranks != 3)
 
 
 @pytest.mark.nightly
