@@ -16,6 +16,8 @@ _CPU_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
 }
 """torch's counter of an operator that its registry lacks, and of how many first arguments it takes the shapes."""
+_RECURRENT = "mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"
+"""Kernels of recurrent layers, which are not in torch's registry either; each has one with _backward for its gradients."""
 
 
 def operator_flops(overload: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Any) -> int:
@@ -24,7 +26,20 @@ def operator_flops(overload: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     if name in _CPU_ATTENTION:
         count, tensors = _CPU_ATTENTION[name]
         return int(count(*(one.shape for one in args[:tensors])))
+    if name.removesuffix("_backward") in _RECURRENT:
+        return _recurrent_flops(*args[:3]) * (2 if name.endswith("_backward") else 1)
     return int(flop_registry[operator](*args, **kwargs, out_val=found)) if operator in flop_registry else 0
+
+
+def _recurrent_flops(given: Tensor, weights: Tensor | list[Tensor], others: Any) -> int:
+    """Those of the products with matrices: each token meets each number of them once.
+
+    given: (seq, batch, features), (batch, seq, features) or (tokens, features). weights: of all layers, or the first matrix of one
+    layer, of which `others` is the second then.
+    """
+    every = weights if isinstance(weights, list) else [weights, others]
+    tokens = given.numel() // given.shape[-1]
+    return 2 * tokens * sum(one.numel() for one in every if one.dim() == 2)
 
 
 def _is_shape(found: Any) -> bool:
