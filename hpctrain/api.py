@@ -45,9 +45,9 @@ from hpctrain.base.safe_files import (
 )
 from hpctrain.base.side_stream import Done, SideStream, copy_to_host
 from hpctrain.base.torch_attention import AttentionKernel, Documents, causal_attention, fused_attention
+from hpctrain.base.torch_groups import PythonGroup
 from hpctrain.base.torch_private import (
     MemoryHistory,
-    PythonGroup,
     TorchDispatchMode,
     buffers_of,
     children_of,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
-from hpctrain.base.torch_private import WrappingWork
+from hpctrain.base.torch_groups import WrappingWork
 from hpctrain.contracts.model import tensors_in
 from hpctrain.mpi.process_group.group import MPIProcessGroup
 from hpctrain.mpi.process_group.work import settle

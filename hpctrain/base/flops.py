@@ -32,7 +32,7 @@ def operator_flops(overload: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _recurrent_flops(given: Tensor, weights: Tensor | list[Tensor], others: Any) -> int:
-    """Those of the products with matrices: each token meets each number of them once.
+    """Operations of the products with matrices: each token meets each number of them once.
 
     given: (seq, batch, features), (batch, seq, features) or (tokens, features). weights: of all layers, or the first matrix of one
     layer, of which `others` is the second then.

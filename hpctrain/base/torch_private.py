@@ -1,4 +1,5 @@
-"""All private names of torch that hpctrain uses. No other file of hpctrain or its plugins uses one.
+"""Private names of torch. Only the files base/torch_*.py of hpctrain use any: process groups torch_groups.py, attention
+torch_attention.py, tensors without values torch_fake.py, all else this one.
 
 torch may change these names without notice, so read this file first when a new torch version fails. Every name was checked
 with torch 2.13.0, 2.14.1 and 2.15.0; comments mark differences between them. tests/unit/test_torch_private.py checks that
@@ -15,21 +16,11 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-
-# The options of an all-gather, which torch.distributed exports for every other collective.
-# HashStore is documented as torch.distributed.HashStore, which torch's own types lack.
-from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
-from torch._C._distributed_c10d import HashStore as HashStore
-
-# The output of a functional collective before it was waited for: hpctrain.mpi waits for such tensors.
-from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 # Selective activation checkpointing looks at each operator that is computed again. torch documents this class under this name.
@@ -48,191 +39,6 @@ standard_gamma: Callable[..., Tensor] = torch._standard_gamma
 sample_dirichlet: Callable[..., Tensor] = torch._sample_dirichlet
 get_layout = torch.serialization._get_layout
 """The constructor in the pickle of a torch.layout: a table lookup, which `hpctrain.ranks.restricted_pickle` allows."""
-
-
-class PythonGroup(dist.ProcessGroup):
-    """A process group on the CPU whose operations are methods in Python."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        make: Any = super().__init__  # the types of torch 2.13 and 2.14 lack the arguments
-        make(rank, size)
-
-    def _get_backend(self, device: torch.device) -> Any:
-        """The object that torch asks for `supports_coalescing`, in torch.distributed.batch_isend_irecv since 2.14.
-
-        In C++ a group has one backend per device; this group is its own backend.
-        """
-        return self if device.type == "cpu" else super()._get_backend(device)
-
-    # torch's Python code calls all_gather_single and reduce_scatter_single, its C++ code these.
-
-    def _allgather_base(self, *args: Any) -> Any:
-        return self.all_gather_single(*args)
-
-    def _reduce_scatter_base(self, *args: Any) -> Any:
-        return self.reduce_scatter_single(*args)
-
-
-def make_group(backend: str, options: Any, backend_options: Any) -> dist.ProcessGroup:
-    """The group that torch makes for `backend`, a name or one for each kind of device, for a group that wraps it.
-
-    options: torch's `_DistributedBackendOptions`, which a registered backend gets. Collective. Raises ValueError for a backend
-    that is neither registered nor gloo, NCCL or XCCL.
-    """
-    from torch.distributed.distributed_c10d import BackendConfig, PrefixStore
-
-    store, rank, size = options.store, options.group_rank, options.group_size
-    group: Any = dist.ProcessGroup(store, rank, size)
-    made: dict[str, Any] = {}
-    for device, name in BackendConfig(dist.Backend(backend)).get_device_backend_map().items():
-        if name not in made:
-            options.store = PrefixStore(f"{device}/", store)
-            made[name] = make_backend(name, options, backend_options)
-        if isinstance(made[name], dist.ProcessGroup):
-            whole: dist.ProcessGroup = made[name]
-            return whole
-        kind = dist.Backend.backend_type_map[name]
-        group._register_backend(torch.device(device), kind, made[name])
-        if len(made) == 1 or name == dist.Backend.NCCL:
-            group._set_default_backend(kind)
-    group._set_group_name(options.group_id)
-    group._set_group_desc("")
-    finished: dist.ProcessGroup = group
-    return finished
-
-
-def accelerator_group(device: torch.device, options: Any) -> dist.ProcessGroup:
-    """The group that torch makes by default for tensors on this kind of device: NCCL's on NVIDIA's and AMD's, XCCL's on Intel's.
-
-    options: an object with torch's `store` (it is replaced), `group_rank`, `group_size`, `global_ranks_in_group`, `group_id` and
-    `timeout`. Collective. Raises OSError where torch has none.
-    """
-    name = dist.Backend.default_device_backend_map.get(device.type)
-    if name is None:
-        raise OSError(f"found tensors on {device.type}, between which torch has no communication")
-    try:
-        return make_group(f"{device.type}:{name}", options, None)
-    except ValueError as error:
-        raise OSError(f"found tensors on {device.type}: {error}") from error
-
-
-def make_backend(name: str, options: Any, backend_options: Any) -> Any:
-    """Make a backend of a group; a whole group where the registered one is made in Python."""
-    plugin = dist.Backend._plugins.get(name.upper())
-    place = options.store, options.group_rank, options.group_size
-    if plugin is not None:
-        if plugin.extended_api:
-            return plugin.creator_fn(options, backend_options)
-        return plugin.creator_fn(*place, options.timeout)
-    made: Any
-    if name == dist.Backend.GLOO:
-        made = dist.ProcessGroupGloo(*place, options.timeout)
-        made._set_sequence_number_for_group()
-    elif name in (dist.Backend.NCCL, dist.Backend.XCCL) and hasattr(dist, f"ProcessGroup{name.upper()}"):
-        cls = getattr(dist, f"ProcessGroup{name.upper()}")
-        given = cls.Options()  # a group's own: they hold its ranks and its name
-        given.is_high_priority_stream = getattr(backend_options, "is_high_priority_stream", False)
-        given.global_ranks_in_group, given.group_name = options.global_ranks_in_group, options.group_id
-        made = cls(*place, given)
-        made.set_timeout(options.timeout)
-        if name == dist.Backend.NCCL:
-            made._set_sequence_number_for_group()
-    else:
-        raise ValueError(
-            f"found the backend {name!r}, expected gloo, NCCL, XCCL or a registered one, in a torch that has it"
-        )
-    return made
-
-
-class WrappingGroup(PythonGroup):
-    """A group whose operations are those of another one, `inner`, with something before or after."""
-
-    def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner.rank(), inner.size())
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        """An attribute that the inner group has besides torch's names."""
-        if name == "inner":
-            raise AttributeError(name)  # not made yet
-        return getattr(self.inner, name)
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self if device.type == "cpu" else self.inner._get_backend(device)
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self.inner._start_coalescing(device)
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        return self.inner._end_coalescing(device)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.inner.set_timeout(timeout)
-
-    def shutdown(self) -> None:
-        self.inner.shutdown()
-
-    def abort(self) -> None:
-        self.inner.abort()
-
-
-class TransparentGroup(WrappingGroup):
-    """A wrapping group in which torch's C++ code finds the inner one's backend: for time limits, and operations of its own."""
-
-    def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner)
-        kind = dist.ProcessGroup.BackendType.CUSTOM
-        self._register_backend(torch.device("cpu"), kind, inner._get_backend(torch.device("cpu")))
-        self._set_default_backend(kind)
-        self._set_group_name(inner.group_name)
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self.inner._get_backend(device)
-
-
-class WrappingWork(dist.Work):
-    """The handle of an operation of another group, `inner`, with something before or after its wait."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        done: bool = self.inner.wait(timeout)
-        return done
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        done: bool = self.inner.is_completed()
-        return done
-
-    def is_success(self) -> bool:
-        good: bool = self.inner.is_success()
-        return good
-
-    def exception(self) -> Any:
-        return self.inner.exception()
-
-    def result(self) -> Any:
-        return self.inner.result()
-
-    def _source_rank(self) -> int:
-        """torch.distributed.recv calls this after a receive from any rank."""
-        rank: int = self.inner._source_rank()
-        return rank
-
-    def get_future(self) -> Any:
-        return self.inner.get_future()
-
-
-class PythonMessageWork(dist.Work):
-    """The handle of a send or receive in Python. `source_rank` is the sender's rank in the group."""
-
-    def _source_rank(self) -> int:
-        """torch.distributed.recv calls this after a receive from any rank."""
-        return self.source_rank()
 
 
 def set_object_unpickler(kind: type[pickle.Unpickler]) -> None:
@@ -482,12 +288,3 @@ def load_kernels(content: bytes) -> bool:
     else:
         importlib.import_module("torch._dynamo")
     return torch.compiler.load_cache_artifacts(content) is not None
-
-
-def resolve_group(name: str) -> dist.ProcessGroup:
-    """The group that a functional collective names."""
-    from torch._C._distributed_c10d import _resolve_process_group
-
-    resolve: Any = _resolve_process_group  # its argument has a type of its own since torch 2.13
-    found: dist.ProcessGroup = resolve(name)
-    return found

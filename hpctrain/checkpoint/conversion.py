@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpctrain.base.errors import CheckpointError, UsageError, WriteError
 from hpctrain.base.safe_files import sync_directory, temporary_name
-from hpctrain.base.torch_private import HashStore
+from hpctrain.base.torch_groups import HashStore
 from hpctrain.checkpoint.finding import batches, memory_for
 from hpctrain.checkpoint.sources import SAFETENSORS_DTYPES, WeightsSource
 from hpctrain.checkpoint.weights import MODEL, open_weights

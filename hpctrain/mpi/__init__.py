@@ -11,7 +11,7 @@ how the group moves its bytes. A group without options takes those of the world'
 
 Importing this package does not start MPI. It sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun does, from
 the variables of mpiexec or srun. It uses only hpctrain.base.store and the base (accounting, errors, launcher_variables,
-torch_private, transports) from the rest of hpctrain.
+torch_groups, torch_private, transports) from the rest of hpctrain.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
 from hpctrain.base.torch_fake import is_fake, without_modes
-from hpctrain.base.torch_private import HashStore, PythonGroup, resolve_group
+from hpctrain.base.torch_groups import HashStore, PythonGroup, resolve_group
 from hpctrain.contracts.model import tensors_in
 
 BACKEND = "lone"

@@ -18,7 +18,7 @@ from hpctrain.base.devices import use_device
 from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError
 from hpctrain.base.store.client import GuardedStore
 from hpctrain.base.store.server import warn_of_stranger
-from hpctrain.base.torch_private import HashStore
+from hpctrain.base.torch_groups import HashStore
 from hpctrain.contracts.communicator import Communicator
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.environment import compare

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hpctrain.base.accounting import record_wait
 from hpctrain.base.store import gloo
-from hpctrain.base.torch_private import TransparentGroup, WrappingWork, make_group
+from hpctrain.base.torch_groups import TransparentGroup, WrappingWork, make_group
 
 BACKEND = "timed_gloo"
 

@@ -8,7 +8,8 @@ a copy of many tensors at once. Imports torch, and nothing of plugins.
 from hpctrain.base.devices import nccl_version
 from hpctrain.base.side_stream import Done, SideStream
 from hpctrain.base.store.gloo import create_group as create_gloo_group
-from hpctrain.base.torch_private import AllgatherOptions, accelerator_group, foreach_copy_
+from hpctrain.base.torch_groups import AllgatherOptions, accelerator_group
+from hpctrain.base.torch_private import foreach_copy_
 
 __all__ = [
     "AllgatherOptions", "Done", "SideStream", "accelerator_group", "create_gloo_group", "foreach_copy_", "nccl_version",

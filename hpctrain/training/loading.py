@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpctrain.base.errors import CheckpointError, UsageError
 from hpctrain.base.safe_files import temporary_name
-from hpctrain.base.torch_private import HashStore
+from hpctrain.base.torch_groups import HashStore
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checkpoint.conversion import writing
 from hpctrain.checkpoint.directory import behind_name

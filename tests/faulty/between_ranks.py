@@ -23,7 +23,7 @@ from hpctrain.api import (
     Parallelism,
     PipelineSchedule,
 )
-from hpctrain.base.torch_private import WrappingGroup, make_group
+from hpctrain.base.torch_groups import WrappingGroup, make_group
 
 # parallelism
 

@@ -1,4 +1,4 @@
-"""torch's private names are used in three files of hpctrain/base only, and the installed torch has them."""
+"""torch's private names are used in four files of hpctrain/base only, and the installed torch has them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _sharding_prop
 
 import hpctrain.api
-from hpctrain.base import torch_private
+from hpctrain.base import torch_groups, torch_private
 
 ROOT = Path(__file__).parent.parent.parent
-HOMES = [ROOT / "hpctrain" / "base" / name for name in ("torch_private.py", "torch_attention.py", "torch_fake.py")]
+HOMES = [
+    ROOT / "hpctrain" / "base" / name
+    for name in ("torch_private.py", "torch_groups.py", "torch_attention.py", "torch_fake.py")
+]
 
 OWNERS: dict[str, Any] = {
     "_ExcludeDispatchKeyGuard": torch._C,
@@ -164,14 +167,14 @@ def defined(tree: ast.AST) -> set[str]:
 
 
 def heirs_of_torch(tree: ast.AST, heirs: Mapping[str, set[str]]) -> Iterator[tuple[ast.ClassDef, set[str]]]:
-    """The classes that have bases of torch's, of torch_private, or of `heirs`, with the private names that they have from these."""
+    """The classes that have bases of torch's, of torch_private and torch_groups, or of `heirs`, with their private names."""
     known: dict[str, Any] = {"torch": torch}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             module = getattr(node, "module", None)
             for alias in node.names:
                 name = f"{module}.{alias.name}" if module else alias.name
-                if name.partition(".")[0] == "torch" or module == torch_private.__name__:
+                if name.partition(".")[0] == "torch" or module in (torch_private.__name__, torch_groups.__name__):
                     known[alias.asname or alias.name] = pkgutil.resolve_name(name)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
@@ -248,7 +251,7 @@ def test_torch_has_every_private_name() -> None:
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
     used = {name for node in ast.walk(tree) for _, name in attributes(node)}
-    used |= defined(ast.parse(HOMES[0].read_text()))  # what it overrides
+    used |= defined(ast.parse(HOMES[1].read_text()))  # what it overrides
     used |= {name.rpartition(".")[2] for name in imported}
     assert {name for name in used if is_private(name)} - {"_C"} == set(OWNERS)
     for name, owner in OWNERS.items():
@@ -275,7 +278,7 @@ def test_operators_that_selective_keeps_exist() -> None:
 
 
 def test_a_group_in_python_is_its_own_backend_on_the_cpu() -> None:
-    group = torch_private.PythonGroup(0, 1)
+    group = torch_groups.PythonGroup(0, 1)
     assert group._get_backend(torch.device("cpu")) is group
     with pytest.raises(RuntimeError, match="No backend type associated with device type cuda"):
         group._get_backend(torch.device("cuda"))

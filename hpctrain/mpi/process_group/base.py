@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.base.torch_private import PythonGroup
+from hpctrain.base.torch_groups import PythonGroup
 from hpctrain.mpi.collectives.protocol import Collectives
 from hpctrain.mpi.library import MPI
 from hpctrain.mpi.process_group.engine import Engine

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import GatherOptions, ScatterOptions
 from torch.distributed.distributed_c10d import Work
 
-from hpctrain.base.torch_private import AllgatherOptions
+from hpctrain.base.torch_groups import AllgatherOptions
 from hpctrain.mpi.collectives.protocol import Collectives
 from hpctrain.mpi.process_group.base import GroupBase, apart, into
 from hpctrain.mpi.process_group.checks import check_list, check_own_part, check_root, check_size, outputs_of, views_of

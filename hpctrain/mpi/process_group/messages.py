@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from hpctrain.base import accounting
-from hpctrain.base.torch_private import PythonMessageWork
+from hpctrain.base.torch_groups import PythonMessageWork
 from hpctrain.mpi.errors import CommunicationError, CommunicationTimeoutError
 from hpctrain.mpi.library import MPI, highest_tag
 from hpctrain.mpi.process_group.work import settle

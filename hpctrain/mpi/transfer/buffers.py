@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.base.torch_private import AsyncCollectiveTensor
+from hpctrain.base.torch_groups import AsyncCollectiveTensor
 from hpctrain.mpi.library import MPI
 
 # MPI before version 4 counts in 32-bit integers (Open MPI 5 still does).

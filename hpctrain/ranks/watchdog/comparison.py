@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hpctrain.base.devices import accelerator
 from hpctrain.base.errors import HpctrainError
-from hpctrain.base.torch_private import WrappingGroup, make_group
+from hpctrain.base.torch_groups import WrappingGroup, make_group
 from hpctrain.mpi.errors import OperationMismatchError, name_ranks
 from hpctrain.ranks.watchdog.stacks import spot_of
 
