@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tomli_w
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from training import job, own_device, session_of
 
 import hpctrain.mpi
-from hpctrain.planning.ledger import bytes_of
+from hpctrain.base.torch_fake import local_tensors
+from hpctrain.planning.ledger import Origin, bytes_of
 from hpctrain.planning.watch import Watch
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train_step
@@ -100,6 +102,9 @@ OPERATIONS = {
     "send": "send",
 }
 """The name of hpctrain.mpi for an operation."""
+KEPT = "parameters_bytes", "gradients_bytes", "optimizer_state_bytes"
+ROW = 8 * 64
+"""Bytes of a step's own numbers, which no plan counts: those of its row of metrics, below 64, and the count of its labels."""
 CPU_MACHINE = """
 [machine]
 accelerator = false
@@ -186,8 +191,11 @@ def tables_of(tables: Mapping[str, Any], root: Path) -> dict[str, Any]:
     return job(job={"output_dir": str(root / "out"), "steps": 3}, **{**model, "batch": batch, **tables})
 
 
-def plan_of(tables: Mapping[str, Any], root: Path) -> dict[str, Any]:
-    """The plan that the command prints, on all ranks; rank 0 asks, in a process that is no rank."""
+def plan_of(tables: Mapping[str, Any], root: Path, group: Any) -> dict[str, Any]:
+    """The plan that the command prints, on all ranks; rank 0 asks, in a process that is no rank.
+
+    group: of gloo, whose ranks sleep while they wait.
+    """
     told = [None]
     if dist.get_rank() == 0:
         (root / "job.toml").write_text(tomli_w.dumps(tables))
@@ -199,9 +207,28 @@ def plan_of(tables: Mapping[str, Any], root: Path) -> dict[str, Any]:
         command = [sys.executable, "-m", "hpctrain", *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=alone)
         told = [json.loads(done.stdout) if done.returncode == 0 else done.stderr]
-    dist.broadcast_object_list(told, src=0)
+    dist.broadcast_object_list(told, src=0, group=group)
     assert isinstance(told[0], dict), told[0]
     return told[0]
+
+
+def sent_of(mine: Mapping[str, Any]) -> dict[str, int]:
+    """The bytes of each of OPERATIONS in a rank's plan."""
+    told = dict.fromkeys(OPERATIONS, 0)
+    for one in mine["exchanges"]:
+        told[one["operation"]] = told.get(one["operation"], 0) + one["nbytes"]
+    return {name: told[name] for name in OPERATIONS}
+
+
+def refuse_difference(mine: Mapping[str, Any], found: Mapping[str, int], sent: Mapping[str, int], peak: bool) -> None:
+    """Hold a rank's plan against what `measured` gave. peak: its memory, too, which a late group's copies would change."""
+    for name in KEPT:
+        assert mine[name] == found[name], name
+    if peak:
+        assert mine["peak_bytes"] == pytest.approx(found["peak_bytes"], rel=0.05)
+    assert sum(mine["flops"].values()) == found["flops"]
+    for name, told in sent_of(mine).items():
+        assert sent.get(OPERATIONS[name], 0) - told in range(ROW), name
 
 
 def measured(tables: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
@@ -211,16 +238,20 @@ def measured(tables: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]
     with watch, session_of(dict(tables)) as session:
         model = session.model
         model.is_tried = True
+        parameters = [*model.module.parameters(), *(piece.tensor for piece in model.pieces)]
         loader = session.feed.training_loader(session.progress)
         try:
             train_step(session, loader, StopRequest())
+            for one in parameters:
+                if one.grad is not None and one.grad.device.type == kind:  # MPI's memory, which no operator has made
+                    for tensor in local_tensors(one.grad):
+                        watch.device.see(tensor.untyped_storage(), Origin("", "gradient"))
             watch.begin()
             before = hpctrain.mpi.statistics().operations
             train_step(session, loader, StopRequest())
             after = hpctrain.mpi.statistics().operations
         finally:
             loader.close()
-        parameters = [*model.module.parameters(), *(piece.tensor for piece in model.pieces)]
         states = [one for state in model.optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
         sent = {name: one.bytes - (before[name].bytes if name in before else 0) for name, one in after.items()}
 
