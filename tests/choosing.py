@@ -25,7 +25,7 @@ ROOT = TESTS.parent
 TIMES = TESTS / "times.json"
 NOTED = 1.0
 """Seconds of a case that gets into times.json."""
-QUICK, BEARABLE = 1.5, 5.0
+QUICK, BEARABLE = 1.0, 5.0
 """Seconds of a case in the default tier; and of the quickest case of a test of which none is quick."""
 _DAY = 24 * 3600
 _UNKNOWN = 20.0
