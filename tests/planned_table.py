@@ -23,7 +23,7 @@ CPUs.
 
 Kept: parameters, gradients and optimizer state, equal to the byte. Peak: the most bytes of tensors that live at once.
 Sent: the inputs of all collectives and messages. A step also sums its count of labels and tells its figures, which a
-plan leaves out: up to 200 bytes.
+plan leaves out: up to 300 bytes.
 
 | job | ranks | kept, bytes | peak planned | peak of the step | ratio | sent planned | sent in the step |
 |---|---|---|---|---|---|---|---|
