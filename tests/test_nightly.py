@@ -1,4 +1,4 @@
-"""What takes too long for every run: `python -m pytest -m nightly`, about two hours on two cores.
+"""Tests that take too long for every run: `python -m pytest -m nightly`, about two hours on two cores.
 
 Everything under every MPI, random cases by the hundreds, and the newest torch.
 """

@@ -56,7 +56,7 @@ def measured(pytestconfig: pytest.Config) -> list[str]:
 
 @pytest.mark.always
 def test_each_once(each_once: list[str], measured: list[str]) -> None:
-    """One test for the three worlds: most of it needs an even number."""
+    """The three worlds in one test: most of it needs an even number."""
     for ranks in (3, 2, 4):
         under_mpiexec(sys.executable, "MPICH", ranks, *each_once, *measured, *FOLDERS)
 

@@ -376,7 +376,7 @@ def test_under_mpiexec_it_is_a_rank_and_n_must_fit(job: JobFile) -> None:
 
 
 def test_a_batch_on_one_rank_that_is_not_finite(job: JobFile) -> None:
-    """One sentence with exit code 4; left out on all ranks where the job says so."""
+    """A sentence and exit code 4; left out on all ranks where the job says so."""
     (job.directory / "poisoned.py").write_text(
         "import torch\n"
         "def model(): return torch.nn.Linear(3, 2)\n"

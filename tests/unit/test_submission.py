@@ -248,10 +248,10 @@ def test_wrong_values_for_pods(options: dict[str, Any], sentence: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_variables_of_containers_that_ranks_would_not_get(launch: Launch, kind: str) -> None:
-    extra = {"container": {"env": [{"name": "HF_HOME", "value": "/work/hf"}]}}
+    extra = {"container": {"env": [{"name": "HF_HOME", "value": "/scratch/hf"}]}}
     if kind == "Job":
         (pod,) = pods(manifests(launch, kind=kind, extra=extra))
-        assert pod["containers"][0]["env"][-1] == {"name": "HF_HOME", "value": "/work/hf"}
+        assert pod["containers"][0]["env"][-1] == {"name": "HF_HOME", "value": "/scratch/hf"}
     else:
         with pytest.raises(UsageError, match=rf"found env, but the ranks of a {kind} start over ssh.* \[environment\]"):
             manifests(launch, kind=kind, secrets=[], extra=extra)

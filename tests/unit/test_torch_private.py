@@ -200,7 +200,7 @@ def all_heirs_of_torch(trees: Collection[ast.AST]) -> dict[str, set[str]]:
 
 
 def private_names_of_torch(tree: ast.AST, own: set[str], heirs: Mapping[str, set[str]]) -> Iterator[str]:
-    """Those that a file uses.
+    """torch's private names that a file uses.
 
     own: the names that classes of other files give to what they have. heirs: what `all_heirs_of_torch` found.
     """
