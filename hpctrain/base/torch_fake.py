@@ -184,8 +184,8 @@ def foreach_of_fakes() -> Iterator[None]:
 
 @contextmanager
 def shapes_of_dtensors() -> Iterator[None]:
-    """Let DTensor find the shapes of its results where no mode sees it: it runs operators on fake tensors of the
-    whole shapes."""
+    """Let DTensor find the shapes of its results where no mode sees it: it runs operators on fake tensors of the whole
+    shapes."""
     if "torch.distributed.tensor" not in sys.modules:  # a slow import
         yield
         return

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -214,9 +215,9 @@ def plan_of(tables: Mapping[str, Any], root: Path, group: Any) -> dict[str, Any]
 
 def sent_of(mine: Mapping[str, Any]) -> dict[str, int]:
     """The bytes of each of OPERATIONS in a rank's plan."""
-    told = dict.fromkeys(OPERATIONS, 0)
+    told = Counter[str]()
     for one in mine["exchanges"]:
-        told[one["operation"]] = told.get(one["operation"], 0) + one["nbytes"]
+        told[one["operation"]] += one["nbytes"]
     return {name: told[name] for name in OPERATIONS}
 
 

@@ -154,7 +154,7 @@ def pods(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def restricted(pod: dict[str, Any]) -> list[str]:
-    """What the Pod Security Standard "restricted", and "baseline" below it, have against a pod."""
+    """Objections of the Pod Security Standard "restricted", and of "baseline" below it, to a pod."""
     own, volumes = pod.get("securityContext", {}), {key for one in pod["volumes"] for key in one.keys() - {"name"}}
     allowed = {
         "configMap",
