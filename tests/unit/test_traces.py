@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import TINY
 from hpctrain_plugins.profile import merging, recording
+from hpctrain_plugins.profile.communication import Communication
 from hpctrain_plugins.profile.hta_report import Report
 from hpctrain_plugins.profile.merging import write_merged
 from hpctrain_plugins.profile.operators import Operator, operators_in
@@ -22,6 +23,8 @@ from hpctrain_plugins.profile.options import TorchProfilerOptions
 from hpctrain_plugins.profile.recording import Ranges
 from hpctrain_plugins.profile.table import Figures
 from hpctrain_plugins.profile.traces import Events, stored_window
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -33,6 +36,13 @@ from hpctrain.plugins.life_cycle import LifeCycle
 from hpctrain.plugins.registry import build_registry
 
 BASE = 1_790_857_026_000_000_000
+
+
+SUM = {
+    "Collective name": "allreduce", "dtype": "BFloat16", "In msg nelems": 1000, "Out msg nelems": 1000, "Group size": 2,
+    "Process Group Name": "0", "Process Group Description": "default_pg",
+}  # fmt: skip
+"""What kineto says of the kernel of a sum over all ranks."""
 
 
 @pytest.fixture(autouse=True)
@@ -92,11 +102,12 @@ def accelerated(rank: int) -> list[dict[str, Any]]:
             number += 1
             at_cpu = begin + 5 + 40 * place
             of = {"External id": number, "correlation": number}
+            told = SUM if kernel.startswith("nccl") else {}
             events += [
                 span(operator, at_cpu, 30, "cpu_op", cpu, cpu, **{"External id": number}),
                 span("cudaLaunchKernel", at_cpu + 10, 10, "cuda_runtime", cpu, cpu, cbid=211, **of),
                 {"ph": "s", "id": number, "pid": cpu, "tid": cpu, "ts": at_cpu + 10, "cat": "ac2g", "name": "ac2g"},
-                span(kernel, begin + at, length, "kernel", gpu, stream, device=gpu, context=1, stream=stream, **of),
+                span(kernel, begin + at, length, "kernel", gpu, stream, device=gpu, context=1, stream=stream, **of, **told),
                 {"ph": "f", "id": number, "pid": gpu, "tid": stream, "ts": begin + at, "cat": "ac2g", "name": "ac2g", "bp": "e"},
             ]  # fmt: skip
     return events
@@ -137,6 +148,51 @@ def test_time_on_a_device_belongs_to_the_operator_that_launched() -> None:
     assert found["nccl:all_reduce"].self_device_us == 400 and found["memset"] == Operator("memset", self_device_us=7)
     assert found["cudaLaunchKernel"] == Operator("cudaLaunchKernel", 8, 80, 80)
     assert found["[memory]"].self_device_bytes == -16
+
+
+KERNELS = st.tuples(st.integers(0, 60), st.integers(0, 20), st.sampled_from([None, "dp", "tp", "default_pg", "batch"]))
+
+
+@given(st.lists(KERNELS, max_size=12))
+def test_exposed_communication_is_what_no_kernel_computes_beside(kernels: list[tuple[int, int, str | None]]) -> None:
+    """Counted microsecond by microsecond."""
+    events, computing, expected = [], set[int](), dict[str, list[set[int]]]()
+    for begin, length, group in kernels:
+        covered = set(range(begin, begin + length))
+        said = group if group in (None, "default_pg") else f"mesh_{group}"
+        told = {} if group is None else {**SUM, "Process Group Description": said}
+        events.append(span("kernel", begin, length, "kernel", **told))
+        if group is None:
+            computing |= covered
+        else:
+            expected.setdefault({"default_pg": "world", "batch": "other"}.get(group, group), []).append(covered)
+    seeing = Communication({"dp": (0, 2), "tp": (1, 2)}, size=4)
+    assert list(seeing.seeing(events)) == events
+    found = {one.name: (one.calls, one.us, one.exposed_us, one.bytes) for one in seeing.figures()}
+    assert found == {
+        f"{axis}.all_reduce": (
+            len(all_),
+            sum(map(len, all_)),
+            sum(len(one - computing) for one in all_),
+            2000 * len(all_),
+        )
+        for axis, all_ in expected.items()
+    }
+
+
+def test_kernels_that_communicate_and_say_nothing_compute_nothing() -> None:
+    """A receive counts what comes; torch has no group apart for an axis of all ranks."""
+    received = {**SUM, "Collective name": "recv", "In msg nelems": 0, "dtype": "Float"}
+    events = [
+        span("ncclDevKernel_SendRecv", 0, 9, "kernel"),
+        span("ncclDevKernel_SendRecv", 5, 9, "kernel", **received),
+    ]
+    seeing = Communication({"dp": (0, 1), "pp": (1, 2)}, size=2)
+    list(seeing.seeing(events))
+    assert [(one.name, one.us, one.exposed_us, one.bytes) for one in seeing.figures()] == [
+        ("other.unknown", 9, 9, 0),
+        ("pp.recv", 9, 9, 4000),
+    ]
 
 
 def test_a_merged_trace_is_on_the_clock_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,8 +238,10 @@ def test_a_merged_trace_that_cannot_be_written_is_a_sentence(target: str) -> Non
 def test_tables_of_time_and_memory() -> None:
     run = write_window(Path("run"), {0: accelerated(0), 1: accelerated(1)})
     lines = Figures(stored_window(run, None), []).lines(2)
-    assert lines[0] == "By time on the device, 2 ranks together" and len(lines) == 4
+    assert lines[0] == "By time on the device, 2 ranks together" and len(lines) == 8
     assert lines[2].split() == ["nccl:all_reduce", "4", "0.080", "16.7", "0.120", "0.800", "48.8"]
+    assert lines[5] == "Communication of the device, 2 ranks together"
+    assert lines[7].split() == ["dp.all_reduce", "4", "0.800", "0.440", "55.0", "0.008", "0.01"]
     with pytest.raises(UsageError, match="found the traces of ranks 0, 1, expected one of 7"):
         Figures(stored_window(run, None), [7])
 
@@ -266,6 +324,7 @@ def test_hta_is_asked_where_it_is_installed() -> None:
     report = Report(stored_window(write_window(Path("both"), both), None))
     assert not report.failed, report.failed
     assert [one["comp_comm_overlap_pctg"] for one in report.overlap] == [45.0, 45.0]
+    assert [one.exposed_us / one.us for one in Figures(report.window, []).communication[1]] == [1 - 0.45]
     assert [one["compute_time(us)"] for one in report.times] == [420.0, 420.0]
     assert {one["stream"] for one in report.idle} == {7, 20}
     assert [one["rank"] for one in report.path] == [0, 1] and "gpu_compute_bound" in report.path[0]

@@ -1,4 +1,4 @@
-"""The tables of operators that take most time and most memory."""
+"""The tables of operators that take most time and most memory, and of an accelerator's communication."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hpctrain.toolkit.commands import UsageError, escaped
+from hpctrain_plugins.profile.communication import Communication, Transfers, together
 from hpctrain_plugins.profile.operators import Operator, operators_in, summed
 from hpctrain_plugins.profile.traces import Events, StoredWindow, told
 
@@ -15,16 +16,19 @@ _WIDEST = 60
 
 
 class Figures:
-    """The operators of a window: of each chosen rank, and of all of them."""
+    """The operators of a window and its communication: of each chosen rank, and of all of them."""
 
     def __init__(self, window: StoredWindow, ranks: Sequence[int]) -> None:
         """ranks: those that count; none for all."""
         self.window = window
         self.of_ranks: dict[int, dict[str, Operator]] = {}
+        self.communication: dict[int, list[Transfers]] = {}
         for one in window.ranks:
             if not ranks or one.rank in ranks:
+                communication = Communication(one.place, window.size)
                 with told(one.trace):
-                    self.of_ranks[one.rank] = operators_in(Events(one.trace))
+                    self.of_ranks[one.rank] = operators_in(communication.seeing(Events(one.trace)))
+                    self.communication[one.rank] = communication.figures()
         if not window.ranks:
             missing = "".join(f"; rank {rank}: {why}" for rank, why in window.missing.items())
             raise UsageError(f"{window.directory}: found no trace, expected that of a rank at least{missing}")
@@ -43,20 +47,27 @@ class Figures:
             "first": self.window.first,
             "last": self.window.last,
             "operators": _rows(self.total.values()),
+            "communication": [asdict(one) for one in together(self.communication.values())],
             "ranks": [
-                {"rank": rank, "label": labels[rank], "operators": _rows(operators.values())}
+                {
+                    "rank": rank, "label": labels[rank], "operators": _rows(operators.values()),
+                    "communication": [asdict(one) for one in self.communication[rank]],
+                }
                 for rank, operators in self.of_ranks.items()
             ],
-        }
+        }  # fmt: skip
 
     def lines(self, most: int) -> list[str]:
-        """Two tables of the `most` operators: by time, and by memory if that was recorded."""
+        """Tables of the `most` operators: by time, and by memory if that was recorded; and of what accelerators communicated."""
         ranks = [*self.of_ranks]
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks together"
         on_device = any(one.self_device_us for one in self.total.values())
         lines = [f"By time{' on the device' if on_device else ''}, {who}", *self._by_time(most, on_device)]
         if any(one.self_cpu_bytes or one.self_device_bytes for one in self.total.values()):
             lines += ["", f"By memory, {who}", *self._by_memory(most)]
+        sent = together(self.communication.values())
+        if sent:
+            lines += ["", f"Communication of the device, {who}", *_communication(sent[:most])]
         return lines
 
     def _by_time(self, most: int, on_device: bool) -> list[str]:
@@ -85,6 +96,18 @@ class Figures:
             for one in ordered[:most]
         ]
         return aligned([["operator", "calls", "self CPU MiB", "self device MiB"], *rows])
+
+
+def _communication(sent: Sequence[Transfers]) -> list[str]:
+    head = ["axis.operation", "calls", "device ms", "exposed ms", "%", "MB", "GB/s"]
+    rows = [
+        [
+            one.name, str(one.calls), _ms(one.us), _ms(one.exposed_us), f"{100 * one.exposed_us / (one.us or 1.0):.1f}",
+            f"{one.bytes / 1e6:.3f}", f"{one.bytes / 1e3 / (one.us or 1.0):.2f}",
+        ]
+        for one in sent
+    ]  # fmt: skip
+    return aligned([head, *rows])
 
 
 def _rows(operators: Iterable[Operator]) -> list[dict[str, Any]]:
