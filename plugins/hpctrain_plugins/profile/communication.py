@@ -32,7 +32,7 @@ _OUR_NAMES = {
 _BYTES = {
     "Double": 8, "Long": 8, "ComplexFloat": 8, "ComplexDouble": 16, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2,
 }  # fmt: skip
-"""Of an element, by c10's names; all other types have one."""
+"""Bytes of an element, by c10's names; all other types have one."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Transfers:
     """This rank's input; a receive counts its output."""
     us: float = 0.0
     exposed_us: float = 0.0
-    """Without the time in which kernels that compute ran, too."""
+    """The time in which no kernel computed."""
 
     @property
     def name(self) -> str:
