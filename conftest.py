@@ -123,7 +123,7 @@ def _room(path: Path) -> str:
     return room_of_tests(path).removesuffix(".py")
 
 
-_TIERS = {"thorough", "always", "large", "nightly"}
+_TIERS = {"thorough", "always", "every_change", "large", "nightly"}
 """Markers of tests whose tier does not depend on their time."""
 
 
@@ -132,8 +132,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     times = read_times()
     by_time = [item for item in items if not {mark.name for mark in item.iter_markers()} & _TIERS]
     slow = slow_ones({item.nodeid: times.get(item.nodeid, 0.0) for item in by_time})
-    for item in by_time:
-        if item.nodeid in slow:
+    long = [
+        item for item in items if item.get_closest_marker("every_change") and not item.get_closest_marker("thorough")
+    ]
+    for item in [*by_time, *long]:
+        if item in long or item.nodeid in slow:
             item.add_marker("slow")
             item.add_marker("thorough")
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -1,4 +1,5 @@
-"""Chooses thorough tests for `.ci/run`: those of what changed first, then others in turn, as many as a time allows.
+"""Chooses thorough tests for `.ci/run`: those marked `every_change`, those of what changed, then others in turn, as many as a time
+allows.
 
     python tests/choosing.py SECONDS FILE
 
@@ -16,7 +17,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +26,7 @@ ROOT = TESTS.parent
 TIMES = TESTS / "times.json"
 NOTED = 1.0
 """Seconds of a case that gets into times.json."""
-QUICK, BEARABLE = 1.0, 5.0
+QUICK, BEARABLE = 1.0, 2.0
 """Seconds of a case in the default tier; and of the quickest case of a test of which none is quick."""
 _DAY = 24 * 3600
 _UNKNOWN = 20.0
@@ -108,15 +109,22 @@ def _packages() -> frozenset[str]:
 
 
 def choose(
-    tests: Iterable[str], times: dict[str, float], changed: set[str], seconds: float, seed: str
+    tests: Iterable[str],
+    times: dict[str, float],
+    changed: set[str],
+    seconds: float,
+    seed: str,
+    first: Collection[str] = (),
 ) -> list[tuple[str, str]]:
-    """Tests with the reasons for them, in the order of choice, that take `seconds` at most."""
+    """Tests with the reasons for them, in the order of choice, that take `seconds` at most. first: tests that come first."""
     touched = {room for path in changed if (room := room_of(path)) is not None}
     tests = sorted(tests)
     random.Random(seed).shuffle(tests)
 
     def why(test: str) -> tuple[int, str]:
         file = test.partition("::")[0]
+        if test in first:
+            return -1, "with every change"
         if file in changed or (file == _OF_RANKS and any("tests/ranks/" in path for path in changed)):
             return 0, "its file changed"
         rooms = rooms_of(file) & touched
@@ -166,15 +174,15 @@ def _git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-def _collected() -> list[str]:
-    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "thorough and not large and not nightly"]
+def _collected(which: str) -> list[str]:
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", f"{which} and not large and not nightly"]
     done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
     return [line for line in done.stdout.splitlines() if line.startswith(("tests/", "plugins/")) and "::" in line]
 
 
 def main(seconds: float, file: Path, tell: Callable[[str], None] = print) -> None:
-    times, tests, commit = read_times(), _collected(), _git("rev-parse", "HEAD").strip()
-    chosen = choose(tests, times, changed_files(), seconds, commit)
+    times, tests, commit = read_times(), _collected("thorough"), _git("rev-parse", "HEAD").strip()
+    chosen = choose(tests, times, changed_files(), seconds, commit, _collected("every_change and slow"))
     in_order = [test for test in tests if test in dict(chosen)]
     file.write_text("\n".join(in_order) + "\n")
     total = sum(_seconds(test, times) for test in in_order)

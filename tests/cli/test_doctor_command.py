@@ -69,7 +69,7 @@ def test_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 def test_two_ranks(tmp_path: Path) -> None:
     done = run(hpctrain("doctor", "-n", "2", "--json"), tmp_path)
     assert done.code == 0, done

@@ -48,7 +48,7 @@ def ask(job: JobFile, command: str, *words: str) -> Any:
     return done.out
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 @pytest.mark.parametrize(
     "layouts", [LAYOUTS[::5], pytest.param(LAYOUTS[1:5], marks=pytest.mark.thorough)], ids=["few", "the others"]
 )

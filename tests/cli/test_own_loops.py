@@ -58,7 +58,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 @pytest.mark.parametrize(
     ("stage", "ranks"),
     [

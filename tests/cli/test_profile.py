@@ -56,7 +56,7 @@ def refuse_disorder(merged: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 def test_a_window_is_traced_merged_and_put_into_tables(job: JobFile) -> None:
     done = trained(job, "profile.wait=1", "profile.record=2", "profile.memory=true", "profile.shapes=true")
     assert "steps 3 to 4: out/profile/step-00000003" in done.out, done

@@ -150,7 +150,7 @@ def lightness(color: str) -> float:
     return sum(channels) / len(channels)
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     plan = JobPlan.model_validate(planted_plan(*(number * GB for number in range(45, 51))))

@@ -96,7 +96,7 @@ def test_more_steps_continue_from_the_checkpoint(job: JobFile) -> None:
     assert nothing.code == 0 and len(job.losses()) == 8, nothing
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 def test_resume_never_and_from_a_path(job: JobFile) -> None:
     job.set(checkpoint={"every_steps": 2})
     assert run(hpctrain("run", "job.toml"), job.directory).code == 0
@@ -317,7 +317,7 @@ def hpctrain_job_start(identity, model):
 """
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 def test_without_mpi_the_ranks_talk_over_gloo(job: JobFile) -> None:
     """As on a machine without any MPI library: mpi4py finds none. Both tell for how long a rank waits for a slower one."""
     (job.directory / "slower.py").write_text(SLOWER)
@@ -364,7 +364,7 @@ def test_code_of_ones_own_finds_torchrun_s_variables(job: JobFile, hidden: dict[
         assert done.code == 0, done
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 def test_under_mpiexec_it_is_a_rank_and_n_must_fit(job: JobFile) -> None:
     import sys
 

@@ -11,7 +11,7 @@ from launching import run
 SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "checkpoint_kills.py"
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 @pytest.mark.parametrize(
     ("who", "ranks"),
     [

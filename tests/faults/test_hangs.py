@@ -24,7 +24,7 @@ THOROUGH = {
 """hangs.py runs all."""
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 @pytest.mark.parametrize(
     ("communicator", "planted"),
     [

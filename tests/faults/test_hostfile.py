@@ -61,7 +61,7 @@ def slowly(job: JobFile) -> JobFile:
     return job.sleeps(0.1).set(job={"steps": 1000}, plugins={"load": ["slow"]})
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 def test_hosts_train_as_one_process_does(job: JobFile, hosts: Path, tmp_path: Path) -> None:
     (tmp_path / "noting.py").write_text(NOTING)
     alone = run(hpctrain("run", "job.toml", "--set", "job.output_dir=alone"), tmp_path)

@@ -21,7 +21,7 @@ def killed(job: JobFile) -> JobFile:
     return job.set(job={"steps": 9}, checkpoint={"every_steps": 2}, plugins={"load": ["killer"]})
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 @pytest.mark.parametrize("communicator", ["mpi", pytest.param("gloo", marks=pytest.mark.thorough)])
 def test_killed_ranks_start_again(communicator: str, killed: JobFile, tmp_path: Path) -> None:
     whole = run(hpctrain("run", "job.toml", "--set", "job.output_dir=whole"), tmp_path, 90, environment(""))

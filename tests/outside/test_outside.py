@@ -64,7 +64,7 @@ def compare(job: JobFile, expected: list[tuple[float, float]], losses: float = 2
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=norms)
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 def test_it_imports_what_is_public_only_and_is_listed(python: str, tmp_path: Path) -> None:
     sources = sorted((PACKAGE / "acme_hpctrain").glob("*.py"))
     imported = {

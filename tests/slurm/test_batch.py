@@ -62,7 +62,7 @@ def submitted(cluster: Cluster, job: JobFile) -> Iterator[str]:
     cluster.empty()
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 def test_the_batch_script_goes_on_after_its_signal(
     cluster: Cluster, job: JobFile, straight: list[str], submitted: str
 ) -> None:

@@ -23,7 +23,7 @@ def logs(job: JobFile) -> list[str]:
     return [path.read_text() for path in sorted((job.output / "log").iterdir())]
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 @pytest.mark.parametrize(
     ("mpi", "source"), [(["--mpi=pmi2"], "mpi"), pytest.param([], "slurm", marks=pytest.mark.thorough)]
 )

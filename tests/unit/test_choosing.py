@@ -22,6 +22,8 @@ def test_what_changed_comes_first_and_the_time_is_kept() -> None:
     chosen = choose(TESTS, TIMES, {"hpctrain/starting/scheduler/record.py"}, 75.0, "a commit")
     assert [reason for _, reason in chosen] == ["of scheduler"] * 6 + ["its turn"]
     assert {test for test, reason in chosen if reason == "of scheduler"} == set(TESTS[:6])
+    first = choose(TESTS, TIMES, {"hpctrain/starting/scheduler/record.py"}, 75.0, "a commit", TESTS[6:8])
+    assert [reason for _, reason in first] == ["with every change"] * 2 + ["of scheduler"] * 5
     own = choose(TESTS, TIMES, {"tests/unit/test_hosts.py"}, 60.0, "a commit")
     assert {test for test, _ in own} == set(TESTS[6:]) and {reason for _, reason in own} == {"its file changed"}
 
@@ -36,12 +38,12 @@ def test_the_rest_takes_turns_with_the_commit() -> None:
 def test_the_default_tier_keeps_quick_cases_and_the_quickest_of_a_slow_test() -> None:
     seconds = {
         "a[1]": 0.2,
-        "a[2]": 2.0,
-        "b[1]": 4.0,
-        "b[2]": 3.0,
+        "a[2]": 1.0,
+        "b[1]": 1.8,
+        "b[2]": 1.5,
         "b[3]": 30.0,
-        "c": 4.9,
-        "d": 5.0,
+        "c": 1.9,
+        "d": 2.0,
         "e[x]": 9.0,
         "e[y]": 6.0,
     }

@@ -132,6 +132,18 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
+Nodes = list[ast.AST]
+"""All nodes of a file or a class: walked through once, and looked at several times."""
+
+
+def nodes_of(code: str | ast.AST) -> Nodes:
+    return list(ast.walk(ast.parse(code) if isinstance(code, str) else code))
+
+
+def is_name(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
 def names_of_torch(node: ast.AST) -> Iterator[str]:
     """The private names that an import takes from torch."""
     if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
@@ -147,36 +159,36 @@ def attributes(node: ast.AST) -> Iterator[tuple[str, str]]:
     """Private attributes, and what they are of."""
     if isinstance(node, ast.Attribute) and is_private(node.attr):
         yield ast.unparse(node.value), node.attr
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+    if isinstance(node, ast.Call) and is_name(node.func, "getattr", "hasattr", "setattr", "delattr"):
         name = node.args[1]
         if isinstance(name, ast.Constant) and isinstance(name.value, str) and is_private(name.value):
             yield ast.unparse(node.args[0]), name.value
 
 
-def defined(tree: ast.AST) -> set[str]:
+def defined(nodes: Nodes) -> set[str]:
     """Private names that a file gives to something of its own."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_name(node.value, "self"):
             names.add(node.attr)
     return {name for name in names if is_private(name)}
 
 
-def heirs_of_torch(tree: ast.AST, heirs: Mapping[str, set[str]]) -> Iterator[tuple[ast.ClassDef, set[str]]]:
+def heirs_of_torch(nodes: Nodes, heirs: Mapping[str, set[str]]) -> Iterator[tuple[ast.ClassDef, set[str]]]:
     """The classes that have bases of torch's, of torch_private and torch_groups, or of `heirs`, with their private names."""
     known: dict[str, Any] = {"torch": torch}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             module = getattr(node, "module", None)
             for alias in node.names:
                 name = f"{module}.{alias.name}" if module else alias.name
                 if name.partition(".")[0] == "torch" or module in (torch_private.__name__, torch_groups.__name__):
                     known[alias.asname or alias.name] = pkgutil.resolve_name(name)
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ClassDef):
             names: set[str] = set()
             for base in node.bases:
@@ -189,42 +201,43 @@ def heirs_of_torch(tree: ast.AST, heirs: Mapping[str, set[str]]) -> Iterator[tup
                 yield node, names
 
 
-def all_heirs_of_torch(trees: Collection[ast.AST]) -> dict[str, set[str]]:
+def all_heirs_of_torch(files: Collection[Nodes]) -> dict[str, set[str]]:
     """The classes of all files, by name, that have the private names of a base of torch's, however far away."""
     heirs: dict[str, set[str]] = {}
     while True:
-        found = {kind.name: names for tree in trees for kind, names in heirs_of_torch(tree, heirs)}
+        found = {kind.name: names for nodes in files for kind, names in heirs_of_torch(nodes, heirs)}
         if found == heirs:
             return heirs
         heirs = found
 
 
-def private_names_of_torch(tree: ast.AST, own: set[str], heirs: Mapping[str, set[str]]) -> Iterator[str]:
+def private_names_of_torch(nodes: Nodes, own: set[str], heirs: Mapping[str, set[str]]) -> Iterator[str]:
     """torch's private names that a file uses.
 
     own: the names that classes of other files give to what they have. heirs: what `all_heirs_of_torch` found.
     """
-    here = defined(tree)
-    for node in ast.walk(tree):
+    here = defined(nodes)
+    for node in nodes:
         yield from names_of_torch(node)
         for value, name in attributes(node):
             # what a class has from a base in another file is known by `self` only
             ours = name in (own | here if value in ("self", "cls") else here) or name in NAMED_TUPLES
             if (not ours or value == "torch") and f"{value}.{name}" not in OTHERS and name != "_tp_plan":
                 yield f"{node.lineno}: {value}.{name}"  # type: ignore[attr-defined]
-    for kind, inherited in heirs_of_torch(tree, heirs):
-        used = {name for node in ast.walk(kind) for value, name in attributes(node) if value in ("self", "cls")}
-        yield from (f"{kind.lineno}: {kind.name}.{name}" for name in (used | defined(kind)) & inherited)
+    for kind, inherited in heirs_of_torch(nodes, heirs):
+        inner = nodes_of(kind)
+        used = {name for node in inner for value, name in attributes(node) if value in ("self", "cls")}
+        yield from (f"{kind.lineno}: {kind.name}.{name}" for name in (used | defined(inner)) & inherited)
 
 
 @pytest.mark.always
 def test_no_other_file_uses_a_private_name_of_torch() -> None:
-    trees = {file: ast.parse(file.read_text()) for file in sources() if file not in HOMES}
-    assert len(trees) > 200
-    own = set.union(*map(defined, trees.values()))
-    heirs = all_heirs_of_torch(trees.values())
+    files = {file: nodes_of(file.read_text()) for file in sources() if file not in HOMES}
+    assert len(files) > 200
+    own = set.union(*map(defined, files.values()))
+    heirs = all_heirs_of_torch(files.values())
     assert {"MPIProcessGroup", "MessageWork", "TimedStage", "GuardedStore"} <= set(heirs)
-    found = [f"{file}:{name}" for file, tree in trees.items() for name in private_names_of_torch(tree, own, heirs)]
+    found = [f"{file}:{name}" for file, nodes in files.items() for name in private_names_of_torch(nodes, own, heirs)]
     assert not found, "import it from hpctrain.base.torch_private, plugins from hpctrain.api:\n" + "\n".join(found)
 
 
@@ -240,18 +253,18 @@ def test_no_other_file_uses_a_private_name_of_torch() -> None:
     ],
 )  # fmt: skip
 def test_what_counts_as_a_private_name(code: str) -> None:
-    assert list(private_names_of_torch(ast.parse(code), {"_modules"}, {"GroupBase": {"_get_backend"}}))
+    assert list(private_names_of_torch(nodes_of(code), {"_modules"}, {"GroupBase": {"_get_backend"}}))
 
 
 def test_torch_has_every_private_name() -> None:
-    tree = ast.Module([one for home in HOMES for one in ast.parse(home.read_text()).body], [])
-    imported = {name for node in ast.walk(tree) for name in names_of_torch(node)}
+    nodes = [node for home in HOMES for node in nodes_of(home.read_text())]
+    imported = {name for node in nodes for name in names_of_torch(node)}
     assert len(imported) >= 7
     for name in imported:
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
-    used = {name for node in ast.walk(tree) for _, name in attributes(node)}
-    used |= defined(ast.parse(HOMES[1].read_text()))  # what it overrides
+    used = {name for node in nodes for _, name in attributes(node)}
+    used |= defined(nodes_of(HOMES[1].read_text()))  # what it overrides
     used |= {name.rpartition(".")[2] for name in imported}
     assert {name for name in used if is_private(name)} - {"_C"} == set(OWNERS)
     for name, owner in OWNERS.items():

@@ -29,7 +29,7 @@ def losses(output: str) -> list[float]:
     return [row["loss"] for row in rows if "grad_norm" in row]
 
 
-@pytest.mark.always
+@pytest.mark.every_change
 def test_the_example_is_submitted_and_has_the_losses_of_one_machine(cluster: ray_nodes.Nodes) -> None:
     settings = ("--set", "communicator.name=gloo", "--set")
     command(cluster, *hpctrain("submit", "--to", "ray", str(EXAMPLES / "train.toml"), *settings, "job.output_dir=ray"))
