@@ -16,8 +16,10 @@ namespace simulated {
 namespace {
 
 constexpr size_t UNIT = 512; // bytes: each block begins at a multiple of it
+constexpr size_t PAGE = 4096;
 std::mutex opening;
-int open_for = 0; // threads that may use the memory now
+int open_for = 0; // who may use memory now
+std::vector<std::pair<char*, size_t>> opened; // what may be used now
 
 char* arena() {
   static char* const start = [] {
@@ -28,8 +30,8 @@ char* arena() {
   return start;
 }
 
-void protect(int how) {
-  TORCH_CHECK(mprotect(arena(), DEVICES * MEMORY, how) == 0, "mprotect failed");
+void protect(std::pair<char*, size_t> pages, int how) {
+  TORCH_CHECK(mprotect(pages.first, pages.second, how) == 0, "mprotect failed");
 }
 
 // First fit over a map of free blocks: blocks that touch become one.
@@ -88,7 +90,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
       stats[device].reserved_bytes[0].increase(rounded);
       asked[start] = bytes;
     }
-    Access access;
+    Access access({{start, rounded}});
     std::memset(start, 0xFF, rounded); // NaN, for who reads before anybody has written
     return {start, start, &release, place};
   }
@@ -105,7 +107,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   }
 
   void copy_data(void* target, const void* source, size_t bytes) const override {
-    Access access;
+    Access access({{target, bytes}, {source, bytes}});
     std::memcpy(target, source, bytes);
   }
 
@@ -198,18 +200,35 @@ const bool registered = [] {
 
 } // namespace
 
-Access::Access() {
+Access::Access(std::initializer_list<Part> parts) {
   std::lock_guard<std::mutex> hold(opening);
-  if (open_for++ == 0) {
-    protect(PROT_READ | PROT_WRITE);
+  ++open_for;
+  for (const auto& part : parts) {
+    const auto offset = static_cast<const char*>(part.start) - arena();
+    if (part.bytes == 0 || offset < 0 || size_t(offset) >= DEVICES * MEMORY) {
+      continue; // the host's
+    }
+    const size_t first = offset / PAGE * PAGE, end = (offset + part.bytes + PAGE - 1) / PAGE * PAGE;
+    opened.emplace_back(arena() + first, end - first);
+    protect(opened.back(), PROT_READ | PROT_WRITE);
   }
 }
 
 Access::~Access() {
   std::lock_guard<std::mutex> hold(opening);
   if (--open_for == 0) {
-    protect(PROT_NONE);
+    for (const auto& pages : opened) {
+      protect(pages, PROT_NONE);
+    }
+    opened.clear();
   }
+}
+
+Part memory_of(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) {
+    return {nullptr, 0};
+  }
+  return {tensor.storage().data(), tensor.storage().nbytes()};
 }
 
 c10::Allocator* allocator() { return &device_memory(); }

@@ -114,7 +114,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   if (source.is_cpu() || target.is_cpu()) {
     finish(stream);
   }
-  Access access;
+  Access access({memory_of(shaped), memory_of(target)});
   const auto from = shaped.is_cpu() ? shaped : on_host(shaped);
   (target.is_cpu() ? target : on_host(target)).copy_(from);
   return target;
@@ -128,7 +128,7 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
 at::Scalar local_scalar(const Tensor& self) {
   const auto stream = current_stream(self.device().index());
   finish(stream);
-  Access access;
+  Access access({memory_of(self)});
   return on_host(self).item();
 }
 

@@ -16,9 +16,17 @@ constexpr size_t MEMORY = size_t(4) << 30; // bytes of each device
 
 // memory.cpp
 
-// Opens the devices' memory to this process as long as it lives; outside, each access ends the process.
+struct Part {
+  const void* start;
+  size_t bytes;
+};
+
+Part memory_of(const at::Tensor& tensor); // all of its storage
+
+// Opens these parts of the devices' memory, and leaves the host's alone. They are closed when nobody has access to any:
+// then each use of them ends the process.
 struct Access {
-  Access();
+  explicit Access(std::initializer_list<Part> parts);
   ~Access();
   Access(const Access&) = delete;
   Access& operator=(const Access&) = delete;

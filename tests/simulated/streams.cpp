@@ -23,7 +23,7 @@ struct Copy {
   void run() {
     if (!done) {
       done = true;
-      Access access;
+      Access access({memory_of(target), memory_of(source)});
       target.copy_(source);
     }
   }
@@ -199,7 +199,7 @@ void upload_later(const c10::Stream& stream, const at::Tensor& target, const at:
   }
   auto made = std::make_shared<Copy>(Copy{true, on_host(target), source, target});
   {
-    Access access;
+    Access access({memory_of(made->target)});
     spoil(made->target);
   }
   std::lock_guard<std::mutex> hold(lock);
@@ -207,7 +207,7 @@ void upload_later(const c10::Stream& stream, const at::Tensor& target, const at:
 }
 
 void download_later(const c10::Stream& stream, const at::Tensor& target, const at::Tensor& source) {
-  Access access;
+  Access access({memory_of(source)});
   auto made = std::make_shared<Copy>(Copy{false, target, on_host(source).clone(), source});
   spoil(target);
   std::lock_guard<std::mutex> hold(lock);

@@ -1,0 +1,53 @@
+"""The simulated accelerator keeps its memory from the host: tests on it rely on that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BEGIN = """
+import ctypes, simulated, torch
+simulated.register()
+one, other = torch.ones(3000, device="sim"), torch.zeros(3, device="sim")
+print((one + 1).sum().item(), flush=True)
+"""
+
+
+def ended(code: str) -> tuple[int, str]:
+    """Exit code and output of a process on the device; the first of a torch compiles it."""
+    words = [sys.executable, "-c", BEGIN + code]
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=variables, check=False)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "read",
+    [
+        "ctypes.string_at(one.data_ptr(), 4)",
+        "ctypes.string_at(other.data_ptr(), 4)",
+        "ctypes.memset(one.data_ptr(), 0, 4)",
+        "place = one.data_ptr(); del one; ctypes.string_at(place, 4)",
+    ],
+)
+def test_a_host_that_reads_its_memory_ends(read: str) -> None:
+    assert ended(read) == (-signal.SIGSEGV, "6000.0\n")
+
+
+@pytest.mark.thorough
+def test_what_nobody_has_written_is_nan() -> None:
+    pinned = "torch.ones(3).pin_memory()"
+    code = f"""
+print(torch.empty(2, device="sim").tolist())
+late = torch.empty(3, pin_memory=True).copy_(one[:3], non_blocking=True)
+print(late.tolist())
+torch.accelerator.synchronize()
+print(late.tolist(), {pinned}.to("sim", non_blocking=True).tolist())
+"""
+    assert ended(code) == (0, "6000.0\n[nan, nan]\n[nan, nan, nan]\n[1.0, 1.0, 1.0] [1.0, 1.0, 1.0]\n")
