@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         import simulated
 
         simulated.register()
-        LIMIT *= 10  # each operator copies its tensors to the CPU
+        LIMIT *= 3  # each operator copies its tensors to the CPU
     _STDERR = os.fdopen(
         os.dup(2), "w"
     )  # nothing is captured here; in a test, file descriptor 2 leads into pytest's file

@@ -78,7 +78,7 @@ OF_TRAINING = [file for file in FILES if not Path(file).name.startswith("test_mp
 DEFAULT_AND_SLOW = "(slow or not thorough) and not large and not nightly"
 LATE = 8
 SIMULATED = 6
-"""The number of parts of these tests by a late group, and on the simulated accelerator, which takes several times as long."""
+"""The number of parts of these tests by a late group, and on the simulated accelerator."""
 
 
 @pytest.mark.thorough
@@ -90,14 +90,13 @@ def test_results_that_come_late(each_once: list[str], part: int) -> None:
         under_mpiexec(sys.executable, "MPICH", ranks, *words, may_be_none=ranks != 3)
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(10_000)
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", range(SIMULATED))
 def test_on_a_simulated_accelerator(each_once: list[str], part: int) -> None:
     """Each test of the trainer once on a device whose memory the host can't read, and whose results come late."""
     words = ["--late", "--device", "sim", *each_once, "-m", DEFAULT_AND_SLOW, *OF_TRAINING[part::SIMULATED]]
     for ranks in (3, 2, 4):
-        under_mpiexec(sys.executable, "MPICH", ranks, *words, timeout=3600, may_be_none=ranks != 3)
+        under_mpiexec(sys.executable, "MPICH", ranks, *words, may_be_none=ranks != 3)
 
 
 @pytest.mark.nightly
