@@ -80,7 +80,12 @@ def _ranks(_: click.Context, __: click.Parameter, text: str | None) -> list[int]
     help="These ranks, such as 0,3, or all (default: all; with --now those of the job's [profile]).",
 )  # fmt: skip
 @click.option("--top", default=10, show_default=True, type=click.IntRange(min=1), help="Rows of a table.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object with every operator and all communication of each rank, and of all.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="One JSON object: every operator and all communication of each rank, and of all.",
+)
 @_of_request
 def show(
     run: Path, window: str | None, ranks: list[int] | None, top: int, as_json: bool, now: bool, timeout: float, wait: float,
