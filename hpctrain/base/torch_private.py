@@ -53,14 +53,34 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-def clear_sharding_cache() -> None:
-    """Clear DTensor's cache, which remembers groups by name: the next job of this process reuses the names."""
+class _Called(torch.autograd.Function):
+    """Calls a function where gradients are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, call: Callable[[], object]) -> Tensor:
+        ctx.call = call
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return gradient, None
+
+
+def clear_sharding_cache(device: torch.device) -> None:
+    """Clear DTensor's cache, which remembers groups by name: the next job of this process reuses the names.
+
+    device: of this rank. Each thread has a cache of its own, and torch computes gradients of an accelerator on another thread.
+    """
     asked = getattr(torch._C, "_get_DTensor_sharding_propagator_cache_stats", None)
     if asked is not None and not any(asked()):
         return  # no DTensor was used; the rest needs a slow import
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+    if device.type != "cpu":
+        one = torch.ones((), device=device, requires_grad=True)
+        _Called.apply(one, _clear_sharding_prop_cache).backward()  # type: ignore[no-untyped-call]
 
 
 def strided_parts(placement: Placement, dim: int) -> int | None:

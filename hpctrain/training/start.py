@@ -125,7 +125,6 @@ def on_rank(identity: Identity, channel: RankChannel) -> Iterator[World]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-            clear_sharding_cache()
         allow_objects()
         world.close()
 
@@ -190,6 +189,8 @@ def communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJo
             try:
                 yield checked, device, hooks, binding
             finally:
+                with suppress(RuntimeError):  # of a device that has failed, which is told
+                    clear_sharding_cache(device)
                 if checked.job.compile.enabled:
                     torch.compiler.reset()  # else the compiler would treat this job's and the next job's shapes as one model's
     except Exception as error:

@@ -242,6 +242,23 @@ def test_four_dimensions(root, record, case) -> None:
     run(root, record, case)
 
 
+@pytest.mark.thorough
+@pytest.mark.ranks(4)
+@pytest.mark.shown_on(4)
+def test_the_next_job_of_a_process_has_groups_of_its_own(root) -> None:
+    """Both have an axis tp of the same ranks. DTensor remembers groups on each thread; gradients on accelerators have their own."""
+
+    def losses(name: str, **tables: Any) -> list[float]:
+        tables = job(job={"output_dir": str(root / name), "steps": 4}, **tables)
+        return [row["loss"] for row in train_here(tables).rows]
+
+    first, other = {"tensor": SEQUENCE}, {"tensor": SEQUENCE, "pipeline": 2}
+    batch = {"micro_size": 3}
+    alone = losses("first", parallelism=first, batch=batch)
+    assert losses("pipeline", parallelism=other, batch=batch) == pytest.approx(alone, rel=1e-5)
+    assert losses("again", parallelism=first, batch=batch) == alone
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("parallelism", [{"tensor": 2}, {"context": 2}, {"pipeline": 2}], ids=str)
 @pytest.mark.shown_on(2)

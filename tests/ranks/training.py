@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from hpctrain.base.torch_private import clear_sharding_cache
 from hpctrain.checking.check import check
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.raw import RawJob
@@ -104,7 +104,7 @@ def session_of(tables: dict[str, Any], plugin: object = None, identity: Identity
         dist.barrier()
         for group in set(dist.distributed_c10d._world.pg_map) - before:
             dist.destroy_process_group(group)
-        _clear_sharding_prop_cache()  # DTensor remembers the groups by name
+        clear_sharding_cache(own_device())
 
 
 def train_here(tables: dict[str, Any], at_step: Callable[[], None] | None = None) -> Rows:
