@@ -29,6 +29,8 @@ NOTED = 1.0
 QUICK, BEARABLE = 1.0, 2.0
 """Seconds of a case in the default tier; and of the quickest case of a test of which none is quick."""
 _DAY = 24 * 3600
+_FIRST = "with every change"
+"""The reason for tests marked `every_change`."""
 _UNKNOWN = 20.0
 """Seconds of a test that has no time yet."""
 _COMMANDS = {
@@ -124,7 +126,7 @@ def choose(
     def why(test: str) -> tuple[int, str]:
         file = test.partition("::")[0]
         if test in first:
-            return -1, "with every change"
+            return -1, _FIRST
         if file in changed or (file == _OF_RANKS and any("tests/ranks/" in path for path in changed)):
             return 0, "its file changed"
         rooms = rooms_of(file) & touched
@@ -183,7 +185,8 @@ def _collected(which: str) -> list[str]:
 def main(seconds: float, file: Path, tell: Callable[[str], None] = print) -> None:
     times, tests, commit = read_times(), _collected("thorough"), _git("rev-parse", "HEAD").strip()
     chosen = choose(tests, times, changed_files(), seconds, commit, _collected("every_change and slow"))
-    in_order = [test for test in tests if test in dict(chosen)]
+    first = [test for test, reason in chosen if reason == _FIRST]  # which no lack of time leaves out
+    in_order = [*first, *(test for test in tests if test in dict(chosen) and test not in first)]
     file.write_text("\n".join(in_order) + "\n")
     total = sum(_seconds(test, times) for test in in_order)
     tell(f"{len(in_order)} of {len(tests)} thorough tests, about {total:.0f} s of {seconds:.0f} s:")

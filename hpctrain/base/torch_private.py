@@ -79,8 +79,9 @@ def clear_sharding_cache(device: torch.device) -> None:
 
     _clear_sharding_prop_cache()
     if device.type != "cpu":
-        one = torch.ones((), device=device, requires_grad=True)
-        _Called.apply(one, _clear_sharding_prop_cache).backward()  # type: ignore[no-untyped-call]
+        with torch.inference_mode(False), torch.enable_grad():
+            one = torch.ones((), device=device, requires_grad=True)
+            _Called.apply(one, _clear_sharding_prop_cache).backward()  # type: ignore[no-untyped-call]
 
 
 def strided_parts(placement: Placement, dim: int) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpctrain.contracts.pieces import Piece
@@ -48,6 +49,10 @@ class LiveModel(Protocol):
     @property
     def place(self) -> Mapping[str, tuple[int, int]]:
         """This rank's place on each axis of the mesh, from 0, and the size of the axis; outermost first."""
+
+    @property
+    def groups(self) -> Mapping[str, dist.ProcessGroup]:
+        """The groups of several ranks by the names of their axes, in the same order on all ranks."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

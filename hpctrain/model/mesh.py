@@ -195,7 +195,8 @@ def _own_group(model: DeviceMesh, ranks: DeviceMesh, axis: str, own: str) -> dis
     for line in model.mesh.movedim(names.index(axis), -1).reshape(-1, model.size(names.index(axis))).tolist():
         for place in range(size):
             members = [rank for rank in line if place_of[rank] == place]
-            group = dist.new_group(members) if members else None  # every rank of the world calls it for all groups
+            # every rank of the world calls it for all groups
+            group = dist.new_group(members, group_desc=f"{axis} beside {own}") if members else None
             if dist.get_rank() in members:
                 mine = group
     assert isinstance(mine, dist.ProcessGroup)

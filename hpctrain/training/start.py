@@ -188,9 +188,14 @@ def communicating(world: World, checked: CheckedJob) -> Iterator[tuple[CheckedJo
                 _say(identity, "compile", "with the kernels that an earlier start has made")
             try:
                 yield checked, device, hooks, binding
+            except BaseException:
+                if identity.size == 1:  # several ranks end now
+                    with suppress(RuntimeError):  # of a device that has failed, which is told
+                        clear_sharding_cache(device)
+                raise
+            else:
+                clear_sharding_cache(device)
             finally:
-                with suppress(RuntimeError):  # of a device that has failed, which is told
-                    clear_sharding_cache(device)
                 if checked.job.compile.enabled:
                     torch.compiler.reset()  # else the compiler would treat this job's and the next job's shapes as one model's
     except Exception as error:

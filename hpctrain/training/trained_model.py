@@ -217,6 +217,11 @@ class TrainedModel:
         ranks = self.meshes.ranks
         return {axis: (ranks[axis].get_local_rank(), ranks[axis].size()) for axis in ranks.mesh_dim_names or ()}
 
+    @property
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """The groups of several ranks by the names of their axes, in the same order on all ranks."""
+        return self.meshes.groups()
+
     def consolidate(self) -> None:
         """Copy the buffers that forwards changed (BatchNorm's means) from the first data-parallel rank to the others, so that
         all ranks evaluate and save one model. Collective."""

@@ -242,7 +242,6 @@ def test_four_dimensions(root, record, case) -> None:
     run(root, record, case)
 
 
-@pytest.mark.thorough
 @pytest.mark.ranks(4)
 @pytest.mark.shown_on(4)
 def test_the_next_job_of_a_process_has_groups_of_its_own(root) -> None:

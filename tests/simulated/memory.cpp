@@ -7,6 +7,8 @@
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
 
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -19,7 +21,7 @@ constexpr size_t UNIT = 512; // bytes: each block begins at a multiple of it
 constexpr size_t PAGE = 4096;
 std::mutex opening;
 int open_for = 0; // who may use memory now
-std::vector<std::pair<char*, size_t>> opened; // what may be used now
+auto& opened = *new std::vector<std::pair<char*, size_t>>; // what may be used now; threads may outlive the program
 
 char* arena() {
   static char* const start = [] {
@@ -31,7 +33,10 @@ char* arena() {
 }
 
 void protect(std::pair<char*, size_t> pages, int how) {
-  TORCH_CHECK(mprotect(pages.first, pages.second, how) == 0, "mprotect failed");
+  if (mprotect(pages.first, pages.second, how) != 0) {
+    std::perror("the simulated devices' memory");
+    std::abort();
+  }
 }
 
 // First fit over a map of free blocks: blocks that touch become one.

@@ -73,7 +73,17 @@ def write_window(run: Path, of_ranks: Mapping[int, list[dict[str, Any]]], offset
             {"rank": rank, "node": "n2", "place": {"pp": [0, 1], "dp": [rank, 2], "tp": [0, 2]}, "offset_ns": offset_ns * rank,
              "error_ns": 5000, "files": [[file.name, 1]]}
         )  # fmt: skip
-    index = {"format": 1, "first": 3, "last": 4, "cut": False, "size": 2, "ranks": ranks, "missing": {}}
+    groups = {"default_pg": "dp", "mesh_tp": "tp"}
+    index = {
+        "format": 1,
+        "first": 3,
+        "last": 4,
+        "cut": False,
+        "size": 2,
+        "ranks": ranks,
+        "missing": {},
+        "groups": groups,
+    }
     (window / "window.json").write_text(json.dumps(index))
     return run
 
@@ -166,7 +176,7 @@ def test_exposed_communication_is_what_no_kernel_computes_beside(kernels: list[t
             computing |= covered
         else:
             expected.setdefault({"default_pg": "world", "batch": "other"}.get(group, group), []).append(covered)
-    seeing = Communication({"dp": (0, 2), "tp": (1, 2)}, size=4)
+    seeing = Communication({"mesh_dp": "dp", "mesh_tp": "tp"})
     assert list(seeing.seeing(events)) == events
     found = {one.name: (one.calls, one.us, one.exposed_us, one.bytes) for one in seeing.figures()}
     assert found == {
@@ -181,14 +191,14 @@ def test_exposed_communication_is_what_no_kernel_computes_beside(kernels: list[t
 
 
 def test_kernels_that_communicate_and_say_nothing_compute_nothing() -> None:
-    """A receive counts what comes; torch has no group apart for an axis of all ranks."""
+    """A receive counts what comes; torch has no group apart for an axis of all ranks. A time below zero is none."""
     received = {**SUM, "Collective name": "recv", "In msg nelems": 0, "dtype": "Float"}
     events = [
         span("ncclDevKernel_SendRecv", 0, 9, "kernel"),
         span("ncclDevKernel_SendRecv", 5, 9, "kernel", **received),
     ]
-    seeing = Communication({"dp": (0, 1), "pp": (1, 2)}, size=2)
-    list(seeing.seeing(events))
+    seeing = Communication({"default_pg": "pp"})
+    list(seeing.seeing([*events, span("gemm", 8, -5, "kernel")]))
     assert [(one.name, one.us, one.exposed_us, one.bytes) for one in seeing.figures()] == [
         ("other.unknown", 9, 9, 0),
         ("pp.recv", 9, 9, 4000),
@@ -241,7 +251,7 @@ def test_tables_of_time_and_memory() -> None:
     assert lines[0] == "By time on the device, 2 ranks together" and len(lines) == 8
     assert lines[2].split() == ["nccl:all_reduce", "4", "0.080", "16.7", "0.120", "0.800", "48.8"]
     assert lines[5] == "Communication of the device, 2 ranks together"
-    assert lines[7].split() == ["dp.all_reduce", "4", "0.800", "0.440", "55.0", "0.008", "0.01"]
+    assert lines[7].split() == ["dp.all_reduce", "4", "0.800", "0.360", "0.440", "55.0", "0.008", "0.01"]
     with pytest.raises(UsageError, match="found the traces of ranks 0, 1, expected one of 7"):
         Figures(stored_window(run, None), [7])
 
@@ -255,6 +265,16 @@ def test_tables_of_time_and_memory() -> None:
         ('{"traceEvents":[7]}', "found 7 among its events"),
         ('{"traceEvents":[{"ph":"X","ts":"now"}]}', "among its events"),
         ('{"traceEvents":[{"ph":"i","name":"[memory]","ts":1}]}', "expected a trace"),
+        ('{"traceEvents":[{"ph":"X","ts":1e999}]}', "among its events"),
+        ('{"traceEvents":[{"ph":"X","cat":"kernel","name":"k","args":{"Collective name":["x"]}}]}', "expected a trace"),
+        (
+            '{"traceEvents":[{"ph":"X","cat":"kernel","name":"k","args":{"Collective name":"send","In msg nelems":"x"}}]}',
+            "expected a trace",
+        ),
+        (
+            '{"traceEvents":[{"ph":"X","cat":"kernel","name":"k","args":{"Collective name":"send","In msg nelems":1e30}}]}',
+            "expected a trace",
+        ),
     ],
 )
 def test_a_damaged_trace_is_a_sentence(text: str, says: str) -> None:

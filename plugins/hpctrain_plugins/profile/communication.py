@@ -20,17 +20,22 @@ _ELEMENTS = ("In msg nelems", "Out msg nelems")
 """Keys that kineto gives to the kernels of torch's groups."""
 _LIBRARIES, _UNKNOWN = ("nccl", "rccl"), "unknown"
 """Begins of the names of kernels that communicate: some have no such keys."""
-_WORLD, _OTHER, _MESH = "default_pg", "other", "mesh_"
-"""torch's descriptions of the group of all ranks, and of an axis's group, which begins so; and ours of any other."""
+_WORLD, _OTHER = "world", "other"
+"""The names of the group of all ranks, which torch describes as `_DEFAULT`, and of groups of no axis, unless an axis has them."""
+_DEFAULT = "default_pg"
 _OUR_NAMES = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
     "_allgather_base": "all_gather_into_tensor",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor",
     "_reduce_scatter_base": "reduce_scatter_tensor",
-    "all_to_allv": "all_to_all",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor",
+    "all_to_all": "all_to_all_single",
+    "all_to_allv": "all_to_all_single",
 }
 _BYTES = {
-    "Double": 8, "Long": 8, "ComplexFloat": 8, "ComplexDouble": 16, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2,
+    "ComplexDouble": 16, "Double": 8, "Long": 8, "UInt64": 8, "ComplexFloat": 8, "Float": 4, "Int": 4, "UInt32": 4,
+    "ComplexHalf": 4, "Half": 2, "BFloat16": 2, "Short": 2, "UInt16": 2,
 }  # fmt: skip
 """Bytes of an element, by c10's names; all other types have one."""
 
@@ -62,11 +67,9 @@ class Transfers:
 class Communication:
     """Takes the events of a rank, of which there may be millions."""
 
-    def __init__(self, place: Mapping[str, Sequence[int]], size: int) -> None:
-        """place: the rank's place on each axis, and the axis's size. size: the number of ranks."""
-        # torch has no group apart for an axis of all ranks
-        self._axis_of_all = next((axis for axis, (_, ranks) in place.items() if ranks == size), "world")
-        self._axes = frozenset(place)
+    def __init__(self, groups: Mapping[str, str]) -> None:
+        """groups: the axis of each group, by torch's description of it."""
+        self._axes = {_DEFAULT: _WORLD, **groups}
         self._of: dict[tuple[str, str] | None, tuple[array[float], array[float], array[int]]]
         self._of = defaultdict(lambda: (array("d"), array("d"), array("q")))
         """Begins, ends and bytes of the kernels of an axis's operations, and without bytes of those that compute."""
@@ -83,7 +86,7 @@ class Communication:
         operation = args.get(_OPERATION) or (_UNKNOWN if str(event.get("name")).startswith(_LIBRARIES) else None)
         begins, ends, sizes = self._of[None if operation is None else (self._axis(args), _name(operation))]
         begins.append(begin)
-        ends.append(begin + event.get("dur", 0))
+        ends.append(begin + max(0, event.get("dur", 0)))
         sizes.append(0 if operation is None else _bytes(args, operation))
 
     def figures(self) -> list[Transfers]:
@@ -93,18 +96,14 @@ class Communication:
         for of, columns in self._of.items():
             if of is None:
                 continue
-            begin, end, sizes = map(np.array, columns)
+            begin, end = map(np.array, columns[:2])
             lengths, hidden = end - begin, busy.until(end) - busy.until(begin)
             us, exposed_us = float(lengths.sum()), float((lengths - hidden).sum())
-            found.append(Transfers(*of, len(sizes), int(sizes.sum()), us, exposed_us))
+            found.append(Transfers(*of, len(columns[2]), sum(columns[2]), us, exposed_us))
         return _in_order(found)
 
     def _axis(self, args: Mapping[str, Any]) -> str:
-        group = str(args.get(_GROUP, ""))
-        if group == _WORLD:
-            return self._axis_of_all
-        axis = group.removeprefix(_MESH)
-        return axis if axis in self._axes else _OTHER
+        return self._axes.get(str(args.get(_GROUP)), _OTHER)
 
 
 def together(of_ranks: Iterable[Sequence[Transfers]]) -> list[Transfers]:

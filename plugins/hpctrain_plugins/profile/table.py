@@ -25,7 +25,7 @@ class Figures:
         self.communication: dict[int, list[Transfers]] = {}
         for one in window.ranks:
             if not ranks or one.rank in ranks:
-                communication = Communication(one.place, window.size)
+                communication = Communication(window.groups)
                 with told(one.trace):
                     self.of_ranks[one.rank] = operators_in(communication.seeing(Events(one.trace)))
                     self.communication[one.rank] = communication.figures()
@@ -99,11 +99,11 @@ class Figures:
 
 
 def _communication(sent: Sequence[Transfers]) -> list[str]:
-    head = ["axis.operation", "calls", "device ms", "exposed ms", "%", "MB", "GB/s"]
+    head = ["axis.operation", "calls", "device ms", "hidden ms", "exposed ms", "%", "MB", "GB/s"]
     rows = [
         [
-            one.name, str(one.calls), _ms(one.us), _ms(one.exposed_us), f"{100 * one.exposed_us / (one.us or 1.0):.1f}",
-            f"{one.bytes / 1e6:.3f}", f"{one.bytes / 1e3 / (one.us or 1.0):.2f}",
+            one.name, str(one.calls), _ms(one.us), _ms(one.us - one.exposed_us), _ms(one.exposed_us),
+            f"{100 * one.exposed_us / (one.us or 1.0):.1f}", f"{one.bytes / 1e6:.3f}", f"{one.bytes / 1e3 / (one.us or 1.0):.2f}",
         ]
         for one in sent
     ]  # fmt: skip

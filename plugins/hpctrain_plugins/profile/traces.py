@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
@@ -51,6 +52,8 @@ class StoredWindow:
     size: int
     ranks: Sequence[Traced]
     missing: Mapping[str, str]
+    groups: Mapping[str, str]
+    """The axis of each group of ranks, by torch's description of the group."""
 
     def __str__(self) -> str:
         cut = f"steps {self.first} to {self.last}" if self.last > self.first else f"step {self.first}"
@@ -87,7 +90,8 @@ def _window(directory: Path, index: Mapping[str, Any]) -> StoredWindow:
             )
         )  # fmt: skip
     missing = {escaped(str(rank)): escaped(str(why)) for rank, why in index["missing"].items()}
-    return StoredWindow(directory, int(index["first"]), int(index["last"]), int(index["size"]), ranks, missing)
+    groups = {str(description): escaped(str(axis)) for description, axis in index["groups"].items()}
+    return StoredWindow(directory, int(index["first"]), int(index["last"]), int(index["size"]), ranks, missing, groups)
 
 
 @contextmanager
@@ -136,7 +140,7 @@ def _event(found: Any) -> dict[str, Any]:
     """The event. Raises ValueError for anything else."""
     if (
         not isinstance(found, dict)
-        or not all(isinstance(found.get(key, 0), (int, float)) for key in ("ts", "dur"))
+        or not all(isinstance(found.get(key, 0), (int, float)) and isfinite(found.get(key, 0)) for key in ("ts", "dur"))
         or not isinstance(found.get("args", {}), dict)
     ):
         raise ValueError(f"found {found!r:.60} among its events")

@@ -238,6 +238,7 @@ class Profiling:
         about = {
             "format": 1, "first": window.first, "last": window.last, "cut": cut, "size": self._identity.size,
             "options": window.options.model_dump(),
+            "groups": {group.group_desc: axis for axis, group in self._model.groups.items()},
         }  # fmt: skip
         name = self._directory / f"step-{window.first:08d}"
         found = gather(share, local, name, about, lambda: self._membership.busy("profile"), has_come)
