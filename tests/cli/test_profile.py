@@ -63,6 +63,7 @@ def test_a_window_is_traced_merged_and_put_into_tables(job: JobFile) -> None:
     window = "step-00000003"
     index = index_of(job, window)
     assert [one["rank"] for one in index["ranks"]] == [0, 1] and not index["missing"] and not index["cut"], index
+    assert [*index["groups"].values()] == ["dp_replicate"]
 
     events = trace_of(job, window, 1)["traceEvents"]
     annotations = Counter(one["name"] for one in events if one.get("cat") == "user_annotation")
