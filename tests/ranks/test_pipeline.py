@@ -191,7 +191,8 @@ def test_an_error_of_shapes_in_a_stage_names_the_layer(root) -> None:
             TrainingError, match=r"in the layer wide of Half, Linear\(in_features=2, .*, on \(3, 3, 1\) float64"
         ):
             try:
-                stage(torch.zeros(3, 3, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
+                numbers, ids = torch.zeros(3, 3, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+                stage(numbers.to(session.device), ids.to(session.device))
             except RuntimeError as error:
                 retell_model_error(error, {})
 

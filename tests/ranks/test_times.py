@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from training import Rows, job, session_of, thorough
+from training import Rows, job, own_device, session_of, thorough
 
 from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.ranks.signals import StopRequest
@@ -98,10 +98,11 @@ def test_the_times_add_up(root, layout: dict[str, Any]) -> None:
     sums = [sum(row["seconds"][part] for part in PARTS) for row in found.rows]
     # the figures are exchanged before the row is made, by as much in each step
     assert sum(sums[2:]) == pytest.approx(found.ends[-1] - found.ends[1], rel=0.02)
-    assert found.rows[3]["seconds"]["evaluation"] > 0 and found.rows[4]["seconds"]["checkpoint"] > 0
+    behind = int(own_device().type != "cpu")  # a row of an accelerator has the times of the step before
+    assert found.rows[3 + behind]["seconds"]["evaluation"] > 0 and found.rows[4 + behind]["seconds"]["checkpoint"] > 0
     if dist.get_world_size() > 1:  # the others wait
         share = NAP * (dist.get_world_size() - 1) / dist.get_world_size()
-        assert all(row["seconds"]["communication"] > 0.5 * share for row in found.rows)
+        assert all(row["seconds"]["communication"] > 0.5 * share for row in found.rows[behind:])
 
 
 @pytest.mark.ranks(2)
