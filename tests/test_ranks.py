@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import simulated
 from launching import run
 
 from hpctrain.starting.mpiexec import Mpiexec
@@ -94,6 +95,7 @@ def test_results_that_come_late(each_once: list[str], part: int) -> None:
 @pytest.mark.parametrize("part", range(SIMULATED))
 def test_on_a_simulated_accelerator(each_once: list[str], part: int) -> None:
     """Each test of the trainer once on a device whose memory the host can't read, and whose results come late."""
+    simulated.built()  # once, and not by each rank
     words = ["--late", "--device", "sim", *each_once, "-m", DEFAULT_AND_SLOW, *OF_TRAINING[part::SIMULATED]]
     for ranks in (3, 2, 4):
         under_mpiexec(sys.executable, "MPICH", ranks, *words, may_be_none=ranks != 3)
