@@ -38,7 +38,7 @@ struct Event {
 };
 
 std::mutex lock;
-std::map<std::pair<int, c10::StreamId>, Copies> queues;
+auto& queues = *new std::map<std::pair<int, c10::StreamId>, Copies>; // threads may outlive the program
 thread_local int device_here = 0;
 thread_local c10::StreamId streams_here[DEVICES] = {};
 
