@@ -23,6 +23,7 @@ import tomli_w
 from choosing import NOTED, ROOT, TIMES, read_times, room_of_tests, slow_ones
 from hypothesis import HealthCheck, settings
 from launching import wait_until
+from packages import untested
 
 from hpctrain.base.launcher_variables import launched
 
@@ -54,6 +55,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     limit = item.config.getoption("begin_within")
     if limit is not None and time.monotonic() - _BEGIN > limit:
         pytest.skip("no time is left for it")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    line = untested(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))
+    if line:
+        terminalreporter.write_sep("=", line, yellow=True)
 
 
 class _Times:
@@ -209,12 +216,12 @@ def imports_are_no_garbage() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _modules_end_with_their_test() -> Iterator[None]:
+def _modules_end_with_their_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A test's own modules are forgotten: the next one may have another of the same name."""
-    before = set(sys.modules)
+    before, directory = set(sys.modules), f"{tmp_path_factory.getbasetemp()}{os.sep}"
     yield
     for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(gettempdir()):
+        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(directory):
             del sys.modules[name]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import uuid
@@ -12,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from launching import wait_until
+from packages import need_commands
 
 _COLOURED = re.compile("\x1b\\[[0-9;]*\\b(?:3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
 
@@ -84,8 +83,7 @@ class Terminal:
 @contextmanager
 def terminal(columns: int, lines: int, cwd: Path, env: dict[str, str] | None = None) -> Iterator[Terminal]:
     """A terminal with a shell; ends with what runs in it."""
-    if shutil.which("tmux") is None:
-        pytest.skip("tmux isn't installed")
+    need_commands("tmux")
     one = Terminal(columns, lines, cwd, env or {})
     try:
         yield one

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import JobFile
 from launching import TERMINATE, Finished, hpctrain, run, started
+from packages import need_commands
 
 NAME = re.compile(r"^(.*?)(\.\d+)?\.pt\.trace\.json(?:\.gz)?$")
 """The names that TensorBoard's plugin (torch-tb-profiler) takes for traces: the rank's name, and a time."""
@@ -235,8 +236,7 @@ int clock_gettime(clockid_t clock, struct timespec *time) {
 @pytest.mark.thorough
 def test_shifted_clocks_are_aligned(job: JobFile) -> None:
     """Rank 1's clock is 50 s late; the end of each sum over the ranks must come at the same time on both."""
-    if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler")
+    need_commands("cc")
     (job.directory / "shift.c").write_text(SHIFT)
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-O1", "-o", "shift.so", "shift.c"], cwd=job.directory, check=True, timeout=60

@@ -17,13 +17,13 @@ from hpctrain_plugins.report.gathering import gather
 from hpctrain_plugins.report.pages import html_page, markdown
 from hpctrain_plugins.report.plan_file import JobPlan, read_plan
 from launching import KILL, hpctrain, run, started, wait_until
+from packages import need_commands
 from planted_runs import GB, STORIES, healthy, killed_and_resumed, planted_plan
 
 import hpctrain as package
 
 pytestmark = pytest.mark.timeout(240)
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 SLOW = ("--set", "plugins.load=['slow']")
 
 
@@ -99,17 +99,16 @@ def test_without_matplotlib_pages_are_refused_and_texts_are_not(tmp_path: Path) 
 @contextmanager
 def browser() -> Iterator[Any]:
     """Headless Chromium."""
-    if CHROMIUM is None or DRIVER is None:
-        pytest.skip("chromium and chromium-driver are not installed")
+    need_commands("chromium", "chromedriver")
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
+    options.binary_location = shutil.which("chromium")
     for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(word)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    found = webdriver.Chrome(options=options, service=Service(DRIVER))
+    found = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     found.set_page_load_timeout(60)
     try:
         yield found

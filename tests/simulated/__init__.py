@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from packages import need_commands
 from torch.utils.cpp_extension import include_paths, library_paths
 
 NAME, DEVICES = "sim", 2
@@ -30,6 +31,7 @@ def built() -> Path:
     library = folder / f"{key}.so"
     if library.exists():
         return library
+    need_commands("g++")
     folder.mkdir(parents=True, exist_ok=True)
     includes = [f"-isystem{path}" for path in [*include_paths(), sysconfig.get_path("include")]]
     with tempfile.TemporaryDirectory(dir=folder) as there:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 from launching import MARK, Finished, Started, hpctrain, wait_until
+from packages import need_commands
 
 NODES = ("node1", "node2")
-_PACKAGES = ("slurm-wlm", "munge", "libpmix-dev", "iproute2")
 _COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "ip", "unshare", "nsenter", "bash")
 _START = 60.0  # seconds until both nodes are idle; one or two on a quiet machine
 
@@ -117,21 +117,9 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 Preempt
 
 
 def why_not() -> str | None:
-    """The reason why this machine cannot run its own Slurm, or None. As root on Debian, installs missing packages."""
+    """The reason why this machine cannot run its own Slurm, or None."""
     if os.geteuid() != 0:
         return "a Slurm with two nodes needs root (namespaces, munged)"
-    missing = [name for name in _COMMANDS if shutil.which(name) is None]
-    if missing and shutil.which("apt-get"):
-        for words in (["update"], ["install", "--yes", "--no-install-recommends", *_PACKAGES]):
-            done = subprocess.run(
-                ["apt-get", "--quiet", *words], capture_output=True, text=True, timeout=300,
-                env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-            )  # fmt: skip
-            if done.returncode:
-                return f"apt-get {words[0]} failed: {done.stderr.strip()[-500:]}"
-        missing = [name for name in _COMMANDS if shutil.which(name) is None]
-    if missing:
-        return f"found no {', '.join(missing)}; expected the packages {', '.join(_PACKAGES)}"
     probe = ["unshare", "--fork", "--pid", "--mount-proc", "--net", "--uts", "--ipc", "true"]
     if subprocess.run(probe, capture_output=True, timeout=30).returncode:
         return "this machine does not let root make namespaces (a container without CAP_SYS_ADMIN?)"
@@ -144,6 +132,7 @@ def temporary_cluster(node_timeout: int = 300) -> Iterator[Cluster]:
 
     node_timeout: as for `Cluster`.
     """
+    need_commands(*_COMMANDS)
     reason = why_not()
     if reason is not None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"no Slurm to test with: {reason}")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import JobFile
 from launching import hpctrain, run, wait_until
+from packages import need_commands
 
 from slurm.cluster import NODES, Cluster
 
@@ -109,6 +110,7 @@ def test_a_cancelled_job_is_cleaned_up_by_the_next(cluster: Cluster, tmp_path: P
 
 def test_alone_it_opens_thousands(tmp_path: Path) -> None:
     """What the figure is held against."""
+    need_commands("strace")
     job = JobFile(tmp_path)
     traced = [
         "strace",

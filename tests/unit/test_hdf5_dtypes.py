@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5
+from packages import need_commands
 from torch import Tensor
 
 from hpctrain.api import CheckpointError, Piece, State
@@ -107,8 +107,8 @@ def test_float8_without_infinities_is_bits_with_a_note(tmp_path: Path, group: di
         assert (file["w"].dtype, file["w"][0], file["w"].attrs["dtype"]) == ("uint8", 0x38, b"float8_e4m3fn")
 
 
-@pytest.mark.skipif(shutil.which("h5dump") is None, reason="h5dump isn't installed")
 def test_h5dump_prints_the_values(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    need_commands("h5dump")
     values = [1.0, -2.5, 0.15625, 3e38, -0.0, float("inf")]
     whole = torch.tensor(values).to(torch.bfloat16)
     part = Piece("model/part", (8,), (2,), whole)

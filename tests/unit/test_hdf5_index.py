@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hpctrain_plugins.checkpoint.hdf5 import Hdf5, index
+from packages import need_commands
 
 from hpctrain.api import CheckpointError, Piece, State
 from hpctrain.checkpoint.conversion import alone
@@ -67,8 +67,8 @@ def test_whole_tensors_are_seen_through_the_index(
     assert Hdf5().verify(checkpoint) == []
 
 
-@pytest.mark.skipif(shutil.which("h5dump") is None, reason="h5dump isn't installed")
 def test_h5dump_prints_a_bfloat16_tensor_that_is_cut_over_datasets(checkpoint: Path) -> None:
+    need_commands("h5dump")
     command = ["h5dump", "-m", "%.9g", "-y", "-w", "0", "-d", "/model/layer.0.weight", str(checkpoint / "index.h5")]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     assert "16-bit little-endian floating-point" in printed

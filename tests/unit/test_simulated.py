@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import simulated
 
 BEGIN = """
 import ctypes, simulated, torch
@@ -20,6 +21,7 @@ print((one + 1).sum().item(), flush=True)
 
 def ended(code: str) -> tuple[int, str]:
     """Exit code and output of a process on the device; the first of a torch compiles it."""
+    simulated.built()
     words = [sys.executable, "-c", BEGIN + code]
     variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=variables, check=False)
