@@ -121,7 +121,6 @@ from hpctrain.model.parameters import named_tensors, tie, tied_parameters
 from hpctrain.model.traceless import without_trace
 from hpctrain.mpi import Settings as MPISettings
 from hpctrain.mpi import shared_zeros
-from hpctrain.plugins.changes import API_VERSION
 from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.ranks.backends import gloo_backend, gloo_transport, mpi_backend
 from hpctrain.ranks.json_collectives import (
@@ -133,6 +132,7 @@ from hpctrain.ranks.json_collectives import (
     gather_values,
     scatter_outcomes,
 )
+from hpctrain.version import API_VERSION
 
 __all__ = [
     "API_VERSION",

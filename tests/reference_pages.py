@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from plugin_api import API, _defines, _found, _names_of, _tree
 
 from hpctrain.cli import GROUPS, cli
 from hpctrain.cli.groups import OpenGroup
@@ -25,7 +24,9 @@ from hpctrain.plugins.listing import Option, describe_keys, describe_options
 from hpctrain.plugins.registry import build_registry
 from hpctrain.plugins.slots import SLOTS
 
-PAGES = Path(__file__).parent.parent / "docs" / "reference"
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "reference"
+API = "hpctrain.api"
 LATE = {
     "Job": ("hpctrain.job.tables", "Job"),
     "load": ("hpctrain.training.loading", "load"),
@@ -50,8 +51,7 @@ lists the exit codes.
 API_HEAD = """# Reference: hpctrain, its interface for plugins, and hpctrain.mpi
 
 Signatures and docstrings, made by `tests/reference_pages.py` from the sources. A program imports `hpctrain`. Plugins
-import `hpctrain.api` and, for building blocks, `hpctrain.toolkit`. [The version of the interface](../plugin-api.md)
-says what may change.
+import `hpctrain.api` and, for building blocks, `hpctrain.toolkit`.
 """
 
 
@@ -242,6 +242,40 @@ WRITTEN = {"job-file.md": job_page, "commands.md": commands_page, "api.md": api_
 def page(name: str) -> str:
     """The whole page."""
     return re.sub(r"\n{3,}", "\n\n", "\n".join(WRITTEN[name]())).rstrip("\n") + "\n"
+
+
+def _tree(module: str) -> ast.Module:
+    path = ROOT / module.replace(".", "/")
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+def _names_of(door: str) -> dict[str, tuple[str, str]]:
+    """The names in `__all__`: where each comes from, and its name there."""
+    body = _tree(door).body
+    listed = next((node.value for node in body if isinstance(node, ast.Assign) and _defines(node) == ["__all__"]), None)
+    names = [] if listed is None else ast.literal_eval(listed)
+    imports = [node for node in body if isinstance(node, ast.ImportFrom)]
+    found = {one.asname or one.name: (str(node.module), one.name) for node in imports for one in node.names}
+    return {name: found.get(name, (door, name)) for name in names}
+
+
+def _found(module: str, name: str) -> ast.stmt | None:
+    """The definition of `name`, also if `module` imports it from another one of hpctrain's."""
+    for node in _tree(module).body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("hpctrain."):
+            for one in node.names:
+                if (one.asname or one.name) == name:
+                    return _found(str(node.module), one.name)
+        if name in _defines(node):
+            return node
+    return None
+
+
+def _defines(node: ast.stmt) -> list[str]:
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [one.id for one in targets if isinstance(one, ast.Name)]
 
 
 if __name__ == "__main__":

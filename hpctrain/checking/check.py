@@ -15,7 +15,6 @@ from hpctrain.base.torch_private import delay_compiler
 from hpctrain.checking.choices import plugin_problems
 from hpctrain.checking.combinations import combination_problems
 from hpctrain.checking.making import PartsMaker
-from hpctrain.checking.stand_ins import further_problems, register_stand_in
 from hpctrain.checking.trial import build_outline, open_outside, try_optimizer
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plan import Plan
@@ -29,8 +28,6 @@ from hpctrain.plugins.registry import Registry, build_registry
 from hpctrain.ranks.detection import torchrun_variables
 
 _LIMIT = ("job", "time_limit")
-_DEEPEST = 3
-"""How many times a check replaces wrong values to look behind them."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +62,15 @@ def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJo
         return _check(again, world_size, tries)
 
 
-def _check(raw: RawJob, world_size: int | None, tries: bool, depth: int = 0) -> CheckedJob:
-    """depth: how many times wrong values of the job were replaced."""
+def _check(raw: RawJob, world_size: int | None, tries: bool) -> CheckedJob:
+    """Each stage needs what the one before has made, so all problems of a stage are reported at once."""
     loading = raw.tables.get("plugins")
     lists = {key: _texts(loading.get(key)) for key in ("load", "block", "prefer")} if isinstance(loading, dict) else {}
     registry = build_registry(*(lists.get(key, ()) for key in ("load", "block", "prefer")))
-    if depth:
-        register_stand_in(registry)
     problems = [one for key in ("block", "prefer") for one in _name_problems(key, lists.get(key, ()), registry)]
     job = _core_tables(raw, problems)
     made = PartsMaker(raw, registry, problems).make_all()
     if problems or job is None:
-        if depth < _DEEPEST:
-            problems += _further(raw, problems, world_size, tries, registry, depth)
         raise JobError(raw, problems)
     parts = Parts(**made, **_installed(registry))
     outline = build_outline(parts.model, problems, tries, registry)
@@ -92,33 +85,11 @@ def _check(raw: RawJob, world_size: int | None, tries: bool, depth: int = 0) -> 
     problems += plugin_problems(job, parts, plan, registry)
     if tries and not any(problem.key[0] == "optimizer" for problem in problems):
         try_optimizer(parts.optimizer, problems, registry)
-    if tries and (problems or depth):  # else the caller opens them
+    if tries and problems:  # else the caller opens them
         problems += open_outside(job, parts)[1]
     if problems:
         raise JobError(raw, problems)
     return CheckedJob(job, parts, registry, raw, plan)
-
-
-def _further(
-    raw: RawJob, found: Sequence[PlacedProblem], world_size: int | None, tries: bool, registry: Registry, depth: int
-) -> list[PlacedProblem]:
-    """Find what else is wrong with a job that has wrong values."""
-    if any(problem.key[:1] == ("parallelism",) for problem in found):
-        world_size = None  # without the axis that was meant the layout would be another one
-
-    register_stand_in(registry)
-
-    def of_values(raw: RawJob) -> None:
-        problems: list[PlacedProblem] = []
-        _core_tables(raw, problems)
-        PartsMaker(raw, registry, problems).make_all()
-        if problems:
-            raise JobError(raw, problems)
-
-    def rest(raw: RawJob) -> None:
-        _check(raw, world_size, tries, depth + 1)
-
-    return further_problems(raw, found, of_values, rest, registry)
 
 
 def _layout(job: Job, parts: Parts, world_size: int | None, problems: list[PlacedProblem]) -> Layout | None:

@@ -26,7 +26,6 @@ def check_thoroughly(raw: RawJob, ranks: int | None) -> tuple[CheckedJob, Data]:
     """The job and its data. Raises JobError with every problem, UsageError if the output directory holds another job,
     EnvironmentUnfitError for a plugin that makes something unfit."""
     checked = check(raw, ranks, tries=True)
-    checked.registry.refuse_unfit_parts()
     data, problems = open_outside(checked.job, checked.parts)
     if data is None or problems:
         raise JobError(checked.raw, problems)

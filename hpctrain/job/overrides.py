@@ -9,7 +9,7 @@ from typing import Any
 import tomli
 
 from hpctrain.base.errors import UsageError
-from hpctrain.job.raw import RENAMED, Key, RawJob, dotted
+from hpctrain.job.raw import Key, RawJob, dotted
 from hpctrain.job.toml import LimitError, parse, written
 
 
@@ -17,8 +17,7 @@ def apply_override(raw: RawJob, override: str) -> None:
     """Apply one --set. The value is TOML; anything else is taken as text. An empty value removes the key, += adds to an array."""
     name, equals, value = override.partition("=")
     adds = name.endswith("+")
-    first, *rest = name.removesuffix("+").strip().split(".")
-    key = (RENAMED.get(first, first), *rest)
+    key = tuple(name.removesuffix("+").strip().split("."))
     if not equals or len(key) < 2 - adds or not all(key) or (adds and not value.strip()):
         raise UsageError(
             f"--set {override}: expected table.key=value, such as optimizer.lr=0.001, or array+=value, such as logger+=csv"

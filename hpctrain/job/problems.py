@@ -18,12 +18,11 @@ from hpctrain.job.toml import written
 
 @dataclass(frozen=True)
 class PlacedProblem:
-    """A problem at `key`. lacks: the key that isn't there. wants_text: whether the value is to be a text."""
+    """A problem at `key`. wants_text: whether the value is to be a text."""
 
     key: Key
     message: str
     exit_code: int = EXIT_USAGE
-    lacks: Key | None = None
     wants_text: bool = False
 
 
@@ -70,7 +69,7 @@ def _problem(
     if item["type"] == "missing":
         name = str(item["loc"][-1])
         what = f"lacks the key {name!r}" if place else f"lacks the table [{name}]"
-        return PlacedProblem(place, f"{dotted(place)} {what}; add it", lacks=(*place, name))
+        return PlacedProblem(place, f"{dotted(place)} {what}; add it")
     if item["type"] == "extra_forbidden":
         name = str(item["loc"][-1])
         table = (*prefix, *item["loc"][:-1])

@@ -10,8 +10,6 @@ from typing import Any
 from hpctrain.base.errors import JobFileError
 from hpctrain.job.toml import first_beyond
 
-RENAMED = {"launcher": "scheduler"}
-"""Tables by their first names: job files that say [launcher.NAME] mean [scheduler.NAME]."""
 Key = tuple[str | int, ...]
 """A place in the job: ("optimizer", "lr") or ("logger", 0, "name")."""
 
@@ -35,16 +33,6 @@ class RawJob:
     source: str = ""
     texts: dict[Key, str] = field(default_factory=dict)
     """How a value of --set that is TOML but no text was typed: `nan` may be meant as a name."""
-
-    def __post_init__(self) -> None:
-        for first, name in RENAMED.items():
-            for known in (self.places, self.texts):
-                for key in [key for key in known if key[:1] == (first,)]:
-                    renamed = (name, *key[1:])
-                    known[renamed] = known.pop(key)
-            if first in self.tables:
-                self.tables = merge(self.tables, {name: self.tables[first]})
-                del self.tables[first]
 
     def place(self, key: Key) -> str:
         """The place of `key`, or of the nearest table around it."""

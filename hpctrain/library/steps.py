@@ -84,7 +84,6 @@ class Steps:
             one.session = replace(self.session, job=job, parts=parts, model=one.model, guard=guard)
         self._restore_rates()
         updates.name(trained.values())
-        start.checked.registry.refuse_unfit_parts()
         self.micro_batches, self.is_last = 1, True
         self.stopped = self.is_interrupted = False
         self.saves = False

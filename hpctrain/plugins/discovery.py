@@ -10,14 +10,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import pluggy
 
-from hpctrain.plugins.changes import API_VERSION
 from hpctrain.plugins.entry_points import ModuleSource, entry_points, imported, usable_module
 from hpctrain.plugins.hookspecs import PROJECT, LifeCycleHooks, RegistrationHooks
-from hpctrain.plugins.members import Package, near_hook, unmarked_hooks
+from hpctrain.plugins.members import near_hook
+from hpctrain.version import API_VERSION
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,11 @@ def hook_fault(manager: pluggy.PluginManager, module: object) -> str | None:
     found = [name for name in dir(module) if manager.parse_hookimpl_opts(module, name) is not None]
     hooks = [name for name in vars(manager.hook) if name.startswith(f"{PROJECT}_")]
     of = module if isinstance(module, ModuleType) else type(module)
-    unmarked = unmarked_hooks(of, hooks, Package(module.__name__ if isinstance(module, ModuleType) else of.__module__))
+    unmarked = [
+        name for name in hooks if name not in found and isinstance(inspect.getattr_static(of, name, None), FunctionType)
+    ]
     if unmarked:
-        return "; ".join(unmarked)
+        return f"it has the function {unmarked[0]!r} without the mark of hpctrain.api.hookimpl, so nobody calls it"
     if not found:
         return "it implements no hook: expected functions marked with hpctrain.api.hookimpl"
     for name in found:

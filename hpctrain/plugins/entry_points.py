@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType, ModuleType
 
-from hpctrain.plugins.changes import API_VERSION
 from hpctrain.plugins.hookspecs import PROJECT
+from hpctrain.version import API_VERSION
 
 COMMAND = "command"
 """The begin of the name of a command's entry point, "command.NAME"."""
@@ -77,7 +77,7 @@ def usable_module(source: ModuleSource, load: Callable[[str], ModuleType]) -> Mo
     try:
         module = load(source.module)
     except ImportError as error:
-        missing = getattr(error, "name", None)
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and missing != source.module and not source.module.startswith(f"{missing}."):
             return f"it needs the package {missing!r}, which is not installed ({error})"
         return f"the module cannot be imported: {error}"
@@ -85,15 +85,10 @@ def usable_module(source: ModuleSource, load: Callable[[str], ModuleType]) -> Mo
         raise
     except RAISED as error:  # a third party's import must not end the command
         return f"importing it raised {type(error).__name__}: {error}"
-    wanted = version_of(module)
+    wanted = getattr(module, "HPCTRAIN_API", None)  # the version of the interface that it was written for
     if wanted is not None and (type(wanted) is not int or wanted > API_VERSION):
         return f"it asks for plugin API version {wanted!r}, and this hpctrain has version {API_VERSION}: install a newer hpctrain"
     return module
-
-
-def version_of(module: ModuleType) -> int | None:
-    """The version of the plugin interface that the module says it was written for."""
-    return getattr(module, "HPCTRAIN_API", None)
 
 
 RAISED = (Exception, SystemExit, GeneratorExit, KeyboardInterrupt)

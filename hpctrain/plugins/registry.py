@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +13,8 @@ from pydantic import ValidationError
 from hpctrain.base.errors import EnvironmentUnfitError, UsageError
 from hpctrain.contracts.plugin import Plugin
 from hpctrain.plugins.discovery import Fault, load, new_manager
-from hpctrain.plugins.entry_points import ModuleSource, version_of
-from hpctrain.plugins.members import Package, contracts_of, missing_members
+from hpctrain.plugins.entry_points import ModuleSource
+from hpctrain.plugins.members import missing_members, unfit_members
 from hpctrain.plugins.slots import SLOTS, Slot, table_class
 
 OWN = "hpctrain"
@@ -64,28 +63,6 @@ class Registry:
         source = self.entries[slot, name].source
         mine = [one for one in self.remarks if one.source == source and one.key == (slot, name)]
         return list(dict.fromkeys(mine))
-
-    def refuse_unfit_parts(self) -> None:
-        """Compare the classes that the plugins in use make with their contracts. Raises EnvironmentUnfitError.
-
-        Call this when their modules are loaded: some import them only when they run.
-        """
-        slots_of: dict[ModuleSource, set[str]] = {}
-        for slot, name in sorted(self.used):
-            slots_of.setdefault(self.entries[slot, name].source, set()).add(slot)
-        homes = {slot.contract.__module__: slot.name for slot in SLOTS.values()}
-        packages: dict[str, tuple[Package, list[type]]] = {}
-        for source, slots in slots_of.items():
-            one, version = Package(source.module), version_of(sys.modules[source.module])
-            if one.top not in packages:
-                packages[one.top] = one, one.parts()
-            package, parts = packages[one.top]
-            for part in parts:
-                makers = {homes[base.__module__] for base in contracts_of(part) if base.__module__ in homes}
-                if makers and not makers & slots:
-                    continue
-                for fault in package.findings(part, version).faults:
-                    raise EnvironmentUnfitError(f"plugin {source}: {part.__module__}.{part.__qualname__}: {fault}")
 
     def names(self, slot: str) -> list[str]:
         """The names that the job file may use in `slot`."""
@@ -145,12 +122,10 @@ def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), prefe
     registry = Registry(manager, sources=sources, faults=faults)
     by_plugin = {source.key: source for source in sources}
     claims: dict[tuple[str, str], list[Registered]] = {}
-    packages: dict[str, Package] = {}
     for slot in SLOTS.values():
         for hook in getattr(manager.hook, slot.hook).get_hookimpls():
             source = by_plugin[hook.plugin_name]
-            package = packages.setdefault(source.module.partition(".")[0], Package(source.module))
-            for one in _collect(registry, slot, source, hook.function, package):
+            for one in _collect(registry, slot, source, hook.function):
                 claims.setdefault((slot.name, one.cls.name), []).append(one)
     for key, claimants in claims.items():
         _settle(registry, key, claimants, prefer)
@@ -160,9 +135,7 @@ def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), prefe
     return registry
 
 
-def _collect(
-    registry: Registry, slot: Slot, source: ModuleSource, function: object, package: Package
-) -> list[Registered]:
+def _collect(registry: Registry, slot: Slot, source: ModuleSource, function: object) -> list[Registered]:
     """Call one registration hook of one module, so that a failure affects only that module. Returns its usable plugins."""
     try:
         classes = function()  # type: ignore[operator]
@@ -173,17 +146,14 @@ def _collect(
         why = f"hook {slot.hook}: expected a list of {slot.contract.__name__} classes, found {classes!r}"
         registry.faults.append(Fault(source, "broken", why))
         return []
-    version = version_of(sys.modules[source.module])
     usable = []
     for cls in classes:
-        fault = _class_fault(slot, cls, package, version)
+        fault = _class_fault(slot, cls)
         if fault is not None:
             name = getattr(cls, "name", None)
             registry.faults.append(Fault(source, "broken", fault, (slot.name, name) if isinstance(name, str) else None))
             continue
         usable.append(Registered(slot, cls, source))
-        remarks = package.findings(cls, version).remarks
-        registry.remarks += [Remark(source, text, (slot.name, cls.name)) for text in remarks]
     return usable
 
 
@@ -209,7 +179,7 @@ def _settle(registry: Registry, key: tuple[str, str], claimants: Sequence[Regist
         registry.remarks.append(Remark(chosen.source, text, key))
 
 
-def _class_fault(slot: Slot, cls: object, package: Package, version: int | None) -> str | None:
+def _class_fault(slot: Slot, cls: object) -> str | None:
     """The reason why `cls` cannot be a plugin of `slot`."""
     expected = f"hook {slot.hook}: expected subclasses of {slot.contract.__name__}"
     if not isinstance(cls, type) or not issubclass(cls, slot.contract):
@@ -218,7 +188,7 @@ def _class_fault(slot: Slot, cls: object, package: Package, version: int | None)
         return f"{expected} with a `name`, and {cls.__qualname__} has none"
     called, missing = f"{cls.__qualname__} ({cls.name})", missing_members(cls)
     wrong = [f"{called} lacks {', '.join(missing)}"] if missing else []
-    wrong += [f"{called}: {fault}" for fault in package.findings(cls, version).faults]
+    wrong += [f"{called}: {fault}" for fault in unfit_members(cls)]
     if wrong:
         return f"{expected}, and {'; '.join(wrong)}"
     taken = sorted({} if slot.inner else table_class(slot).model_fields.keys() & cls.Options.model_fields.keys())

@@ -85,7 +85,6 @@ def run_rank(
         with start.alarmed():
             session = assemble(start)
         try:
-            start.checked.registry.refuse_unfit_parts()
             position = start.hooks.position
             with start.alarmed():
                 position.move(BETWEEN)

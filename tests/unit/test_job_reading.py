@@ -308,12 +308,3 @@ def test_files_of_other_editors(tmp_path: Path) -> None:
     path.write_bytes(b'[job]\nname = "\xe9"\n')
     with pytest.raises(UsageError, match=r"job.toml:2: found byte 0xe9, expected UTF-8"):
         read_job(path)
-
-
-def test_a_scheduler_by_its_first_table(tmp_path: Path) -> None:
-    """[launcher.NAME] is [scheduler.NAME], in the file and by --set, and a problem in it has its line."""
-    path = tmp_path / "job.toml"
-    path.write_text("[launcher.slurm]\nnodes = 2\n")
-    raw = read_job(path, ["launcher.slurm.qos=high", "scheduler.slurm.time=1h"])
-    assert raw.tables == {"scheduler": {"slurm": {"nodes": 2, "qos": "high", "time": "1h"}}}
-    assert raw.place(("scheduler", "slurm", "nodes")) == f"{path}:2"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import tomli
 
 from hpctrain.base.errors import UsageError
-from hpctrain.job.raw import RENAMED
 from hpctrain.job.toml import LimitError, parse
 
 _LONGEST = 100
@@ -30,8 +29,7 @@ def variants(array: str) -> list[Variant]:
     if not equals or not key.strip() or not text.strip():
         raise UsageError(f"--array {array}: expected KEY=V1,V2,... such as optimizer.lr=0.1,0.01")
     key = key.strip()
-    table = key.partition(".")[0]
-    if key in ("job.output_dir", "job.name") or RENAMED.get(table, table) == "scheduler":
+    if key in ("job.output_dir", "job.name") or key.partition(".")[0] == "scheduler":
         raise UsageError(
             f"--array {array}: found {key}, expected a key of the training: the runs are submitted alike, each in a directory of "
             "its own below the job's"
