@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from hpctrain.job.table_types import SlotTable, Table, error_of_several_keys, excluded, seconds_of
+from hpctrain.job.table_types import SlotTable, Table, error_of_several_keys, seconds_of
 
 
 class AxisTable(SlotTable):
@@ -18,10 +18,6 @@ class AxisTable(SlotTable):
 
 class ShardingTable(SlotTable):
     """[sharding]"""
-
-    model_config = ConfigDict(
-        json_schema_extra={"if": {"required": ["name"]}, "then": {"properties": excluded(("stage",), ("name",))}}
-    )
 
     name: str | None = None
     """A sharding plugin."""

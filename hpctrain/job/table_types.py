@@ -6,7 +6,6 @@ import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
-from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from hpctrain.job.environment import PREFIXES, as_text, name_problem, text_problem
@@ -34,20 +33,6 @@ def seconds_of(time: str) -> int:
 def seconds_or_number(value: object) -> object:
     """A text in seconds; anything else as it is."""
     return seconds_of(value) if isinstance(value, str) else value
-
-
-def either(first: tuple[str, ...], second: tuple[str, ...]) -> JsonDict:
-    """The JSON Schema of a table that has all keys of `first` and none of `second`, or the other way round."""
-    return {
-        "if": {"anyOf": [{"required": [key]} for key in second]},
-        "then": {"required": list(second), "properties": excluded(first, second)},
-        "else": {"required": list(first)},
-    }
-
-
-def excluded(keys: tuple[str, ...], others: tuple[str, ...]) -> JsonDict:
-    """Properties that refuse `keys`; the message of a validator shows the title."""
-    return {key: {"not": {"title": f"{key} beside {' and '.join(others)}; keep one of them"}} for key in keys}
 
 
 def error_of_several_keys(sentence: str) -> PydanticCustomError:

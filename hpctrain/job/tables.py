@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hpctrain.job.rank_tables import (
     ActivationCheckpointingTable,
@@ -29,7 +29,6 @@ from hpctrain.job.table_types import (
     Table,
     Variable,
     VariableValue,
-    either,
     error_of_several_keys,
     table_of,
 )
@@ -64,8 +63,6 @@ def _permissions(text: str) -> str:
 
 class JobTable(Table):
     """[job]"""
-
-    model_config = ConfigDict(json_schema_extra=either(("steps",), ("epochs",)))
 
     name: Annotated[str, AfterValidator(_file_name)]
     """The name of the run."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
-from pydantic.config import JsonDict
+from pydantic import Field, model_validator
 
-from hpctrain.job.table_types import SlotTable, Table, either, error_of_several_keys, excluded
+from hpctrain.job.table_types import SlotTable, Table, error_of_several_keys
 
 
 class ModelTable(SlotTable):
@@ -33,13 +32,6 @@ class ModelTable(SlotTable):
 
 class DatasetTable(SlotTable):
     """[dataset]"""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "if": {"properties": {"name": {"pattern": "^[^:]*$"}}, "required": ["name"]},
-            "then": {"properties": excluded(("collate", "weights"), ("the name of a plugin",))},
-        }
-    )
 
     name: str
     """A dataset plugin, or "package.module:callable" called as callable(split=..., **options)."""
@@ -69,17 +61,8 @@ class ParameterGroup(SlotTable):
     """The parameters of the group, such as "*.bias"; a parameter belongs to the first group that matches."""
 
 
-_SCALING: JsonDict = {
-    "if": {"properties": {"lr_scaling": {"enum": ["linear", "sqrt"]}}, "required": ["lr_scaling"]},
-    "then": {"required": ["lr_reference_batch"]},
-    "else": {"properties": {"lr_reference_batch": {"not": {"title": "lr_reference_batch without lr_scaling"}}}},
-}
-
-
 class OptimizerTable(SlotTable):
     """[optimizer]"""
-
-    model_config = ConfigDict(json_schema_extra=_SCALING)
 
     name: str
     """An optimizer plugin, or "package.module:callable" called as callable(groups, **options)."""
@@ -110,8 +93,6 @@ class ScheduleTable(SlotTable):
 
 class BatchTable(Table):
     """[batch]"""
-
-    model_config = ConfigDict(json_schema_extra=either(("global_size", "micro_size"), ("tokens", "micro_tokens")))
 
     global_size: int | None = Field(default=None, ge=1)
     """Samples per optimizer step, over all ranks."""

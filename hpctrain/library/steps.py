@@ -187,7 +187,8 @@ class Steps:
         if self._acted():
             return EXIT_STOPPED if level else EXIT_DONE
         end_if_asked(session)
-        return save_if_due(session, bool(level), asked=any(rank[2] for rank in ranks))
+        save_if_due(session, bool(level), asked=any(rank[2] for rank in ranks))
+        return EXIT_STOPPED if level and not session.progress.done else EXIT_DONE
 
     def _row(self, logged: Sequence[str], ranks: Sequence[Sequence[float]], seconds: float) -> dict[str, Any]:
         session, done = self.session, self._updates.done

@@ -148,6 +148,11 @@ class LifeCycleHooks:
         """The model after `step` is about to be evaluated."""
 
     @hookspec
+    def hpctrain_evaluation_end(self, step: int, model: LiveModel) -> None:
+        """The evaluation is over, also one that was cut short because the job has to stop: take back what
+        `hpctrain_evaluation_start` has changed."""
+
+    @hookspec
     def hpctrain_evaluation(self, step: int, metrics: dict[str, Any], model: LiveModel, control: Control) -> None:
         """The model was evaluated after `step`; `metrics` has `evaluation_loss`."""
 

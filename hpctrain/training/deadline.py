@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 
 from hpctrain.contracts.identity import Identity
 
 _RESERVE = 1.5
-"""How many times what steps and saves took at most is left for the last ones."""
+"""How many times what the newest steps and all saves took at most is left for the last ones."""
+_STEPS = 10
+"""The newest steps: a first one that was compiled says nothing about the last one."""
 _UNKNOWN_SAVE, _SHARE = 60.0, 0.1
 """Seconds left for the first save, but at most this share of all time."""
 _ANSWERING = 10.0
@@ -21,14 +25,15 @@ _SLACK, _SLACK_SHARE = 5.0, 0.05
 
 
 class Deadline:
-    """Rank 0's view of the time that is left. The other ranks are told at the end of a step."""
+    """Rank 0's view of the time that is left. The other ranks are told at the end of a step, and in an evaluation."""
 
     def __init__(self, given: float | None, begin: float) -> None:
         """given: seconds from `begin` (on time.monotonic()) to the end of the job's time; None: it has all time."""
         self.is_near = False
         """Whether the training stops because of it."""
         self._given, self._end = given or 0.0, None if given is None else begin + given
-        self._turn, self._save = 0.0, min(_UNKNOWN_SAVE, _SHARE * self._given)
+        self._save = min(_UNKNOWN_SAVE, _SHARE * self._given)
+        self._turns: deque[float] = deque(maxlen=_STEPS)
         self._turned: float | None = None
         self._save_begun: float | None = None
         self._has_saved = False
@@ -37,12 +42,24 @@ class Deadline:
         """Called in each step; whether it has to be the last one."""
         now = time.monotonic()
         if self._turned is not None:
-            self._turn = max(self._turn, now - self._turned)
+            self._turns.append(now - self._turned)
         self._turned = now
+        return self.leaves_no(max(self._turns, default=0.0))
+
+    def leaves_no(self, seconds: float) -> bool:
+        """Whether the time is over for something that takes so long, and a save after it."""
         if self._end is not None:
             slack = min(_SLACK, _SLACK_SHARE * self._given)
-            self.is_near = now + _RESERVE * (self._turn + self._save) + slack > self._end
+            self.is_near = time.monotonic() + _RESERVE * (seconds + self._save) + slack > self._end
         return self.is_near
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context between two steps, such as an evaluation, whose time is none of theirs."""
+        begin = time.monotonic()
+        yield
+        if self._turned is not None:
+            self._turned += time.monotonic() - begin
 
     def save_begins(self) -> None:
         """A save begins."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,14 +22,42 @@ from hpctrain.training.metrics import gather_row
 from hpctrain.training.trained_model import TrainedModel
 
 _TAKEN = ("exit_code", "tokens", "samples")
+_ASKED_EVERY = 1.0
+"""Seconds between two questions to the ranks whether an evaluation goes on."""
+
+
+class Asking:
+    """Asks the ranks about once a second whether they have to stop. level: the strongest request of any rank, 0 for none."""
+
+    def __init__(self, level: Callable[[float], int]) -> None:
+        """level: this rank's, given the seconds until the next question."""
+        self.level, self._level = 0, level
+
+    def until_stopped(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro batches, as many on all ranks, until a rank has to stop. Collective."""
+        begin, question = time.monotonic(), 1
+        for number, micro in enumerate(micro_batches, 1):
+            yield micro
+            if number == question:
+                each = (time.monotonic() - begin) / number
+                # ranks wait for each other at the same micro batch, so that they come to one answer
+                levels, seconds = zip(*gather_values((self._level(max(each, _ASKED_EVERY)), each)), strict=True)
+                self.level = max(levels)
+                if self.level:
+                    return
+                question += max(1, int(_ASKED_EVERY / max(*seconds, 1e-9)))
 
 
 def evaluate(
-    model: TrainedModel, parts: Parts, loader: Loader, moved: Callable[[], None] = lambda: None
-) -> tuple[dict[str, float], int]:
+    model: TrainedModel,
+    parts: Parts,
+    loader: Loader,
+    moved: Callable[[], None] = lambda: None,
+    asking: Asking | None = None,
+) -> tuple[dict[str, float], int] | None:
     """The metrics by name, first of all "loss", and how many tokens or samples were counted; closes the loader. Collective.
 
-    moved: called before each micro batch.
+    moved: called before each micro batch. None if `asking` has found that a rank has to stop.
     """
     running = [metric.start() for metric in parts.metrics]
 
@@ -36,10 +65,15 @@ def evaluate(
         show(parts, running, outputs, batch)
 
     try:
-        micro_batches = _in_step(loader) if loader.ends_unplanned else loader
+        micro_batches: Iterable[MicroBatch] = _in_step(loader) if loader.ends_unplanned else loader
+        if asking is not None:
+            micro_batches = asking.until_stopped(micro_batches)
         loss_sum, count = model.runner.evaluate(_told(micro_batches, moved), see)
     finally:
         loader.close()
+    if asking is not None and asking.level:
+        model.named_losses.forget()
+        return None
     named = model.named_losses.figures()
     rows = gather_row([loss_sum * model.loss_share, count * model.loss_share, *named], model.device)
     total, terms = (sum(row[place] for row in rows) for place in (0, 1))

@@ -66,7 +66,9 @@ def answer(
     loader = make_loader(pool, evaluation_plan(plan, samples), model.split, job, parts, device)
     try:
         if question.out is None:
-            metrics, count = evaluate(model, parts, loader)
+            found = evaluate(model, parts, loader)
+            assert found is not None  # nobody asks it to stop
+            metrics, count = found
             return {**metrics, parts.model.counts: count}
         cut = ranks_of_a_sample(job, parts)
         assert isinstance(samples, Samples)

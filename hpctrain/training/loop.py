@@ -20,8 +20,8 @@ from hpctrain.data.loader import Loader
 from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.model.conformance.hooks import weights_kept
 from hpctrain.ranks.json_collectives import gather_values, sum_of, together, world_group
-from hpctrain.ranks.signals import INTERRUPTED, StopRequest
-from hpctrain.training.evaluation import evaluate, refuse_unmeasured
+from hpctrain.ranks.signals import INTERRUPTED, STOPPED, StopRequest
+from hpctrain.training.evaluation import Asking, evaluate, refuse_unmeasured
 from hpctrain.training.figures import RankFigures, exchange_figures, step_figures
 from hpctrain.training.guard.judging import StepFigures, Verdict
 from hpctrain.training.guard.memory import memory_explained
@@ -35,7 +35,7 @@ from hpctrain.training.metrics import (
 )
 from hpctrain.training.packing_trial import try_packing
 from hpctrain.training.requests import take_request
-from hpctrain.training.saving import save_before_evaluation, save_if_due
+from hpctrain.training.saving import finish_saving, save_before_evaluation, save_if_due
 from hpctrain.training.session import Session
 
 LOG = logging.getLogger("hpctrain")
@@ -48,7 +48,7 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     `evaluation` (the metrics of the newest evaluation, or None), `checkpoint`, `exit_code`, and `interrupted`: whether Ctrl-C
     ended the training.
     """
-    hooks, progress, code = session.hooks, session.progress, EXIT_DONE
+    hooks, progress = session.hooks, session.progress
     losses: list[float] = []
     row: dict[str, Any] = {}
     stops, begun = 0, progress.step
@@ -57,14 +57,15 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     look(session)
     try_packing(session)
     if progress.step and progress.evaluation is None:
-        evaluate_if_due(session)  # skipped at a signal, to save first
+        stops = evaluate_if_due(session, stop)  # left out at a signal, to save first
     session.model.split_counts = []  # the look's are over
     session.meters.clock.restart()
     hooks.position.entered = session.meters.clock.enter
     loader = session.feed.training_loader(progress)
     try:
         end_if_asked(session)
-        while not progress.done and code == EXIT_DONE:
+        stops = stops or strongest(session, stop)  # one that came while the model was built
+        while not progress.done and not stops:
             with explained(session, f"in step {progress.step + 1}"):
                 row, stops, verdict = train_step(session, loader, stop)
             losses.append(row["loss"])
@@ -72,15 +73,23 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
                 del losses[max(0, progress.step - begun) :]
                 loader.close()
                 loader = session.feed.training_loader(progress)
-                code = EXIT_STOPPED if stops else EXIT_DONE  # nothing to save: the model is that of a checkpoint
-                continue
-            if not stops:  # a job that is asked to stop may be killed soon: save first
-                evaluate_if_due(session)
+                continue  # nothing to save: the model is that of a checkpoint
+            # a job that is asked to stop may be killed soon: save first
+            stops = stops or evaluate_if_due(session, stop)
             end_if_asked(session)
             with explained(session, f"while step {progress.step} was saved"):
-                code = save_if_due(session, bool(stops))
+                if save_if_due(session, bool(stops)) and not stops:
+                    stops = strongest(
+                        session, stop
+                    )  # one that came meanwhile: no other step, which would be saved again
+                    if stops:
+                        finish_saving(session, excused=False)
     finally:
         loader.close()
+    unevaluated = evaluation_is_due(session) and (
+        progress.evaluation is None or progress.evaluation[0] != progress.step
+    )
+    code = EXIT_STOPPED if stops and not progress.ended and (unevaluated or not progress.done) else EXIT_DONE
     result = {
         "step": progress.step,
         "loss": progress.loss,
@@ -243,27 +252,52 @@ def explained(session: Session, doing: str) -> AbstractContextManager[None]:
     return memory_explained(session.job, session.parts, session.identity, session.device, doing)
 
 
-def evaluate_if_due(session: Session) -> None:
-    """Evaluate when the job says so, and at the end."""
+def strongest(session: Session, stop: StopRequest) -> int:
+    """The strongest request to stop on any rank, 0 for none. Collective."""
+    levels: list[int] = gather_values(level(session, stop, 0.0))
+    return max(levels)
+
+
+def level(session: Session, stop: StopRequest, seconds: float) -> int:
+    """This rank's request to stop. seconds: that will pass before it is asked again."""
+    return max(stop.level, STOPPED if session.deadline.leaves_no(seconds) else 0)
+
+
+def evaluation_is_due(session: Session) -> bool:
+    """Whether the job asks for an evaluation of this step; the last one has one, too."""
     table, progress = session.job.evaluation, session.progress
     due = bool(table.every_steps) and progress.step % table.every_steps == 0
     due = due or progress.completes(session.feed.samples_of(table.every_epochs)) or progress.done
-    if not (table.enabled and session.feed.validates and due):
-        return
+    return table.enabled and session.feed.validates and due
+
+
+def evaluate_if_due(session: Session, stop: StopRequest) -> int:
+    """Evaluate when the job says so, and at the end, unless a rank has to stop. Return the strongest request to stop."""
+    if not evaluation_is_due(session):
+        return 0
+    progress = session.progress
     save_before_evaluation(session)
     session.model.consolidate()
     show_model(session, "hpctrain_evaluation_start", step=progress.step)
     moved = partial(session.hooks.position.move, "evaluation")
+    asking = Asking(partial(level, session, stop))
     with (
+        session.deadline.aside(),
         session.hooks.phase("evaluation", progress.step),
         explained(session, f"in the evaluation of step {progress.step}"),
     ):
-        metrics, count = evaluate(session.model, session.parts, session.feed.validation_loader(), moved)
+        found = evaluate(session.model, session.parts, session.feed.validation_loader(), moved, asking)
+    show_model(session, "hpctrain_evaluation_end", step=progress.step)
+    if found is None:
+        session.report.say(f"evaluation   of step {progress.step} left out: the job has to stop")
+        return asking.level
+    metrics, count = found
     refuse_unmeasured(session.job, metrics)
     progress.evaluation = progress.step, metrics
     row = EvaluationRow(metrics, count).as_dict(moment(session), session.parts.model.counts)
     show_model(session, "hpctrain_evaluation", step=progress.step, metrics=row, control=session.control)
     session.report.row(row, progress.steps, session.parts.model.counts)
+    return strongest(session, stop)
 
 
 def end_if_asked(session: Session) -> None:

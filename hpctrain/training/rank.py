@@ -120,9 +120,9 @@ def say_goodbye(session: Session, result: Mapping[str, Any], seconds: float) -> 
     if result["exit_code"] in (EXIT_STOPPED, EXIT_CANCELLED):
         cancelled = result["exit_code"] == EXIT_CANCELLED
         why = AS_CANCELLED if cancelled else ", as its time is nearly over" if session.deadline.is_near else ""
-        session.report.say(
-            f"{STOPPED}{result['step']} of {session.progress.steps}{why}, saved in {session.saved.newest}"
-        )
+        newest = session.saved.newest
+        where = "before anything was trained" if newest is None else f"saved in {newest}"
+        session.report.say(f"{STOPPED}{result['step']} of {session.progress.steps}{why}, {where}")
         return
     if session.progress.step == session.progress.first_step:
         ended = (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.base.errors import EXIT_DONE, EXIT_STOPPED, CheckpointError, TrainingError, reason
+from hpctrain.base.errors import CheckpointError, TrainingError, reason
 from hpctrain.base.json_values import encode
 from hpctrain.checkpoint.retention import EVALUATION_LOSS, EVALUATION_METRICS, Best
 from hpctrain.checkpoint.state import create_state
@@ -45,16 +45,15 @@ def open_store(job: Job, parts: Parts, device: torch.device) -> CheckpointStore:
     )
 
 
-def save_if_due(session: Session, stop_agreed: bool, asked: bool = False) -> int:
-    """Save if due, at the end, and if asked to stop or to save. Return the exit code of the training so far.
+def save_if_due(session: Session, stop_agreed: bool, asked: bool = False) -> bool:
+    """Save if due, at the end, and if asked to stop or to save. Return whether it was due.
 
     The result of a background save is reported at the first step after it has ended.
     """
-    last = session.progress.done
-    final = stop_agreed or last or asked
+    final = stop_agreed or session.progress.done or asked
     if session.progress.ended and not session.control.saves and not asked:
         finish_saving(session, excused=True)
-        return EXIT_DONE
+        return False
     due = final or is_due(session)
     excused = session.job.checkpoint.on_error == "continue"
     if due or session.store.is_over():
@@ -63,7 +62,7 @@ def save_if_due(session: Session, stop_agreed: bool, asked: bool = False) -> int
     if due:
         try:
             session.deadline.save_begins()
-            with session.hooks.phase("save", session.progress.step):
+            with session.deadline.aside(), session.hooks.phase("save", session.progress.step):
                 save(session, final)
             if session.job.compile.enabled:
                 save_kernels(session.job.output_dir)
@@ -71,7 +70,7 @@ def save_if_due(session: Session, stop_agreed: bool, asked: bool = False) -> int
                 session.deadline.saved()
         except (OSError, CheckpointError) as error:
             save_failed(session, session.progress.step, error, excused and not final)
-    return EXIT_STOPPED if stop_agreed and not last else EXIT_DONE
+    return due
 
 
 def is_due(session: Session) -> bool:
@@ -98,7 +97,7 @@ def save_before_evaluation(session: Session) -> None:
     finish_saving(session, excused=True)
     try:
         session.deadline.save_begins()
-        with session.hooks.phase("save", progress.step):
+        with session.deadline.aside(), session.hooks.phase("save", progress.step):
             save(session, final=True)  # complete before the evaluation begins
         session.deadline.saved()
         session.report.say(f"saved        step {progress.step}, before its evaluation: {session.saved.newest}")

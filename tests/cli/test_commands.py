@@ -29,7 +29,11 @@ def test_new_writes_a_file_that_the_schema_takes(tmp_path: Path, template: str) 
     assert again.code == 2 and "exists already" in again.err and (tmp_path / "job.toml").read_text() == text
     schema = run(hpctrain("schema"), tmp_path)
     assert schema.code == 0
-    jsonschema.validate(tomli.loads(text), json.loads(schema.out))
+    validator = jsonschema.Draft202012Validator(json.loads(schema.out))
+    for file in [tmp_path / "job.toml", *(ROOT / "examples").glob("**/*.toml")]:
+        validator.validate(tomli.loads(file.read_text()))
+    for wrong in ({"job": {"stepz": 1}}, {"model": {"freeze": "head.*"}}, {"unknown": {}}, {"extends": 3}):
+        assert not validator.is_valid({**tomli.loads(text), **wrong}), wrong
 
 
 def test_a_new_gpt_checks_and_trains(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
-"""A job that runs out of time saves and stops early enough, and the same command continues it."""
+"""A job that runs out of time, or gets a signal, saves and stops early enough, and the same command continues it."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
 from conftest import JobFile
-from launching import hpctrain, run
+from launching import hpctrain, run, started, wait_until
 
 
 @pytest.fixture
@@ -61,3 +62,60 @@ def test_ranks_that_start_again_have_the_time_that_is_left(slow: JobFile, tmp_pa
     done = run(hpctrain(*words), tmp_path, 90, environment)
     assert done.code == 75 and "as its time is nearly over" in done.out and "restart 1 of 1" in done.err, done
     assert time.monotonic() - begin < 24, done
+
+
+LONG = """
+import pathlib, time
+import torch
+from torch import nn
+
+class Net(nn.Linear):
+    "Its evaluations take half a minute each."
+    def __init__(self):
+        super().__init__(4, 3)
+    def forward(self, x):
+        if not self.training and not pathlib.Path("quick").exists():
+            pathlib.Path("evaluated").open("a").write(".")
+            time.sleep(0.3)
+        return super().forward(x)
+
+def loss(out, y):
+    return ((out - y) ** 2).mean(1)
+
+def data(split):
+    return [(torch.full((4,), float(i % 7)), torch.zeros(3)) for i in range(100)]
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("asked", ["SIGTERM", pytest.param("time limit", marks=pytest.mark.thorough)])
+def test_an_evaluation_is_cut_short_and_made_up_for(asked: str, job: JobFile, tmp_path: Path) -> None:
+    """The averages of the weights, which are evaluated in their place, must not be what is saved."""
+    (tmp_path / "long.py").write_text(LONG)
+    job.tables |= {"model": {"name": "long:Net", "loss": "long:loss"}, "dataset": {"name": "long:data"}}
+    job.tables |= {"hook": [{"name": "ema", "decay": 0.5}], "evaluation": {"every_steps": 3}}
+    job.set(job={"steps": 9}, batch={"global_size": 4, "micro_size": 1})
+    (tmp_path / "quick").touch()
+    assert run(hpctrain("run", "job.toml", "-n", "2", "--set", "job.output_dir=whole"), tmp_path).code == 0
+    (tmp_path / "quick").unlink()
+    limit = ["--set", "job.time_limit=15s"] if asked == "time limit" else []
+    begin = time.monotonic()
+    with started(hpctrain("run", "job.toml", "-n", "2", *limit), tmp_path) as command:
+        seen = tmp_path / "evaluated"  # the look at the evaluation is two of these
+        wait_until(lambda: seen.exists() and seen.stat().st_size > 3, 60, "an evaluation")
+        if asked == "SIGTERM":
+            begin = time.monotonic()
+            command.process.terminate()
+        done = command.finish(60)
+    assert time.monotonic() - begin < (10 if asked == "SIGTERM" else 15)
+    assert done.code == 75 and "stopped at step 3 of 9" in done.out, done
+    assert "evaluation   of step 3 left out: the job has to stop" in done.out, done
+    (tmp_path / "quick").touch()
+    assert run(hpctrain("run", "job.toml", "-n", "2"), tmp_path).code == 0
+    assert job.losses() == job.losses("whole")
+    assert evaluations(job.output) == evaluations(tmp_path / "whole")
+
+
+def evaluations(output: Path) -> dict[int, float]:
+    rows = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["evaluation_loss"] for row in rows if "evaluation_loss" in row}

@@ -184,9 +184,12 @@ class Swaps:
         self._put([0.5 * own for own in self._own], model)
 
     @hookimpl
-    def hpctrain_evaluation(self, metrics: dict[str, Any], model: LiveModel) -> None:
-        self.evaluations.append(metrics["evaluation_loss"])
+    def hpctrain_evaluation_end(self, model: LiveModel) -> None:
         self._put(self._own, model)
+
+    @hookimpl
+    def hpctrain_evaluation(self, metrics: dict[str, Any]) -> None:
+        self.evaluations.append(metrics["evaluation_loss"])
 
     @torch.no_grad()
     def _put(self, values: list[Tensor], model: LiveModel) -> None:

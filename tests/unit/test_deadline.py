@@ -38,20 +38,23 @@ def test_what_is_no_time(text: object) -> None:
         JobTable(name="a", steps=1, time_limit=text)  # type: ignore[arg-type]
 
 
-def test_the_end_leaves_room_for_the_longest_turn_and_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_leaves_room_for_the_longest_new_turn_and_save(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     deadline = Deadline(1000.0, begin=1000.0)
     assert not deadline.turn()
-    now[0] += 20.0
+    now[0] += 200.0  # the first step is compiled
     assert not deadline.turn()
-    deadline.save_begins()
-    now[0] += 30.0
-    deadline.saved()
+    with deadline.aside():
+        now[0] += 100.0  # an evaluation
+        assert not deadline.leaves_no(30.0) and deadline.leaves_no(1000.0)
+        deadline.save_begins()
+        now[0] += 30.0
+        deadline.saved()
     while not deadline.turn():
         now[0] += 10.0
-    # the longest turn took 30 s, as long as the save
-    assert 1000.0 + 1000.0 - now[0] == pytest.approx(1.5 * 60.0 + 5.0, abs=10.0)
+    # a turn took 10 s and the save 30 s
+    assert 1000.0 + 1000.0 - now[0] == pytest.approx(1.5 * 40.0 + 5.0, abs=10.0)
 
 
 def test_without_a_limit_there_is_all_time() -> None:

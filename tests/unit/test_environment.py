@@ -8,18 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from conftest import TINY, JobFile
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError
 from hpctrain.checking.check import check
-from hpctrain.checking.schema import job_schema
 from hpctrain.job.environment import name_problem, settings, variables
 from hpctrain.job.raw import RawJob
 from hpctrain.job.reading import read_job
-from hpctrain.plugins.registry import build_registry
 
 REFUSED = [
     "LD_PRELOAD", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "PYTHONSTARTUP", "HPCTRAIN_STARTED_IN", "PMI_RANK", "PMIX_RANK",
@@ -58,14 +55,6 @@ def test_each_wrong_variable_is_named_with_its_line(job: JobFile) -> None:
     assert len(problems) == 3 and all(f"{job.path}:" in problem for problem in problems), problems
     assert "[environment] LD_PRELOAD: expected the name of a variable that begins with OMPI_MCA_," in problems[0]
     assert variables(read_job(job.path).tables) == {"OMP_NUM_THREADS": "3"}
-
-
-def test_the_schema_knows_the_names() -> None:
-    schema = job_schema(build_registry())
-    jsonschema.validate({**TINY, "environment": {"FI_PROVIDER": "tcp", "OMP_NUM_THREADS": 4}}, schema)
-    for wrong in ({"LD_PRELOAD": "x"}, {"FI_PROVIDER": True}):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({**TINY, "environment": wrong}, schema)
 
 
 def test_integers_are_texts() -> None:

@@ -88,7 +88,7 @@ def test_every_hook_is_documented_and_every_slot_has_one() -> None:
     pages = {page.stem: page.read_text() for page in plugin_pages.HOME.glob("*.md")}
     assert {*SLOTS, "command", "index", "first", "base"} == set(pages), "a page for each slot"
     text = "".join(pages.values())
-    assert len(hooks()) == len(SLOTS) + 1 + 13, "one for commands, and the life-cycle hooks"
+    assert len(hooks()) == len(SLOTS) + 1 + 14, "one for commands, and the life-cycle hooks"
     for name in hooks():
         assert f"`{name}`" in text, name
         spec = getattr(RegistrationHooks, name, None) or getattr(LifeCycleHooks, name)

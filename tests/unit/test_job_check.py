@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jsonschema
 import pytest
 import tomli
 import tomli_w
@@ -24,14 +23,12 @@ from hpctrain.checking.check import CheckedJob, check
 from hpctrain.checking.counts import why_not
 from hpctrain.checking.full_check import sizes
 from hpctrain.checking.resolved import refuse_other_job, resolved_tables
-from hpctrain.checking.schema import job_schema
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.plugin import Machine
 from hpctrain.data.opening import open_data
 from hpctrain.data.shapes import sequence_multiple
 from hpctrain.job.problems import JobError
 from hpctrain.job.raw import RawJob
-from hpctrain.plugins.registry import build_registry
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -490,62 +487,6 @@ def test_another_job_is_told_from_the_same_with_more_steps(tmp_path: Path) -> No
             refuse_other_job(path, resolved_tables(checked(**changes)))
 
 
-SCHEMA = job_schema(build_registry())
-
-
-@pytest.mark.always
-def test_the_schema_is_a_schema_and_takes_our_files() -> None:
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
-    files = [*(ROOT / "examples").glob("**/*.toml"), *(ROOT / "hpctrain" / "cli" / "templates").glob("*.toml")]
-    assert len(files) >= 4
-    for file in files:
-        jsonschema.validate(tomli.loads(file.read_text()), SCHEMA)
-    jsonschema.validate(json.loads(json.dumps(resolved_tables(checked()))), SCHEMA)
-
-
-def refusals(**changes: Any) -> list[str]:
-    """What the schema refuses, as `place: message`."""
-    found = jsonschema.Draft202012Validator(SCHEMA).iter_errors(tables(**changes))
-    return [f"{'.'.join(map(str, error.path))}: {error.message}" for error in found]
-
-
-@pytest.mark.parametrize(
-    ("table", "keys", "message"),
-    [
-        ("model", {"hiden_size": 1}, "model: Additional properties are not allowed ('hiden_size' was unexpected)"),
-        ("model", {"layers": "two"}, "model.layers: 'two' is not of type 'integer'"),
-        ("model", {"name": "gtp"}, "model.name: 'gtp' is not one of ['gpt'"),
-        ("model", {"freeze": "head.*"}, "model.freeze: 'head.*' is not of type 'array'"),
-        ("job", {"stepz": 1}, "job: Additional properties are not allowed ('stepz' was unexpected)"),
-        ("job", {"epochs": 1}, "job.steps: 4 should not be valid under {'title': 'steps beside epochs; keep one of them'}"),
-        ("optimizer", {"momentum": 0.9}, "optimizer: Additional properties are not allowed ('momentum' was unexpected)"),
-        ("optimizer", {"lr_scaling": "sqrt"}, "optimizer: 'lr_reference_batch' is a required property"),
-        ("optimizer", {"groups": [{"lr": 1.0}]}, "optimizer.groups.0: 'pattern' is a required property"),
-        ("sharding", {"stage": 7}, "sharding.stage: 7 is not one of [0, 1, 2, 3]"),
-        ("sharding", {"wrap": "size"}, "sharding: Additional properties are not allowed ('wrap' was unexpected)"),
-        ("sharding", {"stage": 2, "name": "zero-2"}, "sharding.stage: 2 should not be valid under {'title': 'stage beside name"),
-        ("elastic", {"min_ranks": "2"}, "elastic.min_ranks: '2' is not of type 'integer'"),
-        ("elastic", {"ranks": 2, "min_ranks": 1}, "elastic: Additional properties are not allowed ('ranks' was unexpected)"),
-        ("elastic", {}, "elastic: 'min_ranks' is a required property"),
-        ("checkpoint", {"keep": 0}, "checkpoint.keep: 0 is less than the minimum of 1"),
-        ("checkpoint", {"keep_best": {"cout": 1}}, "checkpoint.keep_best: Additional properties are not allowed ('cout'"),
-        ("schedule", {"name": "cosine", "warmup": 3}, "schedule: Additional properties are not allowed ('warmup'"),
-        ("unknown", {}, ": Additional properties are not allowed ('unknown' was unexpected)"),
-        ("parallelism", {"tensro": 2}, "parallelism: Additional properties are not allowed ('tensro' was unexpected)"),
-        ("parallelism", {"tensor": "2"}, "parallelism.tensor: '2' is not of type 'integer'"),
-        ("parallelism", {"tensor": {"plan": {}}}, "parallelism.tensor: 'size' is a required property"),
-        ("batch", {"tokens": 9, "micro_tokens": 3}, "batch.global_size: 12 should not be valid under {'title': 'global_size"),
-        ("dataset", {"collate": "a:b"}, "dataset.collate: 'a:b' should not be valid under {'title': 'collate beside the name"),
-        ("hook", [{"name": "ema", "decai": 0.9}], "hook.0: Additional properties are not allowed ('decai' was unexpected)"),
-    ],
-)  # fmt: skip
-def test_the_schema_names_the_key_that_the_check_refuses(table: str, keys: Any, message: str) -> None:
-    found = refusals(**{table: keys})
-    assert found and found[0].startswith(message), found
-    with pytest.raises(JobError):
-        check(RawJob(tables(**{table: keys}), {}, "j"), None)
-
-
 def test_the_numbers_of_ranks_that_fit_a_job() -> None:
     """12 samples, and axes that keep their sizes."""
     plain, tensor = checked(), checked(parallelism={"tensor": 2})
@@ -553,29 +494,6 @@ def test_the_numbers_of_ranks_that_fit_a_job() -> None:
     assert [ranks for ranks in range(1, 13) if why_not(tensor, ranks) is None] == [2, 4, 6, 8, 12]
     assert "needs a multiple of 2 ranks, but there are 3" in str(why_not(tensor, 3))
     assert "12 does not divide over 5" in str(why_not(plain, 5))
-
-
-def test_the_schema_takes_a_part_of_a_job_that_extends_another() -> None:
-    validator = jsonschema.Draft202012Validator(SCHEMA)
-    for part in (
-        {},
-        {"optimizer": {"lr": 1.0}},
-        {"schedule": {"cycles": 2}},
-        {"parallelism": {"tensor": {"plan": {}}}},
-    ):
-        assert validator.is_valid({"extends": "base.toml", **part})
-        assert not validator.is_valid(part)
-    (error,) = validator.iter_errors({"extends": "base.toml", "model": {"name": "gpt", "hiden_size": 3}})
-    assert "'hiden_size' was unexpected" in error.message
-    (error,) = validator.iter_errors({"extends": 3})
-    assert error.message == "3 is not of type 'string'"
-
-
-def test_a_schema_takes_callables_of_ones_own() -> None:
-    changed = tables(model={"name": "mine:build", "width": 3})
-    for key in ("hidden_size", "layers", "attention_heads", "vocab_size", "max_seq_length"):
-        del changed["model"][key]
-    jsonschema.validate(changed, SCHEMA)
 
 
 def test_an_unknown_name_in_block_is_refused() -> None:
@@ -601,8 +519,6 @@ def test_several_schedules_of_a_pipeline() -> None:
         'schedule = "zbv" has 2 stages per rank, found stages_per_rank = 3'
         in problems(2, parallelism={"pipeline": three})[0]
     )
-    (message,) = refusals(parallelism={"pipeline": {"size": 2, "schedule": "zb"}})
-    assert message.startswith("parallelism.pipeline.schedule: 'zb' is not one of ") and "'zbv'" in message
 
 
 def test_every_mistake_of_a_pipeline_is_told_at_once() -> None:
@@ -680,12 +596,6 @@ def test_a_strategy_by_name_or_by_stage(tmp_path: Path, monkeypatch: pytest.Monk
     job = checked(**own)
     assert job.parts.sharding.name == "own" and resolved_tables(job)["sharding"]["name"] == "own"
     assert "stage" not in resolved_tables(job)["sharding"] and resolved_tables(checked())["sharding"]["stage"] == 0
-    validator = jsonschema.Draft202012Validator(job_schema(job.registry))
-    for sharding, valid in (
-        ({"name": "own"}, True), ({"name": "zero-2"}, True), ({"stage": 2}, True), ({}, True), ({"stage": 9}, False),
-        ({"name": "own", "stage": 2}, False), ({"name": "zero-2", "stage": 2}, False), ({"stage": "2"}, False),
-    ):  # fmt: skip
-        assert validator.is_valid({**job.raw.tables, "sharding": sharding}) == valid, sharding
     both = problems(sharding={"name": "zero-2", "stage": 2})
     assert len(both) == 1 and both[0].startswith(
         "[sharding]: name and stage both choose the strategy; keep one of them"

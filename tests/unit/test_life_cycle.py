@@ -459,12 +459,12 @@ class Watch:
     def hpctrain_job_end(self): ...
 
 
-class Misspelt(Hook):
-    name = "misspelt"
+class Unmarked(Hook):
+    name = "unmarked"
 
     def start(self):
         class Run(Watch):
-            def hpctrain_step_ende(self, step): ...
+            def hpctrain_step_end(self, step): ...
         return Run()
 
 
@@ -490,17 +490,14 @@ class Passes(Hook):
 
 @hookimpl
 def hpctrain_hook():
-    return [Misspelt, Misplaced, Passes]
+    return [Unmarked, Misplaced, Passes]
 """
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        (
-            "misspelt",
-            "it has the function 'hpctrain_step_ende', which is no hook; did you mean 'hpctrain_step_end', marked",
-        ),
+        ("unmarked", "it has the function 'hpctrain_step_end' without the mark of hpctrain.api.hookimpl, so nobody"),
         ("misplaced", "the object that start() returns takes part in the run, so nobody calls its hpctrain_step_end"),
     ],
 )

@@ -138,6 +138,17 @@ def test_a_signal_saves_before_an_evaluation_and_the_resume_makes_up_for_it() ->
     ]
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_signal_while_a_step_is_saved_needs_no_other_step(background: bool) -> None:
+    Path("saves.py").write_text(
+        STOPS.replace("step_end(step)", "phase_end(phase)").replace("step == 1", "phase == 'save'")
+    )
+    table: Any = {"every_steps": 2, "asynchronous": background}
+    assert train(checkpoint=table, plugins={"load": ["saves"]})["exit_code"] == 75
+    assert steps_saved() == [2] and rows()[-1]["step"] == 2
+    assert train(checkpoint=table)["exit_code"] == 0
+
+
 def test_ctrl_c_saves_and_interrupts_the_program() -> None:
     Path("interrupts.py").write_text(STOPS.replace("SIGTERM", "SIGINT"))
     with pytest.raises(KeyboardInterrupt):

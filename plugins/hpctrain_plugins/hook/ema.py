@@ -83,7 +83,7 @@ class _Average:
         self._put(self._averages, model)
 
     @hookimpl
-    def hpctrain_evaluation(self, model: LiveModel) -> None:
+    def hpctrain_evaluation_end(self, model: LiveModel) -> None:
         self._put(self._weights, model)
         self._weights = []
 
