@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -18,14 +19,18 @@ _SAME_SECONDS = 1.0
 """Signals this soon after the first count as the same one: a terminal or Slurm signals every process of a job, and
 launchers and `hpctrain run -n` pass signals on."""
 STOPPED, INTERRUPTED = 1, 2
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def note_early() -> None:
-    """Keep a SIGUSR1 from now on until the loop can answer it, instead of ending this process.
+    """Keep a SIGUSR1 from now on until the loop can answer it, instead of ending this process, and train on after a SIGHUP.
 
-    A batch script cannot know whether its ranks have started already when the time limit comes.
+    A batch script cannot know whether its ranks have started already when the time limit comes. SIGHUP says that the terminal is
+    closed; a handler, unlike SIG_IGN, ends with exec, so that the programs of users' code keep Python's answer.
     """
     signal.signal(signal.SIGUSR1, lambda number, _: _early.append(number))
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def came_early() -> bool:
@@ -46,6 +51,39 @@ def keep_from_children() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
 
+class _Forks:
+    """What a fork of users' code inherits, such as a worker of `multiprocessing`, which waits for its parent's SIGTERM in vain
+    where a rank answers it: it gets Python's own handlers, and ends if the rank is killed."""
+
+    registered = False
+    rank = 0
+    """The process whose forks are changed; 0 for none."""
+    in_main = False
+
+    @classmethod
+    def change_those_of_this_process(cls) -> None:
+        """From now on, until `rank` is 0 again."""
+        cls.rank = os.getpid()
+        if not cls.registered:
+            os.register_at_fork(before=cls._note, after_in_child=cls._change)
+            cls.registered = True
+
+    @classmethod
+    def _note(cls) -> None:
+        cls.in_main = threading.current_thread() is threading.main_thread()
+
+    @classmethod
+    def _change(cls) -> None:
+        if cls.rank != os.getppid():
+            return
+        cls.rank = 0
+        for number in (*STOPPING, signal.SIGHUP):
+            if str(getattr(signal.getsignal(number), "__module__", "")).startswith("hpctrain."):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if cls.in_main and hasattr(ctypes.CDLL(None), "prctl"):  # the end of another thread would count as the parent's
+            ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
 class StopRequest:
     """Active inside a `with`: the first signal asks the loop to stop, a later one ends the process at once."""
 
@@ -60,9 +98,11 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._handle) for number in STOPPING}
             if came_early():
                 self._handle(signal.SIGUSR1, None)
+            _Forks.change_those_of_this_process()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        _Forks.rank = 0
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.cells import cell_len
@@ -85,7 +86,8 @@ class Console:
         if self._live and (last or now - self._last_draw >= _SECONDS_BETWEEN_DRAWS):
             self._last_draw = now
             words = _words(row, counts, remark, self._best.words(with_step=False))
-            self._draw(row, steps, words, elapsed, eta)
+            with suppress(OSError):  # rich flushes a terminal that is gone
+                self._draw(row, steps, words, elapsed, eta)
 
     def _tell_evaluation(self, row: Mapping[str, Any], steps: int, counts: str) -> None:
         told = {

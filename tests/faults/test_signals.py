@@ -1,12 +1,18 @@
-"""A signal at any moment, to the starter or to one rank: one checkpoint, exit 75, then the same losses with the same command."""
+"""A signal at any moment, to the starter or to one rank: one checkpoint, exit 75, then the same losses with the same command.
+A closed terminal ends nothing. What users' code forks gets Python's own signal handlers, and ends with its rank."""
 
 from __future__ import annotations
 
+import os
+import pty
+import select
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from conftest import JobFile
-from launching import SOON, TERMINATE, Finished, hpctrain, run, started, wait_until
+from launching import MARK, SOON, TERMINATE, Finished, hpctrain, run, started, wait_until
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -77,7 +83,72 @@ def test_the_job_saves_once_and_goes_on(
     assert done.out.count("stopped at step") == 1, done
     saved = sorted(path.name for path in (job.output / "checkpoints").glob("step-*"))
     step = len(job.losses())
-    assert step < STEPS and f"step-{step:08}" in saved and not [name for name in saved if name.endswith(".tmp")], saved
+    assert step < STEPS and not [name for name in saved if name.endswith(".tmp")], saved
+    assert f"step-{step:08}" in saved or (phase == "build" and not step), saved
     again = run(hpctrain("run", "job.toml", "-n", "2"), job.directory)
     assert again.code == 0, again
     assert job.losses() == straight
+
+
+def close_terminal_at(text: bytes, words: Sequence[str], cwd: Path) -> int:
+    """Run a command in a terminal that is closed when it shows `text`; the exit code."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        os.execve(words[0], list(words), {**os.environ, "OMP_NUM_THREADS": "1", MARK: uuid.uuid4().hex})
+    shown = b""
+    while text not in shown:
+        assert select.select([terminal], [], [], 60)[0], shown.decode()
+        shown += os.read(terminal, 2**16)
+    os.close(terminal)  # SIGHUP for the command, and EIO for whoever writes
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-n", "2"],
+        pytest.param([], marks=pytest.mark.thorough),
+        pytest.param(["-n", "2", "--set", "job.start=spawn"], marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_a_closed_terminal_ends_nothing(job: JobFile, words: list[str], straight: list[float]) -> None:
+    job.sleeps(0.3).set(plugins={"load": ["slow"]})
+    assert close_terminal_at(b"loss", hpctrain("run", "job.toml", *words), job.directory) == 0
+    assert job.losses() == pytest.approx(straight, rel=2e-6)
+
+
+POOL = """
+import multiprocessing, os, time
+from hpctrain.api import hookimpl
+
+def double(x):
+    return 2 * x
+
+@hookimpl
+def hpctrain_step_end(step):
+    if step == 1:
+        for _ in range(10):
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                assert pool.map(double, [1, 2]) == [2, 4]
+    if step == 2 and "STAYS" in os.environ:
+        pool = multiprocessing.get_context("fork").Pool(2)
+        pool.map(double, [1, 2])
+        open("waits." + os.environ["RANK"], "w").close()
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
+def test_workers_of_users_code_end(job: JobFile, start: str) -> None:
+    """Pool.terminate() sends SIGTERM, which a rank answers with a save; after a kill of the starter nobody would end them."""
+    (job.directory / "pool.py").write_text(POOL)
+    words = hpctrain("run", "job.toml", "-n", "2", "--set", f"job.start={start}")
+    job.set(plugins={"load": ["pool"]})
+    assert run(words, job.directory, 60).code == 0
+    with started([*words, "--set", "job.output_dir=again"], job.directory, {"STAYS": "1"}) as command:
+        wait_until(lambda: len(list(job.directory.glob("waits.*"))) == 2, 60, "both ranks with workers")
+        assert len(command.members()) >= 7, "the starter, two ranks, two workers of each"
+        command.process.kill()
+        wait_until(lambda: not command.members(), 15, "the end of all")
