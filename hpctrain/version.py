@@ -1,5 +1,5 @@
 """The one place that states the version; imports nothing, so that packaging can read it."""
 
 __version__ = "0.1.0"
-API_VERSION = 1
+API_VERSION = 2
 """Of the interface for plugins. A release that adds to it or changes it raises it."""

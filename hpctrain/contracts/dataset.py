@@ -87,6 +87,9 @@ class Samples(Source):
     def __getitem__(self, index: int) -> Any:
         """Sample `index`: a dict of tensors (`input_ids`, `labels`: each (seq,)) or a tuple whose last is the target."""
 
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the training samples that are asked for next, from 0; called where it changes."""
+
     def lengths(self) -> Lengths | None:
         """How many tokens each sample has, without loading any; None where that is not known.
 

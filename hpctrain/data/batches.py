@@ -16,7 +16,7 @@ from hpctrain.contracts.dataset import Collate, Samples, Source
 from hpctrain.contracts.model import Batch
 from hpctrain.data.plan import Planned
 from hpctrain.data.shapes import Packing, PaddedStack, Padding
-from hpctrain.model.conformance.data import refuse_fewer_rows, refuse_other_item
+from hpctrain.model.conformance.data import refuse_fewer_rows, refuse_other_item, refuse_reused_memory, snapshot
 
 
 @dataclass(frozen=True)
@@ -90,26 +90,41 @@ def _form(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 class Batches:
     """The micro batches of samples, by what is planned for them: a dataset for torch's DataLoader."""
 
-    def __init__(self, samples: Samples, collate: Collate = default_collate, seed: int = 0) -> None:
-        """seed: of what samples draw."""
-        self._samples, self._collate, self._seed = samples, collate, seed
-        self._has_given = False
+    def __init__(
+        self, samples: Samples, collate: Collate = default_collate, seed: int = 0, name: str = "the data set"
+    ) -> None:
+        """seed: of what samples draw. name: of the data set, for messages."""
+        self._samples, self._collate, self._seed, self._name = samples, collate, seed, name
+        self._has_given, self._epoch = False, 0
 
     def __getitem__(self, planned: Planned) -> Loaded:
-        positions: Sequence[int | None] = planned.positions or [None] * len(planned.indices)
-        items = [self._sample(int(i), position) for i, position in zip(planned.indices, positions, strict=True)]
-        if not self._has_given and items and not self._samples.draws:
-            again = self._sample(int(planned.indices[0]), positions[0])
-            refuse_other_item(self._samples, int(planned.indices[0]), items[0], again)
+        items = self._items(planned)
         batch = collated(self._samples, self._collate, items, self._seed, planned)
         if not self._has_given and not isinstance(self._collate, Packing):
-            refuse_fewer_rows(self._samples, len(items), batch)
+            refuse_fewer_rows(self._name, len(items), batch)
         self._has_given = True
         if isinstance(self._collate, Padding) and not planned.counts:
             batch = self._collate.blank(batch)
         return Loaded(planned, batch)
 
+    def _items(self, planned: Planned) -> list[Any]:
+        """The samples; the first ones of this process are looked at."""
+        positions: Sequence[int | None] = planned.positions or [None] * len(planned.indices)
+        places = [(int(index), position) for index, position in zip(planned.indices, positions, strict=True)]
+        if self._has_given or not places:
+            return [self._sample(*place) for place in places]
+        first = self._sample(*places[0])
+        before = snapshot(first)
+        items = [first, *(self._sample(*place) for place in places[1:])]
+        refuse_reused_memory(self._name, before, first)
+        if not self._samples.draws:
+            refuse_other_item(self._name, places[0][0], before, self._sample(*places[0]))
+        return items
+
     def _sample(self, index: int, position: int | None) -> Any:
         """position: in the order; None in an evaluation."""
+        if position is not None and position // len(self._samples) != self._epoch:
+            self._epoch = position // len(self._samples)
+            self._samples.set_epoch(self._epoch)
         with drawing(self._seed, index, position) if self._samples.draws else nullcontext():
             return self._samples[index]

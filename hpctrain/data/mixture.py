@@ -1,11 +1,11 @@
 """The order of a mixture: parts of the samples are drawn by shares, which may change at given positions.
 
-Position p belongs to a phase, and in it to a block. The places of a block go to the parts by their shares, and are then shuffled,
-so that no rank always gets the same part; each takes the next sample of its part's own order. All of it follows from p: it is the
-same on any number of ranks, and a resume needs only the position.
+Position p belongs to a phase, and in it to a block. The places of a block go to the parts by their shares, and are then shuffled
+in runs of 32, so that no rank always gets the same part; each takes the next sample of its part's own order. All of it follows
+from p: it is the same on any number of ranks, and a resume needs only the position.
 
-A part of share s gets floor(x s + 1/2) of the first x places; the parts after it share the others in the same way. So any run of
-whole blocks has as many samples of each part as its share says, but for one or two.
+A part of share s gets floor(x s + 1/2) of the first x places; the parts after it share the others in the same way. So the samples
+of each part up to the end of any run are as many as its share says, but for one or two.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hpctrain.contracts.dataset import Part
 from hpctrain.data.order import Indices, SampleOrder, WeightedOrder, mixed
 
 _BLOCK = 4096
+_RUN = 32
 _BITS = 32
 """Shares are multiples of 2^-32."""
 _HALF = 1 << (_BITS - 1)
@@ -88,8 +89,11 @@ class MixtureOrder:
             owners[left[is_mine]] = part
             left, numbers = left[~is_mine], (numbers - before)[~is_mine]
         key = np.uint64(derive_seed(seed, fingerprint, "mixture", phase, block))
-        shuffled: Indices = owners[np.argsort(mixed(np.arange(_BLOCK, dtype=np.uint64), key), kind="stable")]
-        return shuffled
+        draws = mixed(np.arange(_BLOCK, dtype=np.uint64), key).reshape(-1, _RUN)
+        shuffled: Indices = np.take_along_axis(
+            owners.reshape(-1, _RUN), np.argsort(draws, axis=1, kind="stable"), axis=1
+        )
+        return shuffled.reshape(-1)
 
     def _before(self, phase: int, block: int) -> Indices:
         """The samples of each part that are drawn before a block."""

@@ -17,6 +17,7 @@ from hpctrain.base.torch_private import hide_worker
 from hpctrain.contracts.dataset import Collate, Stream
 from hpctrain.data.batches import Loaded, Place, collated
 from hpctrain.data.plan import Planned
+from hpctrain.model.conformance.data import refuse_reused_memory, snapshot
 
 _END = object()
 
@@ -97,8 +98,12 @@ class TrainedStream:
     Without shards, item i is position i of the order, and a reader skips what other ranks take.
     """
 
-    def __init__(self, stream: Stream, collate: Collate, seed: int, reading: Reading) -> None:
-        self._stream, self._collate, self._seed, self._reading = stream, collate, seed, reading
+    def __init__(
+        self, stream: Stream, collate: Collate, seed: int, reading: Reading, name: str = "the data set"
+    ) -> None:
+        """name: of the data set, for messages."""
+        self._stream, self._collate, self._seed, self._reading, self._name = stream, collate, seed, reading, name
+        self._has_given = False
         self._position = reading.position
         self._reader: Reader | None = None
         self._shard = 0
@@ -113,7 +118,12 @@ class TrainedStream:
         sharded = self._reading.shards > 1
         if not sharded:
             self._skip_to(self._reader, planned.positions[0])
-        items = [self._reader.take() for _ in planned.indices]
+        items = [self._reader.take() for _ in planned.indices[:1]]
+        before = None if self._has_given else snapshot(items)
+        items += [self._reader.take() for _ in planned.indices[1:]]
+        if not self._has_given:
+            refuse_reused_memory(self._name, before, items[:1])
+        self._has_given = True
         batch = collated(self._stream, self._collate, items, self._seed, planned)
         self._position += len(planned.indices)
         if not sharded and planned.after is not None:

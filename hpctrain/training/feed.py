@@ -14,7 +14,7 @@ import torch
 from hpctrain.base.errors import EnvironmentUnfitError, HpctrainError, TrainingError, UsageError, reason
 from hpctrain.contracts.dataset import Lengths, Samples, Split, Stream
 from hpctrain.contracts.model import Batch, ModelSpec
-from hpctrain.contracts.plugin import broken
+from hpctrain.contracts.plugin import broken, named
 from hpctrain.data.batches import Batches
 from hpctrain.data.loader import Loader
 from hpctrain.data.opening import make_plan, open_data, steps_of_epochs
@@ -145,7 +145,7 @@ class Feed:
         assert isinstance(self._training, Stream)
         reading = self._places.reading(progress.samples_seen, progress.step * self.plan.micro_batches)
         collate, table = make_collation(self._job, self._parts, self._training), self._job.dataset
-        batches = TrainedStream(self._training, collate, self._job.job.seed, reading)
+        batches = TrainedStream(self._training, collate, self._job.job.seed, reading, named(self._parts.dataset))
         return Pool(batches, self._places.workers, table.prefetch, table.start_method)
 
     def validation_loader(self, micro_batches: int | None = None) -> Loader:
@@ -227,7 +227,8 @@ def make_pool(job: Job, parts: Parts, source: Samples | Stream) -> Pool:
     collate, table, workers = make_collation(job, parts, source), job.dataset, workers_of(job, source)
     if isinstance(source, Stream):
         return Pool(EvaluatedStream(source, collate, job.job.seed), min(workers, 1), table.prefetch, table.start_method)
-    return Pool(Batches(source, collate, job.job.seed), workers, table.prefetch, table.start_method)
+    batches = Batches(source, collate, job.job.seed, named(parts.dataset))
+    return Pool(batches, workers, table.prefetch, table.start_method)
 
 
 def workers_of(job: Job, source: Samples | Stream) -> int:

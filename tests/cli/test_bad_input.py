@@ -222,7 +222,7 @@ def test_plugin_modules_that_do_not_work(job: JobFile) -> None:
     }
     sentences = {
         "raises": "raised ValueError: broken on purpose",
-        "newer": "asks for plugin API version 99, and this hpctrain has version 1",
+        "newer": "asks for plugin API version 99, and this hpctrain has version 2",
         "signature": "hook hpctrain_step_end: expected arguments among (step, metrics, model, control), found (step, losses)",
         "unknown": "the hook 'hpctrain_modell', which does not exist",
         "needs": "needs the package 'a_package_that_is_not_there'",

@@ -137,6 +137,23 @@ class MetricOfARank(_Metric):
             return {"rank": float(dist.get_rank())}
 
 
+@metric("gives the object of the evaluation before in `start`, which goes on with its sums")
+class MetricThatGoesOn(_Metric):
+    def start(self):
+        return self.only
+
+    class made(RunningMetric):  # noqa: N801
+        seen = 0.0
+
+        def update(self, outputs, target):
+            self.seen += float(len(target))
+
+        def compute(self, group):
+            return {"seen": self.seen}
+
+    only = made()
+
+
 # logger: what it does to a row stays its own
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from faulty.fault import NAMES, planted
 from hpctrain.api import (
     Samples,
+    Stream,
 )
 
 # model
@@ -91,6 +92,20 @@ class PlacesInTheRow(GPT):
         return module(batch["input_ids"], of_the_row, batch.get("documents"))
 
 
+@model("changed the target of its batch in place in `forward`")
+class MasksTheTarget(GPT):
+    def forward(self, module, batch):
+        batch["labels"][:, ::2] = -100
+        return super().forward(module, batch)
+
+
+@model("changed the target of its batch in place in `loss`")
+class ShiftsTheTarget(GPT):
+    def loss(self, outputs, batch):
+        batch["labels"].clamp_(min=1)
+        return super().loss(outputs, batch)
+
+
 # dataset
 
 
@@ -138,3 +153,29 @@ class FingerprintOfTheMoment(_Altered):
     class samples(_Changed):  # noqa: N801
         def fingerprint(self):
             return str(next(NAMES))
+
+
+@dataset("gave an item whose values change when the next one is read")
+class OneBuffer(_Altered):
+    class samples(_Changed):  # noqa: N801
+        kept = torch.zeros(9, dtype=torch.int64)
+
+        def __getitem__(self, index):
+            self.kept.fill_(index % 7)
+            return {"input_ids": self.kept[:-1], "labels": self.kept[1:]}
+
+
+@dataset("gave an item whose values change when the next one is read")
+class OneBufferStreamed(_Altered):
+    class samples(Stream):  # noqa: N801
+        def __init__(self, samples):
+            self.vocab_size = samples.vocab_size
+
+        def __iter__(self):
+            kept = torch.zeros(9, dtype=torch.int64)
+            for number in range(99):
+                kept.fill_(number % 7)
+                yield {"input_ids": kept[:-1], "labels": kept[1:]}
+
+        def fingerprint(self):
+            return "one buffer"

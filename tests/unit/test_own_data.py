@@ -69,6 +69,23 @@ def pad(samples):
     return {"ids": ids, "labels": torch.stack([label for _, label in samples])}
 
 
+class ByEpoch(Words):
+    """The label changes from epoch to epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        words, label = super().__getitem__(index)
+        return words, (label + self.epoch) % 3
+
+
+def by_epoch(split):
+    return ByEpoch(split)
+
+
 class Collated(Words):
     def collate_fn(self, samples):
         return pad(samples)
@@ -220,13 +237,19 @@ def plain_losses(name: str, steps: int = 6) -> list[float]:
     """The job in a plain loop, sample by sample, so that nothing is padded."""
     own: Any = __import__("own")
     torch.manual_seed(derive_seed(3, "model"))
-    module, words = own.Mean(), own.Words("train")
+    module, words = own.Mean(), getattr(own, name.partition(":")[2])("train")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     opened = UserDataset.from_table(name, {}).open("train", None)  # type: ignore[arg-type]
     assert opened is not None
     order, losses = SampleOrder(40, 3, opened.fingerprint()), []
     for step in range(steps):
-        chosen = [words[int(i)] for i in order.at(12 * step, 12 * (step + 1))]
+        chosen = []
+        for position, index in zip(
+            range(12 * step, 12 * (step + 1)), order.at(12 * step, 12 * (step + 1)), strict=True
+        ):
+            if hasattr(words, "set_epoch"):
+                words.set_epoch(position // 40)
+            chosen.append(words[int(index)])
         loss = torch.stack([cross_entropy(module(ids[None]), label[None]) for ids, label in chosen]).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -381,6 +404,16 @@ def test_data_that_can_not_be_sent_to_workers() -> None:
         UsageError, match=r"workers = 1: the data can't be sent to worker processes \(.*Local.* use workers = 0"
     ):
         hpctrain.run(tables("sent", {"name": "own:closed", "collate": "own:pad", "workers": 1}))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_by_index_are_told_the_epoch(workers: int) -> None:
+    """As a plain loop would tell them, position by position; a resume goes on in its epoch."""
+    dataset = {"name": "own:by_epoch", "collate": "own:pad", "workers": workers}
+    whole = rows_of(tables("whole", dataset, job={"steps": 8}))
+    assert whole == pytest.approx(plain_losses("own:by_epoch", 8), rel=1e-6)
+    rows_of(tables("halves", dataset, job={"steps": 5}))
+    assert rows_of(tables("halves", dataset, job={"steps": 8})) == whole
 
 
 def drawn(output: str, steps: int, **dataset: Any) -> tuple[list[float], list[float]]:

@@ -161,7 +161,7 @@ def test_a_name_of_hpctrain_leaves_an_installed_plugin_alone(site: Site) -> None
             "HPCTRAIN_API = 99\n" + MODEL.format(name="m"),
             f"asks for plugin API version 99, and this hpctrain has version {API_VERSION}: install a newer hpctrain",
         ),
-        ("HPCTRAIN_API = '1'\n" + MODEL.format(name="m"), "asks for plugin API version '1'"),
+        ("HPCTRAIN_API = '2'\n" + MODEL.format(name="m"), "asks for plugin API version '2'"),
         (MODEL.format(name="m").replace("def hpctrain_model", "def hpctrain_modell"), "did you mean 'hpctrain_model'?"),
         (MODEL.format(name="m").replace("def build", "def builds"), "Mine (m) lacks build (it has builds)"),
         (MODEL.format(name="m").replace("def hpctrain_model()", "def hpctrain_model(self_made)"), "found (self_made)"),

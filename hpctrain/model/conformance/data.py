@@ -1,4 +1,5 @@
-"""The first batch of a data set in each process: an item read twice is one item, and a batch has a row for each."""
+"""The first batch of a data set in each process: items have memory of their own and follow from their index, and a batch has a row
+for each."""
 
 from __future__ import annotations
 
@@ -10,19 +11,40 @@ import torch
 from torch import Tensor
 
 from hpctrain.base.errors import ContractError
-from hpctrain.contracts.dataset import Source
 
 
-def refuse_other_item(source: Source, index: int, first: Any, second: Any) -> None:
-    """Raises ContractError if item `index`, read twice, has other tensors, arrays or numbers."""
-    if not _is_same(first, second):
+def snapshot(item: Any) -> object:
+    """The tensors, arrays, numbers and texts of an item as they are now, to compare with. Objects of other types are all alike."""
+    if isinstance(item, Mapping):
+        return type(item), [(key, snapshot(value)) for key, value in item.items()]
+    if isinstance(item, (list, tuple)):
+        return type(item), [snapshot(value) for value in item]
+    if isinstance(item, Tensor):
+        return _bits(item)
+    if isinstance(item, np.ndarray) and item.dtype != object:
+        return item.dtype, item.shape, item.tobytes()
+    return type(item), repr(item) if isinstance(item, (int, float, str, bytes)) else None
+
+
+def refuse_other_item(name: str, index: int, before: object, again: Any) -> None:
+    """Raises ContractError if item `index`, read again, is not as in the snapshot `before`. name: of the data set."""
+    if snapshot(again) != before:
         raise ContractError(
-            f"{_named(source)} gave another item {index} when it was read again, expected items that follow from their index; a "
-            "data set whose items draw random numbers says so with `draws = True`"
+            f"{name} gave another item {index} when it was read again, expected items that follow from their index; a data set "
+            "whose items draw random numbers says so with `draws = True`"
         )
 
 
-def refuse_fewer_rows(source: Source, items: int, batch: Any) -> None:
+def refuse_reused_memory(name: str, before: object, item: Any) -> None:
+    """Raises ContractError if an item is not as in the snapshot `before` once the next ones were read."""
+    if snapshot(item) != before:
+        raise ContractError(
+            f"{name} gave an item whose values change when the next one is read, expected memory of its own for each item: a "
+            "micro batch would be one item, repeated; return a copy (`.clone()`, `.copy()`)"
+        )
+
+
+def refuse_fewer_rows(name: str, items: int, batch: Any) -> None:
     """Raises ContractError if all tensors of a batch have the same number of rows, fewer than its items and more than half of them.
 
     A batch that packs items into fewer rows, or has them in another dim, has other shapes.
@@ -32,13 +54,9 @@ def refuse_fewer_rows(source: Source, items: int, batch: Any) -> None:
     elsewhere = any(items in one.shape for one in tensors)
     if not elsewhere and len(rows) == 1 and items / 2 < (count := rows.pop()) < items:
         raise ContractError(
-            f"{_named(source)} made a batch of {count} rows from {items} items in its collation, expected a row for each: the "
+            f"{name} made a batch of {count} rows from {items} items in its collation, expected a row for each: the "
             "mean of the loss would be over fewer samples than the job says; leave items out in the data set"
         )
-
-
-def _named(source: Source) -> str:
-    return f"the data set {type(source).__module__}:{type(source).__qualname__}"
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -46,22 +64,6 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return [tensor for one in inner for tensor in _tensors(one)]
-
-
-def _is_same(first: Any, second: Any) -> bool:
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(_is_same(value, second[key]) for key, value in first.items())
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(_is_same, first, second))
-    if isinstance(first, Tensor):
-        return _bits(first) == _bits(second)
-    if isinstance(first, np.ndarray) and first.dtype != object:
-        return bool(first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes())
-    if isinstance(first, (int, float, str, bytes)):
-        return bool(first == second or (first != first and second != second))
-    return True  # an object of somebody's own
 
 
 def _bits(tensor: Tensor) -> object:

@@ -94,7 +94,7 @@ def collation_of(reference: str, source: Any) -> UserCollation | None:
 
 
 class UserSamples(Samples):
-    """`lengths()`, `sample_weights`, `collate_fn` and `fingerprint()` are used if they are there."""
+    """`set_epoch(epoch)`, `lengths()`, `sample_weights`, `collate_fn` and `fingerprint()` are used if they are there."""
 
     draws: ClassVar[bool] = True
 
@@ -111,6 +111,11 @@ class UserSamples(Samples):
     def __getitem__(self, index: int) -> Any:
         with self._calling(f"__getitem__({index})"):
             return self._source[index]
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._source, "set_epoch"):
+            with self._calling(f"set_epoch({epoch})"):
+                self._source.set_epoch(epoch)
 
     def lengths(self) -> Lengths | None:
         """The dataset's own `lengths()` if it has one, else None."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpctrain.api import Hook, Membership, Options, hookimpl
 
-HPCTRAIN_API = 1
+HPCTRAIN_API = 2
 WAITING = "waits for a batch"
 
 

@@ -144,6 +144,10 @@ class Mixed(Samples):
         source = self._parts[place]
         return source[index - (int(self._ends[place]) - len(source))]
 
+    def set_epoch(self, epoch: int) -> None:
+        for one in self._parts:
+            one.set_epoch(epoch)
+
     def lengths(self) -> Lengths | None:
         found = [one.lengths() for one in self._parts]
         known = [one for one in found if one is not None]
