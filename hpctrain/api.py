@@ -62,7 +62,6 @@ from hpctrain.base.torch_private import (
     version_of,
 )
 from hpctrain.base.uncompiled import uncompiled
-from hpctrain.checkpoint.pickles import check_pickle, check_records
 from hpctrain.contracts.activation_checkpointing import ActivationCheckpointing
 from hpctrain.contracts.buckets import BucketSum, GradientBucket, GradientSums, Span
 from hpctrain.contracts.checkpoint import CheckpointFormat, CheckpointWriter, StoredChunk, StoredTensor
@@ -241,8 +240,6 @@ __all__ = [
     "broadcast_value",
     "buffers_of",
     "causal_attention",
-    "check_pickle",
-    "check_records",
     "children_of",
     "copy_to_host",
     "created",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.base.errors import CheckpointError, shown
-from hpctrain.checkpoint.pickles import check_pickle, check_records
-from hpctrain.checkpoint.sources import MOST_HEADER, WeightsSource, check_name, fill_pieces, slices_of
+from hpctrain.checkpoint.sources import WeightsSource, check_name, fill_pieces, slices_of
 from hpctrain.contracts.checkpoint import StoredTensor
 
 _MOST_SHARED = 4
@@ -27,7 +24,6 @@ _DEEPEST = 3
 
 def open_torch(path: Path) -> WeightsSource:
     """Raises CheckpointError for anything but a state dict: parameter names with their tensors."""
-    _check_file(path)
     try:
         # Memory-mapped, so that a rank reads only its part. Files of the oldest layout are no zip and can't be mapped.
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -83,45 +79,6 @@ def _state_dicts(content: Any, place: tuple[str, ...]) -> Iterator[tuple[dict[st
         return
     for name, value in content.items():
         yield from _state_dicts(value, (*place, name))
-
-
-def _check_file(path: Path) -> None:
-    """Refuse a crafted file on which torch.load would never end."""
-    if not zipfile.is_zipfile(path):
-        _check_oldest_layout(path)
-        return
-    try:
-        with _Bounded(path) as file, zipfile.ZipFile(file) as records:
-            check_records(records, path.stat().st_size)
-    except OSError:
-        raise
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}; torch.load it and torch.save it again") from error
-    except Exception as error:  # zipfile raises several things for a damaged structure
-        raise CheckpointError(f"{path} isn't a file of tensors that torch.load accepts: {error}") from error
-
-
-class _Bounded(io.FileIO):
-    """A file that refuses reads larger than a table may be."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or size < 0:
-            size = os.fstat(self.fileno()).st_size - self.tell()
-        if size > MOST_HEADER:
-            raise CheckpointError(f"it claims a table of {size} bytes")
-        return super().read(size)
-
-
-def _check_oldest_layout(path: Path) -> None:
-    """Check the five pickles in front of the values."""
-    with path.open("rb") as file:
-        raw = file.read(MOST_HEADER)
-    at = 0
-    try:
-        for _ in range(5):
-            at = check_pickle(raw, at)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} isn't a file of tensors that torch.load accepts: {error}") from error
 
 
 def _check_records(path: Path) -> None:

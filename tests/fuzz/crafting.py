@@ -256,30 +256,6 @@ def in_json(change: Callable[[Content], Any]) -> Callable[[Place], Any]:
     return lambda place: rewrite(place.checkpoint / "hpctrain.json", change)
 
 
-def laughs(depth: int) -> bytes:
-    """A pickle of nested pairs, each with the same element twice."""
-    return b"N" + b"".join(b"2\x86" for _ in range(depth))
-
-
-def deep(depth: int) -> bytes:
-    """A pickle of nested tuples."""
-    return b"N" + b"\x85" * depth
-
-
-def as_key(made: bytes) -> bytes:
-    """A complete pickle that hashes the object which `made` leaves on the stack."""
-    return b"\x80\x04}" + made + b"Ns."
-
-
-METADATA = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81"
-
-
-def as_table(tensors: bytes, places: bytes) -> bytes:
-    """A metadata whose two tables are these operations."""
-    keys = [b"X%c\0\0\0%s" % (len(name), name) for name in (b"state_dict_metadata", b"storage_data")]
-    return b"\x80\x04" + METADATA + b"}" + keys[0] + tensors + b"s" + keys[1] + places + b"sb."
-
-
 class Ran:
     """Leaves a trace when it is unpickled."""
 

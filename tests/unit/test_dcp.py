@@ -9,7 +9,6 @@ import pickle
 import random
 import shutil
 import subprocess
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -208,21 +207,11 @@ def placed(*operations: bytes) -> bytes:
     return b"\x80\x04N" + b"".join(operations) + b"."
 
 
-@pytest.mark.parametrize(
-    ("raw", "says"),
-    [
-        (placed(b"r" + (2**28).to_bytes(4, "little")), "asks for room for 268435456"),
-        (placed(b"p%d\n" % 2**40), "asks for room for 1099511627776"),
-        (placed(b"\x96" + (2**40).to_bytes(8, "little")), "asks for room for 1099511627776"),
-        (placed(b"\xff"), "no whole pickle"),
-        (b"\x80\x04N", "no whole pickle"),
-    ],
-    ids=["a memo", "a memo in text", "a bytearray", "an unknown operation", "no end"],
-)
-def test_a_metadata_that_asks_for_much_memory_is_refused(raw: bytes, says: str, checkpoint: Path) -> None:
+@pytest.mark.parametrize("raw", [placed(b"\xff"), b"\x80\x04N"], ids=["an unknown operation", "no end"])
+def test_a_damaged_metadata_is_refused(raw: bytes, checkpoint: Path) -> None:
     (checkpoint / "hpctrain.json").unlink()
     (checkpoint / ".metadata").write_bytes(raw)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match="malformed content"):
         load(checkpoint)
 
 
@@ -249,23 +238,6 @@ def test_a_crafted_item_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(CheckpointError, match=r"distcp: tensor w is corrupt"):
         Dcp().load(tmp_path / "c", [Piece.whole("w", torch.zeros(100))])
     assert not (tmp_path / "exploded").exists()
-
-
-def test_a_compressed_item_is_refused(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(100)}, checkpoint_id=tmp_path / "c", no_dist=True)
-    table = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
-    (place,) = table.storage_data.values()
-    data = tmp_path / "c" / place.relative_path
-    raw, packed = data.read_bytes(), io.BytesIO()
-    item = io.BytesIO(raw[place.offset : place.offset + place.length])
-    with zipfile.ZipFile(item) as saved, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as bomb:
-        for record in saved.namelist():
-            bomb.writestr(record, saved.read(record))
-    data.write_bytes(packed.getvalue())
-    place.offset, place.length = 0, len(packed.getvalue())
-    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(table))
-    with pytest.raises(CheckpointError, match=r"distcp: tensor w: bytes 0 to \d+: its records are compressed"):
-        Dcp().load(tmp_path / "c", [Piece.whole("w", torch.zeros(100))])
 
 
 Table = Any

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import stat
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import pytest
 from conftest import JobFile
 from launching import hpctrain, run
 
-from hpctrain.base.errors import CheckpointError, HpctrainError, shown
+from hpctrain.base.errors import HpctrainError, shown
 from hpctrain.base.safe_files import created, make_directory, open_to_change, read_bytes, replacing
-from hpctrain.checkpoint.pickles import check_pickle
 
 
 def test_only_regular_files_are_read_and_no_more_than_asked_for(tmp_path: Path) -> None:
@@ -108,22 +106,3 @@ def test_what_is_told_of_a_file_steers_no_terminal_and_has_an_end() -> None:
         length = len(shown(value))  # not in the assertion: pytest would print all of it
         assert length < 500
     assert shown((1, None)) == "(1, None)"
-
-
-def test_pickles_of_tables_pass_and_ask_for_no_more_than_they_have() -> None:
-    shared = ("a", 1)
-    content = {"x": [shared, shared, {"y": (shared, 2.5, None, 2**40)}], "z": "text", b"b": True}
-    for protocol in range(1, 5):
-        raw = pickle.dumps(content, protocol)
-        assert check_pickle(b"--" + raw, 2) == len(raw) + 2
-    for crafted in (
-        b"\x80\x04N" + b"2\x86" * 60 + b".",
-        b"\x80\x04N" + b"\x85" * 10**6 + b".",
-        b"\x80\x04\x8f.",
-        b"h\x00.",
-        b"\x80\x04N(0\x85.",  # POP takes the mark, and the tuple of one what lies before it
-        b"\x80\x04N(\x85.",
-        b"N" + b"q\x11" + b"g" + b"0" * 40 + b"17\n.",  # a place of 42 digits
-    ):
-        with pytest.raises(CheckpointError):
-            check_pickle(crafted)
