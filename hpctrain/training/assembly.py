@@ -91,7 +91,7 @@ def complete(
         job, parts, identity, device, layout, hooks, report, model, feed,
         store=open_store(job, parts, device),
         guard=guard,
-        replicas=Replicas(model.module, meshes, identity) if job.guard.replica_check_every else None,
+        replicas=None if parts.sharding.ranks_diverge else Replicas(model.module, meshes, identity, job.guard.replica_check_every),
         deadline=deadline_of(job.job.time_limit, start.begin, identity),
         states=[*guard.state(), *told, *states],
         progress=progress, queries=start.queries,
@@ -108,7 +108,8 @@ def complete(
         report.say(f"resuming     from step {progress.step} ({session.saved.newest})")
         for sentence in changed_schedule(parts.schedule, progress):
             report.say(f"schedule     {sentence}")
-    if session.replicas is not None and not session.replicas.exist():
+    replicated = session.replicas is not None and session.replicas.exist()
+    if job.guard.replica_check_every and not replicated:
         report.say("guard        replica_check_every has no effect: no two ranks hold the same parameters")
     report.open(job.output_dir, parts.loggers, progress.step)
     return session

@@ -45,6 +45,9 @@ class RankFigures(Generic[T]):
     stop: T
     """The level of a request to stop, 0 for none."""
 
+    replica: T
+    """Replicas.glance."""
+
     request: T
     """1 if another terminal has asked something of this rank."""
 
@@ -92,6 +95,7 @@ def exchange_figures(
             out_of_memory=float(lacks_memory),
             terms=sum(micro.terms for micro in micro_batches) * model.loss_share,
             stop=float(max(stop.level, STOPPED if session.deadline.turn() else 0)),
+            replica=0.0 if session.replicas is None else session.replicas.glance(session.progress.step),
             request=float(session.queries is not None and session.queries.has_request),
             of_meters=measured,
             of_runner=model.runner.figures(),

@@ -142,9 +142,9 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
 
     # unscale -> norm -> guard -> clip -> step: the norm is finite only if every gradient is
     gradients = model.take_gradients()
-    if session.replicas is not None and (step + 1) % session.job.guard.replica_check_every == 0:
-        session.replicas.check(step)
     ranks = exchange_figures(session, micro_batches, loss_sum, gradients, stop)
+    if session.replicas is not None:
+        session.replicas.compare(step, [one.replica for one in ranks])
     found = step_figures(session, ranks, count, trial)
     verdict = session.guard.judge(found)
     if verdict is not None:

@@ -55,7 +55,7 @@ class Session:
     store: CheckpointStore
     guard: Guard
     replicas: Replicas | None
-    """None where the job compares none."""
+    """None where ranks train parameters of their own."""
     deadline: Deadline
     states: Sequence[PluginState]
     """State that checkpoints keep: the guard's and that of life-cycle plugins."""

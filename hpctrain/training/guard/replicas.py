@@ -1,4 +1,5 @@
-"""Compares the parameters of ranks that hold the same ones: silent data corruption makes them differ."""
+"""Compares the parameters of ranks that hold the same ones. Code that does other things on each rank makes them differ, and silent
+data corruption does."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from hpctrain.contracts.pieces import Piece, pieces_of
 from hpctrain.model.mesh import Meshes
 from hpctrain.ranks.json_collectives import gather_values, sum_of
 from hpctrain.training.guard.first_nonfinite import SHOWN, named_ranks
+from hpctrain.training.metrics import Figure
 
+_EVERY, _FIRST = 50, (2, 10)
+"""Steps between two glances, and those of the first two."""
+_SLICE = 8
+"""Elements of each parameter that a glance takes."""
 _ROW = 1 << 14
 """Words that share a table of factors. Temporary copies of them fit into a CPU's cache."""
 _ROWS = 64
@@ -31,16 +37,42 @@ class Replicas:
     need no check of their own: a difference in them makes the next update's parameters differ.
     """
 
-    def __init__(self, module: nn.Module, meshes: Meshes, identity: Identity) -> None:
-        self._module, self._meshes, self._identity = module, meshes, identity
+    def __init__(self, module: nn.Module, meshes: Meshes, identity: Identity, every: int = 0) -> None:
+        """every: steps between two comparisons of whole parameters; 0 for glances only."""
+        self._module, self._meshes, self._identity, self._every = module, meshes, identity, every
         spread = [axis for axis in meshes.model.mesh_dim_names or () if axis not in meshes.data_axes]
         self._place = [meshes.axis(axis).get_local_rank() for axis in spread]
         """This rank's place among the ranks that hold other parts of the model."""
         self._equal_at: int | None = None
+        self._alike: list[list[int]] = []
 
     def exist(self) -> bool:
-        """Whether any two ranks hold the same parameters. Collective over all ranks."""
+        """Whether any two ranks hold the same parameters; `glance` and `compare` need to know. Collective over all ranks."""
+        axes = sorted({axis for piece in self._pieces() for axis in piece.axes})
+        ranks: dict[str, list[int]] = {}
+        here = [*self._place, *(self._meshes.axis(axis).get_local_rank() for axis in axes)]
+        for rank, place in enumerate(gather_values(here)):
+            ranks.setdefault(str(place), []).append(rank)
+        self._alike = [group for group in ranks.values() if len(group) > 1]
         return bool(sum_of(sum(len(self._groups(axes)) for axes in {piece.axes for piece in self._pieces()})))
+
+    def glance(self, step: int) -> Figure:
+        """A number made of a few elements of each parameter after `step` steps, equal on ranks that hold the same; 0.0 in most
+        steps. Costs an exchange no more than the number."""
+        if not self._alike or not (step % _EVERY == 0 or step in _FIRST):
+            return 0.0
+        slices = [_words(_few(piece.tensor, step)).to(torch.int64) for piece in self._pieces()]
+        words = torch.cat(slices) if slices else torch.zeros(1, dtype=torch.int64)
+        return (_sum_of(words, _odd(0, len(words), words.device)) & (2**52 - 1)).to(torch.float64)
+
+    def compare(self, step: int, glances: Sequence[float]) -> None:
+        """Raises TrainingError on all ranks if replicas differ after `step` steps. Collective where they do, or where the job asks
+        for a comparison. glances: of all ranks."""
+        due = self._every and (step + 1) % self._every == 0
+        if due or any(len({glances[rank] for rank in group}) > 1 for group in self._alike):
+            self.check(step)
+        elif any(glances):
+            self._equal_at = step
 
     def check(self, step: int) -> None:
         """Compare the parameters after `step` steps. Raises TrainingError on all ranks if any differ. Collective over all ranks."""
@@ -53,8 +85,9 @@ class Replicas:
         everyone = gather_values((self._identity.node, self._place, mine))
         before = "" if self._equal_at is None else f", the last time after {self._equal_at} steps"
         raise TrainingError(
-            f"after {step} steps {_sentence(everyone)}; memory or a processor there may be faulty: leave out the node, and start "
-            f"again with --resume and a checkpoint from when the replicas were equal{before}",
+            f"after {step} steps {_sentence(everyone)}; a plugin, an optimizer or a schedule may do other things on each rank, or "
+            "memory or a processor there may be faulty: leave out the node, and start again with --resume and a checkpoint from "
+            f"when the replicas were equal{before}",
             everywhere=True,
         )
 
@@ -106,6 +139,19 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 place."""
 
 
+def _few(tensor: Tensor, step: int) -> Tensor:
+    """Neighbouring elements, others at other steps."""
+    flat = tensor.detach().reshape(-1)
+    begin = step * 40503 % max(1, len(flat) - _SLICE + 1)
+    return flat[begin : begin + _SLICE]
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as integers, (n,)."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.reshape(-1).contiguous().view(_INTEGERS.get(plain.element_size(), torch.int32))
+
+
 @torch.no_grad()
 def checksum(tensor: Tensor) -> int:
     """64 bits made of the tensor's bytes, whatever its dtype. Two tensors that differ in one element never have the same ones.
@@ -113,8 +159,7 @@ def checksum(tensor: Tensor) -> int:
     The sum of each word times an odd number that depends on its place, modulo 2^64: no odd number loses a difference. The order
     of a sum of integers does not matter.
     """
-    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    words = plain.reshape(-1).contiguous().view(_INTEGERS.get(plain.element_size(), torch.int32))
+    words = _words(tensor.detach())
     factors = _odd(0, min(len(words), _ROW), words.device)
     even = len(words) // _ROW * _ROW
     sums = [_sum_of(words[even:], factors[: len(words) - even])[None]]
