@@ -106,6 +106,7 @@ def plan_rank(
         loader = session.feed.training_loader(session.progress)
         stack.callback(loader.close)
         stack.enter_context(foreach_of_fakes())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # the compiler takes no tensors without values
         stack.enter_context(shapes_of_dtensors())
         session.hooks.call("hpctrain_state", job=session.job, identity=identity, model=session.model)
         create_state(session.model.optimizer)
