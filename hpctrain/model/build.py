@@ -138,7 +138,8 @@ def build_model(
         _compile_blocks(module, spec, job.compile.mode)
     # fully_shard moves tensors of another device in place, which torch can't for every kind of device
     _place_buffers(module, device if values.are_real else torch.device("meta"), job.precision.buffer_dtype)
-    sharded = parts.sharding.shard(module, spec, meshes.data, sums)
+    with parts.precision.forward(device):
+        sharded = parts.sharding.shard(module, spec, meshes.data, sums)
     module = sharded.module
     outline.refuse_change(parts.sharding, "shard", module)
     values.fill(module, spec, job.job.seed, parts.sharding.home(device))
