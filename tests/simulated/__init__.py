@@ -14,6 +14,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.nn import Parameter
 from torch.utils.cpp_extension import include_paths, library_paths
 
 NAME, DEVICES = "sim", 2
@@ -55,7 +58,16 @@ def register() -> torch.device:
     torch.ops.load_library(built())
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
+    _fsdp_init._move_states_to_device = _move_in_place
     return torch.device(NAME)
+
+
+def _move_in_place(parameters: list[Tensor], buffers: list[Tensor], device: torch.device) -> None:
+    """What fully_shard does with a module that has values: a new memory of `tensor.data` may be of torch's own devices only."""
+    for one in (*parameters, *buffers):
+        if one.device != device and not one.is_meta:
+            moved = one.detach().to(device)
+            torch.utils.swap_tensors(one, Parameter(moved, one.requires_grad) if isinstance(one, Parameter) else moved)
 
 
 def _module() -> ModuleType:

@@ -279,7 +279,7 @@ class Zero3Model(ShardedModel):
         if self._offloads or options.offload_parameters or self._rounds:
             raise TrainingError(
                 "[sharding] stage = 3: the program differentiates through the model outside of its backward, which goes with "
-                'neither offloading nor units gathered in 16 bits; set gather_dtype = "parameters" without offloading, or use stage = 2'
+                'neither offloading nor gathering in 16 bits; set gather_dtype = "parameters", without offloading, or use stage = 2'
             )
         self._whole.keep()
 
