@@ -31,7 +31,9 @@ def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProbl
         *_dataset_problems(job),
         *_token_problems(job, parts),
         *_compile_problems(job),
-        *comparison_problems(job, parts, parts.communicator.on_accelerators or job.communicator.device == "accelerator"),
+        *comparison_problems(
+            job, parts, parts.communicator.on_accelerators or job.communicator.device == "accelerator"
+        ),
         *_norm_problems(job, plan),
         *_replicate_problems(job, parts, plan),
         *_batch_problems(job, plan),

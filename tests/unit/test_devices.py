@@ -29,7 +29,8 @@ ROOT = Path(__file__).parent.parent.parent
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
 KINDS = re.compile(r"\b(cuda|xpu|mps|hpu|npu|mtia)\b|is_cuda")
 NVIDIA_OWN = {"hpctrain/base/devices.py": 11, "plugins/hpctrain_plugins/communicator/backends.py": 1}
-"""Lines that name a kind of device: Apple's, which has no float64, the capability, tf32, NCCL's groups and version, and the one that NCCL serves."""
+"""Lines that name a kind of device: Apple's, which has no float64, and of NVIDIA's the capability, tf32, NCCL's groups and version,
+and the one that NCCL serves."""
 
 
 def test_kinds_of_devices_are_named_in_one_place() -> None:

@@ -166,7 +166,9 @@ class Zero3Model(ShardedModel):
         policy = CPUOffloadPolicy(options.pin_memory) if offloads_parameters else OffloadPolicy()
         units = units_of(module, spec, options.wrap, options.min_parameters or _MIN_PARAMETERS)
         refuse_mixed(module, units)
-        rounds = options.gather_dtype == "products" and is_accelerator(device) and torch.is_autocast_enabled(device.type)
+        rounds = (
+            options.gather_dtype == "products" and is_accelerator(device) and torch.is_autocast_enabled(device.type)
+        )
         self._rounds = False
         for unit in reversed(units):  # inner ones first
             wire = _rounded(unit, device) if rounds else MixedPrecisionPolicy()
