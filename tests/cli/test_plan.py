@@ -144,7 +144,7 @@ def test_the_peak_of_stage_3_does_not_grow_by_whole_blocks(job: JobFile, gathere
         largest = package.plan(package.load_job(job.path), ranks=ranks, machine="h100").largest
         return largest.peak, largest.parameters
 
-    (few, few_held), (many, held) = planned(2), planned(6)
+    (few, few_held), (many, held) = planned(4), planned(8)
     blocks = 4 * 12 * width**2
     assert 4 * blocks <= ranks * (held - few_held) <= 4.1 * blocks, "float32 shards"
     assert many - few < (16 / ranks + 0.2) * blocks, "far from 2 bytes of each weight"

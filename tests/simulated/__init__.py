@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_init
-from torch.nn import Parameter
 from torch.utils.cpp_extension import include_paths, library_paths
 
 NAME, DEVICES = "sim", 2
@@ -66,8 +65,7 @@ def _move_in_place(parameters: list[Tensor], buffers: list[Tensor], device: torc
     """What fully_shard does with a module that has values: a new memory of `tensor.data` may be of torch's own devices only."""
     for one in (*parameters, *buffers):
         if one.device != device and not one.is_meta:
-            moved = one.detach().to(device)
-            torch.utils.swap_tensors(one, Parameter(moved, one.requires_grad) if isinstance(one, Parameter) else moved)
+            torch._C._swap_tensor_impl(one, one.detach().to(device).requires_grad_(one.requires_grad))
 
 
 def _module() -> ModuleType:
