@@ -136,4 +136,4 @@ def _attention(
 def _of_documents(documents: Documents, module: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> Tensor:
     """Attention of each document to itself alone."""
     parts = zip(*(one.split(documents.lengths, dim=2) for one in inputs), strict=True)
-    return torch.cat([sdpa_attention_forward(module, *part, None, **options)[0] for part in parts], dim=1)
+    return torch.cat([sdpa_attention_forward(module, q, k, v, None, **options)[0] for q, k, v in parts], dim=1)

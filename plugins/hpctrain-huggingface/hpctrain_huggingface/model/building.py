@@ -206,8 +206,10 @@ def build(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, adap
         own = base_name(name)
         recipes[name] = Recipe(tuple(tensor.shape), changes.get(main.get(own, own)) or recorder.of(tensor))
     _bring_plan(module, base, task, bool(tied))
-    own = getattr(config, "output_router_logits", False) or getattr(adapter, "is_prompt_learning", False)
-    if task == "causal-lm" and options.attention is None and not own:  # a router and a prompt have masks of their own
+    has_masks = getattr(config, "output_router_logits", False) or getattr(adapter, "is_prompt_learning", False)
+    if (
+        task == "causal-lm" and options.attention is None and not has_masks
+    ):  # a router and a prompt have masks of their own
         attend_causally(base)
     decoder = Decoder.of(base) if task == "causal-lm" else None
     if decoder is not None:
