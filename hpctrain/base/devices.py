@@ -88,6 +88,12 @@ def pci_address(device: torch.device) -> str | None:
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
+def has_float64(device: torch.device) -> bool:
+    """Whether `device` computes in float64, in which losses are summed: Apple's and some of Intel's don't."""
+    properties: Any = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
+    return device.type != "mps" and bool(getattr(properties, "has_fp64", True))
+
+
 def takes_bf16(device: torch.device) -> bool:
     """Whether `device` has bfloat16 in hardware; true for kinds of devices without a check in torch."""
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)

@@ -31,6 +31,9 @@ def combination_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProbl
         *_dataset_problems(job),
         *_token_problems(job, parts),
         *_compile_problems(job),
+        *comparison_problems(
+            job, parts, parts.communicator.on_accelerators or job.communicator.device == "accelerator"
+        ),
         *_norm_problems(job, plan),
         *_replicate_problems(job, parts, plan),
         *_batch_problems(job, plan),
@@ -107,6 +110,19 @@ def _guard_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
         why = f"with [sharding] {' = '.join(job.sharding.choice)} ranks train weights of their own between sums; leave it out"
         problems.append(PlacedProblem(("guard", "replica_check_every"), f"[guard] replica_check_every: {why}"))
     return problems
+
+
+def comparison_problems(job: Job, parts: Parts, on_accelerators: bool) -> list[PlacedProblem]:
+    """An axis whose ranks send each other tensors, on accelerators whose collectives are compared."""
+    traits = {name: plugin.traits for name, plugin in parts.parallelism.items()}
+    sending = [name for name, one in traits.items() if one.interleaves or (one.cuts_samples and not one.shares_heads)]
+    if not (job.communicator.check and on_accelerators and sending):
+        return []
+    why = (
+        f"[parallelism] {sending[0]} sends and receives at once, which blocks on accelerators where collectives are compared: "
+        "torch then takes one after the other; leave check out, or try it on CPUs"
+    )
+    return [PlacedProblem(("communicator", "check"), f"[communicator] check: {why}")]
 
 
 def _model_problems(job: Job, parts: Parts, module: nn.Module | None) -> list[PlacedProblem]:

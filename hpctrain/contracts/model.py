@@ -29,6 +29,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(one)
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The value with what `function` makes of each tensor in it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        mapped = {key: map_tensors(function, inner) for key, inner in value.items()}
+        return mapped if type(value) is dict else type(value)(**mapped)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, inner) for inner in value))
+    return type(value)(map_tensors(function, inner) for inner in value) if isinstance(value, (list, tuple)) else value
+
+
 class ModelSpec(Plugin):
     """A model, as the trainer needs to know it. Parameter names are those of the module that `build` returns."""
 

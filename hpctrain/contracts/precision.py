@@ -48,10 +48,11 @@ class Precision(Plugin):
     def parameter_dtype(self) -> torch.dtype:
         """The dtype that parameters, gradients and optimizer state are held in."""
 
-    @property
-    def product_dtype(self) -> torch.dtype | None:
-        """The 16-bit dtype to which all matrix products round parameters, on every device; None: there is none."""
-        return None
+    def product_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype of matrix products on `device`: that of autocast in `forward`, else that of parameters."""
+        with self.forward(device):
+            is_cast = torch.is_autocast_enabled(device.type)
+            return torch.get_autocast_dtype(device.type) if is_cast else self.parameter_dtype
 
     def describe(self, device: torch.device) -> str:
         """The mode that `device` computes in, for the screen."""

@@ -60,6 +60,7 @@ class Sharding(Plugin):
 
         Parallelism, activation checkpointing and compile have been applied; parameters may be DTensors. `mesh` has
         the strategy's `axes`. Parameters that are left as DTensors get only the rows that this rank holds.
+        Called in the context of `Precision.forward`, so that torch can tell in which dtype autocast computes products.
         Gradients are summed with what `sums.bucket` makes, so that `[compression]` holds for every strategy.
         """
 

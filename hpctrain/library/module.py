@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.base.errors import TrainingError
-from hpctrain.contracts.model import tensors_in
+from hpctrain.contracts.model import map_tensors, tensors_in
 
 
 class OwnModule(nn.Module):
@@ -46,7 +46,7 @@ class OwnModule(nn.Module):
                 outputs = self.module(*self._converted(args), **self._converted(kwargs))
         finally:
             self._inside = False
-        outputs = _mapped(_widened, outputs)
+        outputs = map_tensors(_widened, outputs)
         for one in tensors_in(outputs) if reached is not None else ():
             if one.requires_grad:
                 one.register_hook(_calling(reached))
@@ -61,7 +61,7 @@ class OwnModule(nn.Module):
         def converted(one: Tensor) -> Tensor:
             return one.to(self._dtype) if one.is_floating_point() else one
 
-        return _mapped(converted, inputs)
+        return map_tensors(converted, inputs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -88,15 +88,3 @@ def _calling(function: Callable[[], None] | None) -> Callable[[Tensor], None]:
 def _widened(one: Tensor) -> Tensor:
     one = one.full_tensor() if isinstance(one, DTensor) else one
     return one.float() if one.is_floating_point() and one.dtype.itemsize < 4 else one
-
-
-def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The value with what `function` makes of each tensor in it."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        mapped = {key: _mapped(function, inner) for key, inner in value.items()}
-        return mapped if type(value) is dict else type(value)(**mapped)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(function, inner) for inner in value))
-    return type(value)(_mapped(function, inner) for inner in value) if isinstance(value, (list, tuple)) else value

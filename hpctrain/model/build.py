@@ -136,7 +136,10 @@ def build_model(
     outline.refuse_change(checkpointing, "apply", module)
     if job.compile.enabled and checkpointing.is_compiled:
         _compile_blocks(module, spec, job.compile.mode)
-    sharded = parts.sharding.shard(module, spec, meshes.data, sums)
+    # fully_shard moves tensors of another device in place, which torch can't for every kind of device
+    _place_buffers(module, device if values.are_real else torch.device("meta"), job.precision.buffer_dtype)
+    with parts.precision.forward(device):
+        sharded = parts.sharding.shard(module, spec, meshes.data, sums)
     module = sharded.module
     outline.refuse_change(parts.sharding, "shard", module)
     values.fill(module, spec, job.job.seed, parts.sharding.home(device))
@@ -185,7 +188,7 @@ def _place_buffers(module: nn.Module, device: torch.device, dtype: str | None) -
     for inner in module.modules():
         buffers = buffers_of(inner)
         for name, buffer in buffers.items():
-            if buffer is not None:
+            if buffer is not None and not buffer.is_meta:
                 cast = _DTYPES[dtype] if dtype is not None and buffer.is_floating_point() else buffer.dtype
                 buffers[name] = buffer.to(device, cast)
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from hpctrain.base.torch_fake import fake_tensors, foreach_of_fakes, shapes_of_d
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checkpoint.state import create_state
 from hpctrain.contracts.identity import Identity
-from hpctrain.contracts.model import MetaModel, ModelSpec, tensors_in
+from hpctrain.contracts.model import MetaModel, ModelSpec, map_tensors, tensors_in
 from hpctrain.contracts.pieces import State
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
@@ -106,6 +106,7 @@ def plan_rank(
         loader = session.feed.training_loader(session.progress)
         stack.callback(loader.close)
         stack.enter_context(foreach_of_fakes())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # the compiler takes no tensors without values
         stack.enter_context(shapes_of_dtensors())
         session.hooks.call("hpctrain_state", job=session.job, identity=identity, model=session.model)
         create_state(session.model.optimizer)
@@ -158,7 +159,10 @@ def _step(session: Session, loader: Loader, most: int) -> list[MicroBatch]:
     model, step = session.model, session.progress.step
     whole, seen = loader.step()
     whole = sorted(whole, key=lambda micro: -_inputs([micro]))  # those that need the most
-    micro_batches = [_on(session.device, micro) for micro in whole[:most]]
+    micro_batches = whole[:most]
+    if is_accelerator(session.device):
+        here = partial(map_tensors, lambda tensor: tensor.to(session.device))
+        micro_batches = [replace(one, batch=here(one.batch)) for one in micro_batches]
     model.begin_sums(step)
     model.runner.train(micro_batches, 1, step)
     model.sharded.synchronize()
@@ -168,21 +172,6 @@ def _step(session: Session, loader: Loader, most: int) -> list[MicroBatch]:
     update(session, gradients, math.inf, None)
     session.progress.advance(seen)
     return whole
-
-
-def _on(device: torch.device, micro: MicroBatch) -> MicroBatch:
-    """The micro batch on an accelerator."""
-    return replace(micro, batch=_moved(micro.batch, device)) if is_accelerator(device) else micro
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _moved(inner, device) for key, inner in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(inner, device) for inner in value))
-    return type(value)(_moved(inner, device) for inner in value) if isinstance(value, (list, tuple)) else value
 
 
 def _figures(session: Session, watch: Watch, per_node: int, start: int, given: Sequence[MicroBatch]) -> RankPlan:

@@ -51,8 +51,8 @@ class MeasuredRow:
     torch counts in the forwards of the first step. What is computed again doesn't count. Absent if nobody has counted."""
 
     mfu: float | None
-    """The same as a share of what the accelerators' vendor states for the precision (Chowdhery et al., "PaLM", 2022); absent on
-    CPUs and unknown accelerators."""
+    """The same as a share of what the accelerators' vendor states for the dtype of products, for fp8 that of 16 bits (Chowdhery et
+    al., "PaLM", 2022); absent on CPUs and unknown accelerators."""
 
     memory: Mapping[str, Mapping[str, float]]
     """Keys `memory_bytes`, `allocated_bytes`, `reserved_bytes`, `fragmented_bytes` and `host_bytes`, each with `rank_max` and

@@ -119,9 +119,7 @@ def _judge(session: Session, beside: float, beside_another: float, alone: float,
 def _tolerances(precision: Precision, device: torch.device) -> tuple[float, float]:
     if type(precision).convert is not Precision.convert:
         return _IN_8_BITS, _IN_8_BITS
-    with precision.forward(device):
-        is_cast = torch.is_autocast_enabled(device.type)
-    is_wide = not is_cast and precision.product_dtype is None and precision.parameter_dtype.itemsize > 2
+    is_wide = precision.product_dtype(device).itemsize > 2
     return (_ALIKE, _CLOSE) if is_wide else (_ALIKE_IN_16_BITS, _CLOSE_IN_16_BITS)
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hpctrain.base.errors import EXIT_DONE, HpctrainError, UsageError, reason
 from hpctrain.base.torch_private import clear_sharding_cache
 from hpctrain.checking.check import CheckedJob, check
+from hpctrain.checking.combinations import comparison_problems
 from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_resolved
 from hpctrain.checkpoint.directory import behind_name
 from hpctrain.contracts.identity import Identity
@@ -238,6 +239,8 @@ def _with_communicator(world: World, checked: CheckedJob) -> tuple[CheckedJob, i
     if world.identity.rank == 0:
         for remark in agreed.remarks:
             tell(f"hpctrain: warning: {remark}")
+    for problem in comparison_problems(checked.job, parts, agreed.communicator.on_accelerators):
+        raise UsageError(problem.message, everywhere=True)
     return replace(checked, parts=replace(parts, communicator=agreed.communicator)), agreed.accelerator
 
 

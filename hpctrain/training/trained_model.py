@@ -71,12 +71,12 @@ class TrainedModel:
         """Whether a step of this run has shown that gradients are sums and the module follows the pieces."""
         self._own_axes = {own for _, own in meshes.own_groups}
         self.sums = GradientReducer(parts.compression, meshes, node)
-        built = build_model(job, parts, meshes, self.sums, device, values)
-        self.sharded, self.module, self.tied = built.sharded, built.sharded.module, built.tied
         if not isinstance(parts.precision.forward(device), AbstractContextManager):
             raise broken(
                 parts.precision, "gave no context manager in forward", "a context around forward and loss", True
             )
+        built = build_model(job, parts, meshes, self.sums, device, values)
+        self.sharded, self.module, self.tied = built.sharded, built.sharded.module, built.tied
         self.scaler = parts.precision.start()
         self.axes, self.shapes, self.given = built.axes, built.trained, built.given
         self.elements, self.trained_elements = built.elements, sum(map(prod, built.trained.values()))

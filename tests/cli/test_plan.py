@@ -127,3 +127,24 @@ def test_a_model_that_needs_values_is_told(tmp_path: Path, job: JobFile) -> None
     done = run(hpctrain("plan", "job.toml"), tmp_path)
     assert done.code == 3 and "this job can't be planned: " in done.err, done
     assert "needs the values of tensors, and a plan has their shapes only" in done.err, done
+
+
+@pytest.mark.parametrize("gathered", ["products", pytest.param("parameters", marks=pytest.mark.thorough)])
+def test_the_peak_of_stage_3_does_not_grow_by_whole_blocks(job: JobFile, gathered: str) -> None:
+    """In bf16 with every block computed again, a further block costs its shard and its input only."""
+    width, ranks = 1024, 64
+    job.set(
+        sharding={"stage": 3, "gather_dtype": gathered}, precision={"mode": "bf16"},
+        activation_checkpointing={"mode": "full"}, batch={"global_size": 64, "micro_size": 1},
+        model={"hidden_size": width, "attention_heads": 16},
+    )  # fmt: skip
+
+    def planned(layers: int) -> tuple[int, int]:
+        job.set(model={"layers": layers})
+        largest = package.plan(package.load_job(job.path), ranks=ranks, machine="h100").largest
+        return largest.peak, largest.parameters
+
+    (few, few_held), (many, held) = planned(4), planned(8)
+    blocks = 4 * 12 * width**2
+    assert 4 * blocks <= ranks * (held - few_held) <= 4.1 * blocks, "float32 shards"
+    assert many - few < (16 / ranks + 0.2) * blocks, "far from 2 bytes of each weight"

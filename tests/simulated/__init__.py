@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from packages import need_commands
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.utils.cpp_extension import include_paths, library_paths
 
 NAME, DEVICES = "sim", 2
@@ -57,7 +59,15 @@ def register() -> torch.device:
     torch.ops.load_library(built())
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
+    _fsdp_init._move_states_to_device = _move_in_place
     return torch.device(NAME)
+
+
+def _move_in_place(parameters: list[Tensor], buffers: list[Tensor], device: torch.device) -> None:
+    """What fully_shard does with a module that has values: a new memory of `tensor.data` may be of torch's own devices only."""
+    for one in (*parameters, *buffers):
+        if one.device != device and not one.is_meta:
+            torch._C._swap_tensor_impl(one, one.detach().to(device).requires_grad_(one.requires_grad))
 
 
 def _module() -> ModuleType:

@@ -184,3 +184,17 @@ def test_gpu_modes_are_unfit_for_a_cpu(mode: str) -> None:
     parts = check(RawJob({**TABLES, "precision": {"mode": mode}}, {}, "j"), None).parts
     why = parts.precision.missing(Machine(Identity(), torch.device("cpu")))
     assert why is not None and "needs an NVIDIA GPU" in why and "use fp32 or bf16" in why
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_no_block_leaves_its_weights_in_16_bits(mode: str) -> None:
+    """Autocast's own cache would keep a cast of every weight until the end of forward."""
+    tables = {**TABLES, "activation_checkpointing": {"mode": mode}}
+    parts = check(RawJob(tables, {}, "j"), None).parts
+    module = parts.model.build()
+    parts.activation_checkpointing.apply(module, parts.model, None)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with LiveBytes() as live, torch.autocast("cpu", torch.bfloat16):
+        module(ids)
+        kept = live.bytes
+    assert kept < 0.25 * sum(2 * one.numel() for one in module.parameters())

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hpctrain_plugins.communicator.backends import NCCL
+from hpctrain_plugins.communicator.backends import NCCL, Accelerator
 from hpctrain_plugins.precision.floating import BF16, AutoPrecision
 from hpctrain_plugins.precision.gpu import TF32
 from sources import sources
@@ -28,8 +28,9 @@ from hpctrain.training.meters.memory import memory_since
 ROOT = Path(__file__).parent.parent.parent
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
 KINDS = re.compile(r"\b(cuda|xpu|mps|hpu|npu|mtia)\b|is_cuda")
-NVIDIA_OWN = {"hpctrain/base/devices.py": 10, "plugins/hpctrain_plugins/communicator/backends.py": 1}
-"""Lines that name a kind of device: the capability, tf32, NCCL's groups and version, and the one that NCCL serves."""
+NVIDIA_OWN = {"hpctrain/base/devices.py": 11, "plugins/hpctrain_plugins/communicator/backends.py": 1}
+"""Lines that name a kind of device: Apple's, which has no float64, and of NVIDIA's the capability, tf32, NCCL's groups and version,
+and the one that NCCL serves."""
 
 
 def test_kinds_of_devices_are_named_in_one_place() -> None:
@@ -168,6 +169,18 @@ def test_precision_and_nccl_ask_it(machine: Machine) -> None:
     assert BF16(Options()).missing(plugin.Machine(Identity(), XPU)) == "Accelerator 1 has no bfloat16; use fp16 or fp32"
     assert AutoPrecision(Options()).describe(XPU) == "fp32 (auto)"
     assert NCCL(Options()).missing(plugin.Machine(Identity())) == "there is no GPU that torch can use"
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_a_device_without_float64_leaves_the_cpu(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apple's, for which torch would give gloo, and Intel's that emulate none."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(kind))
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: True)
+    one = Accelerator(Options())
+    if kind == "xpu":
+        assert one.missing(plugin.Machine(Identity())) is None
+        machine.module.get_device_properties = lambda device: SimpleNamespace(has_fp64=False)
+    assert one.missing(plugin.Machine(Identity())) == "Accelerator 0 has no float64, in which losses are summed"
 
 
 @pytest.mark.parametrize(("hip", "lacks"), [(None, False), ("6.4", True)], ids=["NVIDIA", "AMD"])

@@ -107,7 +107,7 @@ def test_peaks_are_those_of_the_vendor() -> None:
     for name, peak in peaks.items():
         machine = machine_of_device(name)
         assert (None if machine is None else machine.peak("bfloat16", tf32=False)) == peak, name
-    precision: Any = SimpleNamespace(name="bf16", product_dtype=torch.bfloat16, parameter_dtype=torch.float32)
+    precision: Any = SimpleNamespace(name="bf16", product_dtype=lambda _: torch.bfloat16, parameter_dtype=torch.float32)
     assert peak_flops(torch.device("cpu"), precision) is None
 
 

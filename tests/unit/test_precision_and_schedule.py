@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -154,3 +157,37 @@ def test_fp8_refuses_layers_that_are_cut() -> None:
 
     assert "float8 layers can't be cut by [parallelism] tensor" in told(tensor=2)
     assert "float8" not in told(context=2)
+
+
+_PEAKS = """
+import json, sys, torch
+from hpctrain.base.torch_fake import fake_tensors
+from hpctrain.planning.accelerator import KIND, planned_accelerator
+from hpctrain.plugins.registry import build_registry
+from hpctrain.training.meters.throughput import peak_flops
+
+device = planned_accelerator()
+torch.get_device_module(KIND).get_device_name = lambda device: "NVIDIA H100 80GB HBM3"
+found = {}
+with fake_tensors():
+    for one in build_registry().made("precision"):
+        operand = torch.empty(4, 4, dtype=one.parameter_dtype, device=device)
+        with one.forward(device):
+            made = (operand @ operand).dtype
+        assert one.product_dtype(device) == made, one.name
+        found[one.name] = str(made), peak_flops(device, one)
+print(json.dumps(found))
+"""
+
+
+def test_a_peak_is_that_of_the_products_that_a_precision_computes() -> None:
+    """For every registered precision, what comes out of a product on an accelerator, and the data sheet's figure for that."""
+    done = subprocess.run([sys.executable, "-c", _PEAKS], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    sheet = {"torch.float64": 67e12, "torch.float32": 67e12, "torch.bfloat16": 989.4e12, "torch.float16": 989.4e12}
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {"auto", "bf16", "fp16", "fp8", "fp32", "tf32", "fp64"} <= found.keys() == set(REGISTRY.names("precision"))
+    assert found.pop("tf32") == ["torch.float32", 494.7e12]
+    assert found["auto"] == found["bf16"]
+    for name, (dtype, peak) in found.items():
+        assert peak == sheet[dtype], name

@@ -60,5 +60,5 @@ def _elements(micro_batches: Sequence[MicroBatch]) -> int:
 def peak_flops(device: torch.device, precision: Precision) -> float | None:
     """FLOP/s of the device in the precision's arithmetic, as its vendor states them; None for others than the known ones."""
     machine = machine_of_device(device_name(device)) if is_accelerator(device) else None
-    dtype = str(precision.product_dtype or precision.parameter_dtype).removeprefix("torch.")
+    dtype = str(precision.product_dtype(device)).removeprefix("torch.")
     return None if machine is None else machine.peak(dtype, precision.name == "tf32")

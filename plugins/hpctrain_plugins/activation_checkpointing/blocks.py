@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from hpctrain.api import ModelSpec, UsageError, buffers_of, version_of
@@ -58,7 +59,12 @@ class BlockBuffers:
             for name, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
-        yield
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # a kept cast of a weight would outlive the block, which casts it again
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(caches)
         for owner, name, buffer, version, value in before:
             # batch and instance norms write their statistics without the version counter
             unnoticed = owner.training and getattr(owner, "track_running_stats", False)

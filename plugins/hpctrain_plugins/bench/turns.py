@@ -121,7 +121,7 @@ class Turns:
         parts: Parts = check(self._raw, identity.size).parts
         self._task = Task(job, parts, model, identity.size)
         self.hindrance = self._task.hindrance()
-        self.tolerance = _TOLERANCE if parts.precision.product_dtype is None else _ROUNDED
+        self.tolerance = _TOLERANCE if parts.precision.product_dtype(model.device).itemsize > 2 else _ROUNDED
         self._trainers = [made for kind in self._choose(self._task) if (made := self._made(kind)) is not None]
         self._watch = model.module.register_forward_pre_hook(lambda *_: self._draws.append(self._task.draws()))
         self._begin = time.perf_counter()

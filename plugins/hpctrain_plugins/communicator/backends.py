@@ -17,8 +17,10 @@ from hpctrain.api import (
     MPISettings,
     Options,
     accelerator,
+    device_name,
     device_of_rank,
     gloo_backend,
+    has_float64,
     hookimpl,
     mpi_backend,
 )
@@ -81,6 +83,8 @@ class Accelerator(Communicator):
         kind = accelerator()
         if kind is None:
             return "there is no accelerator that torch can use"
+        if not has_float64(torch.device(kind.type, 0)):
+            return f"{device_name(torch.device(kind.type, 0))} has no float64, in which losses are summed"
         library = dist.get_default_backend_for_device(kind)
         return None if dist.is_backend_available(library) else f"this torch was built without {library}"
 

@@ -227,9 +227,7 @@ RULES: list[Rule] = [
     only("bf16.bf16_optimizer_states", False, 'the optimizer `"adamw-8bit"` keeps its state in 8 bits'),
     made("torch_autocast.enabled", '`[precision] mode = "bf16"` or `"fp16"`', _autocast),
     unneeded("torch_autocast.dtype", "chooses `[precision] mode`"),
-    unneeded(
-        "torch_autocast.lower_precision_safe_modules", "autocast knows; `gather_dtype` of stage 3 gathers in 16 bits"
-    ),
+    unneeded("torch_autocast.lower_precision_safe_modules", "autocast knows; stage 3 gathers in 16 bits"),
     made(
         "gradient_clipping", "`[optimizer] clip_norm`", lambda value, _: {"optimizer.clip_norm": value} if value else {}
     ),
@@ -278,7 +276,7 @@ RULES: list[Rule] = [
         1,
         "hybrid sharding is `[parallelism] replicate`, the gradient's sums included",
     ),
-    only(f"{_ZERO}.zero_quantized_weights", False, '`[sharding] gather_dtype = "bf16"` halves what is gathered'),
+    only(f"{_ZERO}.zero_quantized_weights", False, "stage 3 gathers in the 16 bits of `[precision]`"),
     only(f"{_ZERO}.zero_quantized_gradients", False, "`[compression]` has bf16, fp16, top-k and PowerSGD"),
     unneeded(f"{_ZERO}.log_trace_cache_warnings", "units are known from the modules, not from a trace"),
     made(

@@ -42,10 +42,6 @@ class BF16(FP32):
 
     name = "bf16"
 
-    @property
-    def product_dtype(self) -> torch.dtype:
-        return torch.bfloat16
-
     def missing(self, machine: Machine) -> str | None:
         device = machine.device
         if device is not None and not takes_bf16(device):

@@ -36,10 +36,6 @@ class FP16(Precision):
     def parameter_dtype(self) -> torch.dtype:
         return torch.float32
 
-    @property
-    def product_dtype(self) -> torch.dtype:
-        return torch.float16
-
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.float16)
 

@@ -25,7 +25,6 @@ from hpctrain.api import (
     Field,
     GradientBucket,
     GradientSums,
-    Machine,
     ModelSpec,
     Options,
     Piece,
@@ -47,7 +46,6 @@ from hpctrain_plugins.sharding.whole_gradients import WholeGradients
 from hpctrain_plugins.sharding.wrapping import refuse_mixed, refuse_unseen, units_of, unseen
 
 _MIN_PARAMETERS = 100_000_000
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KEEPING_MEANS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -62,9 +60,9 @@ class Zero3Options(Options):
     reshard_after_forward: bool = Field(
         default=True, description="free a unit's parameters after forward and gather them again in backward"
     )
-    gather_dtype: Literal["parameters", "bf16", "fp16"] = Field(
-        default="parameters",
-        description="gather units in the dtype of [precision]'s products: half the bytes and memory, norms and biases rounded",
+    gather_dtype: Literal["products", "parameters"] = Field(
+        default="products",
+        description='the dtype in which accelerators gather units: that of products, or with "parameters" that of parameters',
     )
     prefetch: int = Field(default=1, ge=0, description="units that are gathered ahead of the running unit")
     offload_optimizer: bool = Field(default=False, description="keep optimizer state and its parameters in host memory")
@@ -125,26 +123,11 @@ class Zero3(Sharding):
                 "parameter for each; use stage = 2 or less with pipeline"
             )
             return [Problem(why)]
-        products, gathered = plan.precision.product_dtype, _DTYPES.get(self.options.gather_dtype)
-        if gathered not in (None, products):
-            expected = f'expected [precision] mode = "{self.options.gather_dtype}"'
-            return [Problem(f'gather_dtype = "{self.options.gather_dtype}": {expected}, found "{plan.precision.name}"')]
-        if gathered is not None and plan.outline is not None:
-            norms = [name for name, one in plan.outline.named_modules() if isinstance(one, _KEEPING_MEANS)]
-            if norms:
-                return [
-                    Problem(f"gather_dtype: {norms[0]} has running means, which don't go with parameters in 16 bits")
-                ]
         if plan.outline is not None:
             _refuse_scalars(plan.outline, plan.model)
             if self.options.wrap.startswith("class:"):
                 units_of(plan.outline, plan.model, self.options.wrap, self.options.min_parameters or _MIN_PARAMETERS)
         return []
-
-    def missing(self, machine: Machine) -> str | None:
-        if self.options.gather_dtype in _DTYPES and machine.device is not None and not is_accelerator(machine.device):
-            return "gather_dtype needs an accelerator: on CPUs, torch's norms take no parameters of another dtype than theirs"
-        return None
 
     def home(self, device: torch.device) -> torch.device:
         return torch.device("cpu") if is_needed(self.options.offload_parameters, device) else device
@@ -156,12 +139,13 @@ class Zero3(Sharding):
         return memory_advice(self.name, self.options, ranks, device)
 
 
-def _wire(unit: nn.Module, gathered: torch.dtype | None) -> MixedPrecisionPolicy:
-    """The dtype in which a unit is gathered; its gradients are summed in its own."""
+def _rounded(unit: nn.Module, device: torch.device) -> MixedPrecisionPolicy:
+    """Gathers a unit in autocast's dtype, where its modules take that; its gradients are summed in its own."""
     own = {parameter.dtype for parameter in unit.parameters() if parameter.requires_grad}
-    if gathered is None or len(own) != 1 or not (dtype := own.pop()).is_floating_point:
+    keeps_means = any(isinstance(one, _KEEPING_MEANS) for one in unit.modules())
+    if keeps_means or len(own) != 1 or not (dtype := own.pop()).is_floating_point:
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(gathered, reduce_dtype=dtype, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(torch.get_autocast_dtype(device.type), reduce_dtype=dtype, cast_forward_inputs=False)
 
 
 class Zero3Model(ShardedModel):
@@ -182,27 +166,38 @@ class Zero3Model(ShardedModel):
         policy = CPUOffloadPolicy(options.pin_memory) if offloads_parameters else OffloadPolicy()
         units = units_of(module, spec, options.wrap, options.min_parameters or _MIN_PARAMETERS)
         refuse_mixed(module, units)
+        rounds = (
+            options.gather_dtype == "products" and is_accelerator(device) and torch.is_autocast_enabled(device.type)
+        )
+        self._rounds = False
         for unit in reversed(units):  # inner ones first
+            wire = _rounded(unit, device) if rounds else MixedPrecisionPolicy()
+            self._rounds |= wire.param_dtype is not None
             unit.register_forward_hook(partial(refuse_unseen, type(unit).__name__))
             fully_shard(
                 unit,
                 mesh=mesh["dp_shard"],
                 reshard_after_forward=options.reshard_after_forward,
-                mp_policy=_wire(unit, _DTYPES.get(options.gather_dtype)),
+                mp_policy=wire,
                 offload_policy=policy,
             )
         # Parameters outside of all units are needed again when backward begins. They stay wide: an embedding in 16 bits would
         # make the residual stream 16 bits, too.
         fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=False, offload_policy=policy)
-        self._has_forwarded = False
+        self._has_forwarded, self._caches = False, True
         module.register_forward_pre_hook(self._forwards)
+        module.register_forward_hook(self._forwarded, always_call=True)
         sharded = [cast(FSDPModule, one) for one in (module, *units)]
         self._set_up(sharded, mesh.device_type)
         self._whole = WholeGradients(sharded, sums, mesh["dp_shard"].get_group(), options.reshard_after_forward)
 
     def _forwards(self, module: nn.Module, inputs: Any) -> None:
         """A forward begins, of a training or an evaluation."""
-        self._has_forwarded = True
+        self._has_forwarded, self._caches = True, torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # a kept cast of a unit's weight would outlive the unit, which is freed
+
+    def _forwarded(self, *_: Any) -> None:
+        torch.set_autocast_cache_enabled(self._caches)
 
     def _set_up(self, units: list[FSDPModule], device_type: str) -> None:
         """Set sums instead of means, asynchronous communication, and prefetching."""
@@ -283,10 +278,10 @@ class Zero3Model(ShardedModel):
 
     def keep_whole(self) -> None:
         options = self.options
-        if self._offloads or options.offload_parameters or options.gather_dtype != "parameters":
+        if self._offloads or options.offload_parameters or self._rounds:
             raise TrainingError(
                 "[sharding] stage = 3: the program differentiates through the model outside of its backward, which goes with "
-                "neither offloading nor gather_dtype; leave these out, or use stage = 2"
+                'neither offloading nor gathering in 16 bits; set gather_dtype = "parameters", without offloading, or use stage = 2'
             )
         self._whole.keep()
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hpctrain.api import EnvironmentUnfitError, HpctrainError, UsageError, named_tensors, tied_parameters
+from hpctrain_huggingface.model.attention import attend_causally
 from hpctrain_huggingface.model.initial import Recipe, Recorder, told_on_meta
 from hpctrain_huggingface.model.layers import Decoder, let_run_alone
 from hpctrain_huggingface.model.options import HuggingFaceOptions
@@ -205,6 +206,11 @@ def build(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, adap
         own = base_name(name)
         recipes[name] = Recipe(tuple(tensor.shape), changes.get(main.get(own, own)) or recorder.of(tensor))
     _bring_plan(module, base, task, bool(tied))
+    has_masks = getattr(config, "output_router_logits", False) or getattr(adapter, "is_prompt_learning", False)
+    if (
+        task == "causal-lm" and options.attention is None and not has_masks
+    ):  # a router and a prompt have masks of their own
+        attend_causally(base)
     decoder = Decoder.of(base) if task == "causal-lm" else None
     if decoder is not None:
         let_run_alone(decoder)

@@ -60,5 +60,5 @@ def with_cut_vocabulary(
         return dict(plan)
     changed = {**plan, head: "vocabulary"}
     if tied:
-        changed[embedding] = "rowwise"
+        changed[embedding] = "embedding_rowwise"
     return changed

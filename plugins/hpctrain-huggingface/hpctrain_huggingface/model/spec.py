@@ -229,11 +229,13 @@ class CausalLanguageModel(TextModel, PackedModel, ContextParallelModel, Pipeline
 
     def inputs(self, module: nn.Module, batch: Batch) -> dict[str, Any]:
         given = super().inputs(module, batch)
-        if isinstance(batch, Mapping) and "documents" in batch:
-            from hpctrain_huggingface.model.attention import is_given
+        from hpctrain_huggingface.model.attention import causal_mask, is_given
 
-            if is_given(_base(module)):
+        if is_given(_base(module)):
+            if "documents" in batch:
                 given["documents"] = batch["documents"]
+            else:
+                given["attention_mask"] = causal_mask(batch.get("attention_mask"), batch.get("position_ids"))
         return given
 
     def sequence_dims(self) -> Mapping[str, int]:

@@ -84,3 +84,19 @@ def run_plainly(directory: Path) -> Path:
     done = run([sys.executable, "-c", ELSEWHERE, "saved"], directory, timeout=100, cold=True)
     assert done.code == 0, done
     return directory / "saved.pt"
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("gpt2", "gemma3", "mixtral"))]
+)
+def test_a_plan_for_accelerators_where_tables_of_positions_have_values(tmp_path: Path, name: str) -> None:
+    tables = hub_models.job(tmp_path / "run", tmp_path, sharding={"stage": 3}, precision={"mode": "bf16"})
+    config = {key: value for key, value in hub_models.CONFIGS[name].items() if value is not None}
+    tables["model"] = {"name": "huggingface", "config": config, "task": "causal-lm"}
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(tables))
+    done = hpctrain(tmp_path, "plan", "job.toml", "--machine", "h100", "--json", "-n", "4")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    elements = sum(one.numel() for one in module.parameters())
+    assert elements <= json.loads(done.out)["of_ranks"][0]["parameters_bytes"] < 1.2 * elements, "4 bytes, on 4 ranks"

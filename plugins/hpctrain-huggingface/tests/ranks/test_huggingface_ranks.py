@@ -15,6 +15,7 @@ import hub_models
 import pytest
 import torch
 import torch.distributed as dist
+from equivalence_table import BOUNDS
 from hub_models import CONFIGS
 from plain import samples_of, train_plainly
 from test_stages import compare
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from training import session_of, thorough, train_here
 
 from hpctrain.data.order import SampleOrder
+from hpctrain.job.problems import JobError
 from hpctrain.ranks.signals import StopRequest
 from hpctrain.training.loop import train
 
@@ -50,6 +52,7 @@ def plain(path: Path) -> Any:
 
 TENSOR: dict[str, Any] = {"parallelism": {"tensor": 2}}
 STAGE_3: dict[str, Any] = {"sharding": {"stage": 3}}
+SEQUENCE: dict[str, Any] = {"parallelism": {"tensor": {"size": 2, "sequence_parallel": True}}}
 CONTEXT: dict[str, Any] = {"parallelism": {"context": 2}}
 PIPELINE: dict[str, Any] = {"parallelism": {"pipeline": 2}}
 
@@ -62,6 +65,12 @@ PIPELINE: dict[str, Any] = {"parallelism": {"pipeline": 2}}
         pytest.param("llama, tied", TENSOR, marks=pytest.mark.shown_on(2)),
         pytest.param("qwen3", TENSOR, marks=pytest.mark.shown_on(2)),
         ("mixtral", STAGE_3),
+        pytest.param("llama", SEQUENCE, marks=pytest.mark.shown_on(2)),
+        pytest.param("llama", {**SEQUENCE, **STAGE_3}, marks=[pytest.mark.shown_on(4), pytest.mark.thorough]),
+        *(
+            pytest.param(name, SEQUENCE, marks=[pytest.mark.shown_on(2), pytest.mark.thorough])
+            for name in ("llama, tied", "qwen3", "mistral", "gemma2", "gemma3", "phi3")
+        ),
         pytest.param("llama", CONTEXT, marks=pytest.mark.shown_on(2)),
         pytest.param("gpt2", PIPELINE, marks=pytest.mark.shown_on(2)),
         pytest.param("gemma2", PIPELINE, marks=pytest.mark.shown_on(2)),
@@ -90,6 +99,13 @@ def test_a_model_of_the_hub(root: Path, name: str, layout: dict[str, Any]) -> No
     expected = hub_models.trained_plainly(plain(path), tables)
     # the norms and routers of all but GPT-2 compute in float32, whatever the parameters are
     compare(train_here(tables).rows, expected, *((1e-10, 1e-8) if name == "gpt2" else (1e-7, 1e-6)))
+
+
+@pytest.mark.shown_on(2)
+def test_units_that_are_gathered_in_16_bits_stay_near_the_curve(root: Path) -> None:
+    path = saved(root, "llama")
+    tables = hub_models.job(root / "run", path, **STAGE_3, precision={"mode": "bf16"})
+    compare(train_here(tables).rows, hub_models.trained_plainly(plain(path), tables), *BOUNDS["bf16"])
 
 
 ULYSSES: dict[str, Any] = {"parallelism": {"context": {"size": 2, "method": "ulysses"}}}
@@ -285,3 +301,22 @@ def memory(kind: str) -> int:
     """Bytes of this process, by the kernel's name."""
     line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(kind))
     return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("gpt2", {}, "brings no plan, and a derived one cuts no activations"),
+        ("mixtral", {}, "doesn't tell how model.layers.0.mlp"),
+        ("llama", {"adapter": ADAPTER}, r"doesn't tell how .*q_proj.lora_A.default is cut"),
+    ],
+    ids=str,
+)
+@pytest.mark.shown_on(2)
+def test_activations_are_cut_of_models_whose_plan_tells_how(
+    root: Path, name: str, options: dict[str, Any], sentence: str
+) -> None:
+    tables = hub_models.job(root / "run", saved(root, name), **SEQUENCE)
+    tables["model"] |= options
+    with pytest.raises(JobError, match=sentence), session_of(tables):
+        pass

@@ -10,12 +10,16 @@ import hub_models
 import pytest
 import torch
 from click.testing import CliRunner
+from hpctrain_huggingface.model.attention import attend_causally, is_given
 from hub_models import CONFIGS
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpctrain
-from hpctrain.api import HpctrainError
+from hpctrain.api import Documents, HpctrainError
+from hpctrain.checking.check import check
 from hpctrain.cli import cli
+from hpctrain.job.raw import RawJob
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
@@ -282,3 +286,42 @@ def test_a_model_that_leaves_layers_out_is_not_cut() -> None:
     module.config.num_hidden_layers = 1  # its forward goes by this number
     with pytest.raises(HpctrainError, match="LlamaForCausalLM can't be cut: its forward calls 1 of its 2 layers"):
         decoder.others(torch.zeros(1, 4, 16))
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operators for whose result the program waits."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "phi3", "mistral", "gemma3"])
+def test_attention_sees_what_transformers_shows_it_and_reads_no_tensor(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = hub_models.save(CONFIGS[name], tmp_path / "saved")
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for _ in range(2))
+    spec = check(RawJob(hub_models.job(tmp_path / "run", path), {}, "job"), None).parts.model
+    ours.config.use_cache = False  # as in a build
+    attend_causally(ours)
+    sees_all = name not in ("mistral", "gemma3")  # these have windows, whose masks stay transformers'
+    assert is_given(ours) == sees_all
+    ids = torch.arange(24).view(2, 12) * 7 % 50 + 3
+    positions = torch.cat([torch.arange(5), torch.arange(4), torch.arange(3)])
+    padding = (torch.arange(12) >= torch.tensor([[3], [0]])).long()
+    for given in ({}, {"attention_mask": padding}, {"position_ids": positions.expand(2, -1)}):
+        with Reads() as reads:
+            found = spec.forward(ours, {"input_ids": ids, **given})
+        expected = theirs(input_ids=ids, use_cache=False, **given).logits
+        rows = padding.bool() if "attention_mask" in given else torch.ones_like(ids, dtype=torch.bool)
+        assert found[rows].sub(expected[rows]).abs().max() < 1e-10, given
+        assert not sees_all or reads.count == len(given)
+    packed = {"input_ids": ids[:1], "positions": positions, "documents": Documents([5, 4, 3])}
+    expected = theirs(input_ids=ids[:1], position_ids=positions[None], use_cache=False).logits
+    with Reads() as reads:
+        found = spec.forward(ours, packed)
+    assert found.sub(expected).abs().max() < 1e-10
+    assert not sees_all or reads.count == 0

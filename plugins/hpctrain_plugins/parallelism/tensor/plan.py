@@ -13,24 +13,36 @@ from torch import nn
 from hpctrain.api import ModelSpec, TensorParallelModel, UsageError
 from hpctrain_plugins.parallelism.tensor.blocks import plan_of_blocks
 from hpctrain_plugins.parallelism.tensor.cut import Cut, StyleOrCut
-from hpctrain_plugins.parallelism.tensor.hugging_face import hugging_face_plan
+from hpctrain_plugins.parallelism.tensor.hugging_face import hugging_face_plan, sequence_styles
 from hpctrain_plugins.parallelism.tensor.styles import STYLES
 
 LOG = logging.getLogger("hpctrain")
 _PLAN: TypeAdapter[dict[str, Cut]] = TypeAdapter(dict[str, StyleOrCut])
 
 
-def plan_for(module: nn.Module, spec: ModelSpec, given: Mapping[str, Cut], size: int) -> dict[str, Cut]:
+def plan_for(
+    module: nn.Module, spec: ModelSpec, given: Mapping[str, Cut], size: int, sequence: bool = False
+) -> dict[str, Cut]:
     """The cut by module name: from the job, else the model, else its Hugging Face plan, else its plain blocks.
 
-    Raises UsageError for a pattern that matches nothing, an unknown style, or a model without any of these.
+    sequence: whether activations are cut, too. Raises UsageError for a pattern that matches nothing, an unknown style, or a model
+    without any of these.
     """
     if given:
         return expand(module, given, "[parallelism.tensor] plan")
     brought = spec.tensor_plan() if isinstance(spec, TensorParallelModel) else hugging_face_plan(module)
     plan = _read(brought, spec)
     if plan:
-        return expand(module, plan, f"the tensor plan that the model {spec.name!r} brings")
+        found = expand(module, plan, f"the tensor plan that the model {spec.name!r} brings")
+        if sequence and not isinstance(spec, TensorParallelModel):
+            found |= _read(sequence_styles(module, found), spec)
+        return found
+    if sequence:
+        raise UsageError(
+            f"[parallelism.tensor] sequence_parallel: the model {spec.name!r} brings no plan, and a derived one cuts no "
+            "activations between blocks; leave sequence_parallel out, or write [parallelism.tensor] plan",
+            everywhere=True,
+        )
     found = plan_of_blocks(module, size)
     if not found:
         raise UsageError(

@@ -20,6 +20,7 @@ from hpctrain.api import (
     ModelSpec,
     Options,
     Parallelism,
+    PipelineModel,
     Plan,
     Problem,
     TensorParallelModel,
@@ -72,6 +73,11 @@ class TensorParallel(Parallelism):
 
     def problems(self, plan: Plan) -> list[Problem]:
         size, spec, outline = plan.sizes[self.name], plan.model, plan.outline
+        sequence = self.options.sequence_parallel
+        brings = isinstance(spec, TensorParallelModel) or self.options.plan
+        if sequence and plan.sizes.get("pipeline", 1) > 1 and isinstance(spec, PipelineModel) and not brings:
+            why = "later pipeline stages of this model would not know which tokens they have; use one of the two"
+            return [Problem(f"sequence_parallel: {why}")]
         heads = spec.attention_heads if isinstance(spec, AttentionModel) else None
         if heads is not None and heads % size:
             why = (
@@ -80,13 +86,13 @@ class TensorParallel(Parallelism):
             return [Problem(why)]
         # a derived plan needs trials, which apply() makes; `hpctrain check` also has outlines that were not built on meta
         if outline is not None and (
-            self.options.plan or isinstance(spec, TensorParallelModel) or not isinstance(spec, MetaModel)
+            self.options.plan or sequence or isinstance(spec, TensorParallelModel) or not isinstance(spec, MetaModel)
         ):
-            refuse_unfit(outline, spec, plan_for(outline, spec, self.options.plan, size), size)
+            refuse_unfit(outline, spec, plan_for(outline, spec, self.options.plan, size, sequence), size)
         return []
 
     def apply(self, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> AppliedTensorParallel:
-        plan = plan_for(module, spec, self.options.plan, mesh.size())
+        plan = plan_for(module, spec, self.options.plan, mesh.size(), self.options.sequence_parallel)
         refuse_unfit(module, spec, plan, mesh.size())
         if not isinstance(spec, TensorParallelModel):
             share_all_heads(module, plan, mesh.size())
