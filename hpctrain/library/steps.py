@@ -175,6 +175,8 @@ class Steps:
         ranks = self._agreement.on(END_OF_STEP, session.progress.step, told, detail=names)
         session.model.scaler.update(updates.finite)
         session.progress.advance(seen)
+        for one in session.models:
+            one.sharded.adopt()
         row = self._row(list(logged), ranks, time.perf_counter() - begin)
         show_model(session, "hpctrain_step_end", step=session.progress.step, metrics=row, control=session.control)
         session.hooks.step_done()

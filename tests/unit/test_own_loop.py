@@ -155,13 +155,13 @@ def test_a_frozen_part_keeps_its_values_and_its_state() -> None:
     with looping(4) as loop:
         model, optimizer = loop.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5))
         for step in loop.steps():
-            model.module[0].requires_grad_(step.number != 2)
-            before = values(model.module[0])
+            model[0].requires_grad_(step.number != 2)
+            before = values(model[0])
             for x, y in step:
                 loop.backward(mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-            same = all(torch.equal(one, other) for one, other in zip(before, values(model.module[0]), strict=True))
+            same = all(torch.equal(one, other) for one, other in zip(before, values(model[0]), strict=True))
             assert same == (step.number == 2)
 
 
@@ -436,7 +436,7 @@ def deep_part(loop: Loop) -> None:
     model, _ = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for step in loop.steps():
         for x, _ in step:
-            model.module[0][0](x)
+            model[0][0](x)
 
 
 def no_optimizer(loop: Loop) -> None:
@@ -463,7 +463,7 @@ def a_part(loop: Loop) -> None:
     model, _ = trained(loop)
     for step in loop.steps():
         for x, _ in step:
-            model.module[0](x)
+            model[0](x)
 
 
 def twice_through_one_forward(loop: Loop) -> None:
@@ -516,7 +516,7 @@ def thawed_later(loop: Loop) -> None:
     net[0].requires_grad_(False)
     model, optimizer = loop.setup(net, torch.optim.SGD(net[2].parameters(), lr=0.1))
     for step in loop.steps():
-        model.module[0].requires_grad_(step.number > 1)
+        model[0].requires_grad_(step.number > 1)
         for x, _ in step:
             loop.backward(model(x).mean())
         optimizer.step()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -182,23 +182,24 @@ class Zero3Model(ShardedModel):
         policy = CPUOffloadPolicy(options.pin_memory) if offloads_parameters else OffloadPolicy()
         units = units_of(module, spec, options.wrap, options.min_parameters or _MIN_PARAMETERS)
         refuse_mixed(module, units)
+        frozen = not any(parameter.requires_grad for parameter in module.parameters())  # no backward would free it
         for unit in reversed(units):  # inner ones first
             unit.register_forward_hook(partial(refuse_unseen, type(unit).__name__))
             fully_shard(
                 unit,
                 mesh=mesh["dp_shard"],
-                reshard_after_forward=options.reshard_after_forward,
+                reshard_after_forward=options.reshard_after_forward or frozen,
                 mp_policy=_wire(unit, _DTYPES.get(options.gather_dtype)),
                 offload_policy=policy,
             )
         # Parameters outside of all units are needed again when backward begins. They stay wide: an embedding in 16 bits would
         # make the residual stream 16 bits, too.
-        fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=False, offload_policy=policy)
+        fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=frozen, offload_policy=policy)
         self._has_forwarded = False
         module.register_forward_pre_hook(self._forwards)
-        sharded = [cast(FSDPModule, one) for one in (module, *units)]
-        self._set_up(sharded, mesh.device_type)
-        self._whole = WholeGradients(sharded, sums, mesh["dp_shard"].get_group(), options.reshard_after_forward)
+        self._units = [cast(FSDPModule, one) for one in (module, *units)]
+        self._set_up(self._units, mesh.device_type)
+        self._whole = WholeGradients(self._units, sums, mesh["dp_shard"].get_group(), options.reshard_after_forward)
 
     def _forwards(self, module: nn.Module, inputs: Any) -> None:
         """A forward begins, of a training or an evaluation."""
@@ -312,6 +313,24 @@ class Zero3Model(ShardedModel):
             for gradient, summed in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
 
+    def watch(self, used: Callable[[str], None]) -> None:
+        super().watch(used)  # of what backwards reach without a forward
+        units = [cast(nn.Module, unit) for unit in self._units]
+        for unit in units:
+            inner = {one for one in units if one is not unit}
+            parts = [part for _, part in unit.named_modules(memo=inner)]
+            unit.register_forward_pre_hook(_Watch(used, parts, dict(self.module.named_parameters())))
+
+    def rest(self) -> None:
+        if not self._whole.kept:
+            for unit in self._units:
+                unit.reshard()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        for held in self._held if self._offloads else ():
+            held.piece.tensor.copy_(held.local)
+
     @torch.no_grad()
     def refresh(self) -> None:
         if self._offloads:
@@ -324,6 +343,29 @@ class Zero3Model(ShardedModel):
 
     def pieces(self) -> list[Piece]:
         return [held.piece for held in self._held]
+
+
+class _Watch:
+    """A forward hook of a unit: watches the parameters that it has gathered, whose gradients come before they are summed."""
+
+    def __init__(
+        self, used: Callable[[str], None], parts: Sequence[nn.Module], cut: Mapping[str, nn.Parameter]
+    ) -> None:
+        """parts: the modules of the unit. cut: the parameters as they are between forwards."""
+        names = {id(parameter): name for name, parameter in cut.items()}
+        held = [(part, key, names[id(one)]) for part in parts for key, one in part.named_parameters(recurse=False)]
+        self._used, self._held, self._watched = used, held, set[int]()
+
+    def __call__(self, unit: nn.Module, inputs: Any) -> None:
+        for part, key, name in self._held:
+            parameter = getattr(part, key)
+            if parameter.requires_grad and id(parameter) not in self._watched:  # gathered parameters live as long as the unit
+                self._watched.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(partial(_tell, self._used, name))
+
+
+def _tell(used: Callable[[str], None], name: str, _: nn.Parameter) -> None:
+    used(name)
 
 
 def _refuse_scalars(module: nn.Module, spec: ModelSpec) -> None:
