@@ -108,8 +108,9 @@ class ShardedModel(ABC):
         Called after the forward that is differentiated, before the first operator of its backward."""
         return
 
-    def watch(self, used: Callable[[str], None]) -> None:
-        """Call `used` with the name of each trained parameter to whose gradient a backward adds, from now on."""
+    def watch(self, used: Callable[[str, bool], None]) -> None:
+        """Call `used` where a backward adds to the gradient of a trained parameter, with its name, and whether it is the parameter as
+        a forward uses it: one that is cut between forwards may get a gradient without any."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(_tell, used, name))
@@ -163,5 +164,5 @@ class ShardedModel(ABC):
         return build(groups)
 
 
-def _tell(used: Callable[[str], None], name: str, _: nn.Parameter) -> None:
-    used(name)
+def _tell(used: Callable[[str, bool], None], name: str, _: nn.Parameter) -> None:
+    used(name, True)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.base.errors import TrainingError
 from hpctrain.contracts.pieces import Piece
+from hpctrain.model.mesh import Meshes
 
 _IN_PARTS = "is not whole on this rank; read and change it inside of `with loop.parameters(model) as parameters:`"
 _NOT_SUMMED = "is summed in the backward of the step's last micro batch; read and change it after that"
@@ -41,17 +42,22 @@ class Withheld(Tensor):
 class Gradients:
     """The gradients of this rank's pieces, and what the program sees of them.
 
-    A parameter whose part on this rank is one piece has that piece's gradient as its `grad`: what the program does to it holds.
-    Any other parameter has a `Withheld` one.
+    A parameter that is whole on this rank, in one piece, has that piece's gradient as its `grad`: what the program does to it holds.
+    Any other has a `Withheld` one, also in place of a DTensor: the `item()` of its norm would be one of this rank's part.
     """
 
-    def __init__(self, name: str, parameters: Mapping[str, nn.Parameter], pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self, name: str, parameters: Mapping[str, nn.Parameter], pieces: Sequence[Piece], meshes: Meshes
+    ) -> None:
         """name: of the model. parameters: the trained ones as they are between steps."""
         self._name, self._parameters, self._pieces = name, parameters, pieces
         self._shown: dict[str, Tensor | None] = {}
-        self._of: dict[str, list[Tensor]] = {}
-        for piece in pieces:
-            self._of.setdefault(piece.name, []).append(piece.tensor)
+        self._wholes = {
+            piece.name: piece.tensor
+            for piece in pieces
+            if piece.tensor.shape == piece.shape  # and not by chance, while another rank has nothing of it
+            and all(meshes.group(axis, piece.axes).size() == 1 for axis in piece.axes)
+        }
 
     @property
     def are_dropped(self) -> bool:
@@ -66,14 +72,11 @@ class Gradients:
     def show(self) -> None:
         """They are summed, or have changed: the program may read and change them."""
         for name, parameter in self._parameters.items():
-            parts, local = self._of.get(name, []), _local(parameter)
-            if len(parts) == 1 and parts[0].shape == local.shape and parts[0].device == local.device:
-                if parts[0] is not parameter:
-                    parameter.grad = None if parts[0].grad is None else _like(parameter, parts[0].grad)
-            elif not parts and not local.numel():
-                parameter.grad = _like(parameter, torch.zeros_like(local))
-            else:
+            whole = self._wholes.get(name)
+            if whole is None or whole.device != parameter.device:
                 parameter.grad = self._withheld(name, _IN_PARTS)
+            elif whole is not parameter:
+                parameter.grad = None if whole.grad is None else _like(parameter, whole.grad)
             self._shown[name] = parameter.grad
 
     def show_pending(self, used: Collection[str]) -> None:
@@ -108,18 +111,17 @@ class Gradients:
         """
         dropped = set()
         for name, shown in self._shown.items():
-            parameter, parts = self._parameters[name], self._of.get(name, [])
-            now = parameter.grad
+            now, whole = self._parameters[name].grad, self._wholes.get(name)
             if now is None:
                 dropped.add(name)
-                for part in parts:
-                    part.grad = None
-            elif isinstance(shown, Withheld) and now is not shown:
-                raise self._lost(name, _IN_PARTS)
-            elif not isinstance(now, Withheld) and parts and parts[0] is not parameter:
-                if isinstance(now, DTensor) and isinstance(parameter, DTensor):
-                    now = now.redistribute(placements=parameter.placements).to_local()
-                parts[0].grad = now  # the same memory, unless it is another tensor
+            elif isinstance(shown, Withheld):
+                if now is not shown:
+                    raise self._lost(name, _IN_PARTS)
+            elif whole is not None and whole is not self._parameters[name]:
+                whole.grad = now.full_tensor() if isinstance(now, DTensor) else now  # shown: the same memory
+        for piece in self._pieces:
+            if piece.name in dropped:
+                piece.tensor.grad = None
         return dropped
 
     def drop(self) -> None:
@@ -133,10 +135,6 @@ class Gradients:
 
     def _lost(self, name: str, why: str) -> TrainingError:
         return TrainingError(f"the program has replaced the gradient of {name} in the model {self._name!r}, which {why}")
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

@@ -29,8 +29,11 @@ class _Used:
         self.is_expected = False
         """Whether a backward of the loop goes through a forward of the model."""
 
-    def __call__(self, name: str) -> None:
-        (self.names if self.is_expected else self.strays).add(name)
+    def __call__(self, name: str, in_forward: bool) -> None:
+        if not self.is_expected:
+            self.strays.add(name)
+        elif in_forward:
+            self.names.add(name)
 
 
 class Trained:
@@ -46,7 +49,7 @@ class Trained:
         self._whole = {key: one for key, one in parameters.items() if key in model.shapes}
         """The trained parameters."""
         self._frozen = {key: one for key, one in parameters.items() if key not in model.shapes}
-        self._gradients = Gradients(name, self._whole, model.pieces)
+        self._gradients = Gradients(name, self._whole, model.pieces, model.meshes)
         self._used = _Used()
         """Those since `zero_grad`."""
         self._idle: set[str] = set()

@@ -261,6 +261,74 @@ def test_models_that_take_turns_in_each_micro_batch(stage: int) -> None:
     torch.testing.assert_close(found, [*values(whole_first), *values(whole_second)], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", [None, "second"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_not_used_is_left_alone_also_after_a_resume(stage: int, name: str | None) -> None:
+    """The head is used from the fourth step on, after a resume, as torch's AdamW has it: a decay and bias correction from there."""
+    job = {"job": {"name": "own", "steps": 3}, "precision": {"mode": "fp64"}, "sharding": {"stage": stage}}
+    x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def loss(net: Any, step: int) -> Tensor:
+        return (net(x) if step > 3 else net(x, head=False)).square().mean()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.head = (nn.Linear(3, 3, dtype=torch.float64) for _ in range(2))
+
+        def forward(self, x: Tensor, head: bool = True) -> Tensor:
+            return self.head(self.body(x).tanh()) if head else self.body(x)
+
+    for steps in (3, 6):
+        job["job"]["steps"] = steps
+        with hpctrain.own_loop(job) as loop:
+            if name:
+                net = make_net()
+                other, of_other = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            net = Net()
+            model, optimizer = loop.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5), name=name)
+            for step in loop.steps():
+                loop.backward(loss(model, step.number))
+                optimizer.step()
+                optimizer.zero_grad()
+                if name:
+                    loop.backward(other(x).mean())
+                    of_other.step()
+                    of_other.zero_grad()
+            found = whole(loop, model)
+    expected = Net()
+    mine = torch.optim.AdamW(expected.parameters(), lr=0.1, weight_decay=0.5)
+    for number in range(1, 7):
+        loss(expected, number).backward()
+        mine.step()
+        mine.zero_grad()
+    torch.testing.assert_close(found, values(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_a_table_of_the_job_on_top_of_a_file() -> None:
+    Path("job.toml").write_text('[job]\nname = "own"\nsteps = 2\n')
+    net = make_net()
+    with hpctrain.own_loop("job.toml", job={"output_dir": "elsewhere"}) as loop:
+        loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert Path("elsewhere/job.resolved.toml").exists()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_model_is_the_module_that_setup_got(stage: int) -> None:
+    """Its class, its names, its methods, its items and the call of its forward."""
+    net = make_net()
+    names, keys = [name for name, _ in net.named_parameters()], list(net.state_dict())
+    with looping(1, data=False, sharding={"stage": stage}) as loop:
+        model, _ = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        assert isinstance(model, nn.Sequential) and type(model[:2]).__mro__[0] is nn.Sequential
+        assert [name for name, _ in model.named_parameters()] == names and list(model.state_dict()) == keys
+        x = torch.ones(1, 3, dtype=torch.float64)
+        assert torch.equal(model(x), model.forward(x))
+        with pytest.raises(UsageError, match="copy the module before setup"):
+            copy.deepcopy(model)
+
+
 def test_a_break_ends_the_run_in_order() -> None:
     net = make_net()
     with looping(9) as loop:

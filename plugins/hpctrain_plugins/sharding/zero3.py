@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -313,13 +313,15 @@ class Zero3Model(ShardedModel):
             for gradient, summed in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
 
-    def watch(self, used: Callable[[str], None]) -> None:
-        super().watch(used)  # of what backwards reach without a forward
+    def watch(self, used: Callable[[str, bool], None]) -> None:
+        cut = {id(parameter): name for name, parameter in trained(self.module)}
+        for name, parameter in trained(self.module):
+            parameter.register_post_accumulate_grad_hook(partial(_tell, used, name, False))
         units = [cast(nn.Module, unit) for unit in self._units]
         for unit in units:
-            inner = {one for one in units if one is not unit}
-            parts = [part for _, part in unit.named_modules(memo=inner)]
-            unit.register_forward_pre_hook(_Watch(used, parts, dict(self.module.named_parameters())))
+            parts = [part for _, part in unit.named_modules(memo={one for one in units if one is not unit})]
+            held = [(part, key, cut.get(id(one))) for part in parts for key, one in part.named_parameters(recurse=False)]
+            unit.register_forward_pre_hook(_Watch(used, [(part, key, name) for part, key, name in held if name]))
 
     def rest(self) -> None:
         if not self._whole.kept:
@@ -346,26 +348,22 @@ class Zero3Model(ShardedModel):
 
 
 class _Watch:
-    """A forward hook of a unit: watches the parameters that it has gathered, whose gradients come before they are summed."""
+    """A forward hook of a unit: watches the parameters that it has gathered."""
 
-    def __init__(
-        self, used: Callable[[str], None], parts: Sequence[nn.Module], cut: Mapping[str, nn.Parameter]
-    ) -> None:
-        """parts: the modules of the unit. cut: the parameters as they are between forwards."""
-        names = {id(parameter): name for name, parameter in cut.items()}
-        held = [(part, key, names[id(one)]) for part in parts for key, one in part.named_parameters(recurse=False)]
+    def __init__(self, used: Callable[[str, bool], None], held: Sequence[tuple[nn.Module, str, str]]) -> None:
+        """held: the unit's parameters, by module and attribute, with their names in the model."""
         self._used, self._held, self._watched = used, held, set[int]()
 
     def __call__(self, unit: nn.Module, inputs: Any) -> None:
         for part, key, name in self._held:
             parameter = getattr(part, key)
-            if parameter.requires_grad and id(parameter) not in self._watched:  # gathered parameters live as long as the unit
+            if parameter.requires_grad and id(parameter) not in self._watched:  # it lives as long as the unit
                 self._watched.add(id(parameter))
-                parameter.register_post_accumulate_grad_hook(partial(_tell, self._used, name))
+                parameter.register_post_accumulate_grad_hook(partial(_tell, self._used, name, True))
 
 
-def _tell(used: Callable[[str], None], name: str, _: nn.Parameter) -> None:
-    used(name)
+def _tell(used: Callable[[str, bool], None], name: str, in_forward: bool, _: nn.Parameter) -> None:
+    used(name, in_forward)
 
 
 def _refuse_scalars(module: nn.Module, spec: ModelSpec) -> None:
