@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hpctrain
 from hpctrain.api import TrainingError
 
-STEPS, ROWS = 5, 12
+STEPS, ROWS = 4, 12
 Open = Callable[..., Any]
 
 
@@ -75,14 +75,14 @@ def average(net: Any, x: Tensor, backward: Any, opened: Open, slow: Any, **_: An
     yield_update(net)
 
 
-def average_opened(net: Any, x: Tensor, backward: Any, opened: Open, other_slow: Any, **_: Any) -> None:
+def average_opened(net: Any, x: Tensor, backward: Any, opened: Open, slow: Any, **_: Any) -> None:
     """The same with a teacher of another layout."""
     with torch.no_grad():
-        goal = other_slow(x)
+        goal = slow(x)
     backward((net(x) - 0.5 * goal - 0.1).square().mean())
     yield_update(net)
-    with opened(net) as fast, opened(other_slow) as slow:
-        for (_, one), (_, other) in zip(slow, fast, strict=True):
+    with opened(net) as fast, opened(slow) as averaged:
+        for (_, one), (_, other) in zip(averaged, fast, strict=True):
             one.data = one * 0.8 + other * 0.2
 
 
@@ -206,9 +206,7 @@ def plain(loop: Callable[..., None]) -> dict[str, Tensor]:
     slow = copy.deepcopy(net).requires_grad_(False)
     UPDATES[id(net)] = optimizer.step
     for step in range(STEPS):
-        loop(
-            net, inputs(step), Tensor.backward, opened, slow=slow, other_slow=slow, step=step, drop=optimizer.zero_grad
-        )
+        loop(net, inputs(step), Tensor.backward, opened, slow=slow, step=step, drop=optimizer.zero_grad)
         optimizer.zero_grad()
     return {name: one.detach() for name, one in [*net.named_parameters(), *slow.named_parameters("slow")]}
 
@@ -225,24 +223,24 @@ def on_ranks(layout: str, file: str) -> None:
         for loop in LOOPS:
             name = loop.__name__
             net, optimizer = made()
-            slow, other_slow = (copy.deepcopy(net).requires_grad_(False) for _ in range(2))
+            slow: Any = copy.deepcopy(net).requires_grad_(False)
             net, optimizer = mine.setup(net, optimizer, name=name)
-            slow = mine.setup(slow, name=f"slow {name}")
-            other_slow = mine.setup(other_slow, name=f"other {name}", **other) if loop is average_opened else None
-            nets[name] = net, optimizer, slow, other_slow
+            if loop in (average, average_opened):
+                slow = mine.setup(slow, name=f"slow {name}", **(other if loop is average_opened else {}))
+            nets[name] = net, optimizer, slow
             UPDATES[id(net)] = optimizer.step
         for step in mine.steps():
             x = inputs(step.number - 1)[mine.data_rank :: mine.data_size]
             for loop in LOOPS:
-                net, optimizer, slow, other_slow = nets[loop.__name__]
-                more = {"slow": slow, "other_slow": other_slow, "step": step.number - 1, "drop": optimizer.zero_grad}
+                net, optimizer, slow = nets[loop.__name__]
+                more = {"slow": slow, "step": step.number - 1, "drop": optimizer.zero_grad}
                 try:
                     loop(net, x, mine.backward, mine.parameters, **more)
                 except TrainingError as error:
                     found[loop.__name__] = str(error)
                 optimizer.zero_grad()
-        for name, (net, _, slow, other_slow) in nets.items():
-            averaged = mine.get_state_dict(other_slow or slow)
+        for name, (net, _, slow) in nets.items():
+            averaged = slow.state_dict() if type(slow) is Net else mine.get_state_dict(slow)
             values = {**mine.get_state_dict(net), **{f"slow.{key}": one for key, one in averaged.items()}}
             found.setdefault(name, values)
         torch.save(found, f"{file}{mine.rank}")

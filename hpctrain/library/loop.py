@@ -24,7 +24,7 @@ from hpctrain.job.tables import Job
 from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, PARAMETERS, Agreement
 from hpctrain.library.graph import parameters_behind, refuse_strangers
 from hpctrain.library.jobs import FIRST, check_model, job_tables, refuse_tables
-from hpctrain.library.kept import kept_state
+from hpctrain.library.kept import changes_told, frozen_state, kept_state
 from hpctrain.library.module import OwnModule, own
 from hpctrain.library.optimizer import OwnOptimizer
 from hpctrain.library.parameters import LaidOut, Parameters, WholeParameters, parts_of
@@ -234,14 +234,19 @@ class Loop:
     def register_for_checkpointing(self, **objects: Any) -> None:
         """Keep objects in checkpoints. A resume gives them back when the steps begin.
 
-        Each has `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors that are equal on all ranks.
+        Each has `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors that are equal on all ranks, or is a
+        frozen model that setup returned.
         """
         for name, one in objects.items():
-            if self._steps is not None or name in self._kept or name in self._names:
+            held = next((held for held in self._models.values() if held.sharded.module is one), None)
+            if held is not None and held.trained is not None:
+                raise UsageError(f"register_for_checkpointing: {held.name!r} is trained: checkpoints have it already")
+            is_own_name = held is not None and held.name == name
+            if self._steps is not None or name in self._kept or (name in self._names and not is_own_name):
                 raise UsageError(
                     f"register_for_checkpointing: expected a new name before steps() begins, found {name!r}"
                 )
-            self._kept[name] = one
+            self._kept[name] = held or one
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps that are left of the job's, with the micro batches of each; between two of them metrics are written,
@@ -250,7 +255,10 @@ class Loop:
             raise UsageError("steps: the loop's steps have begun already; expected one call")
         if not self._trained:
             raise UsageError("steps: no model is trained; expected setup(model, optimizer) before")
-        states = [kept_state(name, one) for name, one in self._kept.items()]
+        kept = self._kept.items()
+        states = [(frozen_state if isinstance(one, LaidOut) else kept_state)(name, one) for name, one in kept]
+        frozen = [one for one in self._models.values() if one.trained is None and all(one is not other for _, other in kept)]
+        states += [changes_told(frozen)] if frozen else []
         self._steps = Steps(self._start, self._of, self._trained, states, self._agreement, self._updates)
         yield from self._steps
 

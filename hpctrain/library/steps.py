@@ -70,6 +70,7 @@ class Steps:
     ) -> None:
         """of: the job of each model. states: what the program keeps in checkpoints."""
         self._start, self._agreement, self._updates, self._trained = start, agreement, updates, trained
+        self._kept = states
         first, *others = trained
         further = {name: trained[name].model for name in others}
         _share_scaler([one.model for one in trained.values()])
@@ -174,6 +175,7 @@ class Steps:
         names = zlib.crc32(json.dumps(list(logged)).encode())
         ranks = self._agreement.on(END_OF_STEP, session.progress.step, told, detail=names)
         session.model.scaler.update(updates.finite)
+        is_first = self.is_first
         session.progress.advance(seen)
         for one in session.models:
             one.sharded.adopt()
@@ -187,6 +189,9 @@ class Steps:
         self._row_before = row
         level, self.saves = int(max(rank[0] for rank in ranks)), False
         self.is_interrupted = level == INTERRUPTED
+        if is_first:
+            for state in self._kept:
+                state.values()  # what the first save would refuse
         if self._acted():
             return EXIT_STOPPED if level else EXIT_DONE
         end_if_asked(session)
