@@ -107,11 +107,12 @@ def _by_size(module: nn.Module, minimum: int) -> Iterator[nn.Module]:
 
 
 def _shares(unit: nn.Module, module: nn.Module) -> bool:
-    """Whether a parameter of `unit` is also held by a module outside of it."""
-    inside, own = set(unit.modules()), set(unit.parameters())
+    """Whether a parameter of `unit` is also held by a module outside of it, which may be a part of `unit` that is shared itself."""
+    own, everywhere = set(unit.parameters()), list(module.named_modules(remove_duplicate=False))
+    inside = tuple(f"{path}." for path, one in everywhere if one is unit)
     return any(
         parameter in own
-        for outside in module.modules()
-        if outside not in inside
-        for parameter in outside.parameters(recurse=False)
+        for path, one in everywhere
+        if not f"{path}.".startswith(inside)
+        for parameter in one.parameters(recurse=False)
     )

@@ -182,6 +182,7 @@ class Zero3Model(ShardedModel):
         policy = CPUOffloadPolicy(options.pin_memory) if offloads_parameters else OffloadPolicy()
         units = units_of(module, spec, options.wrap, options.min_parameters or _MIN_PARAMETERS)
         refuse_mixed(module, units)
+        empty = {parameter for parameter in module.parameters() if not parameter.numel()}
         frozen = not any(parameter.requires_grad for parameter in module.parameters())  # no backward would free it
         for unit in reversed(units):  # inner ones first
             unit.register_forward_hook(partial(refuse_unseen, type(unit).__name__))
@@ -191,10 +192,11 @@ class Zero3Model(ShardedModel):
                 reshard_after_forward=options.reshard_after_forward or frozen,
                 mp_policy=_wire(unit, _DTYPES.get(options.gather_dtype)),
                 offload_policy=policy,
+                ignored_params=empty,
             )
         # Parameters outside of all units are needed again when backward begins. They stay wide: an embedding in 16 bits would
         # make the residual stream 16 bits, too.
-        fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=frozen, offload_policy=policy)
+        fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=frozen, offload_policy=policy, ignored_params=empty)
         self._has_forwarded = False
         module.register_forward_pre_hook(self._forwards)
         self._units = [cast(FSDPModule, one) for one in (module, *units)]
