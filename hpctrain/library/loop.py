@@ -61,12 +61,19 @@ def own_loop(
         started(identity, lambda: raw, resume, own_channel()) as start,
         start.alarmed(),
     ):
-        loop = Loop(start)
+        loop, leaving = Loop(start), None
         try:
-            yield loop
+            try:
+                yield loop
+            except SystemExit as leave:  # sys.exit() leaves the loop as `break` does
+                if leave.code:
+                    raise
+                leaving = leave
             start.exit_code = loop.end()
         finally:
             loop.close()
+    if leaving is not None and start.exit_code == EXIT_DONE:
+        raise leaving
     if start.exit_code != EXIT_DONE:
         raise KeyboardInterrupt if loop.is_interrupted else SystemExit(start.exit_code)
 

@@ -24,7 +24,7 @@ from hpctrain.contracts.model import Batch
 from hpctrain.contracts.precision import LossScaler
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
-from hpctrain.library.agreement import END_OF_STEP, Agreement
+from hpctrain.library.agreement import END_OF_LOOP, END_OF_STEP, Agreement
 from hpctrain.library.jobs import has_data
 from hpctrain.library.trained import Trained
 from hpctrain.library.updates import Update, Updates
@@ -174,6 +174,7 @@ class Steps:
         told = [stop, request, float(self.saves), terms, *logged.values(), *figures]
         names = zlib.crc32(json.dumps(list(logged)).encode())
         ranks = self._agreement.on(END_OF_STEP, session.progress.step, told, detail=names)
+        self._tell_of_no_update()
         session.model.scaler.update(updates.finite)
         is_first = self.is_first
         session.progress.advance(seen)
@@ -196,6 +197,17 @@ class Steps:
             return EXIT_STOPPED if level else EXIT_DONE
         end_if_asked(session)
         return save_if_due(session, bool(level), asked=any(rank[2] for rank in ranks))
+
+    def _tell_of_no_update(self) -> None:
+        """Say after a first step that no optimizer has stepped. Raises TrainingError at the end of a training that had none."""
+        progress, trained = self.session.progress, self._trained.values()
+        if any(one.model.optimizer_begun for one in trained) or self._updates.done:
+            return
+        expected = "expected optimizer.step() after loop.backward(loss), on the optimizer that setup returned"
+        if progress.step + 1 >= progress.steps:
+            raise TrainingError(f"no optimizer has stepped in {progress.steps} steps; {expected}", everywhere=True)
+        if self.is_first and self._start.world.identity.rank == 0:
+            LOG.warning("step %d ends, and no optimizer has stepped; %s", progress.step + 1, expected)
 
     def _row(self, logged: Sequence[str], ranks: Sequence[Sequence[float]], seconds: float) -> dict[str, Any]:
         session, done = self.session, self._updates.done
@@ -263,6 +275,7 @@ class Steps:
         count. Collective."""
         if self._finish is None:
             return
+        self._agreement.on(END_OF_LOOP, self.session.progress.step)  # else others end the step, and this rank begins a save
         finish, self._finish = self._finish, None
         session, progress = self.session, self.session.progress
         progress.ended = True
