@@ -61,7 +61,7 @@ def rows() -> list[dict[str, Any]]:
 def test_the_lines_of_the_page() -> None:
     """Lines that docs/own-loop.md shows beside its first example, in a loop that has what they name."""
     page = (Path(__file__).parents[2] / "docs" / "own-loop.md").read_text()
-    several, registered = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    several, opened, averaged, registered = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     with looping() as loop:
         names: dict[str, Any] = {
             "loop": loop,
@@ -77,6 +77,9 @@ def test_the_lines_of_the_page() -> None:
             for inputs, targets in step:
                 loop.backward(mse_loss(names["generator"](inputs), names["teacher"](targets.expand(-1, 3)).detach()))
                 loop.backward(names["critic"](inputs).square().mean())
+            names["model"] = names["generator"]
+            exec(opened, names)
+            exec(averaged, names)
             for optimizer in (names["of_g"], names["of_c"]):
                 optimizer.step()
                 optimizer.zero_grad()
