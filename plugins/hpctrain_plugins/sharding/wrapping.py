@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -55,20 +55,6 @@ def _by_class(module: nn.Module, name: str) -> list[nn.Module]:
             everywhere=True,
         )
     return found
-
-
-def refuse_mixed(module: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Raises UsageError if a unit has trained parameters of several dtypes."""
-    for unit in (module, *units):
-        inner = {one for one in units if one is not unit}
-        held = [p for _, m in unit.named_modules(memo=inner) for p in m.parameters(recurse=False)]
-        dtypes = {str(p.dtype).removeprefix("torch.") for p in held if p.requires_grad}
-        if len(dtypes) > 1:
-            raise UsageError(
-                f"[sharding] stage = 3: parameters of {' and '.join(sorted(dtypes))} in a {type(unit).__name__} would be gathered "
-                'at once, expected one dtype; cut them apart with wrap = "class:NAME" or "size", or use stage = 2',
-                everywhere=True,
-            )
 
 
 def refuse_unseen(kind: str, unit: nn.Module, inputs: Any, output: Any) -> None:

@@ -35,6 +35,7 @@ from hpctrain.api import (
     Sharding,
     TrainingError,
     UsageError,
+    communicate_by_dtype,
     hookimpl,
     is_accelerator,
     pieces_of,
@@ -44,7 +45,7 @@ from hpctrain.toolkit.offload import HostGradients, host_copy, is_needed, warn_i
 from hpctrain_plugins.sharding.advice import memory_advice
 from hpctrain_plugins.sharding.communication import AsynchronousAllGather, HostBuffers, Pending, SummingReduceScatter
 from hpctrain_plugins.sharding.whole_gradients import WholeGradients
-from hpctrain_plugins.sharding.wrapping import refuse_mixed, refuse_unseen, units_of, unseen
+from hpctrain_plugins.sharding.wrapping import refuse_unseen, units_of, unseen
 
 _MIN_PARAMETERS = 100_000_000
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -181,7 +182,6 @@ class Zero3Model(ShardedModel):
         warn_if_useless(options.offload_parameters or options.offload_optimizer, device)
         policy = CPUOffloadPolicy(options.pin_memory) if offloads_parameters else OffloadPolicy()
         units = units_of(module, spec, options.wrap, options.min_parameters or _MIN_PARAMETERS)
-        refuse_mixed(module, units)
         empty = {parameter for parameter in module.parameters() if not parameter.numel()}
         frozen = not any(parameter.requires_grad for parameter in module.parameters())  # no backward would free it
         for unit in reversed(units):  # inner ones first
@@ -211,15 +211,19 @@ class Zero3Model(ShardedModel):
         """Set sums instead of means, asynchronous communication, and prefetching."""
         pending: Pending = deque()
         buffers = HostBuffers()
-        self._reduce_scatters = [SummingReduceScatter(self._sums, pending, buffers) for _ in units]
+        gather = AsynchronousAllGather(buffers) if device_type == "cpu" else None
+        self._reduce_scatters: list[SummingReduceScatter] = []
+
+        def sums() -> SummingReduceScatter:
+            self._reduce_scatters.append(SummingReduceScatter(self._sums, pending, buffers))
+            return self._reduce_scatters[-1]
+
         ahead = self.options.prefetch
         for number, unit in enumerate(units):
+            communicate_by_dtype(cast(nn.Module, unit), gather, sums)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_reduce_scatter_unused_params(True, recurse=False)
-            unit.set_custom_reduce_scatter(cast(Any, self._reduce_scatters[number]))
-            if device_type == "cpu":
-                unit.set_custom_all_gather(cast(Any, AsynchronousAllGather(buffers)))
             following = units[number + 1 : number + 1 + ahead]
             if following:
                 unit.set_modules_to_forward_prefetch(following)
