@@ -69,7 +69,7 @@ class _Called(torch.autograd.Function):
 
 
 def communicate_by_dtype(unit: nn.Module, gather: Any, sums: Callable[[], Any]) -> None:
-    """Cut what fully_shard gathers and sums at once for a unit into a group for each dtype, since it sums gradients of one dtype only.
+    """Cut what fully_shard gathers and sums at once for a unit into a group for each dtype: it sums gradients of one dtype only.
 
     To be called before the first forward. torch itself makes groups where parameters have several process groups. gather: what
     gathers in place of torch's, or None. sums: makes what sums a group.
@@ -150,6 +150,11 @@ def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> N
 
 
 # Tensors.
+
+
+def tensor_without_memory(kind: type[Tensor], like: Tensor) -> Any:
+    """A tensor of a subclass, which decides what operators do with it."""
+    return Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -109,8 +109,8 @@ class ShardedModel(ABC):
         return
 
     def watch(self, used: Callable[[str, bool], None]) -> None:
-        """Call `used` where a backward adds to the gradient of a trained parameter, with its name, and whether it is the parameter as
-        a forward uses it: one that is cut between forwards may get a gradient without any."""
+        """Call `used` where a backward adds to the gradient of a trained parameter, with its name, and whether it is the parameter
+        as a forward uses it: one that is cut between forwards may get a gradient without any."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(_tell, used, name))

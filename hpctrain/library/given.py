@@ -21,7 +21,9 @@ class GivenModel(UserModel):
     """A module that the program has built. The program computes its loss."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        super().__init__(name, lambda: module, no_loss, {})  # who builds it converts its numbers, complex ones to complex ones
+        super().__init__(
+            name, lambda: module, no_loss, {}
+        )  # who builds it converts its numbers, complex ones to complex ones
 
     def count(self, batch: Batch) -> int:
         """Samples: the rows of the batch's first tensor; 1 if there is none."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.base.errors import TrainingError
+from hpctrain.base.torch_private import tensor_without_memory
 from hpctrain.contracts.pieces import Piece
 from hpctrain.model.mesh import Meshes
 
@@ -24,8 +25,7 @@ class Withheld(Tensor):
 
     @staticmethod
     def __new__(cls, parameter: Tensor, why: str) -> Withheld:
-        make: Any = Tensor._make_wrapper_subclass
-        one: Withheld = make(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        one: Withheld = tensor_without_memory(cls, parameter)
         one.why = why
         return one
 
@@ -36,14 +36,14 @@ class Withheld(Tensor):
         flat = [one for each in inputs for one in (each if isinstance(each, (list, tuple)) else [each])]
         raise TrainingError(next(one.why for one in flat if isinstance(one, Withheld)))
 
-    __torch_dispatch__ = __torch_function__
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
 
 
 class Gradients:
     """The gradients of this rank's pieces, and what the program sees of them.
 
-    A parameter that is whole on this rank, in one piece, has that piece's gradient as its `grad`: what the program does to it holds.
-    Any other has a `Withheld` one, also in place of a DTensor: the `item()` of its norm would be one of this rank's part.
+    A parameter that is whole on this rank, in one piece, has that piece's gradient as its `grad`: what the program does to it
+    holds. Any other has a `Withheld` one, also in place of a DTensor: the `item()` of its norm would be one of this rank's part.
     """
 
     def __init__(
@@ -134,7 +134,9 @@ class Gradients:
         return Withheld(self._parameters[name], f"the gradient of {name} in the model {self._name!r} {why}")
 
     def _lost(self, name: str, why: str) -> TrainingError:
-        return TrainingError(f"the program has replaced the gradient of {name} in the model {self._name!r}, which {why}")
+        return TrainingError(
+            f"the program has replaced the gradient of {name} in the model {self._name!r}, which {why}"
+        )
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ from hpctrain.library.updates import Updates
 from hpctrain.library.values import gathered, reduced
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import named_tensors
-from hpctrain.ranks.detection import detect
 from hpctrain.ranks import prints
+from hpctrain.ranks.detection import detect
 from hpctrain.ranks.starter_directory import own_channel
 from hpctrain.training.assembly import build, build_frozen
 from hpctrain.training.rank import job_of_python
@@ -241,8 +241,8 @@ class Loop:
     def register_for_checkpointing(self, **objects: Any) -> None:
         """Keep objects in checkpoints. A resume gives them back when the steps begin.
 
-        Each has `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors that are equal on all ranks, or is a
-        frozen model that setup returned.
+        Each has `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors that are equal on all ranks, or
+        is a frozen model that setup returned.
         """
         for name, one in objects.items():
             held = next((held for held in self._models.values() if held.sharded.module is one), None)
@@ -264,7 +264,9 @@ class Loop:
             raise UsageError("steps: no model is trained; expected setup(model, optimizer) before")
         kept = self._kept.items()
         states = [(frozen_state if isinstance(one, LaidOut) else kept_state)(name, one) for name, one in kept]
-        frozen = [one for one in self._models.values() if one.trained is None and all(one is not other for _, other in kept)]
+        frozen = [
+            one for one in self._models.values() if one.trained is None and all(one is not other for _, other in kept)
+        ]
         states += [changes_told(frozen)] if frozen else []
         self._steps = Steps(self._start, self._of, self._trained, states, self._agreement, self._updates)
         yield from self._steps
@@ -334,6 +336,7 @@ class Loop:
         with torch.no_grad(), forked_random_state(self.device):
             if whole:
                 copies = WholeParameters(held, chosen, with_gradients, self.device)
+                entries: list[tuple[str, Tensor, tuple[int, ...]]]
                 entries = [(name, one, (0,) * one.dim()) for name, one in copies.named.items()]
             else:
                 entries = [(piece.name, piece.tensor, piece.offsets) for piece in parts_of(held, chosen)]

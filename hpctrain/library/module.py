@@ -69,7 +69,9 @@ class OwnModule(nn.Module):
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Raises UsageError: a copy's forwards would be those of this model, which ranks may hold in parts."""
-        raise UsageError("deepcopy: found a model that is set up; copy the module before setup, and set the copy up, too")
+        raise UsageError(
+            "deepcopy: found a model that is set up; copy the module before setup, and set the copy up, too"
+        )
 
 
 def own(

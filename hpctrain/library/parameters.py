@@ -45,18 +45,20 @@ class LaidOut:
         found = [name for name in self.shapes if fnmatchcase(name, pattern)]
         if not found:
             names = ", ".join(list(self.shapes)[:3])
-            raise UsageError(f"parameters: no parameter of {self.name!r} matches {pattern!r}; names are like {names}, ...")
+            raise UsageError(
+                f"parameters: no parameter of {self.name!r} matches {pattern!r}; names are like {names}, ..."
+            )
         return found
 
 
 class Parameters:
     """Names and parameters, as `named_parameters` gives them; draws at each of them follow from its place in the model."""
 
-    def __init__(self, entries: Sequence[tuple[str, nn.Parameter, tuple[int, ...]]], seed: int, device: torch.device):
-        """entries: each parameter with its name and where it begins in the whole."""
+    def __init__(self, entries: Sequence[tuple[str, Tensor, tuple[int, ...]]], seed: int, device: torch.device):
+        """entries: each parameter, or part of one, with its name and where it begins in the whole."""
         self._entries, self._seed, self._device = entries, seed, device
 
-    def __iter__(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, one, offsets in self._entries:
             seed_draws(derive_seed(self._seed, name, offsets), self._device)
             yield name, one

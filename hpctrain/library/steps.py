@@ -275,7 +275,9 @@ class Steps:
         count. Collective."""
         if self._finish is None:
             return
-        self._agreement.on(END_OF_LOOP, self.session.progress.step)  # else others end the step, and this rank begins a save
+        self._agreement.on(
+            END_OF_LOOP, self.session.progress.step
+        )  # else others end the step, and this rank begins a save
         finish, self._finish = self._finish, None
         session, progress = self.session, self.session.progress
         progress.ended = True

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.base.errors import TrainingError
-from hpctrain.base.torch_private import foreach_add_
+from hpctrain.base.torch_private import foreach_add_, version_of
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.library.gradients import Gradients
 from hpctrain.training.session import Session
@@ -96,7 +96,7 @@ class Trained:
         """A forward is over. trains: whether `forwarding` was told."""
         if trains:
             gathered = [(name, one) for name, one in self.model.module.named_parameters() if name in self._whole]
-            self._versions = [(name, one, one._version) for name, one in gathered if one is not self._whole[name]]
+            self._versions = [(name, one, version_of(one)) for name, one in gathered if one is not self._whole[name]]
         elif not self._open:
             self.model.sharded.rest()
 
@@ -104,7 +104,7 @@ class Trained:
         """The loop's backward begins. Raises TrainingError where the program has changed what the strategy frees after it."""
         self.backward_runs, self._used.is_expected = True, self._open
         for name, one, version in self._versions if self._open else ():
-            if one._version != version:
+            if version_of(one) != version:
                 raise TrainingError(
                     f"{name} of the model {self.name!r} was changed in place between a forward and its backward: the sharding "
                     "strategy has gathered it for these, and the change would be lost; change it after the backward"
@@ -199,7 +199,9 @@ class Trained:
     def note_used(self, ranks: Sequence[Sequence[float]]) -> None:
         """Note what all ranks' `used_bits` say."""
         words = [reduce(or_, map(int, bits)) for bits in zip(*ranks, strict=True)]
-        self._idle = {name for place, name in enumerate(self.model.shapes) if not words[place // _BITS] >> place % _BITS & 1}
+        self._idle = {
+            name for place, name in enumerate(self.model.shapes) if not words[place // _BITS] >> place % _BITS & 1
+        }
 
     def open_gradients(self) -> None:
         """The program is about to read and change them, and the parameters. Collective where some are not summed yet.

@@ -112,7 +112,12 @@ class Updates:
         """Tell all ranks this one's loss and norm."""
         session, model = trained.session, trained.model
         assert session is not None
-        mine = [trained.losses * model.loss_share, model.loss_share, model.totals.square(gradients), *trained.used_bits()]
+        mine = [
+            trained.losses * model.loss_share,
+            model.loss_share,
+            model.totals.square(gradients),
+            *trained.used_bits(),
+        ]
         told = self._agreement.on(self._numbers[trained.name], session.progress.step, mine)
         trained.note_used([row[3:] for row in told])
         losses, weights, squares = zip(*(row[:3] for row in told), strict=True)

@@ -750,11 +750,27 @@ def late_tensor(loop: Loop) -> None:
 @pytest.mark.parametrize(
     ("wrong", "kind", "said"),
     [
-        (changed_before_backward, TrainingError, r"2\.bias of the model 'model' was changed in place between a forward"),
+        (
+            changed_before_backward,
+            TrainingError,
+            r"2\.bias of the model 'model' was changed in place between a forward",
+        ),
         (opened_before_backward, TrainingError, "a forward of the model 'model' has had no backward yet"),
-        (penalty_by_itself, TrainingError, "has added to the gradient of 0.bias of the model 'model' without a forward"),
-        (pending_gradient, TrainingError, r"the gradient of 2\.bias in the model 'model' is summed in the backward of the"),
-        (dropped_too_early, TrainingError, r"has replaced the gradient of 2\.bias in the model 'model', which is summed"),
+        (
+            penalty_by_itself,
+            TrainingError,
+            "has added to the gradient of 0.bias of the model 'model' without a forward",
+        ),
+        (
+            pending_gradient,
+            TrainingError,
+            r"the gradient of 2\.bias in the model 'model' is summed in the backward of the",
+        ),
+        (
+            dropped_too_early,
+            TrainingError,
+            r"has replaced the gradient of 2\.bias in the model 'model', which is summed",
+        ),
         (strange_names, UsageError, "no parameter of 'model' matches"),
         (kept_trained, UsageError, "'model' is trained: checkpoints have it already"),
         (late_tensor, TrainingError, "'value' of 'average' is a tensor now and was none"),

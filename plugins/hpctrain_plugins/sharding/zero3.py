@@ -196,7 +196,9 @@ class Zero3Model(ShardedModel):
             )
         # Parameters outside of all units are needed again when backward begins. They stay wide: an embedding in 16 bits would
         # make the residual stream 16 bits, too.
-        fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=frozen, offload_policy=policy, ignored_params=empty)
+        fully_shard(
+            module, mesh=mesh["dp_shard"], reshard_after_forward=frozen, offload_policy=policy, ignored_params=empty
+        )
         self._has_forwarded = False
         module.register_forward_pre_hook(self._forwards)
         self._units = [cast(FSDPModule, one) for one in (module, *units)]
@@ -326,7 +328,9 @@ class Zero3Model(ShardedModel):
         units = [cast(nn.Module, unit) for unit in self._units]
         for unit in units:
             parts = [part for _, part in unit.named_modules(memo={one for one in units if one is not unit})]
-            held = [(part, key, cut.get(id(one))) for part in parts for key, one in part.named_parameters(recurse=False)]
+            held = [
+                (part, key, cut.get(id(one))) for part in parts for key, one in part.named_parameters(recurse=False)
+            ]
             unit.register_forward_pre_hook(_Watch(used, [(part, key, name) for part, key, name in held if name]))
 
     def rest(self) -> None:
