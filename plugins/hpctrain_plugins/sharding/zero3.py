@@ -328,10 +328,9 @@ class Zero3Model(ShardedModel):
         units = [cast(nn.Module, unit) for unit in self._units]
         for unit in units:
             parts = [part for _, part in unit.named_modules(memo={one for one in units if one is not unit})]
-            held = [
-                (part, key, cut.get(id(one))) for part in parts for key, one in part.named_parameters(recurse=False)
-            ]
-            unit.register_forward_pre_hook(_Watch(used, [(part, key, name) for part, key, name in held if name]))
+            places = [(part, key, id(one)) for part in parts for key, one in part.named_parameters(recurse=False)]
+            held = [(part, key, cut[one]) for part, key, one in places if one in cut]
+            unit.register_forward_pre_hook(partial(_watch, used, held, set[int]()))
 
     def rest(self) -> None:
         if not self._whole.kept:
@@ -357,19 +356,15 @@ class Zero3Model(ShardedModel):
         return [held.piece for held in self._held]
 
 
-class _Watch:
-    """A forward hook of a unit: watches the parameters that it has gathered."""
-
-    def __init__(self, used: Callable[[str, bool], None], held: Sequence[tuple[nn.Module, str, str]]) -> None:
-        """held: the unit's parameters, by module and attribute, with their names in the model."""
-        self._used, self._held, self._watched = used, held, set[int]()
-
-    def __call__(self, unit: nn.Module, inputs: Any) -> None:
-        for part, key, name in self._held:
-            parameter = getattr(part, key)
-            if parameter.requires_grad and id(parameter) not in self._watched:  # it lives as long as the unit
-                self._watched.add(id(parameter))
-                parameter.register_post_accumulate_grad_hook(partial(_tell, self._used, name, True))
+def _watch(
+    used: Callable[[str, bool], None], held: Sequence[tuple[nn.Module, str, str]], watched: set[int], *_: Any
+) -> None:
+    """A forward hook of a unit: watches the parameters that it has gathered. held: by module and attribute, with their names."""
+    for part, key, name in held:
+        parameter = getattr(part, key)
+        if parameter.requires_grad and id(parameter) not in watched:  # it lives as long as the unit
+            watched.add(id(parameter))
+            parameter.register_post_accumulate_grad_hook(partial(_tell, used, name, True))
 
 
 def _tell(used: Callable[[str, bool], None], name: str, in_forward: bool, _: nn.Parameter) -> None:
