@@ -73,7 +73,7 @@ def train_plainly(
         optimizer.zero_grad()
         loss.backward()
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        norm = float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())
+        norm = float(torch.stack([g.abs().double().square().sum() for g in gradients]).sum().sqrt())
         if clip_norm is not None and norm > clip_norm:
             for gradient in gradients:
                 gradient *= clip_norm / norm

@@ -14,7 +14,7 @@ DATA = [(point, point.sum(0, keepdim=True).sin()) for point in torch.randn(512, 
 with hpctrain.own_loop(sys.argv[1], dataset={"name": DATA}) as loop:
     net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
     model, optimizer = loop.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-    body, _, head = model.module
+    body, _, head = model
     for step in loop.steps():
         trained, frozen = (body, head) if step.number % 2 else (head, body)
         trained.requires_grad_(True)

@@ -2,6 +2,7 @@
 
 Plain: None, bool, int, finite float, str, list, dict with string keys. Tagged: {"$tuple": [..]}, {"$bytes": base64},
 {"$float": "nan" | "inf" | "-inf"}, {"$dict": [[key, value], ..]} for other keys and for keys that begin with "$".
+NumPy's numbers become Python's.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable
+from numbers import Number
 from typing import Any
 
 MOST_DEPTH = 64
@@ -19,6 +21,8 @@ MOST_PAIRS = 2**14
 
 def encode(value: Any, key: str = "values", depth: int = 0) -> Any:
     """`value` in a form for json.dumps; TypeError naming `key` if `decode` would not return the same value."""
+    if type(value).__module__ == "numpy" and isinstance(value, Number):
+        value = value.item()  # type: ignore[attr-defined]
     kind = type(value)
     if depth > MOST_DEPTH:
         raise TypeError(f"{key} is nested more than {MOST_DEPTH} deep; save it as bytes or as a tensor")

@@ -11,6 +11,7 @@ imports are made inside functions, because `import hpctrain.mpi` needs none of t
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import pickle
@@ -65,6 +66,29 @@ class _Called(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.call()
         return gradient, None
+
+
+def communicate_by_dtype(unit: nn.Module, gather: Any, sums: Callable[[], Any]) -> None:
+    """Cut what fully_shard gathers and sums at once for a unit into a group for each dtype: it sums gradients of one dtype only.
+
+    To be called before the first forward. torch itself makes groups where parameters have several process groups. gather: what
+    gathers in place of torch's, or None. sums: makes what sums a group.
+    """
+    groups = unit._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+    for group in list(groups):
+        kinds: dict[torch.dtype, list[Any]] = {}
+        for one in group.fsdp_params:
+            kinds.setdefault(one.sharded_param.dtype, []).append(one)
+        first, *others = kinds.values()
+        group.fsdp_params = first
+        for held in others:
+            groups.append(copy.copy(group))
+            groups[-1].fsdp_params, groups[-1]._post_forward_indices = held, []
+            groups[-1]._module_to_pre_save_state_dict_hook_handle = {}
+            groups[-1]._module_to_pre_load_state_dict_hook_handle = {}
+    for group in groups:
+        group._all_gather_comm = gather or group._all_gather_comm
+        group._reduce_scatter_comm = sums()
 
 
 def clear_sharding_cache(device: torch.device) -> None:
@@ -126,6 +150,11 @@ def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> N
 
 
 # Tensors.
+
+
+def tensor_without_memory(kind: type[Tensor], like: Tensor) -> Any:
+    """A tensor of a subclass, which decides what operators do with it."""
+    return Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def optimizer_numbers(trained: Sequence[Piece], optimizer: torch.optim.Optimizer
     numbers: dict[str, dict[str, Any]] = {}
     for piece in trained:
         for key, value in optimizer.state[piece.tensor].items():
-            if isinstance(value, (int, float, type(None))):
+            if isinstance(value, (Real, type(None))):
                 numbers.setdefault(piece.name, {})[key] = value
             elif not isinstance(value, Tensor):
                 raise UsageError(
@@ -130,7 +131,7 @@ def group_numbers(optimizer: torch.optim.Optimizer, made: Sequence[dict[str, Any
     for now, before in zip(group_options(optimizer), made, strict=True):
         changed = {key: value for key, value in now.items() if key not in before or not _is_same(value, before[key])}
         for key, value in changed.items():
-            if not isinstance(value, (int, float, type(None))):
+            if not isinstance(value, (Real, type(None))):
                 raise UsageError(
                     f"[optimizer] name: {type(optimizer).__name__} changes {key!r} of its parameter groups, which is of type "
                     f"{type(value).__name__}; a checkpoint holds numbers there: use another optimizer"
@@ -157,7 +158,7 @@ def restore_group_numbers(
 
 def _refuse_other_kind(name: str, before: object, saved: object) -> None:
     """CheckpointError unless a number replaces a number or None."""
-    if before is not None and not (isinstance(before, (int, float)) and isinstance(saved, (int, float))):
+    if before is not None and not (isinstance(before, Real) and isinstance(saved, Real)):
         raise CheckpointError(
             f"the checkpoint has {shown(saved)} for the optimizer's {name}, expected a replacement for {shown(before)}: "
             "take another checkpoint with --resume PATH"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -108,6 +109,21 @@ class ShardedModel(ABC):
         Called after the forward that is differentiated, before the first operator of its backward."""
         return
 
+    def watch(self, used: Callable[[str, bool], None]) -> None:
+        """Call `used` where a backward adds to the gradient of a trained parameter, with its name, and whether it is the parameter
+        as a forward uses it: one that is cut between forwards may get a gradient without any."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(_tell, used, name))
+
+    def rest(self) -> None:
+        """A program's forward without a backward is over: the module has the parameters again that it has between steps."""
+        return
+
+    def adopt(self) -> None:
+        """A program may have changed the module's parameters in place: bring the pieces up to date that are copies of them."""
+        return
+
     def refresh(self) -> None:
         """The values of the pieces have changed, by a step or a restore: bring the module up to date; collective."""
         return
@@ -147,3 +163,7 @@ class ShardedModel(ABC):
         Called again where a run begins anew or resumes before its first step: the last one trains.
         """
         return build(groups)
+
+
+def _tell(used: Callable[[str, bool], None], name: str, _: nn.Parameter) -> None:
+    used(name, True)

@@ -10,7 +10,7 @@ from hpctrain.base.devices import is_accelerator
 from hpctrain.base.errors import TrainingError
 from hpctrain.training.metrics import Figure, gather_row
 
-BACKWARD, END_OF_STEP, END_OF_LOOP = -1, -2, -3
+BACKWARD, END_OF_STEP, END_OF_LOOP, PARAMETERS = -1, -2, -3, -4
 _WIDTH = 64
 """Numbers that ranks exchange at a time: as many whatever they do, else ranks that part could not tell each other."""
 _SAME = 3
@@ -53,6 +53,11 @@ class Agreement:
         other = next(rank for rank, row in enumerate(rows) if row[:_SAME] != rows[0][:_SAME])
         if rows[other][:2] == rows[0][:2]:
             step = f"step {rows[0][1] + 1:.0f}"
+            if rows[0][0] == PARAMETERS:
+                return (
+                    f"parameters: rank {other} opens another model or other names than rank 0 in {step}; expected the same on all "
+                    "ranks"
+                )
             return f"log: rank {other} has logged other names than rank 0 in {step}; expected the same on all ranks"
         first, second = (self._words(*rows[rank][:2]) for rank in (0, other))
         return (
@@ -67,4 +72,6 @@ class Agreement:
             return f"begins a backward in step {step + 1:.0f}"
         if action == END_OF_STEP:
             return f"ends step {step + 1:.0f}"
+        if action == PARAMETERS:
+            return f"opens parameters in step {step + 1:.0f}"
         return f"steps the optimizer of {self._names[int(action)]!r} in step {step + 1:.0f}"

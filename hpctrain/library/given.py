@@ -20,9 +20,10 @@ from hpctrain.plugins.user_code.optimization import UserOptimizer
 class GivenModel(UserModel):
     """A module that the program has built. The program computes its loss."""
 
-    def __init__(self, name: str, module: nn.Module, dtype: torch.dtype) -> None:
-        """dtype: of the job's parameters."""
-        super().__init__(name, lambda: module.to(dtype), no_loss, {})
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(
+            name, lambda: module, no_loss, {}
+        )  # who builds it converts its numbers, complex ones to complex ones
 
     def count(self, batch: Batch) -> int:
         """Samples: the rows of the batch's first tensor; 1 if there is none."""

@@ -103,7 +103,7 @@ def check_model(
             "use hpctrain.run for it, or take the axis out"
         )
     if module is not None:
-        parts = replace(parts, model=GivenModel(name, module, parts.precision.parameter_dtype))
+        parts = replace(parts, model=GivenModel(name, module))
     if optimizer is not None:
         assert module is not None
         groups = groups_of(optimizer, module, name)

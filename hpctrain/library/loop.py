@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,25 +14,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpctrain.base.devices import forked_random_state
 from hpctrain.base.errors import EXIT_CANCELLED, EXIT_DONE, EXIT_STOPPED, TrainingError, UsageError
+from hpctrain.base.random_numbers import derive_seed
 from hpctrain.checking.check import CheckedJob
 from hpctrain.contracts.parallelism import AppliedAxis
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.tables import Job
-from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, Agreement
+from hpctrain.library.agreement import BACKWARD, END_OF_LOOP, PARAMETERS, Agreement
 from hpctrain.library.graph import parameters_behind, refuse_strangers
 from hpctrain.library.jobs import FIRST, check_model, job_tables, refuse_tables
-from hpctrain.library.kept import kept_state
-from hpctrain.library.module import OwnModule
+from hpctrain.library.kept import changes_told, frozen_state, kept_state
+from hpctrain.library.module import OwnModule, own
 from hpctrain.library.optimizer import OwnOptimizer
+from hpctrain.library.parameters import LaidOut, Parameters, WholeParameters, parts_of
 from hpctrain.library.steps import Step, Steps
 from hpctrain.library.trained import Trained
 from hpctrain.library.updates import Updates
 from hpctrain.library.values import gathered, reduced
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import named_tensors
+from hpctrain.ranks import prints
 from hpctrain.ranks.detection import detect
-from hpctrain.ranks.prints import own
 from hpctrain.ranks.starter_directory import own_channel
 from hpctrain.training.assembly import build, build_frozen
 from hpctrain.training.rank import job_of_python
@@ -40,7 +44,7 @@ from hpctrain.training.start import Start, started
 
 @contextmanager
 def own_loop(
-    job: Job | Mapping[str, Any] | str | Path, resume: str = "auto", **tables: Mapping[str, Any]
+    job: Job | Mapping[str, Any] | str | Path, /, resume: str = "auto", **tables: Mapping[str, Any]
 ) -> Iterator[Loop]:
     """Start `job` on this process's rank, one of many under mpiexec, srun or torchrun, else the only one, for a loop of one's own.
 
@@ -57,12 +61,19 @@ def own_loop(
         started(identity, lambda: raw, resume, own_channel()) as start,
         start.alarmed(),
     ):
-        loop = Loop(start)
+        loop, leaving = Loop(start), None
         try:
-            yield loop
+            try:
+                yield loop
+            except SystemExit as leave:  # sys.exit() leaves the loop as `break` does
+                if leave.code:
+                    raise
+                leaving = leave
             start.exit_code = loop.end()
         finally:
             loop.close()
+    if leaving is not None and start.exit_code == EXIT_DONE:
+        raise leaving
     if start.exit_code != EXIT_DONE:
         raise KeyboardInterrupt if loop.is_interrupted else SystemExit(start.exit_code)
 
@@ -77,6 +88,10 @@ class Loop:
         self._names: set[str] = set()
         self._parameters: list[tuple[weakref.ref[nn.Parameter], str]] = []
         """The parameters that were set up, as long as they live, and their models."""
+        self._models: dict[str, LaidOut] = {}
+        """All that were set up, by their names."""
+        self._opened = (0, 0)
+        """The step whose parameters the program has opened last, and how often before in it."""
         self._of: dict[str, CheckedJob] = {}
         self._kept: dict[str, Any] = {}
         self._steps: Steps | None = None
@@ -169,7 +184,8 @@ class Loop:
         if model is not None and not any(one.requires_grad for one in model.parameters()):
             if optimizer is not None:
                 raise UsageError(f"setup: {name!r} has an optimizer and no parameter with requires_grad = True")
-            built = build_frozen(self._start, checked)
+            built, meshes = build_frozen(self._start, checked)
+            self._models[name] = LaidOut(name, built.sharded, meshes, None)
             return self._module(name, built.sharded.module, built.axes, checked, None)
         made = build(self._start, checked)
         made.refuse_optimizer()
@@ -179,6 +195,7 @@ class Loop:
         )
         trained = Trained(name, made, by_job)
         self._trained[name], self._of[name] = trained, checked
+        self._models[name] = LaidOut(name, made.sharded, made.meshes, trained)
         return self._module(name, made.module, made.axes, checked, trained), OwnOptimizer(trained, self._update)
 
     def _module(
@@ -192,22 +209,20 @@ class Loop:
         precision = checked.parts.precision
 
         @contextmanager
-        def context() -> Iterator[None]:
+        def calling() -> Iterator[Callable[[], None] | None]:
+            trains = trained is not None and trained.is_training
+            if trained is not None and trains:
+                trained.forwarding(self.step, self._steps is None or self._steps.is_last)
             with ExitStack() as stack:
                 for axis in axes:
                     stack.enter_context(axis.context())
                 stack.enter_context(self._start.hooks.phase("forward", self.step))
                 stack.enter_context(precision.forward(self.device))
-                yield
+                yield trained.reached if trained is not None and trains else None
+            if trained is not None:
+                trained.forwarded(trains)
 
-        def forwarding() -> Any:
-            if trained is None or not trained.is_training:
-                return None
-            trained.forwarding(self.step, self._steps is None or self._steps.is_last)
-            return trained.reached
-
-        drop = None if trained is None else trained.zero_grad
-        return OwnModule(name, module, precision.parameter_dtype, context, forwarding, drop)
+        return own(name, module, precision.parameter_dtype, calling, None if trained is None else trained.zero_grad)
 
     def _refuse_known(self, name: str, model: nn.Module | None) -> None:
         known = {id(one): other for reference, other in self._parameters if (one := reference()) is not None}
@@ -226,14 +241,19 @@ class Loop:
     def register_for_checkpointing(self, **objects: Any) -> None:
         """Keep objects in checkpoints. A resume gives them back when the steps begin.
 
-        Each has `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors that are equal on all ranks.
+        Each has `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors that are equal on all ranks, or
+        is a frozen model that setup returned.
         """
         for name, one in objects.items():
-            if self._steps is not None or name in self._kept or name in self._names:
+            held = next((held for held in self._models.values() if held.sharded.module is one), None)
+            if held is not None and held.trained is not None:
+                raise UsageError(f"register_for_checkpointing: {held.name!r} is trained: checkpoints have it already")
+            is_own_name = held is not None and held.name == name
+            if self._steps is not None or name in self._kept or (name in self._names and not is_own_name):
                 raise UsageError(
                     f"register_for_checkpointing: expected a new name before steps() begins, found {name!r}"
                 )
-            self._kept[name] = one
+            self._kept[name] = held or one
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps that are left of the job's, with the micro batches of each; between two of them metrics are written,
@@ -242,7 +262,12 @@ class Loop:
             raise UsageError("steps: the loop's steps have begun already; expected one call")
         if not self._trained:
             raise UsageError("steps: no model is trained; expected setup(model, optimizer) before")
-        states = [kept_state(name, one) for name, one in self._kept.items()]
+        kept = self._kept.items()
+        states = [(frozen_state if isinstance(one, LaidOut) else kept_state)(name, one) for name, one in kept]
+        frozen = [
+            one for one in self._models.values() if one.trained is None and all(one is not other for _, other in kept)
+        ]
+        states += [changes_told(frozen)] if frozen else []
         self._steps = Steps(self._start, self._of, self._trained, states, self._agreement, self._updates)
         yield from self._steps
 
@@ -272,6 +297,8 @@ class Loop:
         with self._start.hooks.phase("backward", self.step), self._updates.backwarding(self._trained.values()):
             (loss * (scale / (parts if divisor is None else divisor))).backward(**named)
         refuse_strangers(behind, [one.model.module for one in self._trained.values()])
+        for trained in self._trained.values():
+            trained.refuse_strays()
         self._updates.backwarded(self._trained.values(), loss.detach() * share)
 
     def clip_grad_norm_(self, model: OwnModule, max_norm: float) -> float:
@@ -283,14 +310,60 @@ class Loop:
             )
         return self._updates.clip(found, max_norm)
 
+    @contextmanager
+    def parameters(self, model: OwnModule, names: str = "*", whole: bool = True) -> Iterator[Parameters]:
+        """A context to read and change a model's parameters and their gradients, on every layout. Collective.
+
+        It gives pairs of name and parameter, as `named_parameters` does: whole ones on every rank, or, with whole = False, the
+        parts that this rank updates, which need no memory of their own. `grad` is the gradient that the ranks have summed, None
+        without one; set it to None to leave a parameter alone. What you change holds when the context ends. names: a pattern; a
+        large model fits in parts, or some parameters at a time. Random numbers drawn while you iterate are the same on every
+        layout for whole parameters, and on every rank that has the same part.
+        """
+        held = self._laid_out(model)
+        chosen = held.named(names)
+        trained = held.trained
+        if trained is not None:
+            trained.open_gradients()
+        detail = zlib.crc32(repr((held.name, names, whole)).encode())
+        ranks = self._agreement.on(PARAMETERS, self.step, [] if trained is None else trained.used_bits(), detail)
+        if trained is not None:
+            trained.note_used(ranks)
+        with_gradients = set[str]() if trained is None else trained.with_gradients
+        held.sharded.adopt()
+        if whole:
+            held.sharded.consolidate()
+        with torch.no_grad(), forked_random_state(self.device):
+            if whole:
+                copies = WholeParameters(held, chosen, with_gradients, self.device)
+                entries: list[tuple[str, Tensor, tuple[int, ...]]]
+                entries = [(name, one, (0,) * one.dim()) for name, one in copies.named.items()]
+            else:
+                entries = [(piece.name, piece.tensor, piece.offsets) for piece in parts_of(held, chosen)]
+            self._opened = (self.step, self._opened[1] + 1 if self._opened[0] == self.step else 0)
+            seed = derive_seed(self._start.checked.job.job.seed, "parameters", held.name, *self._opened)
+            yield Parameters(entries, seed, self.device)
+            if whole:
+                copies.write_back()
+        held.sharded.refresh()
+        if trained is not None:
+            trained.show_gradients()
+
+    def _laid_out(self, model: OwnModule) -> LaidOut:
+        found = next((one for one in self._models.values() if one.sharded.module is model), None)
+        if found is None:
+            raise UsageError("parameters: found a model that is not set up here, expected one that setup returned")
+        return found
+
     def get_state_dict(self, model: OwnModule) -> dict[str, Tensor]:
         """The full parameters and buffers of a model by name, on every rank. Collective."""
         trained = self._of_module(model)
         if trained is not None:
+            trained.model.sharded.adopt()
             trained.model.consolidate()
         names = {} if trained is None else trained.model.shapes
         found = {}
-        for name, tensor in named_tensors(model.module):
+        for name, tensor in named_tensors(model):
             if name in names:
                 assert trained is not None
                 found[name] = trained.model.value(name)
@@ -299,7 +372,7 @@ class Loop:
         return found
 
     def _of_module(self, model: OwnModule) -> Trained | None:
-        return next((one for one in self._trained.values() if one.model.module is model.module), None)
+        return next((one for one in self._trained.values() if one.model.module is model), None)
 
     def _update(self, trained: Trained) -> None:
         self._updates.step(trained)
@@ -337,7 +410,7 @@ class Loop:
     def print(self, *values: object) -> None:
         """Print a line on rank 0."""
         if self.rank == 0:
-            print(*values, file=own(sys.stdout), flush=True)
+            print(*values, file=prints.own(sys.stdout), flush=True)
 
     def end(self) -> int:
         """The program has left its loop; the exit code. Collective."""

@@ -1,80 +1,103 @@
-"""A model of a program's loop, to be called as the module that it was."""
+"""A model of a program's loop: the program's module, whose calls the loop knows of."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpctrain.base.errors import TrainingError
+from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.contracts.model import map_tensors, tensors_in
+
+_CALLS = "_hpctrain_calls"
+
+
+@dataclass
+class _Calls:
+    dtype: torch.dtype
+    """Of floating point inputs."""
+    calling: Callable[[], AbstractContextManager[Callable[[], None] | None]]
+    """A context for a forward. It gives what is called when a backward comes to the outputs, None where none can."""
+    drop: Callable[[], None] | None
+    """Drops the gradients."""
+    inside: bool = False
+    """Whether a forward goes on."""
 
 
 class OwnModule(nn.Module):
-    """The module as this rank has it, under the job's precision. Its attributes are the module's."""
+    """What `own` makes of a module, in front of its class: calls of the module are those of a model of the loop.
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        dtype: torch.dtype,
-        context: Callable[[], AbstractContextManager[None]],
-        forwarding: Callable[[], Callable[[], None] | None],
-        drop: Callable[[], None] | None,
-    ) -> None:
-        """dtype: of floating point inputs. context: for a forward. forwarding: is told of each; returns what is called when a
-        backward comes to its outputs, None where none can. drop: drops the gradients."""
-        super().__init__()
-        self.module = module
-        self._name, self._dtype, self._context, self._forwarding = name, dtype, context, forwarding
-        self._inside, self._drop = False, drop
-        for inner, part in module.named_modules():
-            if inner.count(".") < 2:  # deeper ones are reached by these, and each hook costs time
-                part.register_forward_pre_hook(self._refuse_part)
+    Names, attributes and methods stay the module's own.
+    """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An instance of the module's own class: a slice of a container is no model of the loop."""
+        return cls.__mro__[2](*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's outputs, whole where tensor parallelism has cut them; floating ones of 16 bits in float32, as a loss needs
         them."""
-        reached = self._forwarding()
-        self._inside = True
-        try:
-            with self._context():
-                outputs = self.module(*self._converted(args), **self._converted(kwargs))
-        finally:
-            self._inside = False
+        calls: _Calls = self.__dict__[_CALLS]
+        with calls.calling() as reached:
+            calls.inside = True
+            try:
+                outputs = super().__call__(*_converted(args, calls.dtype), **_converted(kwargs, calls.dtype))
+            finally:
+                calls.inside = False
         outputs = map_tensors(_widened, outputs)
         for one in tensors_in(outputs) if reached is not None else ():
             if one.requires_grad:
                 one.register_hook(_calling(reached))
         return outputs
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward; called by the program, it is a call."""
+        calls: _Calls = self.__dict__[_CALLS]
+        return super().forward(*args, **kwargs) if calls.inside else self(*args, **kwargs)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the optimizer's `zero_grad` does."""
-        if self._drop is not None:
-            self._drop()
+        drop = self.__dict__[_CALLS].drop
+        if drop is not None:
+            drop()
 
-    def _converted(self, inputs: Any) -> Any:
-        def converted(one: Tensor) -> Tensor:
-            return one.to(self._dtype) if one.is_floating_point() else one
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Raises UsageError: a copy's forwards would be those of this model, which ranks may hold in parts."""
+        raise UsageError(
+            "deepcopy: found a model that is set up; copy the module before setup, and set the copy up, too"
+        )
 
-        return map_tensors(converted, inputs)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+def own(
+    name: str,
+    module: nn.Module,
+    dtype: torch.dtype,
+    calling: Callable[[], AbstractContextManager[Callable[[], None] | None]],
+    drop: Callable[[], None] | None,
+) -> OwnModule:
+    """Make the module a model of the loop; returns it. See `_Calls`."""
+    calls = _Calls(dtype, calling, drop)
 
-    def _refuse_part(self, part: nn.Module, _: Any) -> None:
-        if not self._inside and torch.is_grad_enabled():
+    def refuse_part(part: nn.Module, _: Any) -> None:
+        if not calls.inside and torch.is_grad_enabled():
             raise TrainingError(
-                f"the program calls {type(part).__name__}, a part of the model {self._name!r}; call the model that setup returned: "
+                f"the program calls {type(part).__name__}, a part of the model {name!r}; call the model that setup returned: "
                 "the ranks gather parameters and sum gradients around its forward"
             )
+
+    for inner, part in module.named_modules():
+        if inner and inner.count(".") < 2:  # deeper ones are reached by these, and each hook costs time
+            part.register_forward_pre_hook(refuse_part)
+    module.__dict__[_CALLS] = calls
+    module.__class__ = types.new_class(type(module).__name__, (OwnModule, type(module)))
+    assert isinstance(module, OwnModule)
+    return module
 
 
 def _calling(function: Callable[[], None] | None) -> Callable[[Tensor], None]:
@@ -83,6 +106,10 @@ def _calling(function: Callable[[], None] | None) -> Callable[[Tensor], None]:
             function()
 
     return call
+
+
+def _converted(inputs: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda one: one.to(dtype) if one.is_floating_point() else one, inputs)
 
 
 def _widened(one: Tensor) -> Tensor:

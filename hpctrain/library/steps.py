@@ -24,7 +24,7 @@ from hpctrain.contracts.model import Batch
 from hpctrain.contracts.precision import LossScaler
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.data.loader import Loader
-from hpctrain.library.agreement import END_OF_STEP, Agreement
+from hpctrain.library.agreement import END_OF_LOOP, END_OF_STEP, Agreement
 from hpctrain.library.jobs import has_data
 from hpctrain.library.trained import Trained
 from hpctrain.library.updates import Update, Updates
@@ -70,6 +70,7 @@ class Steps:
     ) -> None:
         """of: the job of each model. states: what the program keeps in checkpoints."""
         self._start, self._agreement, self._updates, self._trained = start, agreement, updates, trained
+        self._kept = states
         first, *others = trained
         further = {name: trained[name].model for name in others}
         _share_scaler([one.model for one in trained.values()])
@@ -172,8 +173,12 @@ class Steps:
         told = [stop, request, float(self.saves), terms, *logged.values(), *figures]
         names = zlib.crc32(json.dumps(list(logged)).encode())
         ranks = self._agreement.on(END_OF_STEP, session.progress.step, told, detail=names)
+        self._tell_of_no_update()
         session.model.scaler.update(updates.finite)
+        is_first = self.is_first
         session.progress.advance(seen)
+        for one in session.models:
+            one.sharded.adopt()
         row = self._row(list(logged), ranks, time.perf_counter() - begin)
         show_model(session, "hpctrain_step_end", step=session.progress.step, metrics=row, control=session.control)
         session.hooks.step_done()
@@ -184,11 +189,25 @@ class Steps:
         self._row_before = row
         level, self.saves = int(max(rank[0] for rank in ranks)), False
         self.is_interrupted = level == INTERRUPTED
+        if is_first:
+            for state in self._kept:
+                state.values()  # what the first save would refuse
         if self._acted():
             return EXIT_STOPPED if level else EXIT_DONE
         end_if_asked(session)
         save_if_due(session, bool(level), asked=any(rank[2] for rank in ranks))
         return EXIT_STOPPED if level and not session.progress.done else EXIT_DONE
+
+    def _tell_of_no_update(self) -> None:
+        """Say after a first step that no optimizer has stepped. Raises TrainingError at the end of a training that had none."""
+        progress, trained = self.session.progress, self._trained.values()
+        if any(one.model.optimizer_begun for one in trained) or self._updates.done:
+            return
+        expected = "expected optimizer.step() after loop.backward(loss), on the optimizer that setup returned"
+        if progress.step + 1 >= progress.steps:
+            raise TrainingError(f"no optimizer has stepped in {progress.steps} steps; {expected}", everywhere=True)
+        if self.is_first and self._start.world.identity.rank == 0:
+            LOG.warning("step %d ends, and no optimizer has stepped; %s", progress.step + 1, expected)
 
     def _row(self, logged: Sequence[str], ranks: Sequence[Sequence[float]], seconds: float) -> dict[str, Any]:
         session, done = self.session, self._updates.done
@@ -256,6 +275,9 @@ class Steps:
         count. Collective."""
         if self._finish is None:
             return
+        self._agreement.on(
+            END_OF_LOOP, self.session.progress.step
+        )  # else others end the step, and this rank begins a save
         finish, self._finish = self._finish, None
         session, progress = self.session, self.session.progress
         progress.ended = True

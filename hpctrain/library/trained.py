@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpctrain.base.errors import TrainingError
-from hpctrain.base.torch_private import foreach_add_
+from hpctrain.base.torch_private import foreach_add_, version_of
 from hpctrain.contracts.life_cycle import PluginState
+from hpctrain.library.gradients import Gradients
 from hpctrain.training.session import Session
 from hpctrain.training.trained_model import TrainedModel
+
+_BITS = 48
+"""Numbers of as many bits are exact in float64."""
+
+
+class _Used:
+    """The parameters to whose gradients backwards have added. It holds no model: parameters hold it by their hooks."""
+
+    def __init__(self) -> None:
+        self.names, self.strays = set[str](), set[str]()
+        self.is_expected = False
+        """Whether a backward of the loop goes through a forward of the model."""
+
+    def __call__(self, name: str, in_forward: bool) -> None:
+        if not self.is_expected:
+            self.strays.add(name)
+        elif in_forward:
+            self.names.add(name)
 
 
 class Trained:
@@ -27,6 +49,14 @@ class Trained:
         self._whole = {key: one for key, one in parameters.items() if key in model.shapes}
         """The trained parameters."""
         self._frozen = {key: one for key, one in parameters.items() if key not in model.shapes}
+        self._gradients = Gradients(name, self._whole, model.pieces, model.meshes)
+        self._used = _Used()
+        """Those since `zero_grad`."""
+        self._idle: set[str] = set()
+        """Parameters that no rank has used since then, as far as the ranks have told each other."""
+        self._versions: list[tuple[str, nn.Parameter, int]] = []
+        """Parameters that a strategy has gathered for the backward that follows, as the forward has left them."""
+        model.sharded.watch(self._used)
         self.session: Session | None = None
         self.losses = torch.zeros((), dtype=torch.float64, device=model.device)
         self._open = self._reached = self._pending = self._summed = False
@@ -49,13 +79,36 @@ class Trained:
             if last != self._last:
                 raise self._unused_forward()
             return
+        if self._gradients.are_dropped:
+            self.zero_grad()
         if self._summed:  # the program goes on adding: the strategy would begin anew
-            self._kept = [gradient.clone() for gradient in self._gradients()]
+            self._used.names -= self._gradients.take()
+            self._kept = [gradient.clone() for gradient in self._gradients.all()]
+            self._gradients.drop()
             self._summed = False
+        self._gradients.resume()
         if not (self._pending or self._unused):
             self.model.begin_sums(step, may_be_left_out=True)
         self.model.sharded.begin(last)
         self._open, self._last, self._differentiates = True, last, False
+
+    def forwarded(self, trains: bool) -> None:
+        """A forward is over. trains: whether `forwarding` was told."""
+        if trains:
+            gathered = [(name, one) for name, one in self.model.module.named_parameters() if name in self._whole]
+            self._versions = [(name, one, version_of(one)) for name, one in gathered if one is not self._whole[name]]
+        elif not self._open:
+            self.model.sharded.rest()
+
+    def backwarding(self) -> None:
+        """The loop's backward begins. Raises TrainingError where the program has changed what the strategy frees after it."""
+        self.backward_runs, self._used.is_expected = True, self._open
+        for name, one, version in self._versions if self._open else ():
+            if version_of(one) != version:
+                raise TrainingError(
+                    f"{name} of the model {self.name!r} was changed in place between a forward and its backward: the sharding "
+                    "strategy has gathered it for these, and the change would be lost; change it after the backward"
+                )
 
     def reached(self) -> None:
         """A backward has come to the model's outputs: the loop's, or one of the program's own inside of its forwards.
@@ -76,28 +129,34 @@ class Trained:
 
     def backwarded(self) -> bool:
         """A backward is over; whether it has reached the model. Then it is collective at the step's last micro batch."""
+        self.backward_runs = self._used.is_expected = False
         if not self._reached:
             return False
         self._open = self._reached = self._differentiates = False
         self._pending = True
         if self._last:
             self._sum()
+        else:
+            self._gradients.show_pending(self._used.names)
         return True
 
     def _sum(self) -> None:
+        self._gradients.resume()
         self.model.sharded.synchronize()
         gradients = self.model.take_gradients()
         if self._kept:
             foreach_add_(gradients, self._kept)
             self._kept = []
         self._pending, self._summed, self._unused = False, True, True
+        self._gradients.show()
 
     def summed_gradients(self) -> list[Tensor]:
-        """The gradients of this rank's pieces.
+        """The gradients of this rank's pieces, with what the program has written into them.
 
-        Raises TrainingError if no backward has come here since `zero_grad`, and for a parameter that was frozen at the setup and
-        is no more: no optimizer has it.
+        Raises TrainingError if no backward has come here since `zero_grad`, for a parameter that was frozen at the setup and is no
+        more, as no optimizer has it, and for gradients that no rank would sum.
         """
+        self.refuse_strays()
         thawed = next((key for key, one in self._frozen.items() if one.requires_grad), None)
         if thawed is not None:
             raise TrainingError(
@@ -113,7 +172,17 @@ class Trained:
                 f"the optimizer of the model {self.name!r} steps without a gradient; expected a loop.backward(loss) of a loss that "
                 "follows from this model's outputs, after zero_grad()"
             )
-        return self._gradients()
+        self._used.names -= self._gradients.take()
+        return self._gradients.all()
+
+    def refuse_strays(self) -> None:
+        """Raises TrainingError if gradients have come by another way than from the model's outputs in the loop's backward."""
+        if self._used.strays:
+            raise TrainingError(
+                f"a backward has added to the gradient of {min(self._used.strays)} of the model {self.name!r} without a forward "
+                "of the model: no rank would sum it; call loop.backward, with one loss of the model's outputs and of what is "
+                "computed from its parameters"
+            )
 
     def _unused_forward(self) -> TrainingError:
         return TrainingError(
@@ -121,11 +190,50 @@ class Trained:
             "torch.no_grad() where no loop.backward follows"
         )
 
-    def leave_frozen(self) -> None:
-        """Keep the optimizer from parameters that the program has frozen for a while, as torch does where there is no gradient."""
-        frozen = {name for name, one in self._whole.items() if not one.requires_grad}
-        for piece in self.model.pieces if frozen else ():
-            if piece.name in frozen:
+    def used_bits(self) -> list[float]:
+        """The parameters that this rank's backwards have used since `zero_grad`, some in each number, for `note_used`."""
+        names = list(self.model.shapes)
+        parts = [names[at : at + _BITS] for at in range(0, len(names), _BITS)]
+        return [float(sum(1 << bit for bit, name in enumerate(one) if name in self._used.names)) for one in parts]
+
+    def note_used(self, ranks: Sequence[Sequence[float]]) -> None:
+        """Note what all ranks' `used_bits` say."""
+        words = [reduce(or_, map(int, bits)) for bits in zip(*ranks, strict=True)]
+        self._idle = {
+            name for place, name in enumerate(self.model.shapes) if not words[place // _BITS] >> place % _BITS & 1
+        }
+
+    def open_gradients(self) -> None:
+        """The program is about to read and change them, and the parameters. Collective where some are not summed yet.
+
+        Raises TrainingError where a backward follows that needs the parameters as they are.
+        """
+        if self._open:
+            raise TrainingError(
+                f"parameters: a forward of the model {self.name!r} has had no backward yet, which needs the parameters as they "
+                "are; open them after it, or call the model under torch.no_grad()"
+            )
+        if self._pending:
+            self._sum()
+        if self._summed:
+            self._used.names -= self._gradients.take()
+
+    @property
+    def with_gradients(self) -> set[str]:
+        """The parameters whose gradients are summed, as far as `note_used` knows."""
+        return set(self._whole) - self._idle if self._summed else set()
+
+    def show_gradients(self) -> None:
+        """The gradients have changed."""
+        if self._summed:
+            self._gradients.show()
+
+    def leave_idle(self) -> None:
+        """Keep the optimizer from parameters that the program has frozen for a while, and from those that no rank has used: torch
+        leaves alone what has no gradient."""
+        left = {name for name, one in self._whole.items() if not one.requires_grad} | self._idle
+        for piece in self.model.pieces if left else ():
+            if piece.name in left:
                 piece.tensor.grad = None
 
     def updated(self) -> None:
@@ -135,6 +243,8 @@ class Trained:
     def zero_grad(self) -> None:
         """Drop the gradients. Collective where micro batches have left some that are not summed yet."""
         self._kept = []
+        self._used.names.clear()
+        self._gradients.forget()
         self.losses.zero_()
         if self._pending and self._open:
             self.model.sharded.restart(self._last)
@@ -143,6 +253,8 @@ class Trained:
             self._sum()
         if self._unused:  # compression has a part of them in its error feedback
             self.model.sums.leave_out()
+        if not self._open:
+            self._gradients.drop()
         self._summed = self._unused = False
 
     @property
@@ -174,6 +286,3 @@ class Trained:
         """Bring what `note_rates` or a checkpoint has kept into the optimizer that trains now."""
         for group, noted, rate in zip(self.model.optimizer.param_groups, self._noted, self._set_rates, strict=True):
             group.update(noted if self.follows_schedule else {**noted, "lr": rate})
-
-    def _gradients(self) -> list[Tensor]:
-        return [piece.tensor.grad for piece in self.model.pieces if piece.tensor.grad is not None]

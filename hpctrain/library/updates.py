@@ -55,7 +55,7 @@ class Updates:
     def backwarding(self, trained: Collection[Trained]) -> Iterator[None]:
         """A context for the loop's backward."""
         for one in trained:
-            one.backward_runs = True
+            one.backwarding()
         try:
             yield
         finally:
@@ -84,6 +84,7 @@ class Updates:
             raise TrainingError("step: the loop has no step yet; expected it inside of `for step in loop.steps()`")
         model, progress = trained.model, session.progress
         gradients = trained.summed_gradients()
+        model.sharded.adopt()
         clipped = trained.name in self._found
         figures = self._found.pop(trained.name) if clipped else self._figures(trained, gradients)
         verdict = session.guard.judge(figures)
@@ -95,7 +96,7 @@ class Updates:
         taken = is_taken(figures, verdict)
         with session.hooks.phase("optimizer", progress.step):
             if taken:
-                trained.leave_frozen()
+                trained.leave_idle()
                 update(session, gradients, 0.0 if clipped else figures.norm, None)
             else:
                 model.sums.leave_out()
@@ -111,12 +112,15 @@ class Updates:
         """Tell all ranks this one's loss and norm."""
         session, model = trained.session, trained.model
         assert session is not None
-        told = self._agreement.on(
-            self._numbers[trained.name],
-            session.progress.step,
-            [trained.losses * model.loss_share, model.loss_share, model.totals.square(gradients)],
-        )
-        losses, weights, squares = zip(*told, strict=True)
+        mine = [
+            trained.losses * model.loss_share,
+            model.loss_share,
+            model.totals.square(gradients),
+            *trained.used_bits(),
+        ]
+        told = self._agreement.on(self._numbers[trained.name], session.progress.step, mine)
+        trained.note_used([row[3:] for row in told])
+        losses, weights, squares = zip(*(row[:3] for row in told), strict=True)
         return figures_of_all(session, sum(losses) / sum(weights), losses, squares)
 
 

@@ -141,6 +141,11 @@ class PartitionedModel(BucketedModel):
         self.begins_step = True
 
     @torch.no_grad()
+    def adopt(self) -> None:
+        for part in self._parts if self._offloads else ():
+            part.master.copy_(part.own)
+
+    @torch.no_grad()
     def refresh(self) -> None:
         for part in self._parts:
             if self._offloads:

@@ -15,7 +15,7 @@ from hpctrain.contracts.plugin import Machine
 from hpctrain.model.build import Built, InitialValues, build_model
 from hpctrain.model.conformance.trials import refuse_impure_schedule
 from hpctrain.model.gradients.reducer import GradientReducer
-from hpctrain.model.mesh import build_meshes, layout_of
+from hpctrain.model.mesh import Meshes, build_meshes, layout_of
 from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.training.deadline import deadline_of
 from hpctrain.training.feed import Feed
@@ -49,14 +49,14 @@ def build(start: Start, checked: CheckedJob) -> TrainedModel:
         return TrainedModel(job, parts, meshes, identity.node, device, start.hooks)
 
 
-def build_frozen(start: Start, checked: CheckedJob) -> Built:
+def build_frozen(start: Start, checked: CheckedJob) -> tuple[Built, Meshes]:
     """A model without trained parameters, laid out as the job says. Collective."""
     job, parts, identity, device = checked.job, checked.parts, start.world.identity, start.device
     refuse_machine(job, parts, Machine(identity, device), checked.registry)
     meshes = build_meshes(layout_of(job, parts, identity.size), device)
     sums = GradientReducer(parts.compression, meshes, identity.node)
     with start.hooks.phase("build", 0):
-        return build_model(job, parts, meshes, sums, device, InitialValues(), trains=False)
+        return build_model(job, parts, meshes, sums, device, InitialValues(), trains=False), meshes
 
 
 def complete(

@@ -3,7 +3,9 @@ state is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,26 +45,47 @@ def numbers_to_save(
     return optimizer_numbers(model.pieces, optimizer), group_numbers(optimizer, model.group_options)
 
 
-def state_of_model(name: str, model: TrainedModel) -> PluginState:
-    """The state of `model`, whose pieces and averages are consolidated and whose optimizer has its state or gets one of its own."""
+def optimizer_to_save(model: TrainedModel) -> tuple[torch.optim.Optimizer, dict[str, bool]]:
+    """The optimizer with state for every piece, and the parameters that it has not updated yet, all ranks': a resume expects their
+    tensors, and does not use them. Collective."""
     optimizer = model.optimizer
-    if not optimizer.state:  # no step yet; a resume expects the tensors but does not use them
-        optimizer = model.spare_optimizer()
-        create_state(optimizer)
+    lacking = [piece for piece in model.pieces if not optimizer.state.get(piece.tensor)]
+    if lacking:
+        spare = model.spare_optimizer(lacking)
+        create_state(spare)
+        optimizer = copy.copy(optimizer)
+        optimizer.state = defaultdict(dict, {**optimizer.state, **spare.state})
+    return optimizer, model.totals.merged({piece.name: True for piece in lacking if optimizer.state.get(piece.tensor)})
+
+
+def forget_idle(model: TrainedModel, idle: Collection[str]) -> None:
+    """Drop the state of parameters that the optimizer had not updated when it was saved."""
+    for piece in model.pieces:
+        if piece.name in idle:
+            model.optimizer.state.pop(piece.tensor, None)
+
+
+def state_of_model(name: str, model: TrainedModel) -> PluginState:
+    """The state of `model`, whose pieces and averages are consolidated and whose optimizer has its state or gets one of its own.
+    Collective."""
+    optimizer, idle = optimizer_to_save(model)
     own = model.sharded.state()
     pieces = pieces_to_save(model, optimizer, [] if own is None else [own])
     return PluginState(
-        name, pieces, partial(_values, model, optimizer, own), partial(_restore, name, model, pieces, own)
+        name, pieces, partial(_values, model, optimizer, idle, own), partial(_restore, name, model, pieces, own)
     )
 
 
-def _values(model: TrainedModel, optimizer: torch.optim.Optimizer, own: PluginState | None) -> dict[str, Any]:
+def _values(
+    model: TrainedModel, optimizer: torch.optim.Optimizer, idle: dict[str, bool], own: PluginState | None
+) -> dict[str, Any]:
     numbers, groups = numbers_to_save(model, optimizer)
     return {
         "precision": model.scaler.state(),
         "optimizer_numbers": model.totals.merged(numbers),
         "optimizer_groups": groups,
         "optimizer_begun": model.optimizer_begun,
+        "optimizer_idle": idle,
         "sharding": None if own is None else own.values(),
     }
 
@@ -79,6 +102,7 @@ def _restore(
         restore_numbers(model.pieces, model.optimizer, values["optimizer_numbers"])
         restore_group_numbers(model.optimizer, model.group_options, values["optimizer_groups"])
         model.optimizer_begun = bool(values["optimizer_begun"])
+        forget_idle(model, values["optimizer_idle"])
     except (KeyError, TypeError, AttributeError):
         raise CheckpointError(
             f"the checkpoint's values of the model {name!r} can't come from a training; choose another with --resume PATH"

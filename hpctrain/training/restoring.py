@@ -24,7 +24,7 @@ from hpctrain.checkpoint.weights import PLUGIN, OtherModelError, refuse_other_so
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.pieces import Piece
 from hpctrain.ranks.json_collectives import sum_of, together, world_group
-from hpctrain.training.model_state import numbers_to_save, pieces_to_save, refuse_absent
+from hpctrain.training.model_state import forget_idle, numbers_to_save, pieces_to_save, refuse_absent
 from hpctrain.training.saving import as_typed, plugin_states
 from hpctrain.training.session import Session
 
@@ -67,6 +67,7 @@ class _Values(BaseModel):
     optimizer_numbers: dict[str, dict[str, _Number]]
     optimizer_groups: list[dict[str, _Number]] = []
     optimizer_begun: bool = True
+    optimizer_idle: dict[str, bool] = {}
     loss: float | None = None
     evaluation_loss: float | None = None
     evaluation_metrics: dict[str, float] = {}
@@ -171,6 +172,7 @@ def _take_over(session: Session, restored: Restored, pieces: list[Piece], states
         restore_group_numbers(model.optimizer, model.group_options, values.get("optimizer_groups", []))
 
     together(world_group(), restore_optimizer)
+    forget_idle(model, values.get("optimizer_idle", ()))
     model.optimizer_begun = values.get("optimizer_begun", True)
     if not model.optimizer_begun:
         model.optimizer = model.new_optimizer()

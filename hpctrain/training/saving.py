@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hpctrain.base.errors import CheckpointError, TrainingError, reason
 from hpctrain.base.json_values import encode
 from hpctrain.checkpoint.retention import EVALUATION_LOSS, EVALUATION_METRICS, Best
-from hpctrain.checkpoint.state import create_state
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.weights import SOURCE, TIED
 from hpctrain.contracts.life_cycle import PluginState
@@ -25,7 +24,7 @@ from hpctrain.job.tables import Job
 from hpctrain.model.conformance.trials import refuse_lossy_scaler
 from hpctrain.ranks.json_collectives import broadcast_value, together, world_group
 from hpctrain.training.kernels import save_kernels
-from hpctrain.training.model_state import numbers_to_save, pieces_to_save, state_of_model
+from hpctrain.training.model_state import numbers_to_save, optimizer_to_save, pieces_to_save, state_of_model
 from hpctrain.training.session import Session
 
 _LOSABLE = 60.0
@@ -111,12 +110,10 @@ def save(session: Session, final: bool) -> None:
     for one in session.models:
         one.sums.consolidate()
         one.consolidate()
-    optimizer = model.optimizer
-    if not model.optimizer_begun:  # all steps were skipped; a resume expects the tensors but does not use them
-        optimizer = model.spare_optimizer()
-        create_state(optimizer)
+    optimizer, idle = optimizer_to_save(model)
     states = plugin_states(session)
-    state = State(pieces_to_save(model, optimizer, states), _values(session, optimizer, states))
+    values = {**_values(session, optimizer, states), "optimizer_idle": idle}
+    state = State(pieces_to_save(model, optimizer, states), values)
     if session.job.checkpoint.asynchronous and not final:
         session.store.save_in_background(step, state)
         session.saved.background_step = step

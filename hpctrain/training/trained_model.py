@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
@@ -146,17 +146,17 @@ class TrainedModel:
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         """An optimizer without state that replaces the previous one."""
-        return self.sharded.optimizer(self._groups(), self._build)
+        return self.sharded.optimizer(self._groups(self.pieces), self._build)
 
-    def spare_optimizer(self) -> torch.optim.Optimizer:
-        """An optimizer besides the one that trains."""
-        return self._build(self._groups())
+    def spare_optimizer(self, pieces: Sequence[Piece]) -> torch.optim.Optimizer:
+        """An optimizer of these pieces besides the one that trains."""
+        return self._build(self._groups(pieces))
 
     def _build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return build_optimizer(self._parts.optimizer, groups)
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return parameter_groups(self.pieces, list(self.shapes), self._parts.optimizer_groups)
+    def _groups(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        return parameter_groups(pieces, list(self.shapes), self._parts.optimizer_groups)
 
     def refuse_optimizer(self) -> None:
         """Raises UsageError if the optimizer updates nothing, or can't update a part of a parameter by itself. Collective."""

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import changing_loops
 import pytest
+import torch
 from launching import Finished, Started, hpctrain, run, started, wait_until
 from own_loops import NAMES
 
@@ -74,6 +76,43 @@ def test_ranks_train_as_one_process(alone: Path, tmp_path: Path, stage: int, ran
         assert expected[0]["loss"] != expected[-1]["loss"], name
         for one, other in zip(expected, found, strict=True):
             assert other == pytest.approx(one, rel=1e-10, abs=1e-12), name
+
+
+def changed(directory: Path, layout: str, ranks: int) -> list[dict[str, Any]]:
+    """What the loops of changing_loops.py come to on each rank."""
+    words = [MPIEXEC, "-n", str(ranks), sys.executable, str(Path(LOOPS).with_name("changing_loops.py")), layout, "out"]
+    done = run(words, directory, timeout=280)
+    assert done.code == 0, done
+    return [torch.load(directory / f"out{rank}") for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def changed_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What they come to on one rank."""
+    return changed(tmp_path_factory.mktemp("alone"), "0", 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("2", 2),
+        *(pytest.param(one, ranks, marks=pytest.mark.thorough) for one in ("1", "3") for ranks in (1, 2, 3)),
+        *(pytest.param(one, 3, marks=pytest.mark.thorough) for one in ("0", "2", "3w")),
+    ],
+)
+def test_parameters_and_gradients_that_the_loop_changes(
+    changed_alone: dict[str, Any], tmp_path: Path, layout: str, ranks: int
+) -> None:
+    """Clipping, averages, sharpness-aware minimization, dropped gradients and noise, against loops of torch alone."""
+    found = changed(tmp_path, layout, ranks)
+    for loop in changing_loops.LOOPS:
+        name = loop.__name__
+        if loop is changing_loops.each_clipped_outside and layout != "0" and ranks > 1:
+            assert all("the gradient of body.0.weight" in rank[name] for rank in found)
+            continue
+        expected = changed_alone[name] if loop is changing_loops.noisy else changing_loops.plain(loop)
+        for rank in found:
+            torch.testing.assert_close(rank[name], expected, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def wait_for_rows(command: Started, file: Path, least: int) -> None:

@@ -61,14 +61,27 @@ class OwnNorm(Averaging):
 
 
 class Half(nn.Module):
-    """A unit for `wrap`, with a bias of one element: no two ranks can share it."""
+    """A unit for `wrap`, with a bias of one element, which no two ranks can share, complex parameters, and some of no elements."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.narrow, self.wide = nn.Linear(5, 1), nn.Linear(1, 5)
+        self.narrow, self.wide, self.hollow = nn.Linear(5, 1), nn.Linear(1, 5), nn.Linear(5, 0)
+        self.turn = nn.Parameter(torch.full((5,), 0.1 + 0.2j, dtype=torch.get_default_dtype().to_complex()))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.fft.ifft(torch.fft.fft(x) * self.turn).real + self.hollow(x).sum(-1, keepdim=True)
         return x + self.wide(torch.tanh(self.narrow(x)))
+
+
+class Twin(nn.Module):
+    """A block that shares a module with another one."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shared(torch.tanh(self.own(x)))
 
 
 class Odd(nn.Module):
@@ -77,7 +90,8 @@ class Odd(nn.Module):
     def __init__(self, scalar: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(7, 5)
-        self.halves = nn.Sequential(Half(), Half())
+        shared = nn.Linear(5, 5)
+        self.halves = nn.Sequential(Half(), Half(), Twin(shared), Twin(shared))
         self.sometimes, self.never = nn.Linear(5, 5), nn.Linear(3, 3)
         self.frozen = nn.Parameter(torch.full((5,), 0.5))
         self.head = nn.Linear(5, 7, bias=False)

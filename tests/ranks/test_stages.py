@@ -224,7 +224,9 @@ def test_gradients_travel_in_16_bits(root, name: str, stage: int) -> None:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, thorough(torch.optim.AdamW)])
 @pytest.mark.parametrize(
-    "sharding", [{"stage": stage} for stage in STAGES] + [{"stage": 3, "wrap": "class:Half"}], ids=str
+    "sharding",
+    [*({"stage": stage} for stage in STAGES), *({"stage": 3, "wrap": f"class:{one}"} for one in ("Half", "Twin"))],
+    ids=str,
 )
 @pytest.mark.shown_on(3)
 def test_tied_unused_frozen_and_tiny_parameters(root, sharding: dict[str, Any], optimizer: Any) -> None:

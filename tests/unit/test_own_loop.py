@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +61,7 @@ def rows() -> list[dict[str, Any]]:
 def test_the_lines_of_the_page() -> None:
     """Lines that docs/own-loop.md shows beside its first example, in a loop that has what they name."""
     page = (Path(__file__).parents[2] / "docs" / "own-loop.md").read_text()
-    several, registered = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    several, opened, averaged, registered = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     with looping() as loop:
         names: dict[str, Any] = {
             "loop": loop,
@@ -76,6 +77,9 @@ def test_the_lines_of_the_page() -> None:
             for inputs, targets in step:
                 loop.backward(mse_loss(names["generator"](inputs), names["teacher"](targets.expand(-1, 3)).detach()))
                 loop.backward(names["critic"](inputs).square().mean())
+            names["model"] = names["generator"]
+            exec(opened, names)
+            exec(averaged, names)
             for optimizer in (names["of_g"], names["of_c"]):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -155,13 +159,13 @@ def test_a_frozen_part_keeps_its_values_and_its_state() -> None:
     with looping(4) as loop:
         model, optimizer = loop.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5))
         for step in loop.steps():
-            model.module[0].requires_grad_(step.number != 2)
-            before = values(model.module[0])
+            model[0].requires_grad_(step.number != 2)
+            before = values(model[0])
             for x, y in step:
                 loop.backward(mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-            same = all(torch.equal(one, other) for one, other in zip(before, values(model.module[0]), strict=True))
+            same = all(torch.equal(one, other) for one, other in zip(before, values(model[0]), strict=True))
             assert same == (step.number == 2)
 
 
@@ -259,6 +263,144 @@ def test_models_that_take_turns_in_each_micro_batch(stage: int) -> None:
     for x in seen:
         turns(whole_first, whole_second, *mine, lambda loss: (loss / 2).backward(), x)
     torch.testing.assert_close(found, [*values(whole_first), *values(whole_second)], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [None, "second"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_not_used_is_left_alone_also_after_a_resume(stage: int, name: str | None) -> None:
+    """The head is used from the fourth step on, after a resume, as torch's AdamW has it: a decay and bias correction from there."""
+    job = {"job": {"name": "own", "steps": 3}, "precision": {"mode": "fp64"}, "sharding": {"stage": stage}}
+    x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def loss(net: Any, step: int) -> Tensor:
+        return (net(x) if step > 3 else net(x, head=False)).square().mean()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.head = (nn.Linear(3, 3, dtype=torch.float64) for _ in range(2))
+
+        def forward(self, x: Tensor, head: bool = True) -> Tensor:
+            return self.head(self.body(x).tanh()) if head else self.body(x)
+
+    for steps in (3, 6):
+        job["job"]["steps"] = steps
+        with hpctrain.own_loop(job) as loop:
+            if name:
+                net = make_net()
+                other, of_other = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            net = Net()
+            model, optimizer = loop.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5), name=name)
+            for step in loop.steps():
+                loop.backward(loss(model, step.number))
+                optimizer.step()
+                optimizer.zero_grad()
+                if name:
+                    loop.backward(other(x).mean())
+                    of_other.step()
+                    of_other.zero_grad()
+            found = whole(loop, model)
+    expected = Net()
+    mine = torch.optim.AdamW(expected.parameters(), lr=0.1, weight_decay=0.5)
+    for number in range(1, 7):
+        loss(expected, number).backward()
+        mine.step()
+        mine.zero_grad()
+    torch.testing.assert_close(found, values(expected), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("leaving", ["exit", "never"])
+def test_how_a_loop_may_end(leaving: str, caplog: pytest.LogCaptureFixture) -> None:
+    """sys.exit() is a `break` after which the program ends; a loop that never steps has trained nothing."""
+    net = make_net()
+    kind, said = (SystemExit, None) if leaving == "exit" else (TrainingError, "no optimizer has stepped in 5 steps")
+    with pytest.raises(kind, match=said), looping(5) as loop:
+        model, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in loop.steps():
+            for x, y in step:
+                loop.backward(mse_loss(model(x), y))
+            if leaving == "exit":
+                optimizer.step()
+                optimizer.zero_grad()
+                if step.number == 3:
+                    sys.exit()
+    saved = [one.name for one in Path("runs/own/checkpoints").glob("step-*")]
+    assert saved == (["step-00000003"] if leaving == "exit" else [])
+    assert ("no optimizer has stepped" in caplog.text) == (leaving == "never")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_frozen_model_that_the_program_changes(stage: int, keeps: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A momentum teacher: registered, a resume goes on with it; if not, the first step says that it is lost."""
+
+    def train(name: str, steps: int) -> list[float]:
+        net = make_net()
+        old = copy.deepcopy(net).requires_grad_(False)
+        job = {"job": {"name": name, "steps": steps}, "precision": {"mode": "fp64"}, "sharding": {"stage": stage}}
+        with hpctrain.own_loop(job) as loop:
+            student, optimizer = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), name="student")
+            teacher = loop.setup(old, name="teacher")
+            if keeps:
+                loop.register_for_checkpointing(teacher=teacher)
+            for step in loop.steps():
+                x = torch.full((4, 3), float(step.number), dtype=torch.float64)
+                with torch.no_grad():
+                    goal = teacher(x) + 1
+                loop.backward(mse_loss(student(x), goal))
+                optimizer.step()
+                optimizer.zero_grad()
+                with loop.parameters(student) as fast, loop.parameters(teacher) as slow:
+                    for (_, one), (_, other) in zip(slow, fast, strict=True):
+                        one.lerp_(other, 0.1)
+        return [json.loads(line)["loss"] for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+
+    expected = train("whole", 6)
+    train("cut", 3)
+    assert (train("cut", 6) == expected) == keeps
+    assert ("has changed the frozen model 'teacher'" in caplog.text) == (not keeps)
+
+
+@pytest.mark.parametrize("wrap", ["block", "size"])
+def test_a_frozen_model_is_freed_after_its_forward(wrap: str) -> None:
+    """Under stage 3: its parameters are of one type in every step, and it is differentiated through, too."""
+    net, old = make_net(), make_net().requires_grad_(False)
+    more = {"min_parameters": 1} if wrap == "size" else {}
+    with looping(2, data=False, sharding={"stage": 3, "wrap": wrap, **more}) as loop:
+        model, _ = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        teacher = loop.setup(old, name="teacher")
+        kinds = [type(one) for one in [*model.parameters(), *teacher.parameters()]]
+        x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+        teacher(x).sum().backward()
+        assert x.grad is not None
+        for one in (model, teacher):
+            with torch.no_grad():
+                one(x)
+        assert [type(one) for one in [*model.parameters(), *teacher.parameters()]] == kinds
+
+
+def test_a_table_of_the_job_on_top_of_a_file() -> None:
+    Path("job.toml").write_text('[job]\nname = "own"\nsteps = 2\n')
+    net = make_net()
+    with hpctrain.own_loop("job.toml", job={"output_dir": "elsewhere"}) as loop:
+        loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert Path("elsewhere/job.resolved.toml").exists()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_model_is_the_module_that_setup_got(stage: int) -> None:
+    """Its class, its names, its methods, its items and the call of its forward."""
+    net = make_net()
+    names, keys = [name for name, _ in net.named_parameters()], list(net.state_dict())
+    with looping(1, data=False, sharding={"stage": stage}) as loop:
+        model, _ = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        assert isinstance(model, nn.Sequential) and type(model[:2]).__mro__[0] is nn.Sequential
+        assert [name for name, _ in model.named_parameters()] == names and list(model.state_dict()) == keys
+        x = torch.ones(1, 3, dtype=torch.float64)
+        assert torch.equal(model(x), model.forward(x))
+        with pytest.raises(UsageError, match="copy the module before setup"):
+            copy.deepcopy(model)
 
 
 def test_a_break_ends_the_run_in_order() -> None:
@@ -436,7 +578,7 @@ def deep_part(loop: Loop) -> None:
     model, _ = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for step in loop.steps():
         for x, _ in step:
-            model.module[0][0](x)
+            model[0][0](x)
 
 
 def no_optimizer(loop: Loop) -> None:
@@ -463,7 +605,7 @@ def a_part(loop: Loop) -> None:
     model, _ = trained(loop)
     for step in loop.steps():
         for x, _ in step:
-            model.module[0](x)
+            model[0](x)
 
 
 def twice_through_one_forward(loop: Loop) -> None:
@@ -516,7 +658,7 @@ def thawed_later(loop: Loop) -> None:
     net[0].requires_grad_(False)
     model, optimizer = loop.setup(net, torch.optim.SGD(net[2].parameters(), lr=0.1))
     for step in loop.steps():
-        model.module[0].requires_grad_(step.number > 1)
+        model[0].requires_grad_(step.number > 1)
         for x, _ in step:
             loop.backward(model(x).mean())
         optimizer.step()
@@ -529,9 +671,109 @@ def step_without_backward(loop: Loop) -> None:
         optimizer.step()
 
 
+def changed_before_backward(loop: Loop) -> None:
+    net = make_net()
+    model, _ = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), sharding={"stage": 3})
+    for step in loop.steps():
+        for x, _ in step:
+            outputs = model(x)
+            with torch.no_grad():
+                model[2].bias.zero_()
+            loop.backward(outputs.mean())
+
+
+def opened_before_backward(loop: Loop) -> None:
+    model, _ = trained(loop)
+    for step in loop.steps():
+        for x, _ in step:
+            model(x)
+            with loop.parameters(model):
+                pass
+
+
+def penalty_by_itself(loop: Loop) -> None:
+    model, _ = trained(loop)
+    for step in loop.steps():
+        for x, _ in step:
+            loop.backward(model(x).mean())
+        loop.backward(sum(one.square().sum() for one in model.parameters()))  # type: ignore[arg-type]
+
+
+def pending_gradient(loop: Loop) -> None:
+    net = make_net()
+    model, _ = loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), sharding={"stage": 2})
+    for step in loop.steps():
+        for x, _ in step:
+            loop.backward(model(x).mean())
+            model[2].bias.grad.mul_(2)
+
+
+def dropped_too_early(loop: Loop) -> None:
+    model, _ = trained(loop)
+    for step in loop.steps():
+        for x, _ in step:
+            loop.backward(model(x).mean())
+            model[2].bias.grad = None
+
+
+def strange_names(loop: Loop) -> None:
+    model, _ = trained(loop)
+    with loop.parameters(model, names="1.*"):
+        pass
+
+
+def kept_trained(loop: Loop) -> None:
+    model, _ = trained(loop)
+    loop.register_for_checkpointing(mine=model)
+
+
+def late_tensor(loop: Loop) -> None:
+    class Average:
+        value: Tensor | None = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value = state["value"]
+
+    model, optimizer = trained(loop)
+    average = Average()
+    loop.register_for_checkpointing(average=average)
+    for step in loop.steps():
+        for x, _ in step:
+            loop.backward(model(x).mean())
+            average.value = x.mean()
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("wrong", "kind", "said"),
     [
+        (
+            changed_before_backward,
+            TrainingError,
+            r"2\.bias of the model 'model' was changed in place between a forward",
+        ),
+        (opened_before_backward, TrainingError, "a forward of the model 'model' has had no backward yet"),
+        (
+            penalty_by_itself,
+            TrainingError,
+            "has added to the gradient of 0.bias of the model 'model' without a forward",
+        ),
+        (
+            pending_gradient,
+            TrainingError,
+            r"the gradient of 2\.bias in the model 'model' is summed in the backward of the",
+        ),
+        (
+            dropped_too_early,
+            TrainingError,
+            r"has replaced the gradient of 2\.bias in the model 'model', which is summed",
+        ),
+        (strange_names, UsageError, "no parameter of 'model' matches"),
+        (kept_trained, UsageError, "'model' is trained: checkpoints have it already"),
+        (late_tensor, TrainingError, "'value' of 'average' is a tensor now and was none"),
         (second_parameter, UsageError, r"0\.0\.weight of 'other' is a parameter of 'model', too"),
         (used_optimizer, UsageError, "has taken steps already"),
         (lacking_parameter, UsageError, r"2\.weight of 'model' is trained, but not in the optimizer"),

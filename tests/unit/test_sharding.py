@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import TINY
 from hpctrain_plugins.sharding.communication import HostBuffers
-from hpctrain_plugins.sharding.wrapping import refuse_mixed, units_of
+from hpctrain_plugins.sharding.wrapping import units_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -180,24 +180,17 @@ def test_a_buffer_that_is_given_back_while_torch_only_pretends() -> None:
 
 
 class Borrowing(nn.Module):
-    """An attention whose forward takes the weight of a module in it, parameters in a list, and one of another dtype."""
+    """An attention whose forward takes the weight of a module in it, parameters in a list."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(10, 2)
         self.factors = nn.ParameterList([nn.Parameter(torch.ones(100))])
-        self.waves = nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
 
-def test_units_are_what_forward_calls_and_of_one_dtype() -> None:
+def test_units_are_what_forward_calls() -> None:
     module = Borrowing()
     spec = check(RawJob(job(), {}, "j"), 1).parts.model
     assert units_of(module, spec, "size", 50) == [module.attention]
     with pytest.raises(UsageError, match="a ParameterList has no forward before which it could be gathered; name the"):
         units_of(module, spec, "class:ParameterList", 1)
-    with pytest.raises(
-        UsageError, match="parameters of complex64 and float32 in a Borrowing would be gathered at once"
-    ):
-        refuse_mixed(module, [module.attention])
-    module.factors.requires_grad_(False)
-    refuse_mixed(module, [module.attention])

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from sources import sources
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.tensor import DTensor, _sharding_prop
 
 import hpctrain.api
@@ -30,7 +32,22 @@ HOMES = [
     for name in ("torch_private.py", "torch_groups.py", "torch_attention.py", "torch_fake.py")
 ]
 
+
+def param_group() -> Any:
+    """What fully_shard makes for each unit, without parameters."""
+    policies = MixedPrecisionPolicy(), OffloadPolicy()
+    return _fsdp_param_group.FSDPParamGroup([], (), Any, None, torch.device("cpu"), None, *policies)
+
+
 OWNERS: dict[str, Any] = {
+    "_all_gather_comm": lambda: param_group(),
+    "_fsdp_param_groups": lambda: _fsdp_state.FSDPState(),
+    "_get_fsdp_state": FSDPModule,
+    "_make_wrapper_subclass": torch.Tensor,
+    "_module_to_pre_load_state_dict_hook_handle": lambda: param_group(),
+    "_module_to_pre_save_state_dict_hook_handle": lambda: param_group(),
+    "_post_forward_indices": lambda: param_group(),
+    "_reduce_scatter_comm": lambda: param_group(),
     "_ExcludeDispatchKeyGuard": torch._C,
     "_acc": torch._C,
     "_c10d_functional": torch.ops,

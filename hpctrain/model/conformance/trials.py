@@ -69,7 +69,7 @@ def updates_parts_alike(build: Build) -> bool:
 
 def _random(count: int) -> Tensor:
     """(count, 8, 6)"""
-    return torch.randn(count, 8, 6, generator=torch.Generator().manual_seed(0)) * 0.1
+    return 0.1 * torch.randn(count, 8, 6, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
 
 
 def _changes(build: Build, values: Tensor, gradients: list[Tensor], count: int) -> Tensor:
@@ -141,9 +141,9 @@ def try_communicator(plugin: Communicator, device: torch.device, group: dist.Pro
     mine, whole = each * factors[rank], each * factors.sum()
     summed = mine.clone()
     dist.all_reduce(summed, group=group)
-    share = torch.empty(1, device=device)
+    share = torch.empty(1, dtype=torch.float32, device=device)
     dist.reduce_scatter_single(share, mine.clone(), group=group)
-    gathered = torch.empty(size, device=device)
+    gathered = torch.empty(size, dtype=torch.float32, device=device)
     dist.all_gather_single(gathered, mine[:1].contiguous(), group=group)
     sent = mine.clone()
     dist.broadcast(sent, group=group, group_src=size - 1)
@@ -163,8 +163,8 @@ def try_compressor(plugin: LossyCompression, group: dist.ProcessGroup, device: t
     """Raises ContractError unless a compressor's sum is one, equal on all ranks, and repeatable from `state`. Collective over
     `group`."""
     draw = torch.Generator().manual_seed(0)
-    left, right = (1 + 0.4 * torch.rand(16, generator=draw) for _ in range(2))
-    signs = torch.where(torch.rand(16, generator=draw) < 0.5, -1.0, 1.0)
+    left, right = (1 + 0.4 * torch.rand(16, dtype=torch.float32, generator=draw) for _ in range(2))
+    signs = torch.where(torch.rand(16, dtype=torch.float32, generator=draw) < 0.5, -1.0, 1.0).float()
     flat = torch.outer(left, right * signs).reshape(-1).to(device)  # of rank 1, and no element is small
     piece = Piece.whole("trial", flat.view(16, 16))
     bucket = GradientBucket([Span(piece, 0)], flat.numel(), flat.dtype, flat.device)

@@ -156,7 +156,9 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 def _drawn(name: str, rows: int, columns: int) -> Tensor:
     """Random columns, equal on all ranks."""
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(crc32(name.encode())))
+    return torch.randn(
+        rows, columns, dtype=torch.float32, generator=torch.Generator().manual_seed(crc32(name.encode()))
+    )
 
 
 @hookimpl

@@ -45,7 +45,7 @@ class AdamW8bit(Optimizer):
             def step(self, closure: Any = None) -> Any:
                 rates = [float(group["lr"]) for group in self.param_groups]
                 for group, rate in zip(self.param_groups, rates, strict=True):
-                    group["lr"] = torch.tensor(rate)
+                    group["lr"] = torch.tensor(rate, dtype=torch.float32)
                 with _execution(self.param_groups):
                     loss = super().step(closure)
                 for group, rate in zip(self.param_groups, rates, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -57,20 +57,6 @@ def _by_class(module: nn.Module, name: str) -> list[nn.Module]:
     return found
 
 
-def refuse_mixed(module: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Raises UsageError if a unit has trained parameters of several dtypes."""
-    for unit in (module, *units):
-        inner = {one for one in units if one is not unit}
-        held = [p for _, m in unit.named_modules(memo=inner) for p in m.parameters(recurse=False)]
-        dtypes = {str(p.dtype).removeprefix("torch.") for p in held if p.requires_grad}
-        if len(dtypes) > 1:
-            raise UsageError(
-                f"[sharding] stage = 3: parameters of {' and '.join(sorted(dtypes))} in a {type(unit).__name__} would be gathered "
-                'at once, expected one dtype; cut them apart with wrap = "class:NAME" or "size", or use stage = 2',
-                everywhere=True,
-            )
-
-
 def refuse_unseen(kind: str, unit: nn.Module, inputs: Any, output: Any) -> None:
     """A forward hook for a unit of class `kind`. Raises UsageError if torch finds no tensor in its output: it would not gather
     the unit in backward."""
@@ -107,11 +93,12 @@ def _by_size(module: nn.Module, minimum: int) -> Iterator[nn.Module]:
 
 
 def _shares(unit: nn.Module, module: nn.Module) -> bool:
-    """Whether a parameter of `unit` is also held by a module outside of it."""
-    inside, own = set(unit.modules()), set(unit.parameters())
+    """Whether a parameter of `unit` is also held by a module outside of it, which may be a part of `unit` that is shared itself."""
+    own, everywhere = set(unit.parameters()), list(module.named_modules(remove_duplicate=False))
+    inside = tuple(f"{path}." for path, one in everywhere if one is unit)
     return any(
         parameter in own
-        for outside in module.modules()
-        if outside not in inside
-        for parameter in outside.parameters(recurse=False)
+        for path, one in everywhere
+        if not f"{path}.".startswith(inside)
+        for parameter in one.parameters(recurse=False)
     )

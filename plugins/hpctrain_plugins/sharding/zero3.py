@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -34,6 +34,7 @@ from hpctrain.api import (
     Sharding,
     TrainingError,
     UsageError,
+    communicate_by_dtype,
     hookimpl,
     is_accelerator,
     pieces_of,
@@ -43,7 +44,7 @@ from hpctrain.toolkit.offload import HostGradients, host_copy, is_needed, warn_i
 from hpctrain_plugins.sharding.advice import memory_advice
 from hpctrain_plugins.sharding.communication import AsynchronousAllGather, HostBuffers, Pending, SummingReduceScatter
 from hpctrain_plugins.sharding.whole_gradients import WholeGradients
-from hpctrain_plugins.sharding.wrapping import refuse_mixed, refuse_unseen, units_of, unseen
+from hpctrain_plugins.sharding.wrapping import refuse_unseen, units_of, unseen
 
 _MIN_PARAMETERS = 100_000_000
 _KEEPING_MEANS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -165,11 +166,12 @@ class Zero3Model(ShardedModel):
         warn_if_useless(options.offload_parameters or options.offload_optimizer, device)
         policy = CPUOffloadPolicy(options.pin_memory) if offloads_parameters else OffloadPolicy()
         units = units_of(module, spec, options.wrap, options.min_parameters or _MIN_PARAMETERS)
-        refuse_mixed(module, units)
         rounds = (
             options.gather_dtype == "products" and is_accelerator(device) and torch.is_autocast_enabled(device.type)
         )
         self._rounds = False
+        empty = {parameter for parameter in module.parameters() if not parameter.numel()}
+        frozen = not any(parameter.requires_grad for parameter in module.parameters())  # no backward would free it
         for unit in reversed(units):  # inner ones first
             wire = _rounded(unit, device) if rounds else MixedPrecisionPolicy()
             self._rounds |= wire.param_dtype is not None
@@ -177,19 +179,22 @@ class Zero3Model(ShardedModel):
             fully_shard(
                 unit,
                 mesh=mesh["dp_shard"],
-                reshard_after_forward=options.reshard_after_forward,
+                reshard_after_forward=options.reshard_after_forward or frozen,
                 mp_policy=wire,
                 offload_policy=policy,
+                ignored_params=empty,
             )
         # Parameters outside of all units are needed again when backward begins. They stay wide: an embedding in 16 bits would
         # make the residual stream 16 bits, too.
-        fully_shard(module, mesh=mesh["dp_shard"], reshard_after_forward=False, offload_policy=policy)
+        fully_shard(
+            module, mesh=mesh["dp_shard"], reshard_after_forward=frozen, offload_policy=policy, ignored_params=empty
+        )
         self._has_forwarded, self._caches = False, True
         module.register_forward_pre_hook(self._forwards)
         module.register_forward_hook(self._forwarded, always_call=True)
-        sharded = [cast(FSDPModule, one) for one in (module, *units)]
-        self._set_up(sharded, mesh.device_type)
-        self._whole = WholeGradients(sharded, sums, mesh["dp_shard"].get_group(), options.reshard_after_forward)
+        self._units = [cast(FSDPModule, one) for one in (module, *units)]
+        self._set_up(self._units, mesh.device_type)
+        self._whole = WholeGradients(self._units, sums, mesh["dp_shard"].get_group(), options.reshard_after_forward)
 
     def _forwards(self, module: nn.Module, inputs: Any) -> None:
         """A forward begins, of a training or an evaluation."""
@@ -203,15 +208,19 @@ class Zero3Model(ShardedModel):
         """Set sums instead of means, asynchronous communication, and prefetching."""
         pending: Pending = deque()
         buffers = HostBuffers()
-        self._reduce_scatters = [SummingReduceScatter(self._sums, pending, buffers) for _ in units]
+        gather = AsynchronousAllGather(buffers) if device_type == "cpu" else None
+        self._reduce_scatters: list[SummingReduceScatter] = []
+
+        def sums() -> SummingReduceScatter:
+            self._reduce_scatters.append(SummingReduceScatter(self._sums, pending, buffers))
+            return self._reduce_scatters[-1]
+
         ahead = self.options.prefetch
         for number, unit in enumerate(units):
+            communicate_by_dtype(cast(nn.Module, unit), gather, sums)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_reduce_scatter_unused_params(True, recurse=False)
-            unit.set_custom_reduce_scatter(cast(Any, self._reduce_scatters[number]))
-            if device_type == "cpu":
-                unit.set_custom_all_gather(cast(Any, AsynchronousAllGather(buffers)))
             following = units[number + 1 : number + 1 + ahead]
             if following:
                 unit.set_modules_to_forward_prefetch(following)
@@ -307,6 +316,27 @@ class Zero3Model(ShardedModel):
             for gradient, summed in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
 
+    def watch(self, used: Callable[[str, bool], None]) -> None:
+        cut = {id(parameter): name for name, parameter in trained(self.module)}
+        for name, parameter in trained(self.module):
+            parameter.register_post_accumulate_grad_hook(partial(_tell, used, name, False))
+        units = [cast(nn.Module, unit) for unit in self._units]
+        for unit in units:
+            parts = [part for _, part in unit.named_modules(memo={one for one in units if one is not unit})]
+            places = [(part, key, id(one)) for part in parts for key, one in part.named_parameters(recurse=False)]
+            held = [(part, key, cut[one]) for part, key, one in places if one in cut]
+            unit.register_forward_pre_hook(partial(_watch, used, held, set[int]()))
+
+    def rest(self) -> None:
+        if not self._whole.kept:
+            for unit in self._units:
+                unit.reshard()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        for held in self._held if self._offloads else ():
+            held.piece.tensor.copy_(held.local)
+
     @torch.no_grad()
     def refresh(self) -> None:
         if self._offloads:
@@ -319,6 +349,21 @@ class Zero3Model(ShardedModel):
 
     def pieces(self) -> list[Piece]:
         return [held.piece for held in self._held]
+
+
+def _watch(
+    used: Callable[[str, bool], None], held: Sequence[tuple[nn.Module, str, str]], watched: set[int], *_: Any
+) -> None:
+    """A forward hook of a unit: watches the parameters that it has gathered. held: by module and attribute, with their names."""
+    for part, key, name in held:
+        parameter = getattr(part, key)
+        if parameter.requires_grad and id(parameter) not in watched:  # it lives as long as the unit
+            watched.add(id(parameter))
+            parameter.register_post_accumulate_grad_hook(partial(_tell, used, name, True))
+
+
+def _tell(used: Callable[[str, bool], None], name: str, in_forward: bool, _: nn.Parameter) -> None:
+    used(name, in_forward)
 
 
 def _refuse_scalars(module: nn.Module, spec: ModelSpec) -> None:

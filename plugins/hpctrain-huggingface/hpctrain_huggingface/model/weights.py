@@ -146,7 +146,7 @@ class Weights:
         """Raises CheckpointError if two parameters that the model ties are stored with different values."""
         for begin in range(0, len(like), _ROWS):
             rows = begin, min(len(like), begin + _ROWS)
-            one, two = (torch.empty((rows[1] - begin, *like.shape[1:])) for _ in range(2))
+            one, two = (torch.empty((rows[1] - begin, *like.shape[1:]), dtype=torch.float32) for _ in range(2))
             self._fill(first, self.sources[first], one, rows, tuple(like.shape))
             self._fill(other, found, two, rows, tuple(like.shape))
             if not torch.equal(one, two):

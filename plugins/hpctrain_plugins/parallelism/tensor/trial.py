@@ -89,7 +89,8 @@ def _given(block: nn.Module, out: str, x: Tensor) -> Tensor:
 def _input(block: nn.Module, into: Mapping[str, Cut]) -> Tensor:
     """(1, 4, hidden)"""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(1, 4, linear_of(block, next(iter(into))).in_features, generator=generator)
+    first = linear_of(block, next(iter(into)))
+    return torch.randn(1, 4, first.in_features, dtype=first.weight.dtype, generator=generator)
 
 
 @torch.no_grad()

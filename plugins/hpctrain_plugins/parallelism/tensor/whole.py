@@ -39,7 +39,7 @@ class WholeGradients:
         for last, parameter in inner.named_parameters(recurse=False) if not self.compared else ():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 name = f"{owner}.{last}" if owner else last
-                self._squares[name] = torch.zeros((), device=parameter.device)
+                self._squares[name] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 hook = partial(self._note, name)
                 self._handles.append(parameter.register_hook(hook))
 

@@ -1,0 +1,149 @@
+"""The gradients of a model as a program sees and changes them: `parameter.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hpctrain.base.errors import TrainingError
+from hpctrain.base.torch_private import tensor_without_memory
+from hpctrain.contracts.pieces import Piece
+from hpctrain.model.mesh import Meshes
+
+_IN_PARTS = "is not whole on this rank; read and change it inside of `with loop.parameters(model) as parameters:`"
+_NOT_SUMMED = "is summed in the backward of the step's last micro batch; read and change it after that"
+
+
+class Withheld(Tensor):
+    """In the place of a gradient that a rank does not have: whoever uses it gets a TrainingError."""
+
+    why: str
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, why: str) -> Withheld:
+        one: Withheld = tensor_without_memory(cls, parameter)
+        one.why = why
+        return one
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises TrainingError."""
+        inputs = [*args, *(kwargs or {}).values()]
+        flat = [one for each in inputs for one in (each if isinstance(each, (list, tuple)) else [each])]
+        raise TrainingError(next(one.why for one in flat if isinstance(one, Withheld)))
+
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
+
+
+class Gradients:
+    """The gradients of this rank's pieces, and what the program sees of them.
+
+    A parameter that is whole on this rank, in one piece, has that piece's gradient as its `grad`: what the program does to it
+    holds. Any other has a `Withheld` one, also in place of a DTensor: the `item()` of its norm would be one of this rank's part.
+    """
+
+    def __init__(
+        self, name: str, parameters: Mapping[str, nn.Parameter], pieces: Sequence[Piece], meshes: Meshes
+    ) -> None:
+        """name: of the model. parameters: the trained ones as they are between steps."""
+        self._name, self._parameters, self._pieces = name, parameters, pieces
+        self._shown: dict[str, Tensor | None] = {}
+        self._wholes = {
+            piece.name: piece.tensor
+            for piece in pieces
+            if piece.tensor.shape == piece.shape  # and not by chance, while another rank has nothing of it
+            and all(meshes.group(axis, piece.axes).size() == 1 for axis in piece.axes)
+        }
+
+    @property
+    def are_dropped(self) -> bool:
+        """Whether the program has set all of them to None."""
+        return bool(self._shown) and all(one.grad is None for one in self._parameters.values())
+
+    def all(self) -> list[Tensor]:
+        """One for each piece: zeros where the program has dropped it."""
+        tensors = [piece.tensor for piece in self._pieces]
+        return [torch.zeros_like(one) if one.grad is None else one.grad for one in tensors]
+
+    def show(self) -> None:
+        """They are summed, or have changed: the program may read and change them."""
+        for name, parameter in self._parameters.items():
+            whole = self._wholes.get(name)
+            if whole is None or whole.device != parameter.device:
+                parameter.grad = self._withheld(name, _IN_PARTS)
+            elif whole is not parameter:
+                parameter.grad = None if whole.grad is None else _like(parameter, whole.grad)
+            self._shown[name] = parameter.grad
+
+    def show_pending(self, used: Collection[str]) -> None:
+        """A backward has left gradients that are not summed yet; the program sees those that the ranks keep whole.
+
+        used: the parameters that have one.
+        """
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None and name in used:
+                parameter.grad = self._withheld(name, _NOT_SUMMED)
+            self._shown[name] = parameter.grad
+
+    def resume(self) -> None:
+        """Backwards add to the pending gradients again. Raises TrainingError where the program has replaced one."""
+        for name, shown in self._shown.items():
+            if self._parameters[name].grad is not shown:
+                raise self._lost(name, _NOT_SUMMED)
+        self.forget()
+
+    def forget(self) -> None:
+        """Take away what stands in the place of gradients."""
+        for name in self._shown:
+            if isinstance(self._parameters[name].grad, Withheld):
+                self._parameters[name].grad = None
+        self._shown.clear()
+
+    @torch.no_grad()
+    def take(self) -> set[str]:
+        """Bring what the program has written into the pieces; the parameters whose gradient it has dropped, which is None there.
+
+        Raises TrainingError for a new gradient in the place of one that is in parts.
+        """
+        dropped = set()
+        for name, shown in self._shown.items():
+            now, whole = self._parameters[name].grad, self._wholes.get(name)
+            if now is None:
+                dropped.add(name)
+            elif isinstance(shown, Withheld):
+                if now is not shown:
+                    raise self._lost(name, _IN_PARTS)
+            elif whole is not None and whole is not self._parameters[name]:
+                whole.grad = now.full_tensor() if isinstance(now, DTensor) else now  # shown: the same memory
+        for piece in self._pieces:
+            if piece.name in dropped:
+                piece.tensor.grad = None
+        return dropped
+
+    def drop(self) -> None:
+        """There are none until the next backward."""
+        for parameter in [*self._parameters.values(), *(piece.tensor for piece in self._pieces)]:
+            parameter.grad = None
+        self._shown.clear()
+
+    def _withheld(self, name: str, why: str) -> Withheld:
+        return Withheld(self._parameters[name], f"the gradient of {name} in the model {self._name!r} {why}")
+
+    def _lost(self, name: str, why: str) -> TrainingError:
+        return TrainingError(
+            f"the program has replaced the gradient of {name} in the model {self._name!r}, which {why}"
+        )
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """The tensor that is on this rank `local`, laid out as the parameter."""
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

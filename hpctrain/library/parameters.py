@@ -1,0 +1,109 @@
+"""Parameters and gradients of a model, for a program to read and change: whole, or as this rank has them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.base.devices import seed_draws
+from hpctrain.base.errors import UsageError
+from hpctrain.base.random_numbers import derive_seed
+from hpctrain.checkpoint.state import model_pieces
+from hpctrain.contracts.pieces import Piece
+from hpctrain.contracts.sharding import ShardedModel
+from hpctrain.library.trained import Trained
+from hpctrain.model.mesh import Meshes
+from hpctrain.training.over_ranks import FullParameters
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A model that is set up, as the ranks have it. trained: None for a frozen one."""
+
+    name: str
+    sharded: ShardedModel
+    meshes: Meshes
+    trained: Trained | None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each parameter of the full model."""
+        of_trained = {} if self.trained is None else self.trained.model.shapes
+        return {name: of_trained.get(name, tuple(one.shape)) for name, one in self.sharded.module.named_parameters()}
+
+    def pieces(self) -> list[Piece]:
+        """This rank's pieces of the parameters and buffers, live."""
+        model = None if self.trained is None else self.trained.model
+        return model_pieces(self.sharded.module, model.pieces if model else [], model.shapes if model else ())
+
+    def named(self, pattern: str) -> list[str]:
+        """The parameters that match, in the model's order. Raises UsageError if none does."""
+        found = [name for name in self.shapes if fnmatchcase(name, pattern)]
+        if not found:
+            names = ", ".join(list(self.shapes)[:3])
+            raise UsageError(
+                f"parameters: no parameter of {self.name!r} matches {pattern!r}; names are like {names}, ..."
+            )
+        return found
+
+
+class Parameters:
+    """Names and parameters, as `named_parameters` gives them; draws at each of them follow from its place in the model."""
+
+    def __init__(self, entries: Sequence[tuple[str, Tensor, tuple[int, ...]]], seed: int, device: torch.device):
+        """entries: each parameter, or part of one, with its name and where it begins in the whole."""
+        self._entries, self._seed, self._device = entries, seed, device
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, one, offsets in self._entries:
+            seed_draws(derive_seed(self._seed, name, offsets), self._device)
+            yield name, one
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class WholeParameters:
+    """Copies of whole parameters, which are written back. Collective."""
+
+    def __init__(
+        self, model: LaidOut, names: Sequence[str], with_gradients: Collection[str], device: torch.device
+    ) -> None:
+        shapes = model.shapes
+        self._pieces = [piece for piece in model.pieces() if piece.name in names]
+        full = FullParameters(self._pieces, shapes, model.meshes, device)
+        self.named: dict[str, nn.Parameter] = {}
+        self._with_gradients = with_gradients
+        trains: Mapping[str, Tensor] = dict(model.sharded.module.named_parameters())
+        for name in names:
+            one = nn.Parameter(full.of(name, lambda piece: piece.tensor), requires_grad=trains[name].requires_grad)
+            if name in with_gradients:
+                one.grad = full.of(name, _gradient)
+            self.named[name] = one
+
+    def write_back(self) -> None:
+        """Bring what the program has made of them into this rank's pieces."""
+        for piece in self._pieces:
+            whole, tensor = self.named[piece.name], piece.tensor
+            place = tuple(slice(at, at + n) for at, n in zip(piece.offsets, tensor.shape, strict=True))
+            tensor.copy_(whole[place])
+            if piece.name not in self._with_gradients:
+                continue
+            if whole.grad is None or tensor.grad is None:
+                tensor.grad = None if whole.grad is None else whole.grad[place].to(tensor.device, copy=True)
+            else:
+                tensor.grad.copy_(whole.grad[place])
+
+
+def parts_of(model: LaidOut, names: Collection[str]) -> list[Piece]:
+    """This rank's pieces of the parameters with these names."""
+    return [piece for piece in model.pieces() if piece.name in names]
+
+
+def _gradient(piece: Piece) -> Tensor:
+    gradient = piece.tensor.grad
+    return torch.zeros_like(piece.tensor) if gradient is None else gradient
