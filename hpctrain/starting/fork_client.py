@@ -1,4 +1,4 @@
-"""The starter's side of the fork server (fork_server.py): ranks of one command are forked from a process that has imported torch."""
+"""The starter's side of the fork server (fork_server.py): a command's ranks are forked from a process that has imported torch."""
 
 from __future__ import annotations
 

@@ -220,8 +220,7 @@ def update(session: Session, gradients: list[Tensor], norm: float, trial: FirstS
     """Clip, let the optimizer step, and give the ranks the new parameters."""
     model = session.model
     clip(gradients, norm, session.job.optimizer.clip_norm)
-    model.optimizer.step()
-    model.optimizer_begun = True
+    model.update(session.progress.step)
     model.sharded.refresh()
     if trial is not None:
         trial.updated()
