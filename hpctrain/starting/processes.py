@@ -188,5 +188,7 @@ def launch(
     launched = launch_over_mpi(command, ranks, start, front)
     if launched is not None:
         return launched
-    print("hpctrain: no MPI is installed: the ranks talk over gloo", file=sys.stderr, flush=True)
+    named = os.environ.get("MPI4PY_LIBMPI")
+    why = f"MPI4PY_LIBMPI names {named}, which can't be loaded" if named else "no MPI is installed"
+    print(f"hpctrain: {why}: the ranks talk over gloo", file=sys.stderr, flush=True)
     return without_mpi(command, ranks, directory, start)
