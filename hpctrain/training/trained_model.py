@@ -96,7 +96,7 @@ class TrainedModel:
         self._part = [meshes.axis(axis).get_local_rank() for axis in sorted(set().union(*axes_of_pieces))]
         self.optimizer, self.optimizer_begun = self.new_optimizer(), False
         self.group_options = group_options(self.optimizer)
-        self._base_rates = [group["lr"] * self._rate_factor() for group in self.optimizer.param_groups]
+        self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         repeated = [one.axis for one in axes if one.ranks_have == "the same samples"]
         self.loss_share = 0.0 if any(meshes.axis(axis).get_local_rank() for axis in repeated) else 1.0
         self.named_losses = NamedLosses(self.loss_share)
@@ -194,14 +194,6 @@ class TrainedModel:
                 "tensor parallelism",
                 everywhere=True,
             )
-
-    def _rate_factor(self) -> float:
-        """The factor by which lr grows with the batch: linear (Goyal et al., 2017) or square root (Krizhevsky, 2014)."""
-        table = self._job.optimizer
-        if table.lr_reference_batch is None:
-            return 1.0
-        ratio = self._job.batch.size / table.lr_reference_batch
-        return float(ratio if table.lr_scaling == "linear" else ratio**0.5)
 
     def load(
         self, weights: Path, group: dist.ProcessGroup, kept_by: str | None = None, strict: bool = True
