@@ -82,7 +82,10 @@ def test_weights_that_are_not_there_and_a_model_without_parameters(job: JobFile)
         (["--set", "batch.micro_size=5"], "12 does not divide over 1 data-parallel ranks x micro_size 5"),
         (["-n", "2", "--set", "parallelism.replicate=3"], "replicate 3 needs a multiple of 3 ranks, but there are 2"),
         (["--set", "optimizer"], "--set optimizer: expected table.key=value"),
-        (["--set", "optimizer.lr=-1"], "--set optimizer.lr=-1: [optimizer] lr: expected greater than or equal to 0, found -1"),
+        (
+            ["--set", "optimizer.lr=-1"],
+            "--set optimizer.lr=-1: [optimizer] lr: expected greater than or equal to 0, found -1",
+        ),
         (
             ["--set", "job.epochs=1"],
             "expected either steps or epochs, found both; --set job.steps= or --set job.epochs= removes one",
