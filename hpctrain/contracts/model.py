@@ -72,6 +72,10 @@ class ModelSpec(Plugin):
         uneven ranks come out as in one process.
         """
 
+    def figures(self, outputs: Any, batch: Batch) -> Mapping[str, Tensor]:
+        """Other SUMS over what `count` counts, scalars by name, whose means the rows of steps and evaluations report."""
+        return {}
+
     def target(self, batch: Batch) -> Tensor:
         """The labels that metrics compare the outputs with."""
         target: Tensor = batch["labels"] if isinstance(batch, Mapping) else batch[-1]
