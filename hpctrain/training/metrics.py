@@ -244,7 +244,7 @@ class NamedLosses:
         new = [name for name in mine if name not in self._names]
         if new:
             raise TrainingError(
-                f"the model's loss or figures returned {new[0]!r}, expected the names of the first step: {', '.join(self._names) or 'none'}"
+                f"the model reports {new[0]!r}, expected the names of the first step: {', '.join(self._names) or 'none'}"
             )
         return [mine[name] * self._share if name in mine else 0.0 for name in self._names]
 

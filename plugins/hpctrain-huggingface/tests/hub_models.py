@@ -37,10 +37,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"model_type": "qwen3_moe", **_LLAMA, "head_dim": 8, "num_experts": 4, **_EXPERTS},
 }  # fmt: skip
 """Causal language models."""
-_PLAIN = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": None}
+_PLAIN = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": None,
+}
 _DEEPSEEK = {
     **_LLAMA, **_EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "n_group": 1, "topk_group": 1,
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "n_group": 1,
+    "topk_group": 1,
 }  # fmt: skip
 _MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -69,9 +76,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mamba": {"model_type": "mamba", **_MAMBA},
     "mamba2": {"model_type": "mamba2", **_MAMBA, "num_heads": 4, "head_dim": 8, "n_groups": 1, "expand": 2, "chunk_size": 4},
     "rwkv": {"model_type": "rwkv", "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2},
-    "jamba": {"model_type": "jamba", **_LLAMA, "num_hidden_layers": 4, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
-              "use_mamba_kernels": False, "mamba_d_state": 4},
-    "recurrent_gemma": {"model_type": "recurrent_gemma", **_LLAMA, "lru_width": 16, "num_hidden_layers": 3, "attention_window_size": 4},
+    "jamba": {"model_type": "jamba", **_LLAMA, "num_hidden_layers": 4, "num_experts": 2, "attn_layer_period": 2,
+              "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 4},
+    "recurrent_gemma": {"model_type": "recurrent_gemma", **_LLAMA, "lru_width": 16, "num_hidden_layers": 3,
+                        "attention_window_size": 4},
     "bamba": {"model_type": "bamba", **_LLAMA, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 4,
               "attn_layer_indices": [1]},
     "qwen3_next": {"model_type": "qwen3_next", **_LLAMA, "head_dim": 8, "num_experts": 4, **_EXPERTS,

@@ -60,7 +60,8 @@ def _saved(path: Path) -> PeftConfig:
             "peft model writes them"
         )
     config: PeftConfig = PeftConfig.from_pretrained(str(path))
-    _refuse_kind(str(config.peft_type.value).lower().replace("_", "-"))
+    kind: Any = config.peft_type
+    _refuse_kind(str(kind.value).lower().replace("_", "-"))
     config.inference_mode = False
     _refuse_values_of_the_base(config)
     return config
@@ -104,8 +105,8 @@ def with_adapter(model: PreTrainedModel, config: PeftConfig, task: str) -> PeftM
         raise UsageError(f"[model] adapter: {error}") from error
     if getattr(config, "target_modules_to_tie", None):
         raise UsageError(
-            "[model] adapter: ensure_weight_tying would tie the adapters of two layers, one the transpose of the other; leave one of "
-            "them out, or name it in modules_to_save"
+            "[model] adapter: ensure_weight_tying would tie the adapters of two layers, one the transpose of the other; leave one "
+            "of them out, or name it in modules_to_save"
         )
     return made  # type: ignore[no-any-return]
 

@@ -71,7 +71,9 @@ def not_exchanged(model: PreTrainedModel) -> str | None:
     if not model._supports_attention_backend or not found:
         return f"a {kind} computes attention outside of transformers' AttentionInterface, where it could be exchanged"
     if _sees_window(model.config):
-        return f"the attention of this {kind} sees a window of tokens, which ranks with parts of a sequence do not compute"
+        return (
+            f"the attention of this {kind} sees a window of tokens, which ranks with parts of a sequence do not compute"
+        )
     return None
 
 

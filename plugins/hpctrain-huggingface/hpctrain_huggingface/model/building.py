@@ -6,8 +6,9 @@ import copy
 import json
 import logging
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -111,8 +112,8 @@ class Built:
     """The directory or the repository that the job names."""
     weights_at: Path | None
     adapter_at: Path | None
-    architecture: str
-    """The class of `base`, before sharding gives it another name."""
+    architecture: type[PreTrainedModel]
+    """The class of `base`, before sharding makes another one of it."""
     conversions: list[Any]
     """transformers' conversions of stored tensors for that class."""
     adapter_names: dict[str, list[str]]
@@ -126,35 +127,48 @@ class Built:
         if self.weights_at is None:
             return None
         found = Weights(Files.of(self.weights_at), self.base, self.conversions, self.wanted, self.tied)
-        missing, unused = self._unmatched(found)
-        written = json.loads((self.weights_at / "config.json").read_bytes()).get("architectures") or [self.architecture]
-        other_head = self.architecture not in written
-        lists = {name[: at.start()] for name in self.wanted for at in _NUMBER.finditer(name)}
-        strange = [
-            name
-            for name, own in unused.items()
-            if not other_head or any(own[: at.start()] in lists for at in _NUMBER.finditer(own))
-        ]
         shapes = found.files.shapes()
         for name, source in found.sources.items():
             if source.converter is None:
                 ((stored, _),) = source.stored
                 refuse_shape(f"{stored} in {self.weights_at}", shapes[stored], self.wanted[name].shape)
+        missing, unused = self._unmatched(found)
+        kind = self.architecture.__name__
+        written = json.loads((self.weights_at / "config.json").read_bytes()).get("architectures") or [kind]
+        other_head = kind not in written
+        lists = {name[: at.start()] for name in self.wanted for at in _NUMBER.finditer(name)}
         lost = [name for name in missing if not other_head or name in self.frozen or _NUMBER.search(name)]
+        strange = [
+            name
+            for name, own in unused.items()
+            if not other_head or any(own[: at.start()] in lists for at in _NUMBER.finditer(own))
+        ]
+        if strange and not lost:
+            heads = self._state_of_other_classes()
+            strange = [name for name in strange if unused[name] not in heads]
         if lost or strange:
+            parts = [
+                f"{verb} {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+                for verb, names in (("lacks", lost), ("has besides", strange))
+                if names
+            ]
             raise UsageError(
-                f"[model] path: {self.weights_at} "
-                + " and ".join(
-                    f"{verb} {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
-                    for verb, names in (("lacks", lost), ("has besides", strange))
-                    if names
-                )
+                f"[model] path: {self.weights_at} {' and '.join(parts)}"
                 + (
-                    ", which would begin with random values and stay frozen; name their modules in modules_to_save of [model] adapter"
+                    ", which would begin with random values and stay frozen; name them in modules_to_save of [model] adapter"
                     if other_head and lost and lost[0] in self.frozen
-                    else f": its weights are of another model than the {self.architecture} of the configuration"
+                    else f": its weights are of another model than the {kind} of the configuration"
                 )
             )
+        return found
+
+    def _state_of_other_classes(self) -> set[str]:
+        """The names in the states of all classes of the architecture: one that was trained before may have had more heads."""
+        found: set[str] = {name for name, _ in self.base.named_buffers()}
+        for one in vars(sys.modules[self.architecture.__module__]).values():
+            if isinstance(one, type) and issubclass(one, PreTrainedModel) and one.config_class is type(self.config):
+                with suppress(Exception), torch.device("meta"):  # not every class takes every configuration
+                    found |= one(copy.deepcopy(self.config)).state_dict().keys()
         return found
 
     def _unmatched(self, found: Weights) -> tuple[list[str], dict[str, str]]:
@@ -169,7 +183,11 @@ class Built:
         names = (name for name in self.wanted if name not in found.sources and name not in self.main_names)
         return (
             [name for name in names if counts("missing", name)],
-            {name: own for name, own in found.unused.items() if counts("unused", name) and "rotary_emb.inv_freq" not in name},
+            {
+                name: own
+                for name, own in found.unused.items()
+                if counts("unused", name) and "rotary_emb.inv_freq" not in name
+            },
         )
 
     @cached_property
@@ -249,11 +267,11 @@ def build(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, adap
     base = _base(config, options, task, frozen)
     if task == "causal-lm" and getattr(base.config, "is_decoder", True) is False:
         raise UsageError(
-            f"[model] task: a {type(base).__name__} shows each token those that come after it, and would learn to copy; set [model] "
-            "config = { is_decoder = true }, or choose the task masked-lm"
+            f"[model] task: a {type(base).__name__} shows each token those that come after it, and would learn to copy; set "
+            "[model] config = { is_decoder = true }, or choose the task masked-lm"
         )
     tied, wanted = tied_parameters(base), dict(base.state_dict())
-    architecture, conversions = type(base).__name__, get_model_conversion_mapping(base)
+    architecture, conversions = type(base), get_model_conversion_mapping(base)
     base_parameters = [name for name, _ in base.named_parameters()]
     recorder = Recorder()
     with torch.device("cpu"):

@@ -84,8 +84,8 @@ def _still_tied(built: Built) -> list[list[str]]:
     if kept != built.tied and (kept or built.base.config.is_encoder_decoder):
         first, other, *_ = next(names for names in built.tied if names not in kept)
         raise UsageError(
-            f"--merged: the adapter has parted {other} from {first}, and a {type(built.base).__name__} ties them; export the adapter "
-            "alone, without --merged"
+            f"--merged: the adapter has parted {other} from {first}, and a {type(built.base).__name__} ties them; export the "
+            "adapter alone, without --merged"
         )
     return kept
 

@@ -110,7 +110,11 @@ class Decoder:
             hidden = torch.zeros(1, 4, size, device=device)
             try:
                 for layer, (others, named) in zip(self.layers(), self.others(hidden), strict=True):
-                    if layer is not None and device == "meta" and not isinstance(layer(hidden, *others, **named), Tensor):
+                    if (
+                        layer is not None
+                        and device == "meta"
+                        and not isinstance(layer(hidden, *others, **named), Tensor)
+                    ):
                         raise self._unfit("a layer gives more than its hidden state")
             except UsageError:
                 raise

@@ -69,7 +69,7 @@ def _classes(task: Task, config: PreTrainedConfig) -> set[str]:
         return set()
     own: Any = getattr(config, "auto_map", None) or {}
     mapping = getattr(transformers, task.auto)._model_mapping
-    found = mapping[type(config)] if type(config) in mapping else ()
+    found = mapping.get(type(config), ())
     every = {one.__name__ for one in (found if isinstance(found, tuple) else (found,))}
     return every | {own[task.auto].rpartition(".")[2]} if task.auto in own else every
 

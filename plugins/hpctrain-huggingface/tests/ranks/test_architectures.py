@@ -1,5 +1,7 @@
-"""Which architectures train in which layout: each has the losses of a plain loop on what from_pretrained gives, or is refused before
-anything is built. tests/architectures_table.py makes docs/lab/architectures.md of it."""
+"""Which architectures train in which layout: each has the losses of a plain loop on what from_pretrained gives, or is refused.
+
+architectures_table.py makes docs/lab/architectures.md of it.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_an_architecture_trains_or_is_refused(
-    root: Path, name: str, layout: str, pytestconfig: pytest.Config
-) -> None:
+def test_an_architecture_trains_or_is_refused(root: Path, name: str, layout: str, pytestconfig: pytest.Config) -> None:
     from transformers import AutoModelForCausalLM
 
     path = root / "saved"

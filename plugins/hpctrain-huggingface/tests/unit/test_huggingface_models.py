@@ -15,7 +15,7 @@ from hpctrain_huggingface.model.attention import attend_causally, is_given
 from hpctrain_huggingface.model.options import HuggingFaceOptions
 from hpctrain_huggingface.model.plugin import HuggingFace
 from hub_models import CONFIGS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpctrain
@@ -70,7 +70,10 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     [
         ({"path": "gone"}, "path: there is no directory gone, and no repository of that name in this machine's cache"),
         ({"config": {"hidden_sizes": 3}}, "config: 'hidden_sizes' is no key of transformers' LlamaConfig"),
-        ({"config": {"hidden_size": 32}}, "has the shape [61, 16], expected [61, 32]: the weights are of another model"),
+        (
+            {"config": {"hidden_size": 32}},
+            "has the shape [61, 16], expected [61, 32]: the weights are of another model",
+        ),
         ({"adapter": {"kind": "loro"}}, "[model] adapter: found an adapter of the kind 'loro', expected one of beft, "),
         ({"adapter": {"kind": "lora", "rank": 3}}, "[model] adapter: 'rank' is no key of peft's LoraConfig"),
         (
@@ -117,7 +120,11 @@ def test_mistakes_get_a_sentence(tmp_path: Path, keys: dict[str, Any], sentence:
         ("gemma3", "Gemma3ForConditionalGeneration", "trained for no task here"),
         ("qwen2_audio", "Qwen2AudioForConditionalGeneration", "trained for no task here"),
         ("whisper", "WhisperForConditionalGeneration", "trained for 'causal-lm', 'audio-classification'"),
-        ("bert", "BertForQuestionAnswering", "names BertForQuestionAnswering; a model of the type 'bert' is trained for"),
+        (
+            "bert",
+            "BertForQuestionAnswering",
+            "names BertForQuestionAnswering; a model of the type 'bert' is trained for",
+        ),
         ("bert", "BertLMHeadModel", "would learn to copy; set [model] config = { is_decoder = true }"),
         ("wav2vec2", "Wav2Vec2ForCTC", "trained for 'audio-classification'"),
         ("hubert", "HubertForSequenceClassification", "audio-classification"),
@@ -298,6 +305,37 @@ def test_layers_that_the_files_lack_are_refused_and_heads_are_told(
     found = " ".join(record.getMessage() for record in caplog.records)
     assert "lacks score.weight, which begin with random values" in found
     assert "the model has no use for lm_head.weight" in found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_of_another_model_end_the_start(tmp_path: Path, stage: int) -> None:
+    path = hub_models.save(CONFIGS["llama"], tmp_path / "saved")
+    tables = hub_models.job(tmp_path / "run", path, sharding={"stage": stage})
+    file = path / "model.safetensors"
+    state = load_file(file)
+    save_file({**state, "head.weight": torch.zeros(3)}, file)
+    assert "has besides head.weight: its weights are of another model than the LlamaForCausalLM" in told(tables)
+    state["head.weight"] = state.pop("lm_head.weight")
+    save_file(state, file)
+    assert "lacks lm_head.weight and has besides head.weight: its weights are of another model" in told(tables)
+
+
+def test_a_head_of_another_class_of_the_architecture_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the hub's BERT, which calls itself BertForMaskedLM."""
+    config = {
+        "model_type": "bert",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+    }
+    path = hub_models.save(config, tmp_path / "saved", "AutoModelForPreTraining")
+    written = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**written, "architectures": ["BertForMaskedLM"]}))
+    hpctrain.run(hub_models.job(tmp_path / "run", path, job={"steps": 1}))
+    assert "the model has no use for bert.pooler.dense.bias" in " ".join(one.getMessage() for one in caplog.records)
 
 
 def classes(split: str) -> list[dict[str, torch.Tensor]] | None:

@@ -34,7 +34,8 @@ _WAV2VEC2 = {
     "model_type": "wav2vec2", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
     "intermediate_size": 24, "conv_dim": (16, 16), "conv_stride": (4, 4), "conv_kernel": (8, 8), "num_feat_extract_layers": 2,
     "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "mask_time_prob": 0.0, "num_labels": 5,
-    "classifier_proj_size": 16, "hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0, "activation_dropout": 0.0,
+    "classifier_proj_size": 16, "hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0,
+    "activation_dropout": 0.0,
 }  # fmt: skip
 ROWS = 4
 
