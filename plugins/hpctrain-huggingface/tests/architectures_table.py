@@ -12,9 +12,9 @@ from pathlib import Path
 
 HEAD = """# Architectures and layouts
 
-`plugins/hpctrain-huggingface/tests/architectures_table.py` writes this table from `test_architectures.py` beside it: tiny
-causal language models of transformers {version} on two ranks. Those that train had the losses and the gradient norms of a
-plain loop in one process, to 1e-6 and 1e-5. The others are refused in a sentence, by `hpctrain check`, too.
+`plugins/hpctrain-huggingface/tests/architectures_table.py` writes this table from `test_architectures.py` beside it:
+tiny causal language models of transformers {version} on two ranks. Those that train had the losses and the gradient
+norms of a plain loop in one process, to 1e-6 and 1e-5. The others are refused in a sentence, by `hpctrain check`, too.
 
 """
 

@@ -265,7 +265,8 @@ def build(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, adap
         if getattr(one, "use_cache", None):
             one.use_cache = False  # keys and values for generation; a recomputed forward would add them twice
     base = _base(config, options, task, frozen)
-    if task == "causal-lm" and any(getattr(one, "is_decoder", True) is False for one in base.modules()):
+    sees_all = getattr(config, "causal", True) is False or getattr(config, "attn_type", "") == "bi"  # XLM and XLNet
+    if task == "causal-lm" and (sees_all or any(getattr(one, "is_decoder", True) is False for one in base.modules())):
         raise UsageError(
             f"[model] task: a {type(base).__name__} shows each token those that come after it, and would learn to copy; set "
             "[model] config = { is_decoder = true }, or choose the task masked-lm"

@@ -126,6 +126,8 @@ def test_mistakes_get_a_sentence(tmp_path: Path, keys: dict[str, Any], sentence:
             "names BertForQuestionAnswering; a model of the type 'bert' is trained for",
         ),
         ("bert", "BertLMHeadModel", "would learn to copy; set [model] config = { is_decoder = true }"),
+        ("xlnet", "XLNetLMHeadModel", "would learn to copy"),
+        ("xlm", "XLMWithLMHeadModel", "would learn to copy"),
         ("wav2vec2", "Wav2Vec2ForCTC", "trained for 'audio-classification'"),
         ("hubert", "HubertForSequenceClassification", "audio-classification"),
         ("bart", "BartForConditionalGeneration", "seq2seq-lm"),
