@@ -155,7 +155,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--equivalence", type=Path, help="append what the equivalence tests found to this file (JSON lines)"
     )
-    parser.addoption("--planned", type=Path, help="append what the tests of plans found to this file (JSON lines)")
+    parser.addoption("--planned", type=Path, help="append what tests of plans and architectures found to this file")
 
 
 @pytest.fixture

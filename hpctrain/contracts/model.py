@@ -72,6 +72,10 @@ class ModelSpec(Plugin):
         uneven ranks come out as in one process.
         """
 
+    def figures(self, outputs: Any, batch: Batch) -> Mapping[str, Tensor]:
+        """Other SUMS over what `count` counts, scalars by name, whose means the rows of steps and evaluations report."""
+        return {}
+
     def target(self, batch: Batch) -> Tensor:
         """The labels that metrics compare the outputs with."""
         target: Tensor = batch["labels"] if isinstance(batch, Mapping) else batch[-1]
@@ -85,7 +89,7 @@ class ModelSpec(Plugin):
         if isinstance(found, Tensor):
             return found
         raise UsageError(
-            f"the model {self.name!r} returned {_described(outputs)}, in which the prediction is unknown; expected a tensor, "
+            f"the model {self.name!r} returned {type(outputs).__name__}, in which the prediction is unknown; expected a tensor, "
             "`.logits`, or a dict with `logits`; a model plugin says which it is with the method logits"
         )
 
@@ -96,14 +100,6 @@ class ModelSpec(Plugin):
     def flops(self, batch: Batch) -> int | None:
         """Floating point operations of forward and backward on `batch`; None where nobody has counted them."""
         return None
-
-
-def _described(outputs: Any) -> str:
-    """ "dict of scores, features" """
-    kind = type(outputs).__name__
-    if isinstance(outputs, Mapping):
-        return f"{kind} of {', '.join(map(str, outputs))}"
-    return f"{kind} of {len(outputs)}" if isinstance(outputs, (tuple, list)) else kind
 
 
 class MetaModel(ModelSpec):

@@ -47,7 +47,7 @@ class RunnerParts:
 
     context: entered around forward, loss and backward; once per micro batch, or around all of them.
     phase: to be entered around the phases "forward" and "backward" of a step.
-    named: is given the losses of each micro batch of a model that has several.
+    named: is given what the rows report of each micro batch besides its loss.
     forwarded: to be called with the step, outputs and batch of each forward of a training, before its backward.
     compiled_loss: to be called in place of `spec.loss`; None where nothing is compiled.
     """
@@ -107,12 +107,12 @@ class RunnerParts:
         """The sum of the losses, a plain scalar; call it under `precision.forward`. Raises TrainingError for other shapes."""
         with self.target_kept(micro.batch, "loss"):
             found = (self.compiled_loss or self.spec.loss)(outputs, micro.batch)
-        if not isinstance(found, Mapping):
-            return self._scalar(found, "")
-        losses = {name: self._scalar(loss, f" {name!r}") for name, loss in found.items()}
+            figures = self.spec.figures(outputs, micro.batch)
+        losses = found if isinstance(found, Mapping) else {}
+        losses = {f"loss_{name}": self._scalar(loss, f" {name!r}") for name, loss in losses.items()}
         if micro.counts:
-            self.named(losses)
-        return torch.stack(list(losses.values())).sum()
+            self.named({**losses, **figures})
+        return torch.stack(list(losses.values())).sum() if losses else self._scalar(found, "")
 
     def _scalar(self, loss: object, which: str) -> Tensor:
         if isinstance(loss, Tensor) and loss.dim() == 0:

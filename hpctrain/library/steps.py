@@ -219,7 +219,7 @@ class Steps:
         measured = [rank[4 + len(logged) :] for rank in ranks]
         row = StepRow(
             loss=mine.loss,
-            named_losses={name: one.loss for name, one in others.items()},
+            named_losses={f"loss_{name}": one.loss for name, one in others.items()},
             lr=mine.lr,
             grad_norm=mine.norm,
             count=count,

@@ -83,7 +83,7 @@ def evaluate(
     if not terms:
         raise TrainingError("no token or sample of the evaluated split has a label", everywhere=True)
     means = model.named_losses.means([row[2:] for row in rows], terms)
-    found = {"loss": total / terms, **{f"loss_{name}": value for name, value in means.items()}}
+    found = {"loss": total / terms, **means}
     if running:
         mine = [
             {name: as_number(f"[[metric]]: {name!r}", value) for name, value in one.compute(model.batch_group).items()}

@@ -100,7 +100,7 @@ def _measured(session: Session, micro: MicroBatch) -> list[str] | None:
         session.report.say(f"look         {why}")
     if failed:
         return None
-    found = {"loss": math.nan, **{f"loss_{name}": math.nan for *_, names in everyone for name in names}}
+    found = {"loss": math.nan, **{name: math.nan for *_, names in everyone for name in names}}
     measured = next(names for has_outputs, names, *_ in everyone if has_outputs)
     add_measured(found, [dict.fromkeys(names, math.nan) for names in measured], parts.model.counts)
     return list(found)

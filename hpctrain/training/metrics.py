@@ -88,7 +88,8 @@ class StepRow:
     """The mean over the tokens or samples of the global batch; `null` if a rank ran out of memory or the loss is not finite."""
 
     named_losses: Mapping[str, float]
-    """Keys `loss_NAME`: the same mean of each loss by name, for a model whose loss is a dict."""
+    """Keys `loss_NAME`: the same mean of each loss by name, for a model whose loss is a dict; and each of `ModelSpec.figures`, such
+    as the `reward_margin` of [preferences](fine-tune.md#preferences)."""
 
     lr: float
     """The learning rate of the step."""
@@ -134,7 +135,7 @@ class StepRow:
         return {
             **asdict(moment),
             "loss": self.loss,
-            **{f"loss_{name}": value for name, value in self.named_losses.items()},
+            **self.named_losses,
             "lr": self.lr,
             "grad_norm": self.grad_norm,
             counts: self.count,
@@ -178,7 +179,8 @@ class EvaluationRow:
     """The metrics of one evaluation of all ranks."""
 
     measured: Mapping[str, float]
-    """Keys `evaluation_NAME`: `evaluation_loss`, `evaluation_loss_NAME` of a loss by name, and each `[[metric]]`."""
+    """Keys `evaluation_NAME`: `evaluation_loss`, `evaluation_loss_NAME` of a loss by name, each of `ModelSpec.figures`, and each
+    `[[metric]]`."""
 
     count: int
     """Key `evaluation_tokens` or `evaluation_samples`: what the loss is a mean over."""
@@ -242,7 +244,7 @@ class NamedLosses:
         new = [name for name in mine if name not in self._names]
         if new:
             raise TrainingError(
-                f"the loss returned {new[0]!r}, expected the names of the first step: {', '.join(self._names) or 'none'}"
+                f"the model reports {new[0]!r}, expected the names of the first step: {', '.join(self._names) or 'none'}"
             )
         return [mine[name] * self._share if name in mine else 0.0 for name in self._names]
 

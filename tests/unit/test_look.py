@@ -130,7 +130,7 @@ def test_no_step_is_changed_by_it(workers: int) -> None:
 
 def test_the_logits_among_a_model_s_outputs() -> None:
     assert 0 <= run("dict", model={"name": dict_of_logits, "loss": loss_of_dict})["evaluation"]["accuracy"] <= 1
-    with pytest.raises(UsageError, match=r"returned tuple of 2, in which the prediction is unknown; expected a tensor"):
+    with pytest.raises(UsageError, match=r"returned tuple, in which the prediction is unknown; expected a tensor"):
         run(
             "pair",
             model={

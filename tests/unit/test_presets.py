@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,13 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
 }
 """Parameters, by the tables of the weights' files."""
+ENDS = {
+    "llama-2": (1, 2),
+    "llama-3": (128000, 128001),
+    "qwen2.5": (151643, 151643),
+    "qwen3": (151643, 151645),
+}
+"""The tokens that begin and end a text, by the config.json of the same weights."""
 REST = """
 [job]
 name = "sized"
@@ -48,8 +56,11 @@ def test_each_preset_has_the_published_number_of_parameters(tmp_path: Path) -> N
     path = tmp_path / "job.toml"
     for name, parameters in PUBLISHED.items():
         path.write_text(f'extends = "preset:{name}"\n{REST}')
-        module = build_on_meta(check(read_job(path), None).parts.model)
+        module: Any = build_on_meta(check(read_job(path), None).parts.model)
         assert sum(one.numel() for one in module.parameters()) == parameters, name
+        for family, ends in ENDS.items():
+            if name.startswith(family):
+                assert (module.config.bos_token_id, module.config.eos_token_id) == ends, name
 
 
 def test_an_unknown_preset_is_told_with_all_that_there_are(tmp_path: Path) -> None:

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import PeftConfig, PeftModel, PeftType, get_peft_model, get_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hpctrain.api import UsageError
 
+KINDS = ("beft", "hira", "ia3", "lily", "loha", "lokr", "lora", "peanut")
+"""Kinds whose matrices are drawn on their own, row by row, and that only the optimizer changes."""
 _TASKS = {
     "causal-lm": "CAUSAL_LM",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
@@ -35,10 +37,8 @@ def adapter_config(options: Mapping[str, Any], task: str) -> PeftConfig:
                 "[model] adapter: path names a saved adapter, whose configuration is beside it; give path alone"
             )
         return _saved(Path(path))
-    known = {str(one.value).lower().replace("_", "-"): cls for one, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    cls = known.get(str(kind))
-    if cls is None:
-        raise UsageError(f"[model] adapter: found kind = {kind!r}, expected one of {', '.join(sorted(known))}")
+    _refuse_kind(str(kind))
+    cls = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType[str(kind).upper()]]
     fields = {one.name for one in dataclasses.fields(cls)}
     for key in given:
         if key not in fields:
@@ -60,22 +60,26 @@ def _saved(path: Path) -> PeftConfig:
             "peft model writes them"
         )
     config: PeftConfig = PeftConfig.from_pretrained(str(path))
+    kind: Any = config.peft_type
+    _refuse_kind(str(kind.value).lower().replace("_", "-"))
     config.inference_mode = False
     _refuse_values_of_the_base(config)
     return config
 
 
+def _refuse_kind(kind: str) -> None:
+    """Raises UsageError for adapters that begin with values of the base, share or change their matrices, or are prompts."""
+    if kind not in KINDS:
+        raise UsageError(f"[model] adapter: found an adapter of the kind {kind!r}, expected one of {', '.join(KINDS)}")
+
+
 def _refuse_values_of_the_base(config: PeftConfig) -> None:
-    """Raises UsageError for adapters that are computed from the base's values, which no rank holds as a whole, and for prompts."""
-    if config.is_prompt_learning:
-        raise UsageError(
-            f"[model] adapter: {type(config).__name__} puts learned vectors before the text, and none into the model's layers; "
-            'expected a kind that adapts layers, such as "lora"'
-        )
-    if getattr(config, "use_dora", False):
-        raise UsageError(
-            "[model] adapter: use_dora needs whole matrices of the base, which no rank holds; leave it out"
-        )
+    """Raises UsageError for adapters that are computed from the base's values, which no rank holds as a whole."""
+    for key in ("use_dora", "trainable_token_indices", "layer_replication"):
+        if getattr(config, key, None):
+            raise UsageError(
+                f"[model] adapter: {key} needs whole matrices of the base, which no rank holds; leave it out"
+            )
     how = getattr(config, "init_lora_weights", True)
     if not isinstance(how, bool) and how != "gaussian":
         raise UsageError(
@@ -99,12 +103,20 @@ def with_adapter(model: PreTrainedModel, config: PeftConfig, task: str) -> PeftM
             made: Any = get_peft_model(model, config)
     except (ValueError, TypeError) as error:
         raise UsageError(f"[model] adapter: {error}") from error
+    if getattr(config, "target_modules_to_tie", None):
+        raise UsageError(
+            "[model] adapter: ensure_weight_tying would tie the adapters of two layers, one the transpose of the other; leave one "
+            "of them out, or name it in modules_to_save"
+        )
     return made  # type: ignore[no-any-return]
 
 
-def stored_names(module: nn.Module) -> dict[str, str]:
-    """The name in peft's files of each of the adapter's parameters."""
-    own = dict(module.named_parameters())
-    of_tensor = {id(parameter): name for name, parameter in own.items()}
+def stored_names(module: nn.Module) -> dict[str, list[str]]:
+    """The names in peft's files of each of the adapter's parameters: several of one that is tied."""
+    of_tensor = {id(parameter): name for name, parameter in module.named_parameters()}
+    own = dict(module.named_parameters(remove_duplicate=False))
     stored: Mapping[str, Tensor] = get_peft_model_state_dict(module, state_dict=own, save_embedding_layers=False)
-    return {of_tensor[id(tensor)]: key for key, tensor in stored.items()}
+    found: dict[str, list[str]] = {}
+    for key, tensor in stored.items():
+        found.setdefault(of_tensor[id(tensor)], []).append(key)
+    return found

@@ -60,25 +60,26 @@ def _sees_window(config: Any) -> bool:
     return bool(kinds - {"full_attention"} or (getattr(text, "sliding_window", None) and not kinds))
 
 
-def give_to_attention(model: PreTrainedModel) -> list[nn.Module]:
-    """Let the model's attention modules call their method `attend`, (batch, heads, seq, head_size) three times; return them.
-
-    Raises UsageError for a model that does not compute attention through transformers' interface, or whose attention sees a window.
-    """
+def not_exchanged(model: PreTrainedModel) -> str | None:
+    """Why ranks with parts of a sequence can't compute this model, None if they can."""
     kind = type(model).__name__
     found = _attentions(model)
+    if any(isinstance(one, nn.Conv1d) for one in model.modules()):
+        return f"a {kind} mixes tokens elsewhere than in attention, too"
+    if any(hasattr(one, "v_head_dim") and one.v_head_dim != getattr(one, "qk_head_dim", None) for one in found):
+        return f"the values in the attention of a {kind} have other sizes than the keys"
     if not model._supports_attention_backend or not found:
-        raise UsageError(
-            f"[parallelism] context: a {kind} computes attention outside of transformers' AttentionInterface, where it could be "
-            "exchanged; use another axis",
-            everywhere=True,
-        )
+        return f"a {kind} computes attention outside of transformers' AttentionInterface, where it could be exchanged"
     if _sees_window(model.config):
-        raise UsageError(
-            f"[parallelism] context: the attention of this {kind} sees a window of tokens, which ranks with parts of a sequence do "
-            "not compute; use another axis",
-            everywhere=True,
+        return (
+            f"the attention of this {kind} sees a window of tokens, which ranks with parts of a sequence do not compute"
         )
+    return None
+
+
+def give_to_attention(model: PreTrainedModel) -> list[nn.Module]:
+    """Let the model's attention modules call their method `attend`, (batch, heads, seq, head_size) three times; return them."""
+    found = _attentions(model)
     AttentionInterface.register(_NAME, _attention)
     model.set_attn_implementation(_NAME)
     for one in found:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -17,6 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from hpctrain.api import EnvironmentUnfitError, HpctrainError, UsageError, named_tensors, tied_parameters
 from hpctrain_huggingface.model.attention import attend_causally
@@ -25,12 +28,14 @@ from hpctrain_huggingface.model.layers import Decoder, let_run_alone
 from hpctrain_huggingface.model.options import HuggingFaceOptions
 from hpctrain_huggingface.model.plan import PREFIX, base_name, tensor_plan, with_cut_vocabulary
 from hpctrain_huggingface.model.tasks import TASKS
-from hpctrain_huggingface.model.weights import Files, Weights
+from hpctrain_huggingface.model.weights import Files, Weights, refuse_shape
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
 LOG = logging.getLogger("hpctrain")
+_NUMBER = re.compile(r"(?<=\.)\d+\.")
+"""The number of one of several equal layers, in a name."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -107,32 +112,96 @@ class Built:
     """The directory or the repository that the job names."""
     weights_at: Path | None
     adapter_at: Path | None
+    architecture: type[PreTrainedModel]
+    """The class of `base`, before sharding makes another one of it."""
+    conversions: list[Any]
+    """transformers' conversions of stored tensors for that class."""
+    adapter_names: dict[str, list[str]]
+    """The names in peft's files of each of the adapter's parameters."""
+    frozen: set[str]
+    """The parameters of `wanted` that are not trained."""
 
     @cached_property
     def weights(self) -> Weights | None:
-        """The weights at `path`. Raises UsageError if they lack layers of the model, or anything that is not trained."""
+        """The weights at `path`. Raises UsageError unless they are those of the model, or of another head on the same layers."""
         if self.weights_at is None:
             return None
-        found = Weights(Files.of(self.weights_at), self.base, self.wanted, self.tied)
-        missing = [name for name in self.wanted if name not in found.sources and name not in self.main_names]
-        kinds: dict[bool, set[str]] = {True: set(), False: set()}
-        for name, parameter in self.module.named_parameters():
-            kinds[parameter.requires_grad].add(base_name(name))
-        trained, frozen = kinds[True], kinds[False] - kinds[True]
-        lost = [name for name in missing if name in frozen or (name in trained and _is_of_a_layer(name))]
-        if lost:
+        found = Weights(Files.of(self.weights_at), self.base, self.conversions, self.wanted, self.tied)
+        shapes = found.files.shapes()
+        for name, source in found.sources.items():
+            if source.converter is None:
+                ((stored, _),) = source.stored
+                refuse_shape(f"{stored} in {self.weights_at}", shapes[stored], self.wanted[name].shape)
+        missing, unused = self._unmatched(found)
+        kind = self.architecture.__name__
+        written = json.loads((self.weights_at / "config.json").read_bytes()).get("architectures") or [kind]
+        other_head = kind not in written
+        lists = {name[: at.start()] for name in self.wanted for at in _NUMBER.finditer(name)}
+        lost = [name for name in missing if not other_head or name in self.frozen or _NUMBER.search(name)]
+        strange = [
+            name
+            for name, own in unused.items()
+            if not other_head or any(own[: at.start()] in lists for at in _NUMBER.finditer(own))
+        ]
+        if strange and not lost:
+            heads = self._state_of_other_classes()
+            strange = [name for name in strange if unused[name] not in heads]
+        if lost or strange:
+            parts = [
+                f"{verb} {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+                for verb, names in (("lacks", lost), ("has besides", strange))
+                if names
+            ]
             raise UsageError(
-                f"[model] path: {self.weights_at} lacks {', '.join(lost[:3])}{', ...' * (len(lost) > 3)}, which would begin with "
+                f"[model] path: {self.weights_at} {' and '.join(parts)}"
                 + (
-                    "random values and stay frozen; name their modules in modules_to_save of [model] adapter"
-                    if lost[0] in frozen
-                    else "random values: its weights are of another model than the configuration"
+                    ", which would begin with random values and stay frozen; name them in modules_to_save of [model] adapter"
+                    if other_head and lost and lost[0] in self.frozen
+                    else f": its weights are of another model than the {kind} of the configuration"
                 )
             )
-        if missing:
-            LOG.warning("weights      %s lacks %s, which begin with random values", self.weights_at, ", ".join(missing))
-        if found.unused:
-            LOG.warning("weights      %s: the model has no use for %s", self.weights_at, ", ".join(found.unused[:5]))
+        return found
+
+    def _state_of_other_classes(self) -> set[str]:
+        """The names in the states of all classes of the architecture: one that was trained before may have had more heads."""
+        found: set[str] = {name for name, _ in self.base.named_buffers()}
+        for one in vars(sys.modules[self.architecture.__module__]).values():
+            if isinstance(one, type) and issubclass(one, PreTrainedModel) and one.config_class is type(self.config):
+                with suppress(Exception), torch.device("meta"):  # not every class takes every configuration
+                    found |= one(copy.deepcopy(self.config)).state_dict().keys()
+        return found
+
+    def _unmatched(self, found: Weights) -> tuple[list[str], dict[str, str]]:
+        """The names of the model that the files lack, and the stored ones that it doesn't take, with those that it would give
+        them; without those that transformers passes over, too."""
+        base: Any = self.base
+        ignored = {"missing": base._keys_to_ignore_on_load_missing, "unused": base._keys_to_ignore_on_load_unexpected}
+
+        def counts(kind: str, name: str) -> bool:
+            return not any(re.search(pattern, name) for pattern in ignored[kind] or ())
+
+        names = (name for name in self.wanted if name not in found.sources and name not in self.main_names)
+        return (
+            [name for name in names if counts("missing", name)],
+            {
+                name: own
+                for name, own in found.unused.items()
+                if counts("unused", name) and "rotary_emb.inv_freq" not in name
+            },
+        )
+
+    @cached_property
+    def _told_weights(self) -> Weights | None:
+        """The weights, with warnings for a head that they lack."""
+        found = self.weights
+        if found is not None:
+            missing, unused = self._unmatched(found)
+            if missing:
+                LOG.warning(
+                    "weights      %s lacks %s, which begin with random values", self.weights_at, ", ".join(missing)
+                )
+            if unused:
+                LOG.warning("weights      %s: the model has no use for %s", self.weights_at, ", ".join([*unused][:5]))
         return found
 
     @cached_property
@@ -150,27 +219,40 @@ class Built:
 
     @cached_property
     def adapter_files(self) -> Files | None:
-        """The weights of a saved adapter."""
-        return None if self.adapter_at is None else Files.of(self.adapter_at, "adapter_model.safetensors")
+        """The weights of a saved adapter. Raises UsageError unless they are those of the configuration beside them."""
+        if self.adapter_at is None:
+            return None
+        found = Files.of(self.adapter_at, "adapter_model.safetensors")
+        several = [name for names in self.adapter_names.values() for name in names]
+        lost = [names[0] for names in self.adapter_names.values() if not found.places.keys() & {*names}]
+        strange = [name for name in found.places if name not in several]
+        if lost or strange:
+            one = f"lacks {lost[0]}" if lost else f"has besides {strange[0]}"
+            raise UsageError(
+                f"[model] adapter: {self.adapter_at} {one}: its weights are of another adapter than its configuration"
+            )
+        return found
 
-    @cached_property
-    def adapter_names(self) -> dict[str, str]:
-        """The names in peft's files of the adapter's parameters."""
-        if self.module is self.base:
-            return {}
-        from hpctrain_huggingface.model.adapters import stored_names
-
-        return stored_names(self.module)
+    def refuse_unknown(self) -> None:
+        """Raises UsageError for a parameter or buffer that would have no values, or those of another model."""
+        files, weights = self.adapter_files, self.weights
+        for name, recipe in self.recipes.items():
+            own = base_name(name)
+            is_stored = files is not None and name in self.adapter_names
+            is_given = weights is not None and self.main_names.get(own, own) in weights.sources
+            if not is_stored and not is_given:
+                recipe.refuse_unknown(name)
 
     def fill(self, name: str, tensor: Tensor, rows: tuple[int, int], seed: int) -> None:
         """Fill `tensor`, the rows `rows` of the parameter or buffer `name`."""
         own, recipe = base_name(name), self.recipes[name]
         own = self.main_names.get(own, own)
-        files, stored = self.adapter_files, self.adapter_names.get(name)
-        if files is not None and stored is not None:
-            files.fill(stored, tensor, rows, recipe.shape)
-        elif self.weights is not None and own in self.weights.sources:
-            self.weights.fill(own, tensor, rows, recipe.shape)
+        files, weights = self.adapter_files, self._told_weights
+        stored = [] if files is None else [one for one in self.adapter_names.get(name, ()) if one in files.places]
+        if files is not None and stored:
+            files.fill(stored[0], tensor, rows, recipe.shape)
+        elif weights is not None and own in weights.sources:
+            weights.fill(own, tensor, rows, recipe.shape)
         else:
             recipe.fill(name, tensor, rows, seed)
 
@@ -183,7 +265,15 @@ def build(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, adap
         if getattr(one, "use_cache", None):
             one.use_cache = False  # keys and values for generation; a recomputed forward would add them twice
     base = _base(config, options, task, frozen)
+    sees_all = getattr(config, "causal", True) is False or getattr(config, "attn_type", "") == "bi"  # XLM and XLNet
+    if task == "causal-lm" and (sees_all or any(getattr(one, "is_decoder", True) is False for one in base.modules())):
+        raise UsageError(
+            f"[model] task: a {type(base).__name__} shows each token those that come after it, and would learn to copy; set "
+            "[model] config = { is_decoder = true }, or choose the task masked-lm"
+        )
     tied, wanted = tied_parameters(base), dict(base.state_dict())
+    architecture, conversions = type(base), get_model_conversion_mapping(base)
+    base_parameters = [name for name, _ in base.named_parameters()]
     recorder = Recorder()
     with torch.device("cpu"):
         for name, buffer in base.named_non_persistent_buffers():
@@ -206,17 +296,24 @@ def build(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, adap
         own = base_name(name)
         recipes[name] = Recipe(tuple(tensor.shape), changes.get(main.get(own, own)) or recorder.of(tensor))
     _bring_plan(module, base, task, bool(tied))
-    has_masks = getattr(config, "output_router_logits", False) or getattr(adapter, "is_prompt_learning", False)
-    if (
-        task == "causal-lm" and options.attention is None and not has_masks
-    ):  # a router and a prompt have masks of their own
+    routes = getattr(config, "output_router_logits", False)  # with a mask of its own
+    if task == "causal-lm" and options.attention is None and not routes:
         attend_causally(base)
     decoder = Decoder.of(base) if task == "causal-lm" else None
     if decoder is not None:
         let_run_alone(decoder)
     at = None if options.path is None else directory_of(options.path)
     saved = options.adapter.get("path")
-    return Built(module, base, given, recipes, wanted, tied, options.path, at, None if saved is None else Path(saved))
+    names = {}
+    if adapter is not None:
+        from hpctrain_huggingface.model.adapters import stored_names
+
+        names = stored_names(module)
+    trained = {base_name(name) for name, one in module.named_parameters(remove_duplicate=False) if one.requires_grad}
+    return Built(
+        module, base, given, recipes, wanted, tied, options.path, at, None if saved is None else Path(saved),
+        architecture, conversions, names, set(base_parameters) - trained,
+    )  # fmt: skip
 
 
 def _base(config: PreTrainedConfig, options: HuggingFaceOptions, task: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -268,11 +365,6 @@ def _untied(module: nn.Module, tied: Iterable[Sequence[str]]) -> Iterator[None]:
 def _main_names(tied: Iterable[Sequence[str]]) -> dict[str, str]:
     """The main name by each other name of a tied parameter."""
     return {other: first for first, *others in tied for other in others}
-
-
-def _is_of_a_layer(name: str) -> bool:
-    """Whether a parameter belongs to one of several equal layers."""
-    return any(part.isdigit() for part in name.split("."))
 
 
 def _set_buffer(module: nn.Module, name: str, value: Tensor) -> None:

@@ -49,14 +49,20 @@ def export(built: Built, values: Values, out: Path, merged: bool, shard_bytes: i
     config = copy.deepcopy(built.config)
     config.architectures = [type(built.base).__name__]
     config.dtype = built.base.config.dtype
+    kept = _still_tied(built) if merged else built.tied
+    if kept != built.tied:
+        for one in (config, config.get_text_config()):
+            one.tie_word_embeddings = False
     config.save_pretrained(out)
-    _save_shards(_layers(built, read), out, shard_bytes)
+    _save_shards(_layers(built, read, {other for _, *others in kept for other in others}), out, shard_bytes)
     return type(built.base).__name__ + (" with its adapter added" if merged else "")
 
 
 def _save_adapter(built: Built, values: Values, out: Path) -> str:
     module: Any = built.module
-    state = {stored: values(name).contiguous() for name, stored in built.adapter_names.items()}
+    state = {
+        stored: values(name).contiguous().clone() for name, several in built.adapter_names.items() for stored in several
+    }
     save_file(state, out / "adapter_model.safetensors", metadata={"format": "pt"})
     config = copy.copy(module.peft_config["default"])
     config.inference_mode = True
@@ -66,12 +72,37 @@ def _save_adapter(built: Built, values: Values, out: Path) -> str:
     return f"an adapter, {config.peft_type.value}, of {type(built.base).__name__}"
 
 
-def _layers(built: Built, values: Values) -> Iterator[dict[str, Tensor]]:
+def _still_tied(built: Built) -> list[list[str]]:
+    """The groups of tied parameters that the adapter has not parted. Raises UsageError for a model that can't do without a tie."""
+    places = _places(built)
+    kept = [
+        names
+        for names in built.tied
+        if len({id(built.module.get_parameter(places[name])) for name in names}) == 1
+        and not any(".base_layer." in places[name] for name in names)
+    ]
+    if kept != built.tied and (kept or built.base.config.is_encoder_decoder):
+        first, other, *_ = next(names for names in built.tied if names not in kept)
+        raise UsageError(
+            f"--merged: the adapter has parted {other} from {first}, and a {type(built.base).__name__} ties them; export the "
+            "adapter alone, without --merged"
+        )
+    return kept
+
+
+def _places(built: Built) -> dict[str, str]:
+    """The name in the module with adapter of each parameter and buffer of the model without; of one that the adapter trains as a
+    whole, that of the trained one, which comes after the original."""
+    every = [*built.recipes, *(name for name, _ in built.module.named_parameters(remove_duplicate=False))]
+    return {base_name(name): name for name in every}
+
+
+def _layers(built: Built, values: Values, left_out: set[str]) -> Iterator[dict[str, Tensor]]:
     """The state under the names of transformers' files, a layer at a time: a stored tensor may be made of several of one."""
     state: dict[str, Tensor] = {}
     of = ""
     for name in built.wanted:
-        if name in {other for _, *others in built.tied for other in others}:
+        if name in left_out:
             continue
         layer = ".".join(
             name.split(".")[: 1 + next((i for i, part in enumerate(name.split(".")) if part.isdigit()), -1)]
@@ -116,25 +147,25 @@ def _save_shards(layers: Iterator[Mapping[str, Tensor]], out: Path, shard_bytes:
 
 def _merging(built: Built, values: Values) -> Values:
     """The values of the model that is adapted, by its own names, with the adapter added by peft's own arithmetic."""
-    names = {
-        base_name(name): name for name in built.recipes
-    }  # a module that is trained as a whole comes after the original
+    names = _places(built)
+    first = {id(one): name for name, one in built.module.named_parameters()}
+    stored = {name: first[id(one)] for name, one in built.module.named_parameters(remove_duplicate=False)}
     owners = {name: module for name, module in built.module.named_modules() if is_tuned(module)}
-    tied = [base_name(f"{name}.base_layer.weight") for name in owners]
     nested = [name for name in owners if any(name.startswith(f"{other}.") for other in owners)]
-    both = [name for name in tied if any(name in names for names in built.tied)]
-    if nested or both:
-        found = f"{both[0]} is tied to another one" if both else f"{nested[0]} is adapted twice"
+    if nested:
         raise UsageError(
-            f"--merged: {found}, and the sum would change both; export the adapter alone, without --merged"
+            f"--merged: {nested[0]} is adapted twice, and the sum would change both; export the adapter alone, without --merged"
         )
+
+    def of_module(name: str) -> Tensor:
+        return values(stored.get(name, name))
 
     def value(own: str) -> Tensor:
         name = names[own]
         before, _, last = name.rpartition(".base_layer.")
         if before in owners:
-            return _merged(values, before, owners[before]).get_parameter(last).detach()
-        return values(name)
+            return _merged(of_module, before, owners[before]).get_parameter(last).detach()
+        return of_module(name)
 
     return value
 
@@ -145,5 +176,8 @@ def _merged(values: Values, name: str, module: nn.Module) -> nn.Module:
     with torch.no_grad():
         for inner, parameter in made.named_parameters():
             parameter.copy_(values(f"{name}.{inner}"))
-        made.merge()
+        try:
+            made.merge()
+        except (ValueError, NotImplementedError) as error:
+            raise UsageError(f"--merged: {name}: {error}; export the adapter alone, without --merged") from error
     return made.get_base_layer()  # type: ignore[no-any-return]

@@ -142,13 +142,17 @@ class Recipe:
     shape: tuple[int, ...]
     changes: Sequence[Change]
 
-    def fill(self, name: str, tensor: Tensor, rows: tuple[int, int], seed: int) -> None:
-        """Fill `tensor`, the rows `rows` of `name`. Raises UsageError where only transformers' own code could make them."""
+    def refuse_unknown(self, name: str) -> None:
+        """Raises UsageError where only transformers' own code could make the values."""
         if not self.changes or not self.changes[0].sets_all or not all(one.can_be_repeated for one in self.changes):
             raise UsageError(
                 f"[model] huggingface: {name} has no value: neither the weights at `path` have it, nor does the model's own "
                 "initialization set it in a way that can be repeated by rows"
             )
+
+    def fill(self, name: str, tensor: Tensor, rows: tuple[int, int], seed: int) -> None:
+        """Fill `tensor`, the rows `rows` of `name`."""
+        self.refuse_unknown(name)
         if all(change.func in _BY_ELEMENT for change in self.changes[1:] if change.row is None):
             values = self._made(tensor.shape, rows, name, seed)
         else:

@@ -103,9 +103,30 @@ class Decoder:
                 raise self._unfit("a layer gets arguments of another kind than masks and embeddings of positions")
         return [(args[1:], keywords) for args, keywords in seen]
 
+    def refuse_uncut(self) -> None:
+        """Raises UsageError for a model whose layers can't run one by one, as far as one without values shows."""
+        size = self.model.config.get_text_config().hidden_size
+        for device in ("meta", "cpu"):  # where parameters lie, and where tables of positions do
+            hidden = torch.zeros(1, 4, size, device=device)
+            try:
+                for layer, (others, named) in zip(self.layers(), self.others(hidden), strict=True):
+                    if (
+                        layer is not None
+                        and device == "meta"
+                        and not isinstance(layer(hidden, *others, **named), Tensor)
+                    ):
+                        raise self._unfit("a layer gives more than its hidden state")
+            except UsageError:
+                raise
+            except (TypeError, ValueError) as error:
+                raise self._unfit(f"its layers don't run one by one ({error})") from error
+            except Exception:  # what has no values can't be computed everywhere
+                continue
+
     def _unfit(self, why: str) -> UsageError:
         return UsageError(
-            f"[parallelism] pipeline: a {type(self.model).__name__} can't be cut: {why}; use another axis"
+            f"[parallelism] pipeline: a {type(self.model).__name__} can't be cut: {why}; use another axis",
+            everywhere=True,
         )
 
     def outputs(self, hidden: Tensor) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpctrain.api import ModelSpec, hookimpl
 from hpctrain_huggingface.model.options import HuggingFaceOptions
 from hpctrain_huggingface.model.preference import PreferenceModel
-from hpctrain_huggingface.model.spec import CausalLanguageModel, HubModel, TextModel
+from hpctrain_huggingface.model.spec import AttentiveModel, CausalLanguageModel, HubModel, TextModel
 from hpctrain_huggingface.model.tasks import task_of
 
 
@@ -22,7 +22,8 @@ class HuggingFace(HubModel):
             return PreferenceModel(options)
         config = config_of(options)
         if task_of(options.task, config, options.path) == "causal-lm":
-            return CausalLanguageModel(options)
+            has_heads = hasattr(config.get_text_config(), "num_attention_heads")
+            return AttentiveModel(options) if has_heads else CausalLanguageModel(options)
         return TextModel(options) if hasattr(config, "vocab_size") else HubModel(options)
 
 

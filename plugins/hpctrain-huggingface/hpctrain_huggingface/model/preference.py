@@ -22,7 +22,7 @@ class PreferenceModel(TextModel):
 
     A sample has `chosen_input_ids`, `chosen_labels`, `rejected_input_ids` and `rejected_labels`, (seq,) each. The loss of a pair is
     -log sigmoid(beta (m - m0)), where m is the log-probability of the chosen answer less that of the rejected one, m0 the same
-    without the adapter.
+    without the adapter. An answer's reward is beta times the log-probability that it has gained.
     """
 
     def problems(self, plan: Plan) -> list[Problem]:
@@ -37,7 +37,8 @@ class PreferenceModel(TextModel):
         return self.options.preference.beta
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
-        """The log-probabilities (2, batch) of chosen and rejected answers: `policy`, and `reference` without the adapter."""
+        """The log-probabilities (2, batch) of chosen and rejected answers: `policy`, and `reference` without the adapter. Both
+        without dropout, whose draws would differ between the two."""
         if not isinstance(batch, Mapping) or not all(f"{side}_input_ids" in batch for side in _SIDES):
             raise UsageError(
                 "[model] preference: found samples without chosen_input_ids and rejected_input_ids; name the columns chosen and "
@@ -47,7 +48,7 @@ class PreferenceModel(TextModel):
         ids, labels = (
             _together(batch, entry, fill) for entry, fill in (("input_ids", self._pad or 0), ("labels", IGNORED))
         )
-        peft: Any = module
+        peft: Any = module.eval()  # until backward is over, which may compute layers again
         # the model first: peft freezes an adapter while it is off, and fully_shard takes a unit as it is at its first forward
         policy = _answers(module, ids, labels)
         with torch.no_grad(), peft.disable_adapter():
@@ -58,9 +59,22 @@ class PreferenceModel(TextModel):
         return len(batch["chosen_labels"])
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        policy, reference = outputs["policy"], outputs["reference"]
-        margin = (policy[0] - policy[1]) - (reference[0] - reference[1])
-        return -F.logsigmoid(self._beta * margin).sum()
+        chosen, rejected = self._rewards(outputs)
+        return -F.logsigmoid(chosen - rejected).sum()
+
+    def figures(self, outputs: Any, batch: Batch) -> Mapping[str, Tensor]:
+        """The rewards of both answers, their margin, and the share of pairs whose chosen answer has the higher one."""
+        chosen, rejected = self._rewards(outputs)
+        found = {
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+            "reward_margin": chosen - rejected,
+            "reward_accuracy": (chosen > rejected).float(),
+        }
+        return {name: value.sum() for name, value in found.items()}
+
+    def _rewards(self, outputs: Any) -> Tensor:
+        return self._beta * (outputs["policy"] - outputs["reference"])  # type: ignore[no-any-return]
 
     def padding(self) -> Mapping[str, float]:
         of_entry = {"input_ids": self._pad or 0, "labels": IGNORED}

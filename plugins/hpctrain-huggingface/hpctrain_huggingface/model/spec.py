@@ -79,11 +79,7 @@ class HubModel(MetaModel, PaddedModel, ExportableModel):
         """The latest module, whose values `initialize` makes."""
 
     def problems(self, plan: Plan) -> list[Problem]:
-        from hpctrain_huggingface.model.building import directory_of
-        from hpctrain_huggingface.model.weights import Files
-
-        if self.options.path is not None:
-            Files.of(directory_of(self.options.path))
+        self._latest().refuse_unknown()
         data = plan.tables["dataset"]
         made = [key for key in ("messages", "completion", "text") if data.get(key) is not None]
         if data.get("name") == self.name and made and data.get("label") is None and self.task != "causal-lm":
@@ -206,21 +202,22 @@ class TextModel(HubModel, TokenModel):
         return longest - pad - 1 if begins_behind_padding and pad is not None else longest
 
 
-class CausalLanguageModel(TextModel, PackedModel, ContextParallelModel, PipelineModel):
+class CausalLanguageModel(TextModel, PackedModel, PipelineModel):
     """A model of transformers that continues texts."""
 
-    @property
-    def attention_heads(self) -> int:
-        return int(self.config.get_text_config().num_attention_heads)
-
     def problems(self, plan: Plan) -> list[Problem]:
+        from hpctrain_huggingface.model.layers import Decoder
+
         found = super().problems(plan)
         if plan.sizes.get("pipeline", 1) > 1:
+            decoder = Decoder.of(self._latest().module)
+            if decoder is not None:
+                decoder.refuse_uncut()
             if plan.sizes.get("context", 1) > 1:
-                why = "context: later pipeline stages of this model don't know which tokens they have; use one of the two axes"
+                why = "later pipeline stages of this model don't know which tokens they have; use one of the two axes"
                 found.append(Problem(why, "parallelism.context"))
             if self._routes:
-                why = "pipeline: the loss of the router needs all layers; set [model] config = { output_router_logits = false }"
+                why = "the loss of the router needs all layers; set [model] config = { output_router_logits = false }"
                 found.append(Problem(why, "parallelism.pipeline"))
         if self._routes and plan.packs:
             why = "the loss of the router would need a mask of the padding, with which transformers does not keep samples apart"
@@ -237,14 +234,6 @@ class CausalLanguageModel(TextModel, PackedModel, ContextParallelModel, Pipeline
             else:
                 given["attention_mask"] = causal_mask(batch.get("attention_mask"), batch.get("position_ids"))
         return given
-
-    def sequence_dims(self) -> Mapping[str, int]:
-        return {"input_ids": 1, "labels": 1}
-
-    def attentions(self, module: nn.Module) -> list[nn.Module]:
-        from hpctrain_huggingface.model.attention import give_to_attention
-
-        return give_to_attention(_base(module))
 
     def ends(self, module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         from hpctrain_huggingface.model.layers import Decoder
@@ -271,6 +260,29 @@ class CausalLanguageModel(TextModel, PackedModel, ContextParallelModel, Pipeline
         found = Decoder.of(module)
         assert found is not None  # see ends
         return found
+
+
+class AttentiveModel(CausalLanguageModel, ContextParallelModel):
+    """A model of transformers that continues texts by attention."""
+
+    @property
+    def attention_heads(self) -> int:
+        return int(self.config.get_text_config().num_attention_heads)
+
+    def problems(self, plan: Plan) -> list[Problem]:
+        from hpctrain_huggingface.model.attention import not_exchanged
+
+        found = super().problems(plan)
+        why = not_exchanged(self._latest().base) if plan.sizes.get("context", 1) > 1 else None
+        return found if why is None else [*found, Problem(f"{why}; use another axis", "parallelism.context")]
+
+    def sequence_dims(self) -> Mapping[str, int]:
+        return {"input_ids": 1, "labels": 1}
+
+    def attentions(self, module: nn.Module) -> list[nn.Module]:
+        from hpctrain_huggingface.model.attention import give_to_attention
+
+        return give_to_attention(_base(module))
 
 
 def _base(module: nn.Module) -> PreTrainedModel:

@@ -42,17 +42,36 @@ TASKS = {
 
 
 def task_of(given: str | None, config: PreTrainedConfig, path: Path | None) -> str:
-    """The task that the job names, else that of the configuration's classes. Raises UsageError if they name none."""
-    if given is not None:
-        return given
+    """The task that the job names, else that of the configuration's classes. Raises UsageError if they name none, and for one that
+    transformers does not have for the configuration."""
     classes: list[str] = getattr(config, "architectures", None) or []
-    for kind in classes:
-        for name, task in TASKS.items():
-            if kind.endswith(task.suffixes):
-                return name
-    where = "[model] config" if path is None else f"config.json in {path}"
-    found = " and ".join(classes) if classes else "no architectures"
-    raise UsageError(f"[model] task: {where} names {found}; expected task = {', '.join(map(repr, TASKS))}")
+    classes_of = {name: _classes(task, config) for name, task in TASKS.items()}
+    possible = [name for name, found in classes_of.items() if found]
+    # one class may be there for several tasks, and one end of a name as well: a ForSequenceClassification of sounds
+    exact = [name for name in possible if classes_of[name] & {*classes}]
+    by_end = [name for name in possible for kind in classes if kind.endswith(TASKS[name].suffixes)]
+    chosen = [given] if given is not None else [*(one for one in exact if one in by_end), *exact, *by_end]
+    if not chosen or chosen[0] not in possible:
+        where = "[model] config" if path is None else f"config.json in {path}"
+        found = f"{where} names {' and '.join(classes) or 'no architectures'}" if given is None else f"found {given!r}"
+        expected = f"a model of the type {config.model_type!r} is trained for {', '.join(map(repr, possible)) or 'no task here'}"
+        raise UsageError(f"[model] task: {found}; {expected}")
+    return chosen[0]
+
+
+def _classes(task: Task, config: PreTrainedConfig) -> set[str]:
+    """The names of the classes that transformers has for a configuration and a task; of a model's own code, those that it names.
+    None for tasks of texts where the model reads images or sounds besides."""
+    import transformers
+
+    others = ("vision" in key or "audio" in key for key in getattr(config, "sub_configs", {}))
+    if any(others) and task.auto not in ("AutoModelForImageClassification", "AutoModelForAudioClassification"):
+        return set()
+    own: Any = getattr(config, "auto_map", None) or {}
+    mapping = getattr(transformers, task.auto)._model_mapping
+    found = mapping.get(type(config), ())
+    every = {one.__name__ for one in (found if isinstance(found, tuple) else (found,))}
+    return every | {own[task.auto].rpartition(".")[2]} if task.auto in own else every
 
 
 def count(task: Task, batch: Batch) -> int:

@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from hpctrain.api import CheckpointError, UsageError
@@ -64,6 +63,15 @@ class Files:
             stored = file.get_slice(name)
             refuse_shape(f"{name} in {self.directory}", stored.get_shape(), shape)
             tensor.copy_(stored[rows[0] : rows[1]] if shape else file.get_tensor(name))
+
+    def shapes(self) -> dict[str, list[int]]:
+        """The shape of each stored tensor. Raises CheckpointError for a file that is damaged, or lacks one."""
+        found = {}
+        for path in set(self.places.values()):
+            with _opened(path) as file:
+                names = (name for name, place in self.places.items() if place == path)
+                found.update({name: _found(file, name, path).get_shape() for name in names})
+        return found
 
     def whole(self, name: str) -> Tensor:
         """All of a stored tensor."""
@@ -128,11 +136,17 @@ class Weights:
     """The weights of a model by its parameters' names. One conversion is kept: it may make several parameters."""
 
     def __init__(
-        self, files: Files, model: PreTrainedModel, wanted: dict[str, Tensor], tied: Iterable[Sequence[str]]
+        self,
+        files: Files,
+        model: PreTrainedModel,
+        conversions: Sequence[Any],
+        wanted: dict[str, Tensor],
+        tied: Iterable[Sequence[str]],
     ) -> None:
-        """wanted: the state of the model, before adapters. tied: the names of each tied parameter, its main name first."""
+        """conversions: of stored tensors, for the model's class. wanted: the state of the model, before adapters. tied: the names
+        of each tied parameter, its main name first."""
         self.files, self._model = files, model
-        self.sources, self.unused = _sources(files.places, model, wanted)
+        self.sources, self.unused = _sources(files.places, model, conversions, wanted)
         for first, *others in tied:
             for name in others:
                 found = self.sources.pop(name, None)
@@ -181,21 +195,20 @@ class Weights:
 
 
 def _sources(
-    stored: Iterable[str], model: PreTrainedModel, wanted: dict[str, Tensor]
-) -> tuple[dict[str, Source], list[str]]:
-    """The sources by the model's names, and the stored names that it has no use for."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    stored: Iterable[str], model: PreTrainedModel, conversions: Sequence[Any], wanted: dict[str, Tensor]
+) -> tuple[dict[str, Source], dict[str, str]]:
+    """The sources by the model's names, and the stored names that it has no use for, with those that it would give them."""
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
     of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     found: dict[str, Source] = {}
-    unused = []
+    unused = {}
     for name in sorted(stored, key=dot_natural_key):
         own, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
         if own not in wanted and name in wanted:
             own, pattern = name, None
         if own not in wanted:
-            unused.append(name)
+            unused[name] = own
         elif pattern is None:
             found[own] = Source([(name, name)])
         else:

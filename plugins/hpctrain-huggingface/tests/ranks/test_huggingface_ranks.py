@@ -187,13 +187,11 @@ def test_an_adapter_of_peft(root: Path, name: str, layout: dict[str, Any]) -> No
     compare(found.rows, expected, losses=1e-7, norms=1e-6)
 
 
-def pairs(split: str) -> list[dict[str, Tensor]] | None:
+def pairs(split: str) -> list[dict[str, Tensor]]:
     """Pairs of answers of different lengths."""
-    if split != "train":
-        return None
     draw = torch.Generator().manual_seed(1)
     made = []
-    for number in range(30):
+    for number in range(30 if split == "train" else 7):
         sample = {}
         for side, length in (("chosen", 4 + number % 3), ("rejected", 3 + number % 5)):
             ids = torch.randint(0, hub_models.VOCABULARY, (length + 1,), generator=draw)
@@ -204,23 +202,33 @@ def pairs(split: str) -> list[dict[str, Tensor]] | None:
     return made
 
 
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.3}
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [STAGE_3, pytest.param(TENSOR, marks=pytest.mark.shown_on(2)), thorough({"sharding": {"stage": 2}})],
+    ("layout", "dropout"),
+    [
+        (STAGE_3, True),
+        pytest.param(TENSOR, False, marks=pytest.mark.shown_on(2)),
+        thorough({"sharding": {"stage": 2}}, False),
+        thorough({}, True),
+        thorough({"activation_checkpointing": {"mode": "full"}, **STAGE_3}, True),
+    ],
     ids=str,
 )
-def test_preferences(root: Path, layout: dict[str, Any]) -> None:
-    """DPO against its formula on a model of peft, pair by pair."""
+def test_preferences(root: Path, layout: dict[str, Any], dropout: bool) -> None:
+    """DPO against its formula on a model of peft, pair by pair, without dropout; with the metrics of training and evaluation."""
     from peft import PeftModel
 
     path = saved(root, "gpt2" if "parallelism" not in layout else "llama")
-    adapter = saved_adapter(root, path)
+    adapter = saved_adapter(root, path, lora_dropout=0.4 * dropout)
     tables = hub_models.job(root / "run", path, **layout)
     tables["model"] |= {"adapter": {"path": str(adapter)}, "preference": {"beta": 0.3}}
+    tables["model"]["config"] = DROPOUT if dropout else {}
     tables["dataset"] = {"name": f"{__name__}:pairs"}
-    tables.pop("evaluation")
-    module = PeftModel.from_pretrained(plain(path), str(adapter), is_trainable=True).double().train()
+    module = PeftModel.from_pretrained(plain(path), str(adapter), is_trainable=True).double().eval()
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.3, momentum=0.9)
+    measured: list[dict[str, float]] = []
 
     def answer(sample: dict[str, Tensor], side: str) -> Tensor:
         """The log-probability of an answer."""
@@ -229,19 +237,30 @@ def test_preferences(root: Path, layout: dict[str, Any]) -> None:
         return sum((of_ids[place, one] for place, one in enumerate(labels) if one >= 0), torch.zeros(()))
 
     def loss(samples: list[dict[str, Tensor]]) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        rewards = []
         for sample in samples:
-            margin = answer(sample, "chosen") - answer(sample, "rejected")
             with torch.no_grad(), module.disable_adapter():
-                before = answer(sample, "chosen") - answer(sample, "rejected")
-            total = total - torch.nn.functional.logsigmoid(0.3 * (margin - before))
-        return total / len(samples)
+                before = torch.stack([answer(sample, side) for side in ("chosen", "rejected")])
+            rewards.append(0.3 * (torch.stack([answer(sample, side) for side in ("chosen", "rejected")]) - before))
+        chosen, rejected = torch.stack(rewards).unbind(1)
+        means = chosen, rejected, chosen - rejected, (chosen > rejected).double()
+        names = "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"
+        measured.append({name: one.mean().item() for name, one in zip(names, means, strict=True)})
+        return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
 
     samples = samples_of(tables)
     order = SampleOrder(len(samples), tables["job"]["seed"], samples.fingerprint())
     steps = ([samples[int(i)] for i in order.at(step * 24, step * 24 + 24)] for step in range(4))
     expected = train_plainly(module, optimizer, (partial(loss, one) for one in steps), clip_norm=1.0)
-    compare(train_here(tables).rows, expected, losses=1e-7, norms=1e-6)
+    last = loss(pairs("validation")).item()
+    found = train_here(tables)
+    compare(found.rows, expected, losses=1e-7, norms=1e-6)
+    for row, rewards in zip(found.rows, measured[:4], strict=True):
+        assert {name: row[name] for name in rewards} == pytest.approx(rewards, rel=1e-6)
+    assert found.evaluations[-1]["evaluation_loss"] == pytest.approx(last, rel=1e-6)
+    assert {name: found.evaluations[-1][f"evaluation_{name}"] for name in measured[4]} == pytest.approx(
+        measured[4], rel=1e-6
+    )
 
 
 @pytest.mark.shown_on(2)  # which divides all rows

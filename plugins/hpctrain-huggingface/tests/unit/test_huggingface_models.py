@@ -10,9 +10,12 @@ import hub_models
 import pytest
 import torch
 from click.testing import CliRunner
+from hpctrain_huggingface.model.adapters import KINDS
 from hpctrain_huggingface.model.attention import attend_causally, is_given
+from hpctrain_huggingface.model.options import HuggingFaceOptions
+from hpctrain_huggingface.model.plugin import HuggingFace
 from hub_models import CONFIGS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpctrain
@@ -20,6 +23,7 @@ from hpctrain.api import Documents, HpctrainError
 from hpctrain.checking.check import check
 from hpctrain.cli import cli
 from hpctrain.job.raw import RawJob
+from hpctrain.model.build import build_on_meta
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
@@ -66,8 +70,11 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     [
         ({"path": "gone"}, "path: there is no directory gone, and no repository of that name in this machine's cache"),
         ({"config": {"hidden_sizes": 3}}, "config: 'hidden_sizes' is no key of transformers' LlamaConfig"),
-        ({"config": {"hidden_size": 32}}, "has the shape [8, 16], expected [8, 32]: the weights are of another model"),
-        ({"adapter": {"kind": "loro"}}, "[model] adapter: found kind = 'loro', expected one of adalora, "),
+        (
+            {"config": {"hidden_size": 32}},
+            "has the shape [61, 16], expected [61, 32]: the weights are of another model",
+        ),
+        ({"adapter": {"kind": "loro"}}, "[model] adapter: found an adapter of the kind 'loro', expected one of beft, "),
         ({"adapter": {"kind": "lora", "rank": 3}}, "[model] adapter: 'rank' is no key of peft's LoraConfig"),
         (
             {"adapter": {"kind": "lora", "target_modules": ["gone"]}},
@@ -77,13 +84,119 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
         ({"adapter": {"path": "gone"}}, "expected adapter_config.json and adapter_model.safetensors in gone"),
         ({"preference": {"beta": 0.1}}, "preference needs an adapter"),
         ({"frozen_dtype": "bf16"}, "frozen_dtype goes with an adapter"),
-        ({"task": "image-classification"}, "[model] huggingface: Unrecognized configuration class"),
+        ({"adapter": {"kind": "adalora", "total_step": 4}}, "found an adapter of the kind 'adalora', expected one of"),
+        (
+            {
+                "adapter": {"kind": "lora", "target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+                "config": {"tie_word_embeddings": True},
+            },
+            "ensure_weight_tying would tie the adapters of two layers",
+        ),
+        ({"adapter": {"kind": "vera"}}, "found an adapter of the kind 'vera', expected one of"),
+        ({"adapter": {"kind": "lora", "trainable_token_indices": [3]}}, "trainable_token_indices needs whole matrices"),
+        (
+            {"task": "image-classification"},
+            "task: found 'image-classification'; a model of the type 'llama' is trained for 'causal-lm', ",
+        ),
+        (
+            {"config": {"num_hidden_layers": 1}},
+            "has besides model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
+            "model.layers.1.mlp.gate_proj.weight, ...: its weights are of another model than the LlamaForCausalLM",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_mistakes_get_a_sentence(tmp_path: Path, keys: dict[str, Any], sentence: str) -> None:
     path = hub_models.save(CONFIGS["llama"], tmp_path / "saved")
-    assert sentence in told(hub_models.job(tmp_path / "run", path, model=keys)).replace("\n", " ")
+    with pytest.raises(HpctrainError) as raised:
+        check(RawJob(hub_models.job(tmp_path / "run", path, model=keys), {}, "job"), 1)
+    assert sentence in str(raised.value).replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "expected"),
+    [
+        ("llava", "LlavaForConditionalGeneration", "trained for no task here"),
+        ("gemma3", "Gemma3ForConditionalGeneration", "trained for no task here"),
+        ("qwen2_audio", "Qwen2AudioForConditionalGeneration", "trained for no task here"),
+        ("whisper", "WhisperForConditionalGeneration", "trained for 'causal-lm', 'audio-classification'"),
+        (
+            "bert",
+            "BertForQuestionAnswering",
+            "names BertForQuestionAnswering; a model of the type 'bert' is trained for",
+        ),
+        ("bert", "BertLMHeadModel", "would learn to copy; set [model] config = { is_decoder = true }"),
+        ("xlnet", "XLNetLMHeadModel", "would learn to copy"),
+        ("xlm", "XLMWithLMHeadModel", "would learn to copy"),
+        ("wav2vec2", "Wav2Vec2ForCTC", "trained for 'audio-classification'"),
+        ("hubert", "HubertForSequenceClassification", "audio-classification"),
+        ("bart", "BartForConditionalGeneration", "seq2seq-lm"),
+        ("falcon_mamba", "FalconMambaForCausalLM", "causal-lm"),
+        ("git", "GitForCausalLM", "trained for no task here"),
+    ],
+    ids=str,
+)
+def test_the_task_is_that_of_the_architecture(kind: str, architecture: str, expected: str) -> None:
+    options = HuggingFaceOptions(config={"model_type": kind, "architectures": [architecture]})
+    try:
+        spec = HuggingFace(options)
+        build_on_meta(spec)
+        found = spec.task
+    except HpctrainError as error:
+        found = str(error)
+    assert expected in found
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+    ],
+    ids=str,
+)
+def test_an_adapter_on_tied_embeddings_exports_the_trained_model(tmp_path: Path, adapter: dict[str, Any]) -> None:
+    path = hub_models.save(CONFIGS["llama, tied"], tmp_path / "saved")
+    model = {"adapter": {"kind": "lora", "r": 4, "target_modules": ["q_proj"], **adapter}}
+    tables = hub_models.job(tmp_path / "run", path, precision={"mode": "fp32"}, model=model)
+    refuse_other_exports(tmp_path, path, tables)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_adapter_exports_what_peft_loads(tmp_path: Path, kind: str) -> None:
+    path = hub_models.save(CONFIGS["llama"], tmp_path / "saved")
+    model = {"adapter": {"kind": kind, "target_modules": ["q_proj", "v_proj"]}}
+    if kind == "ia3":
+        model["adapter"]["feedforward_modules"] = []
+    tables = hub_models.job(tmp_path / "run", path, precision={"mode": "fp32"}, model=model)
+    refuse_other_exports(tmp_path, path, tables)
+
+
+def refuse_other_exports(tmp_path: Path, path: Path, tables: dict[str, Any]) -> None:
+    """Compares the trained model with what peft and transformers load of its exports."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    ids, kind = torch.arange(12)[None] * 5 % 61, tables["model"]["adapter"]["kind"]
+    checkpoint = hpctrain.run(tables)["checkpoint"]
+    base = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        expected, before = hpctrain.load(checkpoint)(input_ids=ids).logits, base(input_ids=ids).logits
+        assert (expected - before).abs().max() > 1e-3, "the training has changed nothing"
+        for words in ([], ["--merged"]):
+            out = tmp_path / f"out{len(words)}"
+            done = CliRunner().invoke(
+                cli, ["checkpoint", "export", str(checkpoint), "--to", "huggingface", str(out), *words]
+            )
+            if words and kind in ("beft", "lily"):  # peft adds neither to such a base
+                assert isinstance(done.exception, HpctrainError) and "export the adapter alone" in str(done.exception)
+                continue
+            assert done.exit_code == 0, done.output
+            found = AutoModelForCausalLM.from_pretrained(out) if words else PeftModel.from_pretrained(base, str(out))
+            torch.testing.assert_close(found(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
@@ -183,7 +296,8 @@ def test_layers_that_the_files_lack_are_refused_and_heads_are_told(
     path = hub_models.save(CONFIGS["llama"], tmp_path / "saved")
     longer = told(hub_models.job(tmp_path / "longer", path, model={"config": {"num_hidden_layers": 3}}))
     assert (
-        "lacks model.layers.2.self_attn.q_proj.weight" in longer and "of another model than the configuration" in longer
+        "lacks model.layers.2.self_attn.q_proj.weight" in longer
+        and "of another model than the LlamaForCausalLM of the configuration" in longer
     )
     config = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3, "pad_token_id": 0}
     tables = hub_models.job(tmp_path / "head", path, model={"config": config}, job={"steps": 1})
@@ -193,6 +307,37 @@ def test_layers_that_the_files_lack_are_refused_and_heads_are_told(
     found = " ".join(record.getMessage() for record in caplog.records)
     assert "lacks score.weight, which begin with random values" in found
     assert "the model has no use for lm_head.weight" in found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_of_another_model_end_the_start(tmp_path: Path, stage: int) -> None:
+    path = hub_models.save(CONFIGS["llama"], tmp_path / "saved")
+    tables = hub_models.job(tmp_path / "run", path, sharding={"stage": stage})
+    file = path / "model.safetensors"
+    state = load_file(file)
+    save_file({**state, "head.weight": torch.zeros(3)}, file)
+    assert "has besides head.weight: its weights are of another model than the LlamaForCausalLM" in told(tables)
+    state["head.weight"] = state.pop("lm_head.weight")
+    save_file(state, file)
+    assert "lacks lm_head.weight and has besides head.weight: its weights are of another model" in told(tables)
+
+
+def test_a_head_of_another_class_of_the_architecture_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the hub's BERT, which calls itself BertForMaskedLM."""
+    config = {
+        "model_type": "bert",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+    }
+    path = hub_models.save(config, tmp_path / "saved", "AutoModelForPreTraining")
+    written = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**written, "architectures": ["BertForMaskedLM"]}))
+    hpctrain.run(hub_models.job(tmp_path / "run", path, job={"steps": 1}))
+    assert "the model has no use for bert.pooler.dense.bias" in " ".join(one.getMessage() for one in caplog.records)
 
 
 def classes(split: str) -> list[dict[str, torch.Tensor]] | None:

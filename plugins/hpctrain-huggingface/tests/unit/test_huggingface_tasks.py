@@ -30,6 +30,13 @@ _AST = {
     "intermediate_size": 24, "max_length": 32, "num_mel_bins": 16, "num_labels": 5, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+_WAV2VEC2 = {
+    "model_type": "wav2vec2", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "intermediate_size": 24, "conv_dim": (16, 16), "conv_stride": (4, 4), "conv_kernel": (8, 8), "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "mask_time_prob": 0.0, "num_labels": 5,
+    "classifier_proj_size": 16, "hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0,
+    "activation_dropout": 0.0,
+}  # fmt: skip
 ROWS = 4
 
 
@@ -44,8 +51,8 @@ class Samples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         draw = torch.Generator().manual_seed(index)
-        if self.kind in ("image", "audio"):
-            shape = (3, 8, 8) if self.kind == "image" else (32, 16)
+        if self.kind in ("image", "audio", "sound"):
+            shape = {"image": (3, 8, 8), "audio": (32, 16), "sound": (160,)}[self.kind]
             values = torch.randn(shape, generator=draw, dtype=torch.float64)
             name = "pixel_values" if self.kind == "image" else "input_values"
             return {name: values, "labels": torch.tensor(index % 5)}
@@ -100,6 +107,7 @@ def padded(rows: list[dict[str, Tensor]], kind: str) -> dict[str, Tensor]:
         ("AutoModelForSeq2SeqLM", _T5, "decoder"),
         ("AutoModelForImageClassification", _VIT, "image"),
         ("AutoModelForAudioClassification", _AST, "audio"),
+        ("AutoModelForAudioClassification", _WAV2VEC2, "sound"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

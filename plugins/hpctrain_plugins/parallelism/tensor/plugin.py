@@ -16,7 +16,6 @@ from hpctrain.api import (
     AttentionModel,
     AxisTraits,
     Field,
-    MetaModel,
     ModelSpec,
     Options,
     Parallelism,
@@ -31,6 +30,7 @@ from hpctrain.api import (
 )
 from hpctrain_plugins.parallelism.tensor.blocks import share_all_heads
 from hpctrain_plugins.parallelism.tensor.cut import StyleOrCut, gather_shares, linear_of
+from hpctrain_plugins.parallelism.tensor.hugging_face import hugging_face_plan
 from hpctrain_plugins.parallelism.tensor.plan import plan_for
 from hpctrain_plugins.parallelism.tensor.refusals import refuse_cut_apart, refuse_unfit
 from hpctrain_plugins.parallelism.tensor.styles import STYLES
@@ -84,10 +84,7 @@ class TensorParallel(Parallelism):
                 f"the model has {heads} attention heads, which {size} ranks do not divide; choose a divisor of {heads}"
             )
             return [Problem(why)]
-        # a derived plan needs trials, which apply() makes; `hpctrain check` also has outlines that were not built on meta
-        if outline is not None and (
-            self.options.plan or sequence or isinstance(spec, TensorParallelModel) or not isinstance(spec, MetaModel)
-        ):
+        if outline is not None:
             refuse_unfit(outline, spec, plan_for(outline, spec, self.options.plan, size, sequence), size)
         return []
 
@@ -97,6 +94,7 @@ class TensorParallel(Parallelism):
         if not isinstance(spec, TensorParallelModel):
             share_all_heads(module, plan, mesh.size())
         tied, trained = tied_parameters(module), {name for name, p in module.named_parameters() if p.requires_grad}
+        brings = isinstance(spec, TensorParallelModel) or hugging_face_plan(module)
         done: set[nn.Module] = set()
         for name, cut in plan.items():
             inner = module.get_submodule(name)
@@ -110,7 +108,7 @@ class TensorParallel(Parallelism):
             if made is not None:
                 # every rank has the same values, or none yet: no broadcast needed
                 parallelize_module(module, mesh, {name: made}, src_data_rank=None)
-                if isinstance(inner, nn.Embedding):
+                if isinstance(inner, nn.Embedding) or not brings:
                     inner.register_forward_hook(_arrived)
         refuse_cut_apart(module, tied)
         tie(module, tied)
@@ -120,7 +118,8 @@ class TensorParallel(Parallelism):
 
 
 def _arrived(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """The output as a tensor of its own: a compiled block that takes one which is still on its way has no backward."""
+    """The output as a tensor of its own: a compiled block that takes one which is still on its way has no backward, and a model
+    can't change a view of one in place."""
     return output.clone()
 
 
