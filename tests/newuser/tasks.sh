@@ -157,11 +157,6 @@ task_learning_rate_finder() {
     hpctrain run find.toml --set job.steps=50 | grep "lr"
 }
 
-task_histograms() {
-    printf '[[hook]]\nname = "histograms"\nevery_steps = 10\n' | add
-    anew; grep -q histogram runs/first/metrics.jsonl
-}
-
 task_keep_best() {
     printf 'keep_best = { count = 1, metric = "accuracy", mode = "max" }\n' | add
     anew --set evaluation.every_steps=5 --set checkpoint.every_steps=5; [ "$(ls -d runs/first/checkpoints/step-* | wc -l)" -le 2 ]

@@ -117,7 +117,7 @@ def test_a_parameter_without_elements(root, stage: int) -> None:
         model={"name": "modules:Hollow", "loss": "torch.nn.functional:cross_entropy"},
     )  # fmt: skip
     looks = NoOutputs()
-    with session_of({**made, "hook": [{"name": "histograms", "every_steps": 1}]}, looks) as session:
+    with session_of(made, looks) as session:
         train(session, StopRequest())
     assert looks.values[0]["hollow"].shape == looks.gradients[0]["hollow"].shape == (0, 3)
 
@@ -257,20 +257,3 @@ def test_before_its_first_step_the_average_is_the_weights(root) -> None:
 
 
 LAYOUTS_KEYS = ("parallelism", "sharding")
-
-
-@on_four
-def test_histograms(root, layout: dict[str, Any]) -> None:
-    tables = tables_of(root, layout, hook=[{"name": "histograms", "every_steps": 4, "bins": 5}])
-    rows = train_here(tables).rows
-    assert ["histograms" in row for row in rows] == [False, False, False, True]
-    reference = Reference(tables)
-    for kind, whole in (("weights", reference.values[3]), ("gradients", reference.gradients[3])):
-        assert rows[3]["histograms"][kind].keys() == whole.keys()
-        for name, values in whole.items():
-            found = rows[3]["histograms"][kind][name]
-            assert sum(found["counts"]) == values.numel()
-            if values.abs().max() > 1e-9:  # the gradients of some biases are rounding errors
-                expected = [values.min().item(), values.max().item(), values.mean().item()]
-                assert [found["low"], found["high"], found["mean"]] == pytest.approx(expected, rel=1e-7, abs=1e-12)
-                assert found["counts"] == torch.histc(values, 5).int().tolist()

@@ -31,8 +31,10 @@ ROOT = Path(__file__).parent.parent.parent
 PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
 
 
-BUDGETS = {"hpctrain": 44_700, "plugins/hpctrain_plugins": 17_200}
-"""Lines of Python: what grows replaces something. Lower a number when you can, never raise one; 28,000 and 11,000 are the goals."""
+TOOLS = {"report", "profile", "bench", "convert", "commands"}
+BUDGETS = {"hpctrain": 44_700, "plugins/hpctrain_plugins": 11_013}
+"""Lines of Python, of the plugins without TOOLS: what grows replaces something. Lower a number when you can, never raise one;
+28,000 and 11,000 are the goals."""
 WORDS = 139_500
 """Of the pages; 75,000 are the goal."""
 
@@ -52,7 +54,8 @@ def inside(command: click.Command) -> dict[str, click.Command]:
 
 @pytest.mark.parametrize("package", BUDGETS)
 def test_a_package_keeps_its_budget(package: str) -> None:
-    lines = sum(file.read_text().count("\n") for file in (ROOT / package).rglob("*.py"))
+    files = [one for one in (ROOT / package).rglob("*.py") if one.relative_to(ROOT / package).parts[0] not in TOOLS]
+    lines = sum(file.read_text().count("\n") for file in files)
     assert lines <= BUDGETS[package]
 
 

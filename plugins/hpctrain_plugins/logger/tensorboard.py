@@ -1,4 +1,4 @@
-"""Writes the numbers and histograms of a metrics row to TensorBoard event files below output_dir/events."""
+"""Writes the numbers of a metrics row to TensorBoard event files below output_dir/events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TensorBoard(Logger):
 
 
 class EventFiles(LogWriter):
-    """A row's numbers as scalars, and what the hook `histograms` adds to it."""
+    """A row's numbers as scalars."""
 
     def __init__(self, directory: Path, resumed_step: int) -> None:
         # imported here: it is an extra, and slow to import
@@ -38,19 +38,9 @@ class EventFiles(LogWriter):
         self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        for key, value in numbers({key: value for key, value in row.items() if key != "histograms"}).items():
+        for key, value in numbers(row).items():
             self._writer.add_scalar(key, value, row["step"])
-        for kind, found in row.get("histograms", {}).items():
-            for name, histogram in found.items():
-                self._add_histogram(f"{kind}/{name}", histogram, row["step"])
         self._writer.flush()  # a checkpoint may follow, and a crash: the run goes on after this row
-
-    def _add_histogram(self, tag: str, histogram: Mapping[str, Any], step: int) -> None:
-        counts, low, mean = histogram["counts"], histogram["low"], histogram["mean"]
-        width, count = (histogram["high"] - low) / len(counts), sum(counts)
-        squares = count * (histogram["std"] ** 2 + mean**2)
-        limits = [low + width * (number + 1) for number in range(len(counts))]
-        self._writer.add_histogram_raw(tag, low, histogram["high"], count, count * mean, squares, limits, counts, step)
 
     def close(self) -> None:
         self._writer.close()
