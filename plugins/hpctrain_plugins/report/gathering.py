@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from hpctrain.toolkit.runs import (
+    KILLED,
     Failure,
     LogSeen,
     Lost,
@@ -71,7 +72,9 @@ def _ending(standing: Standing, directory: Path) -> Ending:
         how: How = standing.word
         return Ending(how, standing.detail)
     found = find_failure(directory)
-    return Ending("killed") if found is None else failed(found)
+    if found is None or found.kind == KILLED:
+        return Ending("killed", found.text if found else "", found)
+    return failed(found)
 
 
 def failed(found: Failure) -> Ending:
@@ -158,7 +161,7 @@ def _events(starts: StartsSeen, log: LogSeen) -> list[Event]:
         kind = (
             "warning"
             if line.level == "WARNING"
-            else line.text.split()[0]
+            else line.text.removeprefix("the ").split()[0]
             if line.level == "INFO"
             else line.level.lower()
         )
