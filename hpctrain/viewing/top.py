@@ -25,20 +25,17 @@ _UNLIMITED = 10_000
 
 
 def watched(directories: Sequence[Path]) -> list[Watcher]:
-    """The runs of the directories; of an array's, all of its runs. Raises UsageError for one without a run."""
+    """The runs of the directories; of an array's, all of its runs. A directory may come later. Raises UsageError for a file."""
     found: list[Path] = []
     for directory in directories:
         run = RunDirectory(directory)
         submission = None if run.is_run() else newest(directory)
         if submission is not None:
             found += [directory / name for name in submission.runs]
-        elif run.is_run():
-            found.append(directory)
+        elif directory.exists() and not directory.is_dir():
+            raise UsageError(f"{directory}: found no directory, expected that of a run, such as runs/NAME; hpctrain runs lists them")
         else:
-            what = "no run in it" if directory.is_dir() else "no directory"
-            raise UsageError(
-                f"{directory}: found {what}, expected the directory of a run, such as runs/NAME; hpctrain runs lists them"
-            )
+            found.append(directory)
     return [Watcher(one) for one in dict.fromkeys(found)]
 
 

@@ -237,6 +237,17 @@ def test_a_merged_trace_is_on_the_clock_of_rank_0(monkeypatch: pytest.MonkeyPatc
     assert not list(path.parent.glob(".*"))
 
 
+def test_a_window_without_traces_is_refused_with_the_reasons(tmp_path: Path) -> None:
+    window = tmp_path / "profile" / "step-00000003"
+    window.mkdir(parents=True)
+    missing = {"0": "its trace could not be written: No space left on device"}
+    index = {"first": 3, "last": 5, "size": 1, "ranks": [], "missing": missing, "groups": {}}
+    (window / "window.json").write_text(json.dumps(index))
+    with pytest.raises(UsageError, match="found no trace of any rank .rank 0: .*No space left on device"):
+        write_merged(stored_window(tmp_path, None), None)
+    assert execute(["profile", str(tmp_path)]) == 2 and not list(window.glob("*.gz"))
+
+
 @pytest.mark.parametrize("target", ["file.txt/merged.json.gz", "nowhere/merged.json.gz"])
 def test_a_merged_trace_that_cannot_be_written_is_a_sentence(target: str) -> None:
     Path("file.txt").touch()
