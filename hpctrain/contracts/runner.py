@@ -27,7 +27,7 @@ class MicroBatch:
     """Collated samples, the place of the first one in the global batch, and whether their loss counts.
 
     terms: what ModelSpec.count said of the batch before it moved to the device, so that no step waits for the answer.
-    flops: what ModelSpec.flops said of the batch before any axis cut it. load_seconds: what loading it took, ahead of the step or not.
+    flops: what ModelSpec.flops said of the batch before any axis cut it. load_seconds: of its loading, ahead of the step.
     """
 
     batch: Batch

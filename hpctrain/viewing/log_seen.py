@@ -12,7 +12,8 @@ from pathlib import Path
 from hpctrain.base.errors import escaped
 from hpctrain.base.safe_files import reading
 from hpctrain.job.run_files import LOGS, log_of
-from hpctrain.training.log_file import BEGUN, DONE, KILLED, STOPPED
+from hpctrain.training.log_file import BEGUN, DONE, STOPPED
+from hpctrain.training.log_file import KILLED as KILLED  # for readers of failures
 from hpctrain.viewing.following import parts_of
 
 _LINE = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}[+-]\d{4}) ([A-Z]+) (.*)")

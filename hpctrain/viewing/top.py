@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hpctrain.base.errors import UsageError, reason
+from hpctrain.job.output_lock import FILE_NAME as LOCK
 from hpctrain.starting.scheduler.record import newest
 from hpctrain.viewing.frame import frame
 from hpctrain.viewing.room import Room
@@ -25,17 +26,20 @@ _UNLIMITED = 10_000
 
 
 def watched(directories: Sequence[Path]) -> list[Watcher]:
-    """The runs of the directories; of an array's, all of its runs. A directory may come later. Raises UsageError for a file."""
+    """The runs of the directories; of an array's, all of its runs. A directory may come later. Raises UsageError for one of something else."""
     found: list[Path] = []
     for directory in directories:
         run = RunDirectory(directory)
         submission = None if run.is_run() else newest(directory)
         if submission is not None:
             found += [directory / name for name in submission.runs]
-        elif directory.exists() and not directory.is_dir():
-            raise UsageError(f"{directory}: found no directory, expected that of a run, such as runs/NAME; hpctrain runs lists them")
-        else:
+        elif run.is_run() or not directory.exists() or (directory / LOCK).exists():
             found.append(directory)
+        else:
+            what = "no run in it" if directory.is_dir() else "no directory"
+            raise UsageError(
+                f"{directory}: found {what}, expected the directory of a run, such as runs/NAME; hpctrain runs lists them"
+            )
     return [Watcher(one) for one in dict.fromkeys(found)]
 
 

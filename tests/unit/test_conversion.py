@@ -95,7 +95,9 @@ def test_no_key_is_dropped_in_silence(tmp_path: Path) -> None:
         silent = {key for key in documented() - {"optimizer.type", "scheduler.type"} if key not in text}
         assert not silent, (value, silent)
     off = tmp_path / "off.json"
-    off.write_text('{"fp16": {"enabled": false, "loss_scale": 3}, "zero_optimization": {"stage": 3, "overlap_comm": false}}')
+    off.write_text(
+        '{"fp16": {"enabled": false, "loss_scale": 3}, "zero_optimization": {"stage": 3, "overlap_comm": false}}'
+    )
     text = converted(off, "deepspeed", 8).text([])
     assert "fp16.enabled = false: not needed" in text and "overlap_comm = false: stage 3 always overlaps" in text
 
@@ -104,7 +106,7 @@ def test_no_key_is_dropped_in_silence(tmp_path: Path) -> None:
     "text",
     [
         '{"train_batch_size": "8", "zero_optimization": {"stage": 2, "overlap_comm": "false"}}',
-        '{ # of us\n  // two\n  "train_batch_size": 8, /* "x": 1,\n */ "zero_optimization": {"stage": 2, "overlap_comm": false,},\n}',
+        '{ # of us\n  // two\n  "train_batch_size": 8, /* x,\n */ "zero_optimization": {"stage": 2, "overlap_comm": false,},\n}',
         "{\n  train_batch_size: 8\n  zero_optimization: {\n    stage: 2 // as before\n    overlap_comm: false\n  }\n}",
         "train_batch_size: 8\nzero_optimization:\n  stage: 2\n  overlap_comm: false\n",
         '# ours\n{"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": false}, "comet": {"url": "a//b, # c"}}',
@@ -320,7 +322,10 @@ def test_accelerate_with_fsdp_axes_and_compilation(tmp_path: Path) -> None:
         ("{a: [", "is neither JSON, Hjson nor YAML"),
         ('{"train_batch_size": 8, "train_batch_size": 16}', "has the key 'train_batch_size' twice"),
         ("a: 1\na: 2", "has the key 'a' twice"),
-        ('{"zero_optimization": {"stage": 5}}', "stage: found 5, which deepspeed would not take (expected 0, 1, 2 or 3)"),
+        (
+            '{"zero_optimization": {"stage": 5}}',
+            "stage: found 5, which deepspeed would not take (expected 0, 1, 2 or 3)",
+        ),
         ("a: &x [1, 2]\nb: *x", "has an alias"),
         ("[" * 100_000, "is neither JSON"),
     ],

@@ -217,7 +217,11 @@ def test_noise_names_nobody() -> None:
 @pytest.mark.parametrize(
     ("loading", "waiting", "slow"),
     [
-        ((0.16, 0.16, 0.159), (0.15, 0.0, 0.0), False),  # one waits for its samples, the others for it, while they load ahead
+        (
+            (0.16, 0.16, 0.159),
+            (0.15, 0.0, 0.0),
+            False,
+        ),  # one waits for its samples, the others for it, while they load ahead
         ((0.9, 0.1, 0.1), (0.0, 0.0, 0.0), False),  # loaded ahead in time
         ((0.5, 0.1, 0.1), (0.4, 0.0, 0.0), True),
     ],

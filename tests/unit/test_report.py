@@ -60,7 +60,7 @@ STORIES: list[tuple[Callable[[Path], Planted], str, str, str]] = [
      r"\[batch\] micro_size = 4, now 8"),
     (out_of_memory, r"Out of memory in step 3 of 200, rank 3", r"rank 3 on node1 ran out of memory in step 3: asked for 2.00 GiB",
      r'\[activation_checkpointing\] mode = "full"'),
-    (not_finite, r"Loss not finite \(NaN\) in step 58 of 200$", r"step 58: loss nan", r"\[optimizer\] clip_norm = 1.0; this changes the training"),
+    (not_finite, r"Loss not finite \(NaN\) in step 58 of 200$", r"step 58: loss nan", r"clip_norm = 1.0; this changes"),
     (killed_and_resumed, r"Finished", r"22% of the time went into 90 lost steps", r"\[checkpoint\] every_steps = 20$"),
 ]  # fmt: skip
 
@@ -191,8 +191,14 @@ def first_of(planted: Planted) -> tuple[str, str, str]:
 
 def test_the_wait_for_a_slow_rank_is_told_once_also_where_the_run_has_failed(tmp_path: Path) -> None:
     slow = {"straggler": {"rank": 5, "node": "node2", "cause": "compute", "excess_seconds": 0.6}}
-    for end in ("done         step 60, loss 2.1, 9 s", "TrainingError: step 61: loss nan, expected finite numbers", "x"):
-        planted = Planted(tmp_path / end[:4]).starts().trains(8, communication=0.6).trains(52, communication=0.6, more=slow)
+    for end in (
+        "done         step 60, loss 2.1, 9 s",
+        "TrainingError: step 61: loss nan, expected finite numbers",
+        "x",
+    ):
+        planted = (
+            Planted(tmp_path / end[:4]).starts().trains(8, communication=0.6).trains(52, communication=0.6, more=slow)
+        )
         rules = [one.rule for one in judge(gather(planted.says(end).long_ago().directory)).findings]
         assert "straggler" in rules and "communication" not in rules, rules
     planted = Planted(tmp_path / "both").starts().trains(60, communication=3.0, more=slow).ends()
@@ -244,7 +250,11 @@ def test_a_hang_is_told_as_the_screen_tells_it(tmp_path: Path) -> None:
 def test_a_killed_rank_an_error_of_all_ranks_and_a_time_limit_are_told_as_the_log_has_them(tmp_path: Path) -> None:
     killed = "rank 1 ended without an error message (SIGKILL): killed, or out of memory?"
     planted = Planted(tmp_path / "killed").starts().trains(24).says("rank 1 of 16 on node1 (mpi)", rank=1)
-    assert first_of(planted.says(f"Killed: {killed}", rank=1)) == ("Killed after step 24 of 200, rank 1", "killed", killed)
+    assert first_of(planted.says(f"Killed: {killed}", rank=1)) == (
+        "Killed after step 24 of 200, rank 1",
+        "killed",
+        killed,
+    )
     planted = Planted(tmp_path / "all").starts().trains(9)
     for rank in range(3):
         failing(planted, rank, "TrainingError: step 10: the data is odd")

@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import hpctrain
 from hpctrain.base.errors import EnvironmentUnfitError, UsageError
+from hpctrain.cli import execute
 from hpctrain.contracts.identity import Identity
 from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.plugins.life_cycle import LifeCycle
@@ -243,7 +244,7 @@ def test_a_window_without_traces_is_refused_with_the_reasons(tmp_path: Path) -> 
     missing = {"0": "its trace could not be written: No space left on device"}
     index = {"first": 3, "last": 5, "size": 1, "ranks": [], "missing": missing, "groups": {}}
     (window / "window.json").write_text(json.dumps(index))
-    with pytest.raises(UsageError, match="found no trace of any rank .rank 0: .*No space left on device"):
+    with pytest.raises(UsageError, match=r"found no trace of any rank .rank 0: .*No space left on device"):
         write_merged(stored_window(tmp_path, None), None)
     assert execute(["profile", str(tmp_path)]) == 2 and not list(window.glob("*.gz"))
 

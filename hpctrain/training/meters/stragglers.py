@@ -82,9 +82,7 @@ class Stragglers:
         self._cost = defaultdict[tuple[int, str], float](float)
         self._has_saved = False
 
-    def see(
-        self, own: Sequence[Sequence[float]], parts: Sequence[Sequence[float]], seconds: float
-    ) -> Straggler | None:
+    def see(self, own: Sequence[Sequence[float]], parts: Sequence[Sequence[float]], seconds: float) -> Straggler | None:
         """The slow rank, if there is one. own, parts: each rank's Times. seconds: of the step."""
         found = [self._slow(cause, own, parts, seconds) for cause in _CAUSES]
         return max((one for one in found if one is not None), key=lambda one: one.excess_seconds, default=None)
@@ -108,7 +106,10 @@ class Stragglers:
         taken, spent = ([sum(one[place] for place in places) for one in times] for times in (own, parts))
         # where all load equally slowly, one waits for its data and the others for that one, and load ahead meanwhile
         of_own, of_step = median_low(taken), median_low(spent)
-        excesses = [min(one - of_own, other - of_step) if cause == "data" else one - of_own for one, other in zip(taken, spent, strict=True)]
+        excesses = [
+            min(one - of_own, other - of_step) if cause == "data" else one - of_own
+            for one, other in zip(taken, spent, strict=True)
+        ]
         slowest = max(range(len(taken)), key=excesses.__getitem__)
         excess = excesses[slowest]
         if cause == _SAVE:

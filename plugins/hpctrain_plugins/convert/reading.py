@@ -15,7 +15,8 @@ from hpctrain.toolkit.commands import escaped
 
 _MOST_BYTES = 2**22
 _LOOSE = re.compile(
-    r"""(?P<text>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|(?P<comment>(?:(?<![^\s,{\[\]}])(?://|\#)[^\n]*)|/\*.*?\*/)""", re.DOTALL
+    r"""(?P<text>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|(?P<comment>(?:(?<![^\s,{\[\]}])(?://|\#)[^\n]*)|/\*.*?\*/)""",
+    re.DOTALL,
 )
 """Texts, and comments outside of them."""
 _EXTRA = re.compile(r"""("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])""")
@@ -25,7 +26,7 @@ _TEXTS = ("project", "group", "team", "job_name", "output_path")
 """Keys whose values stay texts."""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Refuses aliases, which a few lines grow to gigabytes with, and keys that are there twice."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -34,7 +35,8 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        return _once([(self.construct_object(key, deep=True), self.construct_object(one, deep=True)) for key, one in node.value])
+        _once([(str(key.value), None) for key, _ in node.value])
+        return super().construct_mapping(node, deep=True)
 
 
 class _RepeatedError(ValueError):
@@ -68,14 +70,10 @@ def _parsed(text: str) -> Any:
     except _RepeatedError:
         raise
     except ValueError:
-        if not text.lstrip().startswith(("{", "//", "/*", "#")):
-            return yaml.load(text, _Loader)  # noqa: S506 - a safe one
-    plain = _LOOSE.sub(lambda match: match["text"] or "", text)
+        plain = _LOOSE.sub(lambda match: match["text"] or "", text)
     if plain.lstrip().startswith("{"):
-        plain = _EXTRA.sub(lambda match: match[1] or "", _MISSING.sub(",\n", plain))
-    else:
-        plain = text
-    return yaml.load(plain, _Loader)  # noqa: S506 - a safe one
+        text = _EXTRA.sub(lambda match: match[1] or "", _MISSING.sub(",\n", plain))
+    return yaml.load(text, _Loader)
 
 
 def _once(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:

@@ -47,14 +47,16 @@ class _Table:
     """A CSV file that grows by rows, and now and then by a column."""
 
     def __init__(self, path: Path, resumed_step: int, kept: Iterable[Mapping[str, Any]]) -> None:
-        """Drops the rows after `resumed_step`: their steps run again. kept: all that come before, of which the file may lack some."""
+        """Drops the rows after `resumed_step`: their steps run again. kept: all before, of which the file may lack some."""
         self._path = path
         self._columns: list[str] = []
         if resumed_step:
             self._columns, found = _content(path)
             by_step: dict[int, Mapping[str, Any]] = {int(row["step"]): row for row in found}
             lacking = {row["step"]: row for row in kept if row["step"] not in by_step}
-            self._columns += list(dict.fromkeys(key for row in lacking.values() for key in row if key not in self._columns))
+            self._columns += list(
+                dict.fromkeys(key for row in lacking.values() for key in row if key not in self._columns)
+            )
             rows = [row for step, row in sorted((by_step | lacking).items()) if step <= resumed_step]
         if self._columns:
             self._rewrite(rows)

@@ -64,7 +64,7 @@ class EventFiles(LogWriter):
 
 def _newest_step(directory: Path) -> int:
     """The step of the last event in the newest file; 0 without one. Only that one is parsed: all of them would take minutes."""
-    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
     for path in sorted(directory.glob("events.out.tfevents.*"), reverse=True):
         newest = b""

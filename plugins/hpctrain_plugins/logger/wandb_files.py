@@ -23,7 +23,7 @@ _WHOLE, _LAST = 1, 4
 
 
 def cut_off_after(directory: Path, run_id: str, number: int) -> int:
-    """Drop the rows of `run_id` after wandb's step `number`, and what follows them, from the files that were not synced. Returns the
+    """Drop the rows of `run_id` after wandb's step `number`, and what follows them, from files that were not synced. Returns the
     step of the newest row that is left; -1 without one."""
     for path in sorted(directory.glob(f"offline-run-*/run-{run_id}.wandb"), reverse=True):  # the newest first
         is_synced = path.with_name(f"{path.name}.synced").exists()

@@ -82,7 +82,9 @@ def refuse_empty(window: StoredWindow) -> None:
     """Raises UsageError for a window without traces."""
     if not window.ranks:
         why = "; ".join(f"rank {rank}: {one}" for rank, one in list(window.missing.items())[:4]) or "none was recorded"
-        raise UsageError(f"{window.directory}: found no trace of any rank ({why}); record again: hpctrain profile RUN_DIR --now")
+        raise UsageError(
+            f"{window.directory}: found no trace of any rank ({why}); record again: hpctrain profile RUN_DIR --now"
+        )
 
 
 def _window(directory: Path, index: Mapping[str, Any]) -> StoredWindow:

@@ -34,7 +34,9 @@ def told_ending(facts: Facts) -> str:
         case "done":
             return f"Finished {at}"
         case "stopped" if logged is not None:
-            return f"Stopped by {'its time limit' if 'time is nearly over' in logged[1] else 'a signal'} {at}, and saved"
+            return (
+                f"Stopped by {'its time limit' if 'time is nearly over' in logged[1] else 'a signal'} {at}, and saved"
+            )
         case "running":
             return f"Still running, {at}"
         case "stopped":
@@ -70,7 +72,9 @@ def rows_cut(facts: Facts) -> Finding | None:
     counted = rows.weight if rows.read == rows.weight else newest + 1 - first  # of a large file rows are drawn
     if counted >= trained:
         return None
-    return Finding("rows", f"metrics.jsonl has {counted:.0f} of {trained} steps, and all that follows is about these", "", 1.0)
+    return Finding(
+        "rows", f"metrics.jsonl has {counted:.0f} of {trained} steps, and all that follows is about these", "", 1.0
+    )
 
 
 def kind_of(facts: Facts) -> str:
@@ -152,5 +156,13 @@ def _short(why: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
-AFTER: tuple[Callable[[Facts], Finding | None], ...] = (out_of_memory, not_finite, hung, failed, killed, rows_cut, stopped)
+AFTER: tuple[Callable[[Facts], Finding | None], ...] = (
+    out_of_memory,
+    not_finite,
+    hung,
+    failed,
+    killed,
+    rows_cut,
+    stopped,
+)
 """The first one that speaks counts."""

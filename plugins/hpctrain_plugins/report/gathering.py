@@ -84,8 +84,6 @@ def failed(found: Failure) -> Ending:
 
 def _wall_time(starts: StartsSeen, log: LogSeen, rows: Rows, end: float | None) -> WallTime | None:
     """end: None for a run that is over, which ended with its last sign: times of files are those of a copy in a copied run."""
-    if rows.newest is not None and not any(one.seconds for one in rows.of_starts.values()):
-        return None  # an earlier version's rows, which do not tell
     stretches: list[Stretch] = []
     for number, one in enumerate(starts.starts):
         of_start = rows.of_starts.get(number, StartRows())

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean, stdev
 from collections.abc import Callable
+from statistics import fmean, stdev
 
 from hpctrain_plugins.report.against_plan import against
 from hpctrain_plugins.report.curves import mean_of
 from hpctrain_plugins.report.facts import Facts
 from hpctrain_plugins.report.finding import CHANGES, STEPS, WORKERS, Finding
-from hpctrain_plugins.report.waits import PIPELINE, communication_bound, pipeline_idle, pipeline_share, slow_share, straggling
+from hpctrain_plugins.report.waits import (
+    PIPELINE,
+    communication_bound,
+    pipeline_idle,
+    pipeline_share,
+    slow_share,
+    straggling,
+)
 from hpctrain_plugins.report.wall_time import WallTime
 
 DATA, LOST, SAVING, EVALUATION, STARTING, IDLE = 0.15, 0.05, 0.1, 0.25, 0.25, 0.25
@@ -171,8 +178,14 @@ def overfitting(facts: Facts) -> Finding | None:
         f"overfitting: the evaluation's loss has risen from {lowest:.4g} at step {at} to {now:.4g} at step {step}, while the "
         f"training's fell from {before:.4g} to {after:.4g}"
     )
-    kept = f"the checkpoint of step {at} is the best" if at in dict(facts.checkpoints) else '[checkpoint] keep_best = 1 keeps the best one'
-    return Finding("overfitting", limit, f"{kept}; more data, [optimizer] weight_decay, dropout or fewer steps help{CHANGES}", 1.0)
+    kept = (
+        f"the checkpoint of step {at} is the best"
+        if at in dict(facts.checkpoints)
+        else "[checkpoint] keep_best = 1 keeps the best one"
+    )
+    return Finding(
+        "overfitting", limit, f"{kept}; more data, [optimizer] weight_decay, dropout or fewer steps help{CHANGES}", 1.0
+    )
 
 
 def _training_loss(facts: Facts, step: int) -> float | None:
@@ -189,7 +202,8 @@ def unstable(facts: Facts) -> Finding | None:
     means = [
         (part[-1].last, fmean(values), stdev(values) / math.sqrt(len(values)))
         for begin in range(0, len(points) - size + 1, size)
-        if (part := points[begin : begin + size]) and (values := [one.sums["loss"] / one.counts["loss"] for one in part])
+        if (part := points[begin : begin + size])
+        and (values := [one.sums["loss"] / one.counts["loss"] for one in part])
     ]
     if len(means) < 3:
         return None
@@ -201,7 +215,9 @@ def unstable(facts: Facts) -> Finding | None:
     elif peak_at != means[0][0] and peak - means[0][1] > max(
         _FALL * abs(means[0][1]), _ERRORS * math.hypot(error_of_peak, means[0][2])
     ):
-        limit = f"the training's loss is unstable: {means[0][1]:.4g} on average at first, {peak:.4g} up to step {peak_at}"
+        limit = (
+            f"the training's loss is unstable: {means[0][1]:.4g} on average at first, {peak:.4g} up to step {peak_at}"
+        )
     else:
         return None
     return Finding("unstable", limit, calmer(facts), 1.0)
