@@ -26,7 +26,7 @@ _UNLIMITED = 10_000
 
 
 def watched(directories: Sequence[Path]) -> list[Watcher]:
-    """The runs of the directories; of an array's, all of its runs. A directory may come later. Raises UsageError for one of something else."""
+    """The runs of the directories; of an array's, all of its runs. A directory may come later. Raises UsageError for another."""
     found: list[Path] = []
     for directory in directories:
         run = RunDirectory(directory)
