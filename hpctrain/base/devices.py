@@ -167,6 +167,14 @@ def seed_draws(seed: int, device: torch.device) -> None:
         (module.manual_seed if hasattr(module, "manual_seed") else module.manual_seed_all)(seed)
 
 
+def draws_state(device: torch.device) -> bytes:
+    """Where the random numbers of the CPU and of `device` are, to compare with."""
+    states = [torch.get_rng_state()]
+    if is_accelerator(device):
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return b"".join(one.numpy().tobytes() for one in states)
+
+
 def mark(device: torch.device) -> Any:
     """A point in time on `device`, for `seconds_between`. On an accelerator: when its current stream gets here; this call does
     not wait for it."""

@@ -49,7 +49,6 @@ def on_ranks(
         raise UsageError("--hostfile: a launcher has started this rank, on the hosts that it was given; leave it out")
     first_read = _Read(job, overrides)
     first_read.export()  # before torch is imported below: torch and OpenMP read their variables when they start
-    first_read.begin_workers()
     from hpctrain.ranks.rank_channel import RankChannel
     from hpctrain.starting.channel_directory import attach
 
@@ -103,13 +102,6 @@ class _Read:
 
         if self._job is not None:
             export(self._job.tables)
-
-    def begin_workers(self) -> None:
-        """Fork the process that workers will be forked from, if the job has any: before this one has threads and MPI."""
-        from hpctrain.data.worker_server import begin_early, is_wanted
-
-        if self._job is not None and is_wanted(self._job.tables):
-            begin_early()
 
     def job(self) -> RawJob:
         """Raises the error of reading."""

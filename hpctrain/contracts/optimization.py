@@ -14,7 +14,7 @@ from hpctrain.contracts.plugin import Options, Plugin
 class OptimizerOptions(Options):
     """Options of every optimizer: a learning rate, which schedule and scaling multiply."""
 
-    lr: float = Field(gt=0, description="peak learning rate, before lr_scaling")
+    lr: float = Field(ge=0, description="peak learning rate; 0 changes nothing, for a probe")
 
 
 class Optimizer(Plugin):

@@ -73,6 +73,9 @@ class RunnerParts:
     def backward_from(self, loss: Tensor, divisor: int) -> Tensor:
         """The tensor from which backward starts, where the step's losses are divided by `divisor`. Raises TrainingError for a
         loss without a graph."""
+        if not torch.is_grad_enabled():
+            why = "torch.set_grad_enabled(False) was called before the forward, by a hook or by the model, and not taken back"
+            raise TrainingError(f"the loss has no gradient: {why}; use `with torch.no_grad():`")
         if not loss.requires_grad:
             raise TrainingError(
                 f"[model] name = {self.spec.name!r}: its loss has no gradient, expected one that follows from trained parameters; "

@@ -6,10 +6,13 @@ import errno
 import inspect
 import logging
 import multiprocessing
+import os
 import pickle
+import signal
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -23,15 +26,18 @@ from hpctrain.base.torch_private import end_workers
 from hpctrain.data.batches import Batches, Loaded
 from hpctrain.data.plan import Planned
 from hpctrain.data.streams import EvaluatedStream, TrainedStream
-from hpctrain.data.worker_server import PRELOADED, Surroundings
 from hpctrain.ranks.prints import label_prints, labels_of_prints
-from hpctrain.ranks.signals import keep_from_children
+from hpctrain.ranks.signals import STOPPING, keep_from_children
 from hpctrain.ranks.watchdog.workers import be_watched, new_directory, remove_directory
 
 LOG = logging.getLogger("hpctrain")
 
 T = TypeVar("T")
 StartMethod = Literal["spawn", "forkserver", "fork"]
+
+
+_PRELOADED = "hpctrain.data.pool"
+"""Imports torch, and what a worker needs of hpctrain."""
 
 
 class _PassSampler:
@@ -41,6 +47,23 @@ class _PassSampler:
 
     def __iter__(self) -> Iterator[Planned]:
         return self.plan
+
+
+class _Surroundings:
+    """What a worker would have inherited from the rank, had it been started by it: set where this object is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _surround, (dict(os.environ), os.sched_getaffinity(0))
+
+
+def _surround(environment: dict[str, str], cores: set[int]) -> None:
+    # the server may be one that other code of the program has started
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    if dict(os.environ) != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    with suppress(OSError):  # they have been taken from the job
+        os.sched_setaffinity(0, cores)
 
 
 class _Timed:
@@ -59,7 +82,7 @@ class _Sent(_Timed):
     """Those on their way to a worker, which unpickles the surroundings first: modules of the data may read them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (Surroundings(), _Timed(self._batches))
+        return _received, (_Surroundings(), _Timed(self._batches))
 
 
 def _received(_: object, batches: T) -> T:
@@ -93,7 +116,7 @@ class Pool:
             # no fork by default: to fork a process with MPI and threads is undefined, although it works on most machines
             method: Any = multiprocessing.get_context(self._method)
             if self._method == "forkserver":
-                method.set_forkserver_preload([PRELOADED])  # torch is imported once
+                method.set_forkserver_preload([_PRELOADED])  # torch is imported once
                 sent = _Sent(self._batches)
             context = {"multiprocessing_context": method, "prefetch_factor": self.prefetch, "persistent_workers": True}
         return DataLoader(

@@ -30,6 +30,7 @@ from hpctrain.job.table_types import (
     Variable,
     VariableValue,
     error_of_several_keys,
+    of_file_system,
     table_of,
 )
 from hpctrain.job.training_tables import (
@@ -46,13 +47,13 @@ from hpctrain.job.training_tables import (
 def _file_name(name: str) -> str:
     if not name or "/" in name or name in (".", ".."):
         raise ValueError("expected a name that can be a directory's, without '/'")
-    return name
+    return of_file_system(name)
 
 
 def _not_empty(path: object) -> object:
     if path == "":
         raise ValueError('expected a directory, "." for the current one')
-    return path
+    return of_file_system(path) if isinstance(path, str) else path
 
 
 def _permissions(text: str) -> str:
@@ -81,7 +82,7 @@ class JobTable(Table):
     """Take deterministic algorithms only, for the same bits on the same hardware; an operation that has none ends the job. On CPUs
     a job gives the same bits without it."""
     start: Literal["fork", "spawn"] = "fork"
-    """How `-n` and `--hostfile` start ranks: on each node as forks of a process that has made their imports, or each anew."""
+    """How `-n` and `--hostfile` start ranks: on each node as forks of a process that has imported torch, or each anew."""
     cpu_bind: Literal["auto", "none"] = "auto"
     """Whether the ranks of a node get cores of their own where the launcher has bound none: near their GPU, within a NUMA node."""
     time_limit: Seconds | None = None

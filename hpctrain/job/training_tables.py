@@ -70,18 +70,6 @@ class OptimizerTable(SlotTable):
     """Largest global norm of the gradients."""
     groups: list[ParameterGroup] = []
     """Parameter groups with options of their own."""
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How lr grows with global_size (or tokens) / lr_reference_batch."""
-    lr_reference_batch: int | None = Field(default=None, ge=1)
-    """The global batch that lr was found with, in samples (or tokens)."""
-
-    @model_validator(mode="after")
-    def _scaling_needs_reference(self) -> OptimizerTable:
-        if (self.lr_scaling != "none") != (self.lr_reference_batch is not None):
-            raise error_of_several_keys(
-                'expected lr_reference_batch together with lr_scaling = "linear" or "sqrt", found one alone'
-            )
-        return self
 
 
 class ScheduleTable(SlotTable):

@@ -189,10 +189,7 @@ class Loop:
             return self._module(name, built.sharded.module, built.axes, checked, None)
         made = build(self._start, checked)
         made.refuse_optimizer()
-        by_job = (
-            "schedule" in {**self._start.checked.raw.tables, **tables}
-            or checked.job.optimizer.lr_reference_batch is not None
-        )
+        by_job = "schedule" in {**self._start.checked.raw.tables, **tables}
         trained = Trained(name, made, by_job)
         self._trained[name], self._of[name] = trained, checked
         self._models[name] = LaidOut(name, made.sharded, made.meshes, trained)

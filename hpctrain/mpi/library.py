@@ -30,6 +30,10 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 if not MPI.Is_initialized():
+    _version = MPI.Get_library_version()
+    if _version.startswith("MPICH Version") and "pmix" not in _version:
+        for _name in [name for name in os.environ if name.startswith("PMIX_")]:
+            del os.environ[_name]  # else it aborts; now each process is alone, which the ranks notice
     _added = shared_memory(os.environ) if share_node(os.environ) else {}
     os.environ.update(_added)
     _found = [getattr(ctypes.CDLL(library), "MPI_Init_thread", None) for library in (None, MPI.__file__)]

@@ -1,4 +1,4 @@
-"""Gives each rank cores of its own on its node, where the launcher has not done so: near its accelerator, within a NUMA node.
+"""Gives each rank cores of its own on its node, where the launcher has not done so: an even part of those that all may use.
 
 CPUs are the operating system's numbers. A core is a physical one; with simultaneous multithreading it has several CPUs.
 """
@@ -64,95 +64,59 @@ def bound(world: World, device: torch.device, bind: CpuBind) -> Iterator[Binding
             _move(before)
 
 
-def shares(masks: Sequence[Iterable[int]], homes: Sequence[int | None], cores: Sequence[Core]) -> list[set[int] | None]:
-    """New CPUs for each rank of a machine, None for those that keep theirs.
-
-    masks: the CPUs of each rank. homes: the NUMA node of each rank's accelerator, if known. cores: all of the machine.
-    A rank whose mask is all that the ranks have together is not bound yet. If there are fewer cores than such ranks, none is bound.
-    """
-    of_ranks = [set(mask) for mask in masks]
-    everything: set[int] = set().union(*of_ranks)
-    unbound = [rank for rank, mask in enumerate(of_ranks) if mask == everything]
-    taken: set[int] = set().union(*(mask for mask in of_ranks if mask != everything))
-    free = sorted((core.numa, core.cpus) for core in cores if set(core.cpus) <= everything - taken)
-    new: list[set[int] | None] = [None] * len(of_ranks)
-    if len(of_ranks) == 1 or not unbound or len(free) < len(unbound):
-        return new
-    least, more = divmod(len(free), len(unbound))
-    near_first = sorted(unbound, key=lambda rank: homes[rank] is None)  # the others take what is left
-    for number, rank in enumerate(near_first):
-        count = least + (number < more)
-        numa = _nearest(free, homes[rank], count)
-        picked = sorted(free, key=lambda core: core[0] != numa)[:count]
-        free = [core for core in free if core not in picked]
-        new[rank] = {cpu for _, cpus in picked for cpu in cpus}
-    return new
-
-
-def _nearest(free: Sequence[tuple[int, tuple[int, ...]]], home: int | None, count: int) -> int:
-    """The NUMA node for a rank: its accelerator's, else the first that has enough cores, else the first."""
-    nodes = [numa for numa, _ in free]
-    if home in nodes:
-        return home
-    return next((numa for numa in nodes if nodes.count(numa) >= count), nodes[0])
-
-
 def _agree(world: World, device: torch.device, bind: CpuBind) -> Binding:
-    """Rank 0 shares out the cores of each machine, and each rank takes its own."""
+    """Ranks of a machine that may use the same cores get as many each, in one piece."""
     mask = _mask()
     cores = topology(mask)
     if world.identity.size == 1 or not mask:
-        return _kept(mask, cores, world.identity.local_size, "")
+        return Binding(mask, _threads(mask, cores, world.identity.local_size), "")
     name = binds_threads(os.environ)
-    mine = {
-        "machine": machine_id(world.identity.node),
-        "mask": sorted(mask),
-        "home": numa_of(device),
-        "cores": [[core.numa, core.cpus] for core in cores],
-        "why_not": (f"{name} is set" if name else "") if bind == "auto" else '[job] cpu_bind is "none"',
-    }
-    world.tell("cores", mine)
-    answer = world.deal("cores/dealt", lambda: _share_out(world.collect("cores")))
-    if answer["cpus"] is None:
-        return _kept(mask, cores, answer["sharing"], answer["said"])
-    cpus = frozenset(answer["cpus"])
-    try:
-        _move(cpus)
-    except OSError as error:  # a container may forbid it
-        return _kept(mask, cores, answer["ranks"], f"not bound: {error.strerror}")
-    return Binding(cpus, _threads(cpus, cores, 1), f"{_named(cpus, cores)}, bound by hpctrain", by_hpctrain=True)
+    why_not = (f"{name} is set" if name else "") if bind == "auto" else '[job] cpu_bind is "none"'
+    machine, home = machine_id(world.identity.node), numa_of(device)
+    world.tell("cores", {"machine": machine, "mask": sorted(mask), "home": home, "why_not": why_not})
+    mine = world.deal("cores/dealt", lambda: share_out(world.collect("cores")))
+    if mine["sharing"] == 1:
+        said = "bound by the launcher" if mine["ranks"] > 1 else ""
+        return Binding(mask, _threads(mask, cores, 1), f"{_named(mask, cores)}, {said}" if said else "")
+    why_not = mine["why_not"] or ("" if mine["sharing"] == mine["alike"] else "the launcher has bound ranks")
+    if len(cores) < mine["alike"]:
+        why_not = f"{mine['alike']} ranks on {len(cores)} core{'s' * (len(cores) > 1)}"
+    if not why_not:
+        own = part_of(cores, mine["place"], mine["alike"])
+        try:
+            _move(own)
+        except OSError as error:  # a container may forbid it
+            why_not = str(error.strerror)
+        else:
+            return Binding(own, _threads(own, cores, 1), f"{_named(own, cores)}, bound by hpctrain", by_hpctrain=True)
+    said = f"shared by {mine['sharing']} ranks, not bound by hpctrain: {why_not}"
+    return Binding(mask, _threads(mask, cores, mine["sharing"]), f"{_named(mask, cores)}, {said}")
 
 
-def _share_out(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def share_out(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """An answer to each rank's report.
 
-    cpus: the new CPUs, or None. ranks: those of the machine. sharing: how many ranks, with this one, then have some of its CPUs.
-    said: what to tell people about a rank that keeps its CPUs.
+    ranks: those of the machine. sharing: how many of them, with this one, may use some of its CPUs. alike: how many may use the
+    same ones, and place: this rank's among these, those near the first NUMA nodes' accelerators first.
     """
-    answers: list[dict[str, Any]] = [{} for _ in reports]
-    for machine in dict.fromkeys(report["machine"] for report in reports):
-        ranks = [rank for rank, report in enumerate(reports) if report["machine"] == machine]
-        found = [reports[rank] for rank in ranks]
-        cores = [Core(numa, cpus) for numa, cpus in {(n, tuple(c)) for report in found for n, c in report["cores"]}]
-        why_not = next((report["why_not"] for report in found if report["why_not"]), "")
-        new: Sequence[set[int] | None] = [None] * len(ranks)
-        if not why_not:
-            new = shares([report["mask"] for report in found], [report["home"] for report in found], cores)
-        if not why_not and len(cores) < len(ranks):
-            why_not = f"{len(ranks)} ranks on {len(cores)} core{'s' * (len(cores) > 1)}"
-        masks = [set(report["mask"]) if cpus is None else cpus for report, cpus in zip(found, new, strict=True)]
-        for rank, cpus, mask in zip(ranks, new, masks, strict=True):
-            sharing = sum(bool(mask & other) for other in masks)
-            shared = f"shared by {sharing} ranks, not bound by hpctrain: {why_not or 'the launcher has bound ranks'}"
-            said = shared if sharing > 1 else "bound by the launcher" if len(ranks) > 1 else ""
-            dealt = None if cpus is None else sorted(cpus)
-            answers[rank] = {"cpus": dealt, "ranks": len(ranks), "sharing": sharing, "said": said}
+    answers = []
+    for rank, mine in enumerate(reports):
+        here = [other for other, report in enumerate(reports) if report["machine"] == mine["machine"]]
+        alike = [other for other in here if reports[other]["mask"] == mine["mask"]]
+        alike.sort(key=lambda other: (reports[other]["home"] is None, reports[other]["home"]))
+        answers.append({
+            "ranks": len(here), "alike": len(alike), "place": alike.index(rank),
+            "sharing": sum(bool({*mine["mask"]} & {*reports[other]["mask"]}) for other in here),
+            "why_not": next((reports[other]["why_not"] for other in here if reports[other]["why_not"]), ""),
+        })  # fmt: skip
     return answers
 
 
-def _kept(mask: frozenset[int], cores: Sequence[Core], sharing: int, said: str) -> Binding:
-    """said: "" for a rank that is alone."""
-    return Binding(mask, _threads(mask, cores, sharing), f"{_named(mask, cores)}, {said}" if said else "")
+def part_of(cores: Sequence[Core], place: int, parts: int) -> frozenset[int]:
+    """The CPUs of an even part of `cores`, neighbours in the order of NUMA nodes."""
+    whole = sorted(cores, key=lambda core: (core.numa, core.cpus))
+    mine = whole[len(whole) * place // parts : len(whole) * (place + 1) // parts]
+    return frozenset(cpu for core in mine for cpu in core.cpus)
 
 
 def _threads(cpus: frozenset[int], cores: Sequence[Core], sharing: int) -> int:

@@ -90,6 +90,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.level = 0
         """0 while nothing was asked, STOPPED after a signal, INTERRUPTED after Ctrl-C."""
+        self.is_urgent = False
+        """Whether it was another signal than SIGUSR1, which leaves time for a step."""
         self._since = 0.0
         self._before: dict[int, object] = {}
 
@@ -109,5 +111,6 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.level:
             self.level, self._since = INTERRUPTED if number == signal.SIGINT else STOPPED, time.monotonic()
+            self.is_urgent = number != signal.SIGUSR1
         elif number != signal.SIGUSR1 and time.monotonic() - self._since > _SAME_SECONDS:
             os._exit(128 + number)

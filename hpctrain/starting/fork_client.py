@@ -1,4 +1,4 @@
-"""The starter's side of the fork server (fork_server.py): ranks of one command are forked from a process with their imports."""
+"""The starter's side of the fork server (fork_server.py): a command's ranks are forked from a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.ranks.process import ROOM, ROOM_VARIABLE
-from hpctrain.starting.fork_server import GIVE_UP, LONGEST
+from hpctrain.starting.fork_server import LONGEST
 
 IMPORT_SECONDS = 300.0
 """Limit of all imports."""
@@ -27,9 +27,6 @@ _POLL = 0.1
 _WORD = " " * 200
 """The last word of the server's command line, which `ps` does not show: a rank's may take as much."""
 _OFF = '[job] start = "spawn" asks for that'
-_MODULES = {"model": ("name", "loss"), "dataset": ("name", "weights", "collate"), "optimizer": ("name",), "schedule": ("name",),
-            "metric": ("name",)}  # fmt: skip
-"""The keys of a job that may be "package.module:callable"."""
 
 
 class ForkedRank:
@@ -52,10 +49,10 @@ class ForkedRank:
 
 
 class ForkServerClient:
-    """A running fork server. It imports what the job needs while the starter goes on."""
+    """A running fork server. It imports torch and hpctrain while the starter goes on."""
 
-    def __init__(self, command: Sequence[str], wanted: Mapping[str, Any]) -> None:
-        """command: of `hpctrain`, as in a rank. wanted: of the job (`wanted`), whose [environment] must be set already."""
+    def __init__(self, command: Sequence[str]) -> None:
+        """command: of `hpctrain`, as in a rank. The job's [environment] must be set already."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = [sys.executable, "-m", "hpctrain.starting.fork_server", str(theirs.fileno()), *command, _WORD]
         self._process = subprocess.Popen(
@@ -67,11 +64,10 @@ class ForkServerClient:
         )
         theirs.close()
         self._give_up = time.monotonic() + IMPORT_SECONDS
-        self._importing = "torch"
         self._state = "importing"  # then "ready", or "ended"
         self._ranks: dict[int, ForkedRank] = {}
         self._answers: list[ForkedRank | str] = []
-        self._send(json.dumps({"command": command[0], **wanted}).encode())
+        self._send(json.dumps({"command": command[0]}).encode())
 
     @property
     def has_ended(self) -> bool:
@@ -83,7 +79,7 @@ class ForkServerClient:
         """Wait until ranks can be forked; false if they can't be, which is told, or when `stops` does no longer want to wait."""
         while self._state == "importing" and not stops():
             if time.monotonic() > self._give_up:
-                self._refuse(f"the import of {self._importing} took longer than {IMPORT_SECONDS:.0f} s")
+                self._refuse(f"the import of torch and hpctrain took longer than {IMPORT_SECONDS:.0f} s")
             self.look(_POLL)
         return self._state == "ready"
 
@@ -143,14 +139,10 @@ class ForkServerClient:
         return self._control.fileno()
 
     def close(self) -> None:
-        """End the server, with the processes that its imports have started. Its ranks have ended, or end with it."""
-        seconds = _POLL
-        if self._state == "importing":
-            seconds = _ENDING_SECONDS
-            self._process.send_signal(GIVE_UP)
+        """End the server. Its ranks have ended, or end with it."""
         self._control.close()
         self._state = "ended"
-        give_up = time.monotonic() + seconds
+        give_up = time.monotonic() + _POLL
         while _runs(self._process.pid) and time.monotonic() < give_up:
             time.sleep(0.01)
         if self._process.returncode is None:  # not waited for: the number of its group is still its own
@@ -159,9 +151,7 @@ class ForkServerClient:
         self._process.wait()
 
     def _take(self, message: dict[str, Any]) -> None:
-        if "importing" in message:
-            self._importing = message["importing"]
-        elif "ready" in message:
+        if "ready" in message:
             self._state = "ready"
         elif "unfit" in message:
             self._refuse(message["unfit"])
@@ -186,7 +176,7 @@ class ForkServerClient:
         """The server has ended by itself."""
         status = self._process.wait()
         if self._state == "importing":
-            self._refuse(f"the fork server ended with {_how(status)} during the import of {self._importing}")
+            self._refuse(f"the fork server ended with {_how(status)} during the import of torch and hpctrain")
             return
         self._state = "ended"
         if self._ranks:
@@ -197,24 +187,6 @@ class ForkServerClient:
                 time.sleep(0.01)
             rank.returncode = -signal.SIGKILL
         self._ranks.clear()
-
-
-def wanted(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The modules that a job names, as JSON can say it; values of wrong types are reported by the ranks."""
-    plugins = tables.get("plugins")
-    lists = {key: plugins.get(key) if isinstance(plugins, dict) else None for key in ("load", "block")}
-    names = []
-    for key, keys in _MODULES.items():
-        of_key = tables.get(key)
-        for table in of_key if isinstance(of_key, list) else [of_key]:
-            names += [table.get(one) for one in keys] if isinstance(table, dict) else []
-    return {**{key: _texts(value) for key, value in lists.items()}, "modules": [
-        name.partition(":")[0] for name in _texts(names) if ":" in name
-    ]}  # fmt: skip
-
-
-def _texts(values: object) -> list[str]:
-    return [one for one in values if isinstance(one, str)] if isinstance(values, list) else []
 
 
 def _runs(pid: int) -> bool:

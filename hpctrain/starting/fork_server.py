@@ -1,4 +1,4 @@
-"""A program of its own, the fork server: imports what ranks need and forks each of them. Linux only.
+"""A program of its own, the fork server: imports torch and hpctrain, and forks the ranks. Linux only.
 
     python -m hpctrain.starting.fork_server FD WORD... ROOM
 
@@ -30,8 +30,6 @@ FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 """Signals that may reach all processes of a job, and are meant for the ranks."""
 DESCRIPTORS = 8
 """The most that a message carries."""
-GIVE_UP = signal.SIGVTALRM
-"""Ends the imports as an exception does, so that what they have begun is cleaned up: a lock of a compiler's, for instance."""
 _LEAVING_SECONDS = 5.0
 """How long ranks may take to end by themselves once the starter has ended."""
 
@@ -98,10 +96,6 @@ class ForkServer:
         os._exit(0)  # the system kills those that are left
 
 
-class _GivenUp(BaseException):
-    """The starter waits no longer. Nothing that an import may raise."""
-
-
 def main(descriptor: int) -> None:
     """Serve, and return in the ranks only."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)
@@ -113,7 +107,9 @@ def main(descriptor: int) -> None:
     content = control.recv(LONGEST)
     if not content:
         sys.exit()
-    unfit, collects = _preload(control, json.loads(content))
+    from hpctrain.starting.preloading import preload
+
+    unfit = preload(json.loads(content)["command"])
     if unfit is not None:
         control.send(json.dumps({"unfit": unfit}).encode())
         os._exit(0)
@@ -130,8 +126,7 @@ def main(descriptor: int) -> None:
         take_streams(streams)
     take_cores(request["cores"])
     become_rank(parent, request["command"], request["environment"], descriptors, mask)
-    if collects:
-        gc.enable()
+    gc.enable()
     sys.argv[1:] = request["command"][3:]
 
 
@@ -152,30 +147,6 @@ def _fork_all(server: ForkServer) -> tuple[dict[str, Any], list[int]]:
             server.forked(pid)
         for one in descriptors:
             os.close(one)
-
-
-def _preload(control: socket.socket, wanted: dict[str, Any]) -> tuple[str | None, bool]:
-    """Import; a sentence if ranks must not be forked, and whether a rank collects garbage, which a module may have turned off."""
-
-    def begin(name: str) -> None:
-        control.send(json.dumps({"importing": name}).encode())
-
-    def give_up(*_: object) -> NoReturn:
-        raise _GivenUp
-
-    begin("torch")
-    former = signal.signal(GIVE_UP, give_up)
-    try:
-        from hpctrain.starting.preloading import Wanted, preload
-
-        unfit = preload(Wanted(**wanted), begin)
-    except _GivenUp:
-        os._exit(1)
-    finally:
-        signal.signal(GIVE_UP, former)
-    collects = gc.isenabled()
-    gc.disable()
-    return unfit, collects
 
 
 if __name__ == "__main__":

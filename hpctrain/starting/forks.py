@@ -1,4 +1,4 @@
-"""Whether the ranks of a command are forked from a process with their imports or each started anew, from start to start."""
+"""Whether the ranks of a command are forked from a process that has imported torch or each started anew, from start to start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpctrain.job.environment import variables
-from hpctrain.starting.fork_client import ForkServerClient, wanted
+from hpctrain.starting.fork_client import ForkServerClient
 from hpctrain.starting.mpi_library import ask_library
 from hpctrain.starting.processes import StartRank, spawn
 from hpctrain.starting.stop_requests import StopRequests
@@ -37,7 +37,7 @@ class Forks:
         if not self._wanted_here:
             self._server = None
         elif self._server is None or self._server.has_ended:
-            self._server = ForkServerClient(self._command, wanted(self._tables))
+            self._server = ForkServerClient(self._command)
 
     def choose(self, requests: StopRequests) -> StartRank:
         """How a rank starts now. Waits for the server's imports, except when `requests` ask twice to end."""
@@ -58,7 +58,7 @@ class Forks:
         """Words in front of the command of ranks that mpiexec starts, up to `most` of them on a node."""
         if not self._wanted or most < 2:
             return []
-        told = {"key": secrets.token_hex(8), "environment": variables(self._tables), **wanted(self._tables)}
+        told = {"key": secrets.token_hex(8), "environment": variables(self._tables)}
         return [sys.executable, "-m", "hpctrain.starting.on_node", json.dumps(told)]
 
     def close(self) -> None:

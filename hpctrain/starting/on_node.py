@@ -1,8 +1,8 @@
 """A program of its own, which mpiexec starts in a rank's place: the ranks of a node are forked from one process. Linux only.
 
-    python -m hpctrain.starting.on_node WANTED COMMAND...
+    python -m hpctrain.starting.on_node START COMMAND...
 
-WANTED is JSON: what the ranks import (fork_client.wanted), the job's [environment], and the key of this start. The first
+START is JSON: the job's [environment], and the key of this start. The first
 process of a node keeps the fork server. The others send it their variables and descriptors over a socket in a private
 directory. Each waits for its rank, passes signals on and ends as the rank does, so that mpiexec sees what it would see of the
 rank. Where ranks can't be forked, the process becomes the command.
@@ -135,7 +135,7 @@ def main(told: dict[str, Any], command: list[str]) -> NoReturn:
     if place is None:
         _become(command)
     directory, is_first = place
-    status = _lead(directory, told, command) if is_first else _follow(directory)
+    status = _lead(directory, command) if is_first else _follow(directory)
     if status is None:
         _become(command)
     _end_as(status)
@@ -154,14 +154,14 @@ def _place(key: str) -> tuple[Path, bool] | None:
     return directory, local_rank == 0
 
 
-def _lead(directory: Path, told: dict[str, Any], command: Sequence[str]) -> int | None:
+def _lead(directory: Path, command: Sequence[str]) -> int | None:
     """The status of this process's rank; None if ranks can't be forked, which the others learn from the closed socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             directory.mkdir(mode=0o700)
             listener.bind(str(directory / "socket"))
             listener.listen(4096)
-            server = ForkServerClient(command[3:], told)
+            server = ForkServerClient(command[3:])
         except OSError:  # no room, memory or descriptor is left
             shutil.rmtree(directory, ignore_errors=True)
             return None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +22,9 @@ _GRACE = 10.0
 """Seconds that the other ranks have to exit by themselves after one has failed: they notice its closed connections."""
 _GRACE_OF_MPI = 1.0
 """The grace of ranks under MPI, which do not notice the failure of another rank."""
+_SHARED_MEMORY = Path("/dev/shm")
+_OPENING = 600.0
+"""Seconds within which ranks of a job open its shared memory."""
 _LEFT_EARLY = 1
 """The status of a rank that leaves with exit code 0 while the others wait for it."""
 
@@ -142,8 +146,30 @@ def without_mpi(command: Sequence[str], ranks: int, directory: Path, start: Star
     )
 
 
+def sweep_memory(directory: Path = _SHARED_MEMORY) -> None:
+    """Remove the memory of MPICH's ranks that were killed, which a node keeps until it is started anew."""
+    left = [path for path in directory.glob("mpich_shm_*") if _is_left(path)]
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
+        with suppress(OSError):  # another user's process, or one that has ended
+            mapped += maps.read_text(errors="replace")
+    for path in left:
+        if str(path) not in mapped:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _is_left(path: Path) -> bool:
+    """Whether all ranks of the job that has made it have opened it, if they still run."""
+    with suppress(OSError):
+        found = path.lstat()
+        return found.st_uid == os.geteuid() and time.time() - found.st_mtime > _OPENING
+    return False
+
+
 def over_pmi(command: Sequence[str], ranks: int, start: StartRank = spawn) -> Processes:
     """Ranks whose MPI library asks hpctrain's PMI server for their rank."""
+    sweep_memory()
     server = PmiServer(ranks)
     environments = [server.environment(rank) for rank in range(ranks)]
     descriptors = [server.descriptors(rank) for rank in range(ranks)]
@@ -188,5 +214,7 @@ def launch(
     launched = launch_over_mpi(command, ranks, start, front)
     if launched is not None:
         return launched
-    print("hpctrain: no MPI is installed: the ranks talk over gloo", file=sys.stderr, flush=True)
+    named = os.environ.get("MPI4PY_LIBMPI")
+    why = f"MPI4PY_LIBMPI names {named}, which can't be loaded" if named else "no MPI is installed"
+    print(f"hpctrain: {why}: the ranks talk over gloo", file=sys.stderr, flush=True)
     return without_mpi(command, ranks, directory, start)

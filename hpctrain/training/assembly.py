@@ -12,6 +12,7 @@ from hpctrain.checking.choices import refuse_machine
 from hpctrain.contracts.life_cycle import PluginState
 from hpctrain.contracts.optimization import Schedule
 from hpctrain.contracts.plugin import Machine
+from hpctrain.model.batch_norm import has_batch_norms
 from hpctrain.model.build import Built, InitialValues, build_model
 from hpctrain.model.conformance.trials import refuse_impure_schedule
 from hpctrain.model.gradients.reducer import GradientReducer
@@ -108,6 +109,9 @@ def complete(
         report.say(f"resuming     from step {progress.step} ({session.saved.newest})")
         for sentence in changed_schedule(parts.schedule, progress):
             report.say(f"schedule     {sentence}")
+    if layout.data_ranks > 1 and not job.model.sync_batch_norm and has_batch_norms(model.module):
+        report.say("model        BatchNorm takes the means of each rank's micro batch, and other losses than one process; [model] "
+                   "sync_batch_norm = true takes those of all ranks")  # fmt: skip
     replicated = session.replicas is not None and session.replicas.exist()
     if job.guard.replica_check_every and not replicated:
         report.say("guard        replica_check_every has no effect: no two ranks hold the same parameters")

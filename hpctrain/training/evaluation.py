@@ -26,12 +26,15 @@ _ASKED_EVERY = 1.0
 """Seconds between two questions to the ranks whether an evaluation goes on."""
 
 
+Ask = Callable[[float], int]
+"""A rank's request to stop, 0 for none, given the seconds until it is asked again."""
+
+
 class Asking:
     """Asks the ranks about once a second whether they have to stop. level: the strongest request of any rank, 0 for none."""
 
-    def __init__(self, level: Callable[[float], int]) -> None:
-        """level: this rank's, given the seconds until the next question."""
-        self.level, self._level = 0, level
+    def __init__(self, ask: Ask) -> None:
+        self.level, self._ask = 0, ask
 
     def until_stopped(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro batches, as many on all ranks, until a rank has to stop. Collective."""
@@ -41,7 +44,7 @@ class Asking:
             if number == question:
                 each = (time.monotonic() - begin) / number
                 # ranks wait for each other at the same micro batch, so that they come to one answer
-                levels, seconds = zip(*gather_values((self._level(max(each, _ASKED_EVERY)), each)), strict=True)
+                levels, seconds = zip(*gather_values((self._ask(max(each, _ASKED_EVERY)), each)), strict=True)
                 self.level = max(levels)
                 if self.level:
                     return

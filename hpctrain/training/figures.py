@@ -11,10 +11,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from hpctrain.base.errors import shown
 from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.runner import MicroBatch
 from hpctrain.job.parts import Parts
 from hpctrain.model.conformance.first_step import FirstStep
+from hpctrain.ranks.json_collectives import gather_values
 from hpctrain.ranks.signals import STOPPED, StopRequest
 from hpctrain.training.guard.judging import StepFigures
 from hpctrain.training.metrics import Figure, gather_row
@@ -123,15 +125,20 @@ def figures_of_all(
     norms = session.model.totals.norms(squares)
     norm = next((one for one in norms if not math.isfinite(one)), norms[session.identity.rank])
     if math.isfinite(norm) and not session.parts.sharding.ranks_diverge:
-        refuse_different_norms(session.parts, norms)
+        refuse_different_norms(session.parts, norms, session.model.scaler.scale)
     overflow = not math.isfinite(norm) and session.model.scaler.skips_nonfinite
     return StepFigures(session.progress.step + 1, loss, norm, losses, out_of_memory, overflow)
 
 
-def refuse_different_norms(parts: Parts, norms: Sequence[float]) -> None:
-    """Raises ContractError on all ranks unless the full gradient has one norm. norms: of each rank."""
+def refuse_different_norms(parts: Parts, norms: Sequence[float], scale: float) -> None:
+    """Raises ContractError on all ranks unless the full gradient has one norm. norms: of each rank. scale: of this rank's loss."""
     if max(norms) - min(norms) <= _ALIKE * max(norms):
         return
+    scales = sorted(set(gather_values(scale)))
+    if len(scales) > 1:
+        raise broken(
+            parts.precision, f"scales the loss by {shown(scales)} on the ranks", "one scale on all", everywhere=True
+        )
     told = f"left other gradients on each rank, whose norms are {', '.join(f'{one:.4g}' for one in sorted(set(norms))[:4])}"
     shared = [one.name for one in parts.parallelism.values() if one.traits.ranks_have == "the same samples"]
     axes = f"; or the ranks of {' or '.join(shared)} have other samples, which its traits deny" if shared else ""

@@ -21,7 +21,7 @@ from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.model.conformance.hooks import weights_kept
 from hpctrain.ranks.json_collectives import gather_values, sum_of, together, world_group
 from hpctrain.ranks.signals import INTERRUPTED, STOPPED, StopRequest
-from hpctrain.training.evaluation import Asking, evaluate, refuse_unmeasured
+from hpctrain.training.evaluation import Ask, Asking, evaluate, refuse_unmeasured
 from hpctrain.training.figures import RankFigures, exchange_figures, step_figures
 from hpctrain.training.guard.judging import StepFigures, Verdict
 from hpctrain.training.guard.memory import memory_explained
@@ -51,20 +51,21 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
     hooks, progress = session.hooks, session.progress
     losses: list[float] = []
     row: dict[str, Any] = {}
-    stops, begun = 0, progress.step
+    stops, begun, asked = 0, progress.step, partial(level, session, stop)
     world = world_group()
     start_hooks(session)
     look(session)
     try_packing(session)
     if progress.step and progress.evaluation is None:
-        stops = evaluate_if_due(session, stop)  # left out at a signal, to save first
+        stops = evaluate_if_due(session, partial(urgent, stop))  # left out at a signal, to save first
     session.model.split_counts = []  # the look's are over
     session.meters.clock.restart()
     hooks.position.entered = session.meters.clock.enter
     loader = session.feed.training_loader(progress)
     try:
         end_if_asked(session)
-        stops = stops or strongest(session, stop)  # one that came while the model was built
+        # One that came while the model was built. Others let a step be taken, so that a job with too little time gets on.
+        stops = stops or strongest(partial(urgent, stop))
         while not progress.done and not stops:
             with explained(session, f"in step {progress.step + 1}"):
                 row, stops, verdict = train_step(session, loader, stop)
@@ -75,13 +76,11 @@ def train(session: Session, stop: StopRequest) -> dict[str, Any]:
                 loader = session.feed.training_loader(progress)
                 continue  # nothing to save: the model is that of a checkpoint
             # a job that is asked to stop may be killed soon: save first
-            stops = stops or evaluate_if_due(session, stop)
+            stops = stops or evaluate_if_due(session, asked)
             end_if_asked(session)
             with explained(session, f"while step {progress.step} was saved"):
                 if save_if_due(session, bool(stops)) and not stops:
-                    stops = strongest(
-                        session, stop
-                    )  # one that came meanwhile: no other step, which would be saved again
+                    stops = strongest(asked)  # one that came meanwhile: no other step, which would be saved again
                     if stops:
                         finish_saving(session, excused=False)
     finally:
@@ -220,8 +219,7 @@ def update(session: Session, gradients: list[Tensor], norm: float, trial: FirstS
     """Clip, let the optimizer step, and give the ranks the new parameters."""
     model = session.model
     clip(gradients, norm, session.job.optimizer.clip_norm)
-    model.optimizer.step()
-    model.optimizer_begun = True
+    model.update(session.progress.step)
     model.sharded.refresh()
     if trial is not None:
         trial.updated()
@@ -252,15 +250,20 @@ def explained(session: Session, doing: str) -> AbstractContextManager[None]:
     return memory_explained(session.job, session.parts, session.identity, session.device, doing)
 
 
-def strongest(session: Session, stop: StopRequest) -> int:
+def strongest(ask: Ask) -> int:
     """The strongest request to stop on any rank, 0 for none. Collective."""
-    levels: list[int] = gather_values(level(session, stop, 0.0))
+    levels: list[int] = gather_values(ask(0.0))
     return max(levels)
 
 
 def level(session: Session, stop: StopRequest, seconds: float) -> int:
     """This rank's request to stop. seconds: that will pass before it is asked again."""
     return max(stop.level, STOPPED if session.deadline.leaves_no(seconds) else 0)
+
+
+def urgent(stop: StopRequest, seconds: float) -> int:
+    """This rank's request to stop, where nothing has been trained since the start."""
+    return stop.level if stop.is_urgent else 0
 
 
 def evaluation_is_due(session: Session) -> bool:
@@ -271,7 +274,7 @@ def evaluation_is_due(session: Session) -> bool:
     return table.enabled and session.feed.validates and due
 
 
-def evaluate_if_due(session: Session, stop: StopRequest) -> int:
+def evaluate_if_due(session: Session, ask: Ask) -> int:
     """Evaluate when the job says so, and at the end, unless a rank has to stop. Return the strongest request to stop."""
     if not evaluation_is_due(session):
         return 0
@@ -280,7 +283,7 @@ def evaluate_if_due(session: Session, stop: StopRequest) -> int:
     session.model.consolidate()
     show_model(session, "hpctrain_evaluation_start", step=progress.step)
     moved = partial(session.hooks.position.move, "evaluation")
-    asking = Asking(partial(level, session, stop))
+    asking = Asking(ask)
     with (
         session.deadline.aside(),
         session.hooks.phase("evaluation", progress.step),
@@ -297,7 +300,7 @@ def evaluate_if_due(session: Session, stop: StopRequest) -> int:
     row = EvaluationRow(metrics, count).as_dict(moment(session), session.parts.model.counts)
     show_model(session, "hpctrain_evaluation", step=progress.step, metrics=row, control=session.control)
     session.report.row(row, progress.steps, session.parts.model.counts)
-    return strongest(session, stop)
+    return strongest(ask)
 
 
 def end_if_asked(session: Session) -> None:

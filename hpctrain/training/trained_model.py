@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpctrain.base.devices import draws_state, seed_draws
 from hpctrain.base.errors import UsageError
+from hpctrain.base.random_numbers import derive_seed
 from hpctrain.base.torch_private import foreach_mul_
 from hpctrain.checkpoint.state import group_options, model_pieces
 from hpctrain.checkpoint.weights import load_weights, refuse_other_source
@@ -87,9 +89,14 @@ class TrainedModel:
             refuse_holes(parts.sharding, self.pieces, self.shapes, meshes)
         self.totals = PieceTotals(self.pieces, meshes)
         self._whole = FullParameters(self.pieces, self.shapes, meshes, device)
+        self._drawn = -1, 0
+        """The step of the newest update, and the number of updates of this step before it."""
+        axes_of_pieces = {piece.axes for piece in self.pieces}
+        self._may_draw = not sum_of(len(axes_of_pieces) > 1)
+        self._part = [meshes.axis(axis).get_local_rank() for axis in sorted(set().union(*axes_of_pieces))]
         self.optimizer, self.optimizer_begun = self.new_optimizer(), False
         self.group_options = group_options(self.optimizer)
-        self._base_rates = [group["lr"] * self._rate_factor() for group in self.optimizer.param_groups]
+        self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         repeated = [one.axis for one in axes if one.ranks_have == "the same samples"]
         self.loss_share = 0.0 if any(meshes.axis(axis).get_local_rank() for axis in repeated) else 1.0
         self.named_losses = NamedLosses(self.loss_share)
@@ -152,6 +159,24 @@ class TrainedModel:
         """An optimizer of these pieces besides the one that trains."""
         return self._build(self._groups(pieces))
 
+    def update(self, step: int) -> None:
+        """Let the optimizer update the pieces. What it draws follows from the step, and is equal where ranks hold the same pieces.
+
+        Raises ContractError for draws where ranks hold parts of some parameters and the same values of others, which would differ
+        from then on.
+        """
+        self._drawn = step, self._drawn[1] + 1 if self._drawn[0] == step else 0
+        seed_draws(derive_seed(self._job.job.seed, "optimizer", *self._drawn, *self._part), self.device)
+        before = None if self._may_draw else draws_state(self.device)
+        self.optimizer.step()
+        if before is not None and draws_state(self.device) != before:
+            raise broken(
+                self._parts.optimizer, "draws random numbers in its step",
+                "none in a layout with tensor parallelism, pipelines or experts: ranks would draw other numbers for values that "
+                "they share",
+            )  # fmt: skip
+        self.optimizer_begun = True
+
     def _build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return build_optimizer(self._parts.optimizer, groups)
 
@@ -169,14 +194,6 @@ class TrainedModel:
                 "tensor parallelism",
                 everywhere=True,
             )
-
-    def _rate_factor(self) -> float:
-        """The factor by which lr grows with the batch: linear (Goyal et al., 2017) or square root (Krizhevsky, 2014)."""
-        table = self._job.optimizer
-        if table.lr_reference_batch is None:
-            return 1.0
-        ratio = self._job.batch.size / table.lr_reference_batch
-        return float(ratio if table.lr_scaling == "linear" else ratio**0.5)
 
     def load(
         self, weights: Path, group: dist.ProcessGroup, kept_by: str | None = None, strict: bool = True

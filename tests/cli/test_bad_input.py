@@ -82,7 +82,10 @@ def test_weights_that_are_not_there_and_a_model_without_parameters(job: JobFile)
         (["--set", "batch.micro_size=5"], "12 does not divide over 1 data-parallel ranks x micro_size 5"),
         (["-n", "2", "--set", "parallelism.replicate=3"], "replicate 3 needs a multiple of 3 ranks, but there are 2"),
         (["--set", "optimizer"], "--set optimizer: expected table.key=value"),
-        (["--set", "optimizer.lr=-1"], "--set optimizer.lr=-1: [optimizer] lr: expected greater than 0, found -1"),
+        (
+            ["--set", "optimizer.lr=-1"],
+            "--set optimizer.lr=-1: [optimizer] lr: expected greater than or equal to 0, found -1",
+        ),
         (
             ["--set", "job.epochs=1"],
             "expected either steps or epochs, found both; --set job.steps= or --set job.epochs= removes one",
@@ -249,3 +252,10 @@ def test_python_without_a_job_file_has_the_same_errors(job: JobFile) -> None:
     done = run([sys.executable, "script.py"], job.directory)
     assert done.out.startswith("JobError 2 job: [job] steps: expected greater than or equal to 1, found 0"), done
     assert "lacks the table [model]" in done.out
+
+
+def test_a_name_that_the_locale_can_not_write(job: JobFile) -> None:
+    job.set(job={"name": "läuft"})
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = run(hpctrain("check", "job.toml"), job.directory, env=locale, cold=True)
+    refused(done, 2, "[job] name: expected a name in the locale's encoding, ascii; LC_ALL=C.UTF-8 allows any, found")

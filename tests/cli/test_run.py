@@ -327,7 +327,8 @@ def test_without_mpi_the_ranks_talk_over_gloo(job: JobFile) -> None:
     hidden = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
     done = run(hpctrain("run", "job.toml", "-n", "2"), job.directory, env=hidden)
     assert done.code == 0, done
-    assert "over gloo" in done.err and "2 (starter)" in done.out and "gloo communicator" in done.out
+    assert "MPI4PY_LIBMPI names /nonexistent/libmpi.so, which can't be loaded: the ranks talk over gloo" in done.err
+    assert "2 (starter)" in done.out and "gloo communicator" in done.out
     assert job.losses() == pytest.approx(job.losses("mpi"), rel=2e-6)
     for row in (*job.rows(), *job.rows("mpi")):
         assert NAP / 2 < row["exposed_seconds"]["tp.all_reduce"] < row["step_seconds"]
@@ -424,3 +425,28 @@ def test_a_rank_without_memory_ends_all_with_what_would_help(job: JobFile) -> No
     assert '[activation_checkpointing] mode = "full"; [sharding] stage = 3, found 0; [batch] micro_size = 3' in done.err
     done = run(hpctrain("run", "job.toml", "-n", "2", "--set", "guard.oom=skip"), job.directory)
     assert done.code == 0 and "step 3 left out (1 in a row, at most 10): rank 1 on " in done.out, done
+
+
+NORMED = """
+import torch
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+def loss(out, y):
+    return ((out - y) ** 2).mean(1)
+
+def data(split):
+    return [(torch.full((4,), float(i % 7)), torch.zeros(3)) for i in range(24)]
+"""
+
+
+def test_batch_norms_of_one_rank_each_are_told(job: JobFile) -> None:
+    (job.directory / "normed.py").write_text(NORMED)
+    job.tables |= {"model": {"name": "normed:net", "loss": "normed:loss"}, "dataset": {"name": "normed:data"}}
+    job.set(job={"steps": 1}, batch={"micro_size": 3})
+    told = "model        BatchNorm takes the means of each rank's micro batch"
+    assert told in run(hpctrain("run", "job.toml", "-n", "2"), job.directory).out
+    job.set(job={"output_dir": "all"}, model={"sync_batch_norm": True})
+    assert told not in run(hpctrain("run", "job.toml", "-n", "2"), job.directory).out

@@ -66,7 +66,11 @@ def test_slurm_with_all_options(spacious: JobFile) -> None:
         "--signal=USR1@300", "--requeue", "--open-mode=append", f"--output='{here}/out/slurm-%j.out'", "--exclusive",
         "--dependency=afterok:17", "--kill-on-invalid-dep=yes",
     }  # fmt: skip
-    assert "module load gcc 'my mpi'" in found and "export A='b c'" in found and "export OMP_NUM_THREADS=8" in found
+    (module,) = [line for line in found if line.startswith("module load gcc 'my mpi' || ")]
+    failing = f"module() {{ return 1; }}\n{module}\necho went on"
+    stopped = subprocess.run(["bash", "-c", failing], capture_output=True, text=True, timeout=30, check=False)
+    assert (stopped.returncode, stopped.stdout) == (3, "") and "can't be loaded" in stopped.stderr
+    assert "export A='b c'" in found and "export OMP_NUM_THREADS=8" in found
     (srun,) = [line for line in found if line.startswith("srun")]
     assert " apptainer exec " in srun and srun.endswith(' image.sif hpctrain run "$job"') and "--mpi=pmi2" in srun
     assert f"job='{here}/out/job.submitted.toml'" in found
@@ -344,3 +348,6 @@ def test_after_a_job_that_the_scheduler_has_forgotten(job: JobFile) -> None:
     assert submit(job).code == 0 and not (job.output / "cancelled").exists()
     done = submit(job, "--set", "job.output_dir=next", "--after", "out")
     assert done.code == 2 and "knows nothing any more; expected a job that runs or is done" in done.err, done
+    done = submit(job, "--set", "job.output_dir=next", "--after", "17")
+    assert done.code == 2 and "--after 17: odd knows no such job, expected one that waits, runs or is done" in done.err
+    assert not (job.directory / "next").exists()

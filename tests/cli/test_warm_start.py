@@ -1,13 +1,10 @@
-"""Ranks that are forked from a process with their imports: made once, with what `[job] start = "spawn"` trains."""
+"""Ranks that are forked from a process that has imported torch: they train what `[job] start = "spawn"` does."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-WORDS = sys.argv[1:3]
+WORDS, RANK = sys.argv[1:3], os.environ.get("RANK") or os.environ["PMI_RANK"]
 with open("imports", "a") as file:
     file.write(f"{os.getpid()} {os.environ.get('OMP_THREAD_LIMIT')}\\n")
 
@@ -41,7 +38,7 @@ class Words(nn.Module):
 def model(**_):
     told = {
         "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "argv": sys.argv[1:3], "at_import": WORDS,
-        "shared": torch.initial_seed(), "own": [random.random(), float(np.random.random())],
+        "rank": RANK, "shared": torch.initial_seed(), "own": [random.random(), float(np.random.random())],
     }
     import json
     with open(f"rank-{os.environ['RANK']}.json", "a") as file:
@@ -82,26 +79,25 @@ def train(job: JobFile, *words: str, env: dict[str, str] | None = None) -> Finis
     return run(hpctrain("run", "job.toml", "-n", "3", *words), job.directory, 120, env, cold=True)
 
 
-def test_imports_are_made_once_and_ranks_train_as_those_that_are_started_anew(counting: JobFile) -> None:
+def test_ranks_train_as_those_that_are_started_anew(counting: JobFile) -> None:
     forked = train(counting, "--set", "job.output_dir=forked")
     assert forked.code == 0 and not forked.err, forked
-    once, warm = imports(counting), told_by_ranks(counting, 3)
-    (counting.directory / "imports").unlink()
+    warm = told_by_ranks(counting, 3)
     spawned = train(counting, "--set", "job.output_dir=spawned", "--set", "job.start=spawn")
     assert spawned.code == 0, spawned
     cold = told_by_ranks(counting, 3)
-    assert [line.split()[1] for line in once] == ["77"], "imported once, with [environment]"
-    assert [line.split()[1] for line in imports(counting)] == ["77"] * 3
-    assert {one["parent"] for one in warm} == {int(once[0].split()[0])}, "each rank's parent has made the import"
+    assert [line.split()[1] for line in imports(counting)] == ["77"] * 6, "by each rank, with [environment]"
+    assert len({one["parent"] for one in warm}) == 1
     for ranks in (warm, cold):
         assert len({one["shared"] for one in [*warm, *cold]}) == 1, "torch's generator begins alike everywhere"
         assert all(len({one["own"][kind] for one in ranks}) == 3 for kind in (0, 1)), "random and numpy differ"
         assert all(one["session"] == one["pid"] and one["argv"] == ["run", "job.toml"] for one in ranks)
         assert all(one["at_import"] == one["argv"] for one in ranks)
+        assert [one["rank"] for one in ranks] == ["0", "1", "2"], "known when the job's module is imported"
     assert counting.losses("forked") == counting.losses("spawned")
 
 
-def test_a_killed_rank_starts_again_without_an_import_and_a_killed_server_ends_the_job(counting: JobFile) -> None:
+def test_a_killed_rank_is_forked_again_and_a_killed_server_ends_the_job(counting: JobFile) -> None:
     counting.sleeps(0.1).set(plugins={"load": ["slow"]}, job={"steps": 400}, checkpoint={"every_steps": 1, "keep": 1})
     words = hpctrain("run", "job.toml", "-n", "3", "--restarts", "1")
     with started(words, counting.directory, cold=True) as command:
@@ -113,7 +109,7 @@ def test_a_killed_rank_starts_again_without_an_import_and_a_killed_server_ends_t
         wait_until(lambda: len(told_of_rank(counting, 0)) == 2, 60, "another start")
         steps = len(counting.rows())
         counting.wait_for_steps(steps + 2)
-        assert len(imports(counting)) == 1 and {one.ppid() for one in command.ranks()} == {server}
+        assert {one.ppid() for one in command.ranks()} == {server}
         psutil.Process(server).kill()
         done = command.finish(60)
     assert done.code == 4 and "restart 1 of 1" in done.err, done
@@ -125,79 +121,6 @@ def told_of_rank(job: JobFile, rank: int) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-UNFIT = {
-    "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()": "started a thread",
-    "import socket\nserver = socket.create_server(('127.0.0.1', 0))": "opened a socket",
-    "import subprocess\nchild = subprocess.Popen(['sleep', '60'])": "started a process",
-    "import os\nos.chdir('/')": "changed the current directory",
-    "import torch\nSEED = torch.rand(1).item()": "drew or seeded random numbers",
-    "import os\nRANK = int(os.environ.get('RANK', '0'))": "reads or sets RANK, of which each rank has its own",
-    "DATA = open(__file__, 'rb')": "keeps the file ",
-    "LOG = open('log', 'a')": "",
-    "from multiprocessing import Value\nSTEPS = Value('i', 0)": "made memory that processes share",
-    "import torch\nTABLE = torch.ones(9).share_memory_()": "made memory that processes share",
-    "import os\nENDS = os.pipe()": "opened a pipe",
-    "from mpi4py import MPI\nRANK = MPI.COMM_WORLD.rank if MPI.Is_initialized() else 0": "asks whether MPI has started",
-    "import os\nRANK = os.environ.get('OMPI_COMM_WORLD_RANK', '0')": "",
-    f"LAYERS = {os.getpid()}": "",
-    "import os\nNAME = os.getpid()": "keeps the number of its process in unfit.NAME",
-    "from mpi4py import MPI\nMPI.Init()": "initialized MPI",
-    "import os, torch\nos.environ['TOKENIZERS_PARALLELISM'] = 'false'\nTABLE = torch.arange(9) @ torch.ones(9).long()": "",
-    "import does_not_exist": "",
-}
-"""Modules, and what their import leaves that ranks would share or lack."""
-PRELOADING = """
-import json, os, sys
-
-import psutil
-
-from hpctrain.starting.preloading import Wanted, preload
-
-assert preload(Wanted("run"), lambda _: None) is None
-for content in json.load(sys.stdin):
-    if os.fork() == 0:
-        with open("unfit.py", "w") as file:
-            file.write(content)
-        print(json.dumps(preload(Wanted("run", modules=["unfit"]), lambda _: None)), flush=True)
-        for process in psutil.Process().children():
-            process.kill()
-        os._exit(0)
-    os.wait()
-"""
-
-
-def test_what_an_import_leaves_behind_is_found(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", PRELOADING]
-    done = subprocess.run(
-        words, input=json.dumps(list(UNFIT)), cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(told) == len(UNFIT), done
-    for found, expected in zip(told, UNFIT.values(), strict=True):
-        assert found is None if not expected else found.startswith("the import of unfit ") and expected in found, done
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        (next(iter(UNFIT)), "the import of mine started a thread"),
-        (
-            "if 'RANK' not in os.environ: os.kill(os.getpid(), 9)",
-            "ended with signal 9 (Killed) during the import of mine",
-        ),
-    ],
-    ids=["thread", "killed"],
-)
-def test_ranks_start_anew_where_a_fork_would_break_a_module(counting: JobFile, line: str, found: str) -> None:
-    path = counting.directory / "mine.py"
-    path.write_text(f"import os\n{line}\n{path.read_text()}")
-    done = train(counting)
-    (said,) = done.err.splitlines()
-    assert done.code == 0 and found in said and '[job] start = "spawn"' in said, done
-    assert len(imports(counting)) == (4 if "thread" in found else 3)
-
-
 @pytest.mark.thorough
 def test_a_module_that_cannot_be_imported_is_reported_as_ever(counting: JobFile) -> None:
     (counting.directory / "mine.py").write_text("import does_not_exist\n")
@@ -206,13 +129,10 @@ def test_a_module_that_cannot_be_imported_is_reported_as_ever(counting: JobFile)
 
 
 @pytest.mark.thorough
-def test_workers_are_forked_and_end_with_a_killed_rank(counting: JobFile) -> None:
-    """Where ranks are forked, the server has imported their data, too."""
-    data = counting.directory / "mine_data.py"
-    data.write_text("open('reads', 'a').write('read ')\n" + data.read_text())
+def test_workers_end_with_a_killed_rank(counting: JobFile) -> None:
     counting.set(dataset={"workers": 2}, evaluation={"every_steps": 2, "batches": 1})
     forked = train(counting, "--set", "job.output_dir=forked")
-    assert forked.code == 0 and (counting.directory / "reads").read_text() == "read ", forked
+    assert forked.code == 0, forked
     alone = train(counting, "--set", "job.output_dir=alone", "--set", "dataset.workers=0")
     assert alone.code == 0 and counting.losses("alone") == counting.losses("forked"), alone
     counting.sleeps(0.1).set(plugins={"load": ["slow"]}, job={"steps": 400})

@@ -88,6 +88,14 @@ class ChangesTheModule(_Hook):
                 next(iter(model.module.parameters())).mul_(0.5)
 
 
+@hook(r"torch.set_grad_enabled\(False\) was called before the forward")
+class TurnsGradientsOff(_Hook):
+    class made:  # noqa: N801
+        @hookimpl
+        def hpctrain_step_end(self, step):
+            torch.set_grad_enabled(False)
+
+
 @hook("changed the model's outputs or the batch in place")
 class ChangesOutputs(_Hook):
     class made:  # noqa: N801

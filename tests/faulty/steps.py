@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from hpctrain_plugins.precision.floating import FP32
 
 from faulty.fault import Wrapped, planted
@@ -97,7 +98,7 @@ class FallingBelowZero(Schedule):
 # precision and activation checkpointing
 
 
-precision = lambda told: planted("precision", "mode", told)  # noqa: E731
+precision = lambda told, ranks=1: planted("precision", "mode", told, ranks)  # noqa: E731
 
 
 @precision("took away 'head.weight' and added 'head.inner.weight' in convert")
@@ -127,6 +128,17 @@ class ForgottenScale(FP32):
 
         def update(self, finite):
             self.scale *= 2
+
+    def start(self):
+        return self.scaler()
+
+
+@precision("scales the loss by .* on the ranks, expected one scale on all", 2)
+class ScaleByRank(FP32):
+    class scaler(LossScaler):  # noqa: N801
+        @property
+        def scale(self):
+            return 1024.0 * (1 + dist.get_rank())
 
     def start(self):
         return self.scaler()

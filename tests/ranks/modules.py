@@ -346,3 +346,23 @@ def both_splits(split: str) -> list[tuple[Tensor, Tensor]]:
     found = samples("train")
     assert found is not None
     return found if split == "train" else found[:7]
+
+
+class Langevin(torch.optim.Optimizer):
+    """Gradient descent with noise from the third step on (Welling and Teh, 2011); `seed` draws as the trainer does."""
+
+    def __init__(self, groups: Any, lr: float, seed: int | None = None) -> None:
+        super().__init__(groups, {"lr": lr})
+        self._seed, self._steps = seed, 0
+        for group in self.param_groups:
+            group.setdefault("taken", 0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if self._seed is not None:
+                torch.manual_seed(derive_seed(self._seed, "optimizer", group["taken"], 0))
+            for parameter in group["params"]:
+                noise = torch.randn_like(parameter) if group["taken"] > 1 else 0.0
+                parameter.sub_(group["lr"] * parameter.grad + 0.01 * noise)
+            group["taken"] += 1

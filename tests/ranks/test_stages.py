@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from equivalence_table import BOUNDS
 from live_bytes import LiveBytes
-from modules import Normed, Switched, both_splits, built, foreign_steps, odd_steps
-from plain import Step, gpt_loss, samples_of, stacked, train_gpt, train_plainly
+from modules import Langevin, Normed, Switched, both_splits, built, foreign_steps, odd_steps
+from plain import Step, batches_of, gpt_loss, module_of, samples_of, stacked, train_gpt, train_plainly
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from training import SGD, TINY, job, own_device, session_of, thorough, train_here
 
-from hpctrain.base.errors import UsageError
+from hpctrain.base.errors import ContractError, UsageError
 from hpctrain.contracts.dataset import Samples
 from hpctrain.data.order import SampleOrder
 from hpctrain.model.batch_norm import synchronize_batch_norms
@@ -436,3 +436,38 @@ def test_an_axis_whose_ranks_compute_the_same(root) -> None:
     alone = train_here(tables)
     assert found.evaluations[0]["evaluation_tokens"] == alone.evaluations[0]["evaluation_tokens"]
     assert found.evaluations[0]["evaluation_loss"] == pytest.approx(alone.evaluations[0]["evaluation_loss"], rel=1e-9)
+
+
+def drawing(root, **tables: Any) -> dict[str, Any]:
+    optimizer = {"name": "modules:Langevin", "lr": 0.05}
+    precision, guard = {"mode": "fp64"}, {"replica_check_every": 1}
+    return job(
+        **{"job": {"output_dir": str(root)}, "optimizer": optimizer, "precision": precision, "guard": guard, **tables}
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, thorough(2), 3])
+def test_an_optimizer_that_draws(root, stage: int) -> None:
+    """Replicas draw alike, at stage 0 as one process, and a resume goes on with the same numbers."""
+    whole = train_here(drawing(root / "whole", sharding={"stage": stage})).rows
+    if stage == 0:
+        tables = drawing(root)
+        module = module_of(tables, torch.float64)
+        optimizer = Langevin(module.parameters(), lr=0.05, seed=11)
+        losses = (functools.partial(gpt_loss, module, *batch) for batch in batches_of(tables))
+        compare(whole, train_plainly(module, optimizer, losses), *BOUNDS["fp64"])
+    halves = drawing(root / "halves", sharding={"stage": stage}, job={"output_dir": str(root / "halves"), "steps": 4})
+    first = train_here(halves).rows
+    halves["job"]["steps"] = 6
+    again = [*first, *train_here(halves).rows]
+    assert [row["loss"] for row in again] == [row["loss"] for row in whole]
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_draws_is_refused_where_ranks_share_some_values_only(root) -> None:
+    if dist.get_world_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    with pytest.raises(
+        ContractError, match="'modules:Langevin' draws random numbers in its step, expected none in a layout with"
+    ):
+        train_here(drawing(root, parallelism={"tensor": 2}))

@@ -25,7 +25,12 @@ def logs(job: JobFile) -> list[str]:
 
 @pytest.mark.every_change
 @pytest.mark.parametrize(
-    ("mpi", "source"), [(["--mpi=pmi2"], "mpi"), pytest.param([], "slurm", marks=pytest.mark.thorough)]
+    ("mpi", "source"),
+    [
+        (["--mpi=pmi2"], "mpi"),
+        pytest.param([], "slurm", marks=pytest.mark.thorough),
+        pytest.param(["--mpi=pmix"], "slurm", marks=pytest.mark.thorough, id="MPICH speaks no PMIx"),
+    ],
 )
 def test_four_tasks_are_one_world_on_two_nodes(
     cluster: Cluster, job: JobFile, losses_alone: list[float], mpi: list[str], source: str

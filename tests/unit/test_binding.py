@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from hpctrain.contracts.identity import Identity
 from hpctrain.mpi.errors import spans
-from hpctrain.ranks.binding import Binding, Core, CpuBind, _share_out, bound, shares, topology
+from hpctrain.ranks.binding import Binding, Core, CpuBind, bound, part_of, share_out, topology
 from hpctrain.ranks.meeting import World
 from hpctrain.ranks.rank_channel import RankChannel
 
@@ -29,21 +29,15 @@ def machine(numa_nodes: int, cores: int, siblings: int = 1) -> list[Core]:
     ]
 
 
-def dealt(cores: list[Core], ranks: int, homes: list[int | None] | None = None) -> list[str | None]:
-    everything = {cpu for core in cores for cpu in core.cpus}
-    return shown(shares([everything] * ranks, homes or [None] * ranks, cores))
+def dealt(cores: list[Core], ranks: int, homes: list[int | None] | None = None) -> list[str]:
+    reports = [{"machine": "a", "mask": [0], "home": home, "why_not": ""} for home in homes or [None] * ranks]
+    return [spans(sorted(part_of(cores, one["place"], one["alike"]))) for one in share_out(reports)]
 
 
-def shown(new: list[set[int] | None]) -> list[str | None]:
-    return [None if cpus is None else spans(sorted(cpus)) for cpus in new]
-
-
-def test_each_rank_gets_cores_of_one_numa_node() -> None:
+def test_each_rank_gets_as_many_cores() -> None:
     assert dealt(machine(2, 8), 4) == ["0-3", "4-7", "8-11", "12-15"]
     assert dealt(machine(2, 8), 2) == ["0-7", "8-15"]
-    assert dealt(machine(4, 4), 2) == ["0-7", "8-15"]
-    # 3 ranks of 5 cores on nodes of 8: one has to cross; one core is left over for the first
-    assert dealt(machine(2, 8), 3) == ["0-5", "8-12", "6-7,13-15"]
+    assert dealt(machine(2, 8), 3) == ["0-4", "5-9", "10-15"]
 
 
 def test_siblings_stay_together() -> None:
@@ -51,26 +45,10 @@ def test_siblings_stay_together() -> None:
     assert dealt(machine(1, 4, siblings=2), 4) == ["0,4", "1,5", "2,6", "3,7"]
 
 
-def test_no_rank_is_bound_where_there_are_fewer_cores_than_ranks() -> None:
-    assert dealt(machine(1, 2, siblings=2), 3) == [None] * 3
-    assert dealt(machine(1, 8), 1) == [None], "alone on its machine it keeps all"
-
-
-def test_the_node_of_a_gpu_comes_first() -> None:
+def test_ranks_get_cores_in_the_order_of_their_gpus_nodes() -> None:
     assert dealt(machine(2, 4), 2, [1, 0]) == ["4-7", "0-3"]
     assert dealt(machine(2, 4), 4, [1, 1, 0, 0]) == ["4-5", "6-7", "0-1", "2-3"]
     assert dealt(machine(2, 4), 2, [None, 0]) == ["4-7", "0-3"]
-    assert dealt(machine(2, 4), 4, [0, 0, 0, 0]) == ["0-1", "2-3", "4-5", "6-7"], "no more room: the next node"
-
-
-def test_what_the_launcher_has_bound_stays() -> None:
-    cores = machine(1, 8)
-    assert shares([{0, 1}, {2, 3}], [None] * 2, cores) == [None, None]
-    assert shares([{0, 1, 2, 3}, {0, 1, 2, 3}, {4, 5}], [None] * 3, cores) == [None] * 3
-    mixed = shares([{0, 1}, set(range(8)), set(range(8))], [None] * 3, cores)
-    assert shown(mixed) == [None, "2-4", "5-7"]
-    allowed = shares([{2, 3, 4, 5}] * 2, [None] * 2, cores)
-    assert shown(allowed) == ["2-3", "4-5"], "of a job that may use a part of the machine"
 
 
 def test_the_system_s_cores(tmp_path: Path) -> None:
@@ -103,22 +81,18 @@ def of_ranks(ranks: int, bind: CpuBind) -> list[Binding]:
 
 
 def test_ranks_of_containers_and_of_several_machines_are_told_apart() -> None:
-    """By the machine, not by their local ranks; a rank that its launcher has bound is not the one that knows the cores."""
+    """By the machine, not by their local ranks; a rank that its launcher has bound shares its cores with nobody."""
 
     def report(machine: str, mask: list[int]) -> dict[str, object]:
-        return {
-            "machine": machine, "mask": mask, "home": None, "why_not": "",
-            "cores": [[0, [cpu]] for cpu in mask],
-        }  # fmt: skip
+        return {"machine": machine, "mask": mask, "home": None, "why_not": ""}
 
-    answers = _share_out(
-        [report(*one) for one in [("a", [0]), ("b", [0, 1]), ("a", [0, 1, 2]), ("b", [0, 1]), ("c", [0])]]
-    )
-    assert [answer["cpus"] for answer in answers] == [None, [0], [1, 2], [1], None]
-    assert [answer["sharing"] for answer in answers] == [1] * 5
-    assert [answer["said"] for answer in answers] == ["bound by the launcher"] * 4 + [""]
-    crowd = _share_out([report("a", [0, 1])] * 3)
-    assert all(answer["cpus"] is None and "3 ranks on 2 cores" in answer["said"] for answer in crowd)
+    answers = share_out([report(*one) for one in [("a", [0]), ("b", [0, 1]), ("a", [1, 2]), ("b", [0, 1]), ("c", [0])]])
+    assert [answer["sharing"] for answer in answers] == [1, 2, 1, 2, 1]
+    assert [answer["alike"] for answer in answers] == [1, 2, 1, 2, 1]
+    assert [answer["place"] for answer in answers] == [0, 0, 0, 1, 0]
+    assert [answer["ranks"] for answer in answers] == [2, 2, 2, 2, 1]
+    mixed = share_out([report("a", [0, 1]), report("a", [0, 1, 2, 3]), report("a", [0, 1, 2, 3])])
+    assert [(answer["sharing"], answer["alike"]) for answer in mixed] == [(3, 1), (3, 2), (3, 2)]
 
 
 @pytest.fixture

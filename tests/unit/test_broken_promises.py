@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from conftest import TINY, JobFile
 from faulty import FAULTS, SCHEDULERS, Fault
@@ -21,7 +22,7 @@ from hpctrain.cli import cli
 def test_a_broken_promise_is_told(fault: Fault, tmp_path: Path) -> None:
     """Each of these would train on in silence, with other numbers or into a checkpoint that nobody can read."""
     job = {"name": "faulty", "steps": 4, "output_dir": str(tmp_path / "out")}
-    with pytest.raises(HpctrainError, match=fault.told) as told:
+    with torch.enable_grad(), pytest.raises(HpctrainError, match=fault.told) as told:
         hpctrain.run(fault.tables_over({**TINY, "job": job}))
     assert told.value.exit_code in (EXIT_ENVIRONMENT, EXIT_TRAINING)
 

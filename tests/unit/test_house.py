@@ -33,7 +33,7 @@ PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml
 
 BUDGETS = {"hpctrain": 44_700, "plugins/hpctrain_plugins": 17_200}
 """Lines of Python: what grows replaces something. Lower a number when you can, never raise one; 28,000 and 11,000 are the goals."""
-WORDS = 145_500
+WORDS = 139_500
 """Of the pages; 75,000 are the goal."""
 
 

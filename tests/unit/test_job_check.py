@@ -161,8 +161,6 @@ def test_every_compression_but_those_goes_with_every_stage() -> None:
         ("optimizer", {"name": 3}, "expected a valid string, found 3"),
         ("optimizer", {"betas": [0.9, 1.5]}, "expected less than 1, found 1.5"),
         ("optimizer", {"lr": float("nan")}, "lr"),
-        ("optimizer", {"lr_scaling": "linear"}, "lr_reference_batch"),
-        ("optimizer", {"lr_scaling": "cubic"}, "'none', 'linear' or 'sqrt'"),
         ("model", {"attention_heads": 3}, "expected attention_heads that divide hidden_size 16"),
         ("model", {"freeze": ["nothing.*"]}, "no parameter matches 'nothing.*'"),
         ("model", {"freeze": ["*"]}, "every parameter is frozen"),

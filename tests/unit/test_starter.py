@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import queue
 import signal
@@ -20,7 +21,7 @@ from hpctrain.starting import start
 from hpctrain.starting.mpiexec import Mpiexec, UnderMpiexec
 from hpctrain.starting.output_relay import Unbannered, Unruled
 from hpctrain.starting.pmi import PmiBoard, PmiRelay, PmiServer
-from hpctrain.starting.processes import Processes
+from hpctrain.starting.processes import Processes, sweep_memory
 
 
 def test_ranks_that_do_not_follow_a_failed_one_are_ended() -> None:
@@ -213,3 +214,14 @@ def test_the_starter_imports_no_torch() -> None:
 def test_the_starter_leaves_a_job_of_wrong_types_to_the_ranks(job: dict[str, object]) -> None:
     assert start._checkpoints_of({"job": job}) == Path("runs/nan/checkpoints")
     assert start._checkpoints_of({"job": 3}) == start._checkpoints_of({})
+
+
+def test_memory_of_ranks_that_were_killed_is_removed(tmp_path: Path) -> None:
+    """Not what a process maps, what is new, or what another program has made."""
+    for name in ("mpich_shm_1_0", "mpich_shm_mapped_0", "mpich_shm_new_0", "other_1"):
+        (tmp_path / name).write_bytes(b"\0" * 4096)
+        if "new" not in name:
+            os.utime(tmp_path / name, (0, 0))
+    with (tmp_path / "mpich_shm_mapped_0").open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        sweep_memory(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"mpich_shm_mapped_0", "mpich_shm_new_0", "other_1"}
