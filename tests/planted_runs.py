@@ -93,8 +93,8 @@ class Planted:
         (self.directory / "checkpoints" / f"step-{self.step:08d}").mkdir(parents=True)
         return self
 
-    def evaluates(self) -> Planted:
-        row = {"step": self.step, "epoch": 1.0, "time": self.now, "evaluation_loss": 2.2, "evaluation_tokens": 100}
+    def evaluates(self, loss: float = 2.2) -> Planted:
+        row = {"step": self.step, "epoch": 1.0, "time": self.now, "evaluation_loss": loss, "evaluation_tokens": 100}
         self._append("metrics.jsonl", json.dumps(row))
         return self
 

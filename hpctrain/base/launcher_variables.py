@@ -23,6 +23,8 @@ _FLUX = {"FLUX_TASK_RANK": "PMI_RANK", "FLUX_JOB_SIZE": "PMI_SIZE"}
 _AGENT = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 """Set by torchrun, which srun or mpiexec may have started."""
 _TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+TYPED = "--typed"
+"""The option with which a starter tells its ranks the command that was typed."""
 STARTER_VARIABLE = "HPCTRAIN_STARTED_IN"
 """Set by a starter for ranks that it starts without MPI, as `hpctrain run -n` does: a directory that other users cannot read."""
 TORCHRUN_NAMES = {

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from hpctrain.base.errors import EXIT_STOPPED, UsageError
+from hpctrain.base.launcher_variables import TYPED
 from hpctrain.cli.options import example, job_arguments
 from hpctrain.cli.ranks import on_ranks, started_by_option
 
@@ -25,6 +26,7 @@ from hpctrain.cli.ranks import on_ranks, started_by_option
               "is killed, hangs or fails; they continue from the newest checkpoint.")  # fmt: skip
 @click.option("--hostfile", type=click.Path(path_type=Path), metavar="FILE", help="Start the ranks on the hosts of this file, with "
               "a line `HOST slots=N` or `HOST:N` for each.")  # fmt: skip
+@click.option(TYPED, hidden=True, expose_value=False, help="Set by the starter for its ranks: its own command.")
 @click.option(
     "--begun", type=float, hidden=True, help="Set by the starter for its ranks: when it began, in seconds since 1970."
 )

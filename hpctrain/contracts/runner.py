@@ -27,7 +27,7 @@ class MicroBatch:
     """Collated samples, the place of the first one in the global batch, and whether their loss counts.
 
     terms: what ModelSpec.count said of the batch before it moved to the device, so that no step waits for the answer.
-    flops: what ModelSpec.flops said of the batch before any axis cut it.
+    flops: what ModelSpec.flops said of the batch before any axis cut it. load_seconds: of its loading, ahead of the step.
     """
 
     batch: Batch
@@ -35,6 +35,7 @@ class MicroBatch:
     counts: bool = True
     terms: int = 0
     flops: int | None = None
+    load_seconds: float = 0.0
 
 
 See = Callable[[Any, Batch], None]

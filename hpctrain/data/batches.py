@@ -33,11 +33,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A micro batch, and what was planned for it. place: the shard of a stream, and how far it is read."""
+    """A micro batch, and what was planned for it. place: the shard of a stream, and how far it is read. seconds: of the loading."""
 
     planned: Planned
     batch: Batch
     place: tuple[int, Place] | None = None
+    seconds: float = 0.0
 
 
 def collated(source: Source, collate: Collate, items: list[Any], seed: int, planned: Planned) -> Batch:

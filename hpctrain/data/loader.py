@@ -110,7 +110,7 @@ class Loader:
                 given = list(tensors_in(batch))
                 # a dataset may compute on the device: then the copy waits for all that is to be computed
                 with copies.entered(any(is_accelerator(one.device) for one in given), given):
-                    micro = MicroBatch(self._move(batch), planned.place, planned.counts, terms, flops)
+                    micro = MicroBatch(self._move(batch), planned.place, planned.counts, terms, flops, loaded.seconds)
                 end = None if planned.after is None else (planned.after, dict(places))
                 self._put((micro, copies.done(), planned.indices, end))
                 if self._closed.is_set():

@@ -9,9 +9,11 @@ import multiprocessing
 import os
 import pickle
 import signal
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -64,14 +66,23 @@ def _surround(environment: dict[str, str], cores: set[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-class _Sent:
-    """Batches on their way to a worker, which unpickles the surroundings first: modules of the data may read them."""
+class _Timed:
+    """Batches with the time that each took."""
 
     def __init__(self, batches: Batches | TrainedStream | EvaluatedStream) -> None:
         self._batches = batches
 
+    def __getitem__(self, planned: Planned) -> Loaded | None:
+        begin = time.perf_counter()
+        loaded = self._batches[planned]
+        return loaded and replace(loaded, seconds=time.perf_counter() - begin)
+
+
+class _Sent(_Timed):
+    """Those on their way to a worker, which unpickles the surroundings first: modules of the data may read them."""
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (_Surroundings(), self._batches)
+        return _received, (_Surroundings(), _Timed(self._batches))
 
 
 def _received(_: object, batches: T) -> T:
@@ -100,7 +111,7 @@ class Pool:
     def _new_loader(self) -> DataLoader[Any]:
         """A loader whose workers have not started."""
         context: dict[str, Any] = {}
-        sent: Any = self._batches
+        sent: Any = _Timed(self._batches)
         if self._workers:
             # no fork by default: to fork a process with MPI and threads is undefined, although it works on most machines
             method: Any = multiprocessing.get_context(self._method)
@@ -124,7 +135,7 @@ class Pool:
             for loaded in self._started() if self._workers else self._loader:
                 if loaded is None:  # the end of a stream
                     return
-                yield loaded
+                yield replace(loaded, seconds=loaded.seconds / max(1, self._workers))
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker (pid"):
                 raise

@@ -168,7 +168,7 @@ class Steps:
         request = float(session.queries is not None and session.queries.has_request)
         logged = {name: sum(values[1:], values[0]) / len(values) for name, values in self._logged.items()}
         self._logged.clear()
-        figures = session.meters.figures([])  # operations are not counted: forwards may be of any kind
+        figures = session.meters.figures(micro_batches, has_known_forwards=False)
         terms = session.model.loss_share * sum(micro.terms for micro in micro_batches)
         told = [stop, request, float(self.saves), terms, *logged.values(), *figures]
         names = zlib.crc32(json.dumps(list(logged)).encode())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_STOPPED, EXIT_TRAINING
+from hpctrain.base.launcher_variables import TYPED
 from hpctrain.job.environment import export
 from hpctrain.job.reading import read_job
 from hpctrain.starting.channel_directory import ChannelDirectory, StarterChannel
@@ -72,8 +75,9 @@ def start_ranks(
             hosts, count = placement.next()
             if command == "run":
                 print(f"starting     {count} rank{'s' if count > 1 else ''}{_where(hosts)}", flush=True)
-            time_told = ("--begun", f"{begin:.3f}") if command == "run" else ()
-            program = [command, str(job), *sets, *words, *time_told]
+            typed = shlex.join(["hpctrain", *sys.argv[1:]])
+            told = ("--begun", f"{begin:.3f}", TYPED, typed) if command == "run" else ()
+            program = [command, str(job), *sets, *words, *told]
             saves = _checkpoints_of(tables) if command == "run" else None
             ended = _start_once(program, hosts, count, StopRequests(signals, placement.has_more), saves, forks)
             if ended.host is not None:
@@ -165,11 +169,13 @@ def _attend(launched: Launched, link: StarterChannel, ranks: int, requests: Stop
         return EXIT_ENVIRONMENT
     who = "a rank" if launched.failed_rank is None else f"rank {launched.failed_rank}"
     where = "" if link.failed_host is None else f" on {link.failed_host}"
-    print(
-        f"hpctrain: {who}{where} ended without an error message (status {status}): killed, or out of memory?"
-        + ("" if saves is None else _what_continues(saves)),
-        file=sys.stderr,
-    )
+    how = signal.Signals(-status).name if status is not None and status < 0 else f"status {status}"
+    why = f"{who}{where} ended without an error message ({how}): killed, or out of memory?"
+    print(f"hpctrain: {why}" + ("" if saves is None else _what_continues(saves)), file=sys.stderr)
+    if saves is not None:
+        from hpctrain.training.log_file import note_killed
+
+        note_killed(saves.parent, launched.failed_rank or 0, why)
     return EXIT_TRAINING
 
 

@@ -4,7 +4,7 @@ The directory may be another person's, and crafted: what cannot be read counts a
 """
 
 from hpctrain.viewing.following import Follower, Part, parts_of
-from hpctrain.viewing.log_seen import OF_ANOTHER, Failure, LogLine, LogSeen, LogStart, find_failure, read_log
+from hpctrain.viewing.log_seen import KILLED, OF_ANOTHER, Failure, LogLine, LogSeen, LogStart, find_failure, read_log
 from hpctrain.viewing.log_tail import last_lines
 from hpctrain.viewing.rows import Evaluation, Step, Straggler, is_evaluation, read_row
 from hpctrain.viewing.run_directory import JobSeen, RunDirectory
@@ -12,6 +12,7 @@ from hpctrain.viewing.standing import Standing, standing_of
 from hpctrain.viewing.starts_seen import Lost, Start, StartsSeen, read_starts
 
 __all__ = [
+    "KILLED",
     "OF_ANOTHER",
     "Evaluation",
     "Failure",

@@ -28,6 +28,11 @@ AS_CANCELLED = ", as it was cancelled"
 """Part of the line of a stopped run that `hpctrain cancel` ended."""
 
 
+KILLED = "Killed"
+"""Begins the line that a starter writes of a rank that could not."""
+_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
 class _LogFile(logging.StreamHandler[TextIO]):
     """Drops lines that cannot be written; logging would print a traceback on the screen for each."""
 
@@ -63,6 +68,16 @@ class _Escaped(logging.Formatter):
         return f"{moment:%Y-%m-%d %H:%M:%S},{moment.microsecond // 1000:03d}{moment:%z}"
 
 
+def note_killed(output_dir: Path, rank: int, why: str) -> None:
+    """Write why a rank has ended into its log, for those who read it later; the screen has it already."""
+    with suppress(OSError):
+        if log_of(output_dir, rank).is_file():
+            file = _LogFile(log_of(output_dir, rank))
+            file.setFormatter(_Escaped(_FORMAT))
+            file.handle(logging.makeLogRecord({"levelname": "INFO", "msg": f"{KILLED}: {why}"}))
+            file.close()
+
+
 @contextmanager
 def logged_to_file(output_dir: Path, identity: Identity) -> Iterator[None]:
     """Write every rank's log to its own file, and rank 0's warnings to the screen, too."""
@@ -71,7 +86,7 @@ def logged_to_file(output_dir: Path, identity: Identity) -> Iterator[None]:
         file = _LogFile(path)
     except OSError as error:
         raise UsageError(f"[job] output_dir: {path} cannot be written: {reason(error)}") from None
-    file.setFormatter(_Escaped("%(asctime)s %(levelname)s %(message)s"))
+    file.setFormatter(_Escaped(_FORMAT))
     handlers: list[logging.Handler] = [file]
     if identity.rank == 0:
         screen = _Screen()

@@ -23,15 +23,13 @@ import torch
 
 from hpctrain.base.devices import device_name, is_accelerator, memory_left
 from hpctrain.base.errors import UsageError, reason
-from hpctrain.base.launcher_variables import launcher_name
+from hpctrain.base.launcher_variables import TYPED, launcher_name
 from hpctrain.base.safe_files import open_to_change
 from hpctrain.contracts.identity import Identity
 from hpctrain.job.run_files import STARTS
 from hpctrain.version import __version__
 
 _PACKAGES = ("numpy", "mpi4py", "h5py", "safetensors", "tokenizers", "transformers")
-_OF_THE_STARTER = ("--started-by", "--begun")
-"""Options that a starter gives to its ranks, each with a value."""
 _GIT_SECONDS = 3.0
 
 
@@ -74,7 +72,7 @@ def describe_start(identity: Identity, hosts: Sequence[str], plugins: Sequence[s
     """The line's content."""
     return {
         "time": _written(begin),
-        "command": shlex.join(_command()),
+        "command": _command(),
         "directory": os.getcwd(),
         "ranks": identity.size,
         "hosts": list(dict.fromkeys(hosts)),
@@ -94,18 +92,13 @@ def _accelerator(device: torch.device | None) -> dict[str, Any]:
     return {"device": device_name(device), **({} if left is None else {"device_bytes": left[1]})}
 
 
-def _command() -> list[str]:
-    """This process's command, without what a starter adds."""
-    words, kept = iter(sys.argv), []
-    for word in words:
-        if word in _OF_THE_STARTER:
-            next(words, None)
-        else:
-            kept.append(word)
-    program = Path(kept[0]) if kept else Path()
-    if program.name == "__main__.py" and program.parent.name == "hpctrain":  # python -m hpctrain
-        return ["hpctrain", *kept[1:]]
-    return [program.name, *kept[1:]] if program.name == "hpctrain" else kept
+def _command() -> str:
+    """The command as it was typed: a starter tells its ranks."""
+    if TYPED in sys.argv:
+        return sys.argv[sys.argv.index(TYPED) + 1]
+    program, *words = sys.argv or [""]
+    is_ours = Path(program).name == "hpctrain" or Path(program).parts[-2:] == ("hpctrain", "__main__.py")
+    return shlex.join(["hpctrain" if is_ours else program, *words])
 
 
 def _versions() -> dict[str, str]:

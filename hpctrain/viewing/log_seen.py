@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -13,15 +13,21 @@ from hpctrain.base.errors import escaped
 from hpctrain.base.safe_files import reading
 from hpctrain.job.run_files import LOGS, log_of
 from hpctrain.training.log_file import BEGUN, DONE, STOPPED
+from hpctrain.training.log_file import KILLED as KILLED  # for readers of failures
 from hpctrain.viewing.following import parts_of
 
 _LINE = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}[+-]\d{4}) ([A-Z]+) (.*)")
 _BEGUN = re.compile(r"rank \d+ of (\d{1,9})\b")
 """Begins the first line of a start, with the number of ranks."""
-_ERROR = re.compile(r"([A-Z]\w*(?:Error|Exception|Interrupt)): \S")
+_ERROR = re.compile(rf"([A-Z]\w*(?:Error|Exception|Interrupt)|{KILLED}): \S")
+HANG = "watchdog"
+"""The kind of a failure that the watchdog ended."""
 OF_ANOTHER = "CommunicationError"
 """Follows where another rank has failed."""
 _WATCHDOG = "the watchdog ends this rank"
+_HANG, _MISSING = "hpctrain: watchdog: ", b"  missing: "
+"""Begin rank 0's diagnosis, and the lines of it about ranks that the others wait for."""
+_RANK = re.compile(r"ranks? (\d{1,9})\b")
 _EVENTS = (DONE, STOPPED, "guard  ", "ended  ", "resumed", "saved  ", "weights  ", _WATCHDOG)
 """Begin the lines about something that doesn't happen in each run."""
 _FACTS = ("mesh", "batch", "parameters", "precision", "ranks", "data", "pipeline")
@@ -63,13 +69,14 @@ class LogSeen:
 
 @dataclass(frozen=True)
 class Failure:
-    """The error with which a rank failed. log: which has its traceback."""
+    """The error with which a rank failed. log: which has its traceback. is_shared: whether others failed with the same one."""
 
     rank: int
     kind: str
     text: str
     time: datetime
     log: Path
+    is_shared: bool = False
 
 
 def read_log(path: Path) -> LogSeen:
@@ -116,7 +123,8 @@ def find_failure(directory: Path) -> Failure | None:
         one = _failure(path)
         if one is not None and (newest is None or newest.begun - one.time <= _EARLIER):
             found.append(one)
-    return min(found, key=lambda one: (one.kind == OF_ANOTHER, one.time), default=None)
+    first = min(found, key=lambda one: (one.kind == OF_ANOTHER, one.text.startswith(_WATCHDOG), one.time), default=None)
+    return first and replace(first, is_shared=sum(one.text == first.text for one in found) > 1)
 
 
 def _logs(directory: Path, newest: LogStart | None) -> list[Path]:
@@ -128,24 +136,31 @@ def _logs(directory: Path, newest: LogStart | None) -> list[Path]:
 
 
 def _failure(path: Path) -> Failure | None:
-    found = None
+    found, hang, rank = None, "", _rank(path)
     with suppress(OSError):
         for line in _tail(path):
             match = _LINE.match(line)
+            if match is None and hang and line.startswith(_MISSING) and rank == _rank(path):
+                told = escaped(line[len(_MISSING) :][:_LONGEST].decode(errors="replace"))
+                number = _RANK.match(told)
+                hang, rank = f"{hang}: {told}", rank if number is None else int(number[1])
             if match is None or match[2] != b"INFO":
                 continue
             text = escaped(match[3][:_LONGEST].decode(errors="replace"))
             if _BEGUN.match(text):
-                found = None
+                found, hang = None, ""
             error = _ERROR.match(text)
             if error is not None:
-                kind, text = error[1], text[len(error[1]) + 2 :]
+                kind, text, rank = error[1], text[len(error[1]) + 2 :], _rank(path)
+            elif text.startswith(_HANG):
+                hang, rank = text.removeprefix(_HANG), _rank(path)
+                continue
             elif text.startswith(_WATCHDOG) and found is None:
-                kind = "watchdog"
+                kind, text = HANG, hang or text
             else:
                 continue
             time = _time(match)
-            found = found if time is None else Failure(_rank(path), kind, text, time, path)
+            found = found if time is None else Failure(rank, kind, text, time, log_of(path.parents[1], rank))
     return found
 
 

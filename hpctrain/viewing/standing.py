@@ -42,6 +42,8 @@ class Standing:
 
 def standing_of(run: RunDirectory, job: JobSeen, newest: Step | None) -> Standing:
     """The state of the run. Looks at the lock, so not for the process that holds it."""
+    if not run.is_run() and not run.log.exists():
+        return Standing("pending", "no run is here yet; hpctrain runs lists others")
     holder, why = _holder(run.path)
     if holder is not None and holder.holds:
         return Standing("running", holder.name)

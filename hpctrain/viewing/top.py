@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hpctrain.base.errors import UsageError, reason
+from hpctrain.job.output_lock import FILE_NAME as LOCK
 from hpctrain.starting.scheduler.record import newest
 from hpctrain.viewing.frame import frame
 from hpctrain.viewing.room import Room
@@ -25,14 +26,14 @@ _UNLIMITED = 10_000
 
 
 def watched(directories: Sequence[Path]) -> list[Watcher]:
-    """The runs of the directories; of an array's, all of its runs. Raises UsageError for one without a run."""
+    """The runs of the directories; of an array's, all of its runs. A directory may come later. Raises UsageError for another."""
     found: list[Path] = []
     for directory in directories:
         run = RunDirectory(directory)
         submission = None if run.is_run() else newest(directory)
         if submission is not None:
             found += [directory / name for name in submission.runs]
-        elif run.is_run():
+        elif run.is_run() or not directory.exists() or (directory / LOCK).exists():
             found.append(directory)
         else:
             what = "no run in it" if directory.is_dir() else "no directory"

@@ -38,7 +38,7 @@ def test_the_time_of_a_run_that_was_killed_and_resumed_adds_up(job: JobFile) -> 
         command.process.wait(timeout=30)
     killed, before = time.time(), job.rows()
     told = run(hpctrain("report", "out", "--format", "markdown"), job.directory)
-    assert told.code == 0 and f"**Killed at step {before[-1]['step']} of 24" in told.out, told
+    assert told.code == 0 and f"**Killed after step {before[-1]['step']} of 24" in told.out, told
     assert "goes on from step 10" in told.out, told
     again = time.time()
     assert run(hpctrain("run", "job.toml", *SLOW), job.directory).code == 0

@@ -77,7 +77,9 @@ def test_runs_are_listed_and_one_is_printed_once(job: JobFile) -> None:
     once = run(hpctrain("top", "runs/a"), job.directory)  # a pipe: a single frame
     assert once.code == 0 and once.out.splitlines()[0].startswith("runs/a  done") and "\x1b" not in once.out, once
     assert f"loss {loss:.4f}" in once.out and "step 4/4" in once.out and "100%  ended" in once.out, once
-    for words in (("top", "runs/b"), ("top", "runs"), ("runs", "nowhere")):
+    later = run(hpctrain("top", "runs/b"), job.directory)
+    assert later.code == 0 and "runs/b  pending  (no run is here yet" in later.out, later
+    for words in (("top", "job.toml"), ("top", "runs"), ("runs", "nowhere")):
         wrong = run(hpctrain(*words), job.directory)
         assert wrong.code == 2 and wrong.out == "" and wrong.err.count("\n") == 1 and "found no" in wrong.err, wrong
 

@@ -53,7 +53,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     write_job(tmp_path)
     words = hpctrain("run", "job.toml", "-n", "3")
     done = run(words, tmp_path, 60, environment("kill"))
-    assert done.code == 4 and "rank 1 ended without an error message (status -9)" in done.err, done
+    assert done.code == 4 and "rank 1 ended without an error message (SIGKILL)" in done.err, done
 
 
 @pytest.mark.parametrize("failing", [0, pytest.param(2, marks=pytest.mark.thorough)])

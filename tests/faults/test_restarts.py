@@ -31,7 +31,7 @@ def test_killed_ranks_start_again(communicator: str, killed: JobFile, tmp_path: 
     assert done.code == 0, done
     assert "restart 1 of 2" in done.err and "restart 2 of 2" in done.err, done
     assert "resuming     from step 4" in done.out and "resuming     from step 6" in done.out, done
-    assert "rank 1 ended without an error message (status -9)" in done.err, done
+    assert "rank 1 ended without an error message (SIGKILL)" in done.err, done
     assert killed.losses() == pytest.approx(killed.losses("whole"), rel=2e-6)
     assert not (tmp_path / "out.1").exists()
 

@@ -75,6 +75,61 @@ def test_the_table_of_a_page_is_that_of_the_rules(library: str) -> None:
     assert page == conversion_pages.page(library), "run python tests/conversion_pages.py"
 
 
+def test_no_key_is_dropped_in_silence(tmp_path: Path) -> None:
+    for value in ("auto", False, True, 0, 1):
+        given: dict[str, Any] = {"fp16": {"enabled": "auto"}}
+        for key in documented() - {"optimizer.type", "scheduler.type"}:
+            inner, (*above, last) = given, key.split(".")
+            for name in above:
+                inner = inner.setdefault(name, {})
+            if last != "enabled":
+                inner[last] = value
+        for table in ("bf16", "torch_autocast", "tensorboard", "wandb", "csv_monitor"):
+            given[table]["enabled"] = True
+        (tmp_path / "given.json").write_text(json.dumps(given))
+        try:
+            text = converted(tmp_path / "given.json", "deepspeed", 8).text([])
+        except UsageError as error:  # a value that is none
+            assert re.search("would not take|stage", str(error)), error
+            continue
+        silent = {key for key in documented() - {"optimizer.type", "scheduler.type"} if key not in text}
+        assert not silent, (value, silent)
+    off = tmp_path / "off.json"
+    off.write_text(
+        '{"fp16": {"enabled": false, "loss_scale": 3}, "zero_optimization": {"stage": 3, "overlap_comm": false}}'
+    )
+    text = converted(off, "deepspeed", 8).text([])
+    assert "fp16.enabled = false: not needed" in text and "overlap_comm = false: stage 3 always overlaps" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"train_batch_size": "8", "zero_optimization": {"stage": 2, "overlap_comm": "false"}}',
+        '{ # of us\n  // two\n  "train_batch_size": 8, /* x,\n */ "zero_optimization": {"stage": 2, "overlap_comm": false,},\n}',
+        "{\n  train_batch_size: 8\n  zero_optimization: {\n    stage: 2 // as before\n    overlap_comm: false\n  }\n}",
+        "train_batch_size: 8\nzero_optimization:\n  stage: 2\n  overlap_comm: false\n",
+        '# ours\n{"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": false}, "comet": {"url": "a//b, # c"}}',
+    ],
+)
+def test_a_file_is_read_as_deepspeed_reads_it(text: str, tmp_path: Path) -> None:
+    (tmp_path / "given.json").write_text(text)
+    found = tomli.loads(converted(tmp_path / "given.json", "deepspeed", 8).text(["head"]))
+    assert found["batch"]["global_size"] == 8 and found["sharding"] == {"stage": 2, "overlap_communication": False}
+    assert "comet" not in text or "a//b, # c" in converted(tmp_path / "given.json", "deepspeed", 8).text([])
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\x1b]0;t\x07", "\u2028", "\x85"])
+def test_text_of_a_configuration_becomes_no_line_of_the_job(end: str, tmp_path: Path) -> None:
+    evil = f'x{end}[model]{end}name = "os:system"{end}'
+    for given in ({evil: 1}, {"comet": {evil: evil}}, {"wandb": {"enabled": True, "project": evil, "group": evil}}):
+        (tmp_path / "given.json").write_text(json.dumps(given))
+        text = converted(tmp_path / "given.json", "deepspeed", 8).text([evil])
+        assert "model" not in tomli.loads(text) and "\x1b" not in text
+        if "wandb" in given:
+            assert tomli.loads(text)["logger"][0]["project"] == evil
+
+
 def tables_of(directory: Path, library: str, given: Mapping[str, Any], ranks: int | None = None) -> dict[str, Any]:
     """The tables that a configuration becomes, through the file that is written."""
     (directory / "given.json").write_text(json.dumps(given))
@@ -264,7 +319,15 @@ def test_accelerate_with_fsdp_axes_and_compilation(tmp_path: Path) -> None:
             'reduce_bucket_size: found "big", which deepspeed would not take',
         ),
         ("[1, 2]", "holds list, expected a table of keys"),
-        ("{a: [", "is neither JSON nor YAML"),
+        ("{a: [", "is neither JSON, Hjson nor YAML"),
+        ('{"train_batch_size": 8, "train_batch_size": 16}', "has the key 'train_batch_size' twice"),
+        ("a: 1\na: 2", "has the key 'a' twice"),
+        (
+            '{"zero_optimization": {"stage": 5}}',
+            "stage: found 5, which deepspeed would not take (expected 0, 1, 2 or 3)",
+        ),
+        ("a: &x [1, 2]\nb: *x", "has an alias"),
+        ("[" * 100_000, "is neither JSON"),
     ],
 )
 def test_what_is_wrong_is_told(tmp_path: Path, text: str, told: str) -> None:

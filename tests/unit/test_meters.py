@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -20,10 +21,14 @@ from torch import Tensor, nn
 
 import hpctrain
 from hpctrain.base.errors import HpctrainError
+from hpctrain.contracts.dataset import Samples
+from hpctrain.data.batches import Batches
+from hpctrain.data.plan import Planned
+from hpctrain.data.pool import Pool
 from hpctrain.job.machines import machine_of_device
 from hpctrain.training.meters import device_load as loads
 from hpctrain.training.meters.clock import PARTS
-from hpctrain.training.meters.stragglers import Stragglers
+from hpctrain.training.meters.stragglers import Straggler, Stragglers
 from hpctrain.training.meters.throughput import peak_flops
 
 
@@ -42,6 +47,20 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.utils.checkpoint.checkpoint(self.trunk, x, use_reentrant=False))
+
+
+class Slow(Samples):
+    draws = True  # so that none is read twice
+
+    def __len__(self) -> int:
+        return 9
+
+    def fingerprint(self) -> str:
+        return ""
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(0.02)
+        return torch.tensor([index])
 
 
 class Images:
@@ -158,6 +177,11 @@ def own(ranks: int, **seconds: Callable[[int], float]) -> list[list[float]]:
     return [[seconds.get(part, lambda _: 0.0)(rank) for part in PARTS] for rank in range(ranks)]
 
 
+def see(judge: Stragglers, own: list[list[float]], seconds: float) -> Straggler | None:
+    """Of steps that spend all of the ranks' own time."""
+    return judge.see(own, own, seconds)
+
+
 @pytest.mark.parametrize(
     ("part", "cause"),
     [("data", "data"), ("backward", "compute"), ("optimizer", "compute"), ("other", "host"), ("checkpoint", "save")],
@@ -169,7 +193,7 @@ def test_a_slow_rank_is_found_by_its_own_excess(part: str, cause: str) -> None:
         forward=lambda _: 1.0,
         **{part: lambda rank: 0.1 + (0.5 if rank == 2 else 0.01 * rank) + (part == "backward")},
     )
-    found = [judge.see(slow, 1.5) for _ in range(30)]
+    found = [see(judge, slow, 1.5) for _ in range(30)]
     first = next(place for place, one in enumerate(found) if one is not None)
     assert first == (1 if cause == "save" else 4), "one step tells nothing, nor does the first save"
     one = found[-1]
@@ -182,12 +206,43 @@ def test_a_slow_rank_is_found_by_its_own_excess(part: str, cause: str) -> None:
 
 def test_noise_names_nobody() -> None:
     short = Stragglers(["a"] * 4)  # for as long as another program uses a core
-    steps = [short.see(own(4, forward=lambda rank: 0.05 + 0.03 * (rank == 1)), 0.08) for _ in range(60)]
-    assert not any(steps) and short.see(own(4, forward=lambda rank: 0.05 + 0.03 * (rank == 1)), 1.0) is not None
+    steps = [see(short, own(4, forward=lambda rank: 0.05 + 0.03 * (rank == 1)), 0.08) for _ in range(60)]
+    assert not any(steps) and see(short, own(4, forward=lambda rank: 0.05 + 0.03 * (rank == 1)), 1.0) is not None
     judge = Stragglers(["a"] * 4)
     for step in range(40):  # another one is slow in each step
-        assert judge.see(own(4, forward=lambda rank, now=step: 1.0 + 0.4 * (now % 4 == rank)), 1.4) is None
-    assert Stragglers(["a"]).see(own(1, forward=lambda _: 1.0), 1.0) is None
+        assert see(judge, own(4, forward=lambda rank, now=step: 1.0 + 0.4 * (now % 4 == rank)), 1.4) is None
+    assert see(Stragglers(["a"]), own(1, forward=lambda _: 1.0), 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("loading", "waiting", "slow"),
+    [
+        (
+            (0.16, 0.16, 0.159),
+            (0.15, 0.0, 0.0),
+            False,
+        ),  # one waits for its samples, the others for it, while they load ahead
+        ((0.9, 0.1, 0.1), (0.0, 0.0, 0.0), False),  # loaded ahead in time
+        ((0.5, 0.1, 0.1), (0.4, 0.0, 0.0), True),
+    ],
+)
+def test_a_rank_loads_slowly_only_if_its_own_loading_takes_longer(
+    loading: tuple[float, ...], waiting: tuple[float, ...], slow: bool
+) -> None:
+    judge = Stragglers(["a"] * 3)
+    work, waits = (own(3, data=lambda rank, of=of: of[rank]) for of in (loading, waiting))
+    found = [judge.see(work, waits, 0.5) for _ in range(60)]
+    assert any(found) is slow and (not slow or (found[-1].rank, found[-1].excess_seconds) == (0, pytest.approx(0.4)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_micro_batch_tells_how_long_its_samples_took(workers: int) -> None:
+    samples, plan = Batches(Slow()), [Planned([0, 1, 2], 0) for _ in range(3)]
+    pool = Pool(samples, workers, start_method="fork")
+    try:
+        assert [one.seconds * max(1, workers) for one in pool.load(iter(plan))] == [pytest.approx(0.06, abs=0.05)] * 3
+    finally:
+        pool.close()
 
 
 def test_goodput_is_the_time_of_steps_that_count_since_the_first_start(job: JobFile) -> None:

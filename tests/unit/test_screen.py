@@ -235,9 +235,7 @@ def test_lines_and_the_log_tell_epoch_time_and_the_best_after_a_resume_too(
 def test_each_start_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
-    monkeypatch.setattr(
-        sys, "argv", ["/usr/bin/hpctrain", "run", "job.toml", "--begun", "1.5", "--started-by", "/tmp/x"]
-    )
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/hpctrain", "run", "job.toml"])
     hpctrain.run(TINY)
     subprocess.run([*git, "init", "-q"], check=True)
     Path("code.py").write_text("")

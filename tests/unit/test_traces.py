@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import hpctrain
 from hpctrain.base.errors import EnvironmentUnfitError, UsageError
+from hpctrain.cli import execute
 from hpctrain.contracts.identity import Identity
 from hpctrain.plugins.hookspecs import hookimpl
 from hpctrain.plugins.life_cycle import LifeCycle
@@ -235,6 +236,17 @@ def test_a_merged_trace_is_on_the_clock_of_rank_0(monkeypatch: pytest.MonkeyPatc
     nested = [one["name"] for one in events if one["name"] in ("inner", "outer")]
     assert nested == ["outer", "inner"], "an event that holds another one comes first"
     assert not list(path.parent.glob(".*"))
+
+
+def test_a_window_without_traces_is_refused_with_the_reasons(tmp_path: Path) -> None:
+    window = tmp_path / "profile" / "step-00000003"
+    window.mkdir(parents=True)
+    missing = {"0": "its trace could not be written: No space left on device"}
+    index = {"first": 3, "last": 5, "size": 1, "ranks": [], "missing": missing, "groups": {}}
+    (window / "window.json").write_text(json.dumps(index))
+    with pytest.raises(UsageError, match=r"found no trace of any rank .rank 0: .*No space left on device"):
+        write_merged(stored_window(tmp_path, None), None)
+    assert execute(["profile", str(tmp_path)]) == 2 and not list(window.glob("*.gz"))
 
 
 @pytest.mark.parametrize("target", ["file.txt/merged.json.gz", "nowhere/merged.json.gz"])

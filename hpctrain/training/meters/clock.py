@@ -74,7 +74,7 @@ class Clock:
 
 
 class Times:
-    """Seconds by part; and `own`, without waits for other ranks."""
+    """Seconds by part; and `own`, without waits for other ranks; Meters puts the loading, ahead of the step or not, for "data"."""
 
     def __init__(self, parts: Mapping[str, float], own: Mapping[str, float]) -> None:
         self.parts = [parts.get(name, 0.0) for name in PARTS]

@@ -53,17 +53,19 @@ class Meters:
         """Count the operations of the next step anew: this one left forwards out."""
         self._flops.count_again()
 
-    def figures(self, micro_batches: Sequence[MicroBatch]) -> list[float]:
-        """This rank's figures for `row`, from the last call until now."""
+    def figures(self, micro_batches: Sequence[MicroBatch], has_known_forwards: bool = True) -> list[float]:
+        """This rank's figures for `row`, from the last call until now. has_known_forwards: one of each micro batch."""
         times = self.clock.take()
-        operations, memory = self._flops.of(micro_batches), memory_since(self._device)
+        times.own[PARTS.index("data")] = sum(one.load_seconds for one in micro_batches)
+        operations = self._flops.of(micro_batches) if has_known_forwards else 0.0
+        memory = memory_since(self._device)
         return [*times.parts, *times.own, operations, *memory, *self._load.take()]
 
     def row(self, ranks: Sequence[Sequence[float]], seconds: float, tell: Callable[[str], None]) -> MeasuredRow:
         """The measurements of a step that took so many seconds. ranks: the figures of each. tell: is given a sentence about a slow
         rank, once."""
         times, own, operations, memory, load = ([one[begin:end] for one in ranks] for begin, end in _PLACES)
-        slow = self._stragglers.see(own, seconds)
+        slow = self._stragglers.see(own, times, seconds)
         news = None if slow is None else self._stragglers.news(slow)
         if news is not None:
             tell(news)

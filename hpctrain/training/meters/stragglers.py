@@ -82,9 +82,9 @@ class Stragglers:
         self._cost = defaultdict[tuple[int, str], float](float)
         self._has_saved = False
 
-    def see(self, own: Sequence[Sequence[float]], seconds: float) -> Straggler | None:
-        """The slow rank, if there is one. own: each rank's seconds by part, in the order of PARTS. seconds: of the step."""
-        found = [self._slow(cause, own, seconds) for cause in _CAUSES]
+    def see(self, own: Sequence[Sequence[float]], parts: Sequence[Sequence[float]], seconds: float) -> Straggler | None:
+        """The slow rank, if there is one. own, parts: each rank's Times. seconds: of the step."""
+        found = [self._slow(cause, own, parts, seconds) for cause in _CAUSES]
         return max((one for one in found if one is not None), key=lambda one: one.excess_seconds, default=None)
 
     def news(self, found: Straggler) -> str | None:
@@ -99,11 +99,19 @@ class Stragglers:
             f"that of others, which have waited {self._cost[key]:.0f} s for it"
         )
 
-    def _slow(self, cause: str, own: Sequence[Sequence[float]], seconds: float) -> Straggler | None:
+    def _slow(
+        self, cause: str, own: Sequence[Sequence[float]], parts: Sequence[Sequence[float]], seconds: float
+    ) -> Straggler | None:
         places = [PARTS.index(part) for part in _CAUSES[cause]]
-        taken = [sum(one[place] for place in places) for one in own]
-        slowest = max(range(len(taken)), key=taken.__getitem__)
-        excess = taken[slowest] - median_low(taken)
+        taken, spent = ([sum(one[place] for place in places) for one in times] for times in (own, parts))
+        # where all load equally slowly, one waits for its data and the others for that one, and load ahead meanwhile
+        of_own, of_step = median_low(taken), median_low(spent)
+        excesses = [
+            min(one - of_own, other - of_step) if cause == "data" else one - of_own
+            for one, other in zip(taken, spent, strict=True)
+        ]
+        slowest = max(range(len(taken)), key=excesses.__getitem__)
+        excess = excesses[slowest]
         if cause == _SAVE:
             # rank 0 prepares the first save of a start for all
             judged, self._has_saved = self._has_saved, self._has_saved or any(taken)

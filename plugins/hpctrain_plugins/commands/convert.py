@@ -26,7 +26,7 @@ def command(library: str, file: Path, out: Path, ranks: int | None) -> None:
     A key that has no counterpart, or that is not needed, becomes a comment with the reason. Model and data, which such
     configurations leave to a program, are left to you.
     """
-    from hpctrain_plugins.convert.conversion import converted
+    from hpctrain_plugins.convert.conversion import converted, one_line
 
     if os.path.lexists(out):
         raise UsageError(f"{out} exists already; expected a new file: give another name")
@@ -35,15 +35,16 @@ def command(library: str, file: Path, out: Path, ranks: int | None) -> None:
         f"{file.name} of {_NAMES[library]}, by hpctrain convert. Add [model], [dataset] and [job], here or in a job with",
         f'extends = "{out.name}".',
     ]
+    text = found.text(head)
     try:
         with open(out, "x", encoding="utf-8") as written:
-            written.write(found.text(head))
+            written.write(text)
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {reason(error)}") from None
     without = found.keys["no counterpart"]
     click.echo(
         f"wrote {out}: {len(found.keys['is'])} keys have a counterpart, {len(found.keys['not needed'])} are not needed, "
-        f"{len(without)} have none" + (f": {', '.join(without)}" if without else "")
+        f"{len(without)} have none" + (f": {one_line(', '.join(without))}" if without else "")
     )
 
 

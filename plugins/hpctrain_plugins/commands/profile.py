@@ -99,7 +99,7 @@ def show(
     """
     from hpctrain_plugins.profile.asking import record_now
     from hpctrain_plugins.profile.table import Figures
-    from hpctrain_plugins.profile.traces import stored_window
+    from hpctrain_plugins.profile.traces import refuse_empty, stored_window
 
     _refuse_no_run(run)
     if not now:
@@ -113,6 +113,7 @@ def show(
     stored = stored_window(run, window)
     if code and not stored.ranks:
         return code  # each rank's reason has been told
+    refuse_empty(stored)
     figures = Figures(stored, ranks or [])
     if as_json:
         click.echo(json.dumps(figures.as_dict()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hpctrain_plugins.convert.deepspeed import stage
 from hpctrain_plugins.convert.rules import (
     LackingError,
     Rule,
@@ -221,7 +222,7 @@ RULES: list[Rule] = [
     ),
     unneeded(f"{_FSDP}.fsdp_use_orig_params", "parameters keep their names"),
     made(f"{_DEEPSPEED}.deepspeed_config_file", "its keys, [as above](from-deepspeed.md)", lambda value, _: {}),
-    key_of(f"{_DEEPSPEED}.zero_stage", "sharding.stage"),
+    made(f"{_DEEPSPEED}.zero_stage", "`[sharding] stage`", stage),
     unneeded(
         f"{_DEEPSPEED}.gradient_accumulation_steps", "follows from `global_size`, `micro_size` and the number of ranks"
     ),

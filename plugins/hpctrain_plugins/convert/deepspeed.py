@@ -129,7 +129,18 @@ def _bucket(target: str, stages: tuple[int, ...]) -> Any:
 
 
 def _overlap(value: Any, source: Source) -> Written:
-    return {"sharding.overlap_communication": value} if source.get("zero_optimization.stage", 0) in (0, 1, 2) else {}
+    if source.get("zero_optimization.stage", 0) in (0, 1, 2):
+        return {"sharding.overlap_communication": value}
+    if not value:
+        raise LackingError("stage 3 always overlaps")
+    return {}
+
+
+def stage(value: Any, source: Source) -> Written:
+    """ZeRO's stage."""
+    if isinstance(value, bool) or value not in (0, 1, 2, 3):
+        raise ValueError("expected 0, 1, 2 or 3")
+    return {"sharding.stage": value}
 
 
 def _offload(target: str, stages: tuple[int, ...]) -> Any:
@@ -231,7 +242,7 @@ RULES: list[Rule] = [
     made(
         "gradient_clipping", "`[optimizer] clip_norm`", lambda value, _: {"optimizer.clip_norm": value} if value else {}
     ),
-    key_of(f"{_ZERO}.stage", "sharding.stage"),
+    made(f"{_ZERO}.stage", "`[sharding] stage`", stage),
     unneeded(f"{_ZERO}.allgather_partitions", "parameters are gathered by collectives"),
     made(
         f"{_ZERO}.allgather_bucket_size",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from hpctrain.api import LogWriter
@@ -23,6 +24,10 @@ class Run(ABC):
     def send(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Some rows, in their order."""
 
+    def refill(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Some rows from before the step after which the run goes on: send those that the service lacks."""
+        self.send(rows)
+
     @abstractmethod
     def finish(self) -> None:
         """Write what is left: there are no more rows."""
@@ -31,8 +36,9 @@ class Run(ABC):
 class Sender(LogWriter):
     """Opens a run and sends it rows. What fails there is raised by the next call here, which drops the logger."""
 
-    def __init__(self, start: Callable[[], Run], name: str) -> None:
-        self._start, self._name = start, name
+    def __init__(self, start: Callable[[], Run], name: str, kept: Iterator[Mapping[str, Any]]) -> None:
+        """kept: the rows from before."""
+        self._start, self._name, self._kept = start, name, kept
         self._rows: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -54,6 +60,8 @@ class Sender(LogWriter):
     def _work(self) -> None:
         try:
             run = self._start()
+            while before := list(islice(self._kept, _MOST_ROWS)):
+                run.refill(before)
             while rows := self._waiting():
                 run.send(rows)
             run.finish()

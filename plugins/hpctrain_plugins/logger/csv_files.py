@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpctrain.api import Logger, LogWriter, hookimpl, open_regular, reading, replacing
-from hpctrain_plugins.logger.rows import flat, is_evaluation
+from hpctrain_plugins.logger.rows import flat, is_evaluation, kept_rows
 
 
 class CSV(Logger):
@@ -26,26 +26,38 @@ class Tables(LogWriter):
     """Steps and evaluations have different columns, hence two files."""
 
     def __init__(self, output_dir: Path, resumed_step: int) -> None:
-        self._steps = _Table(output_dir / "metrics.csv", resumed_step)
-        self._evaluations = _Table(output_dir / "evaluations.csv", resumed_step)
+        self._steps, self._evaluations = (
+            _Table(
+                output_dir / name,
+                resumed_step,
+                (_fields(row) for row in kept_rows(output_dir, resumed_step) if is_evaluation(row) is measures),
+            )
+            for name, measures in (("metrics.csv", False), ("evaluations.csv", True))
+        )
 
     def log(self, row: Mapping[str, Any]) -> None:
-        values = {
-            key: value for key, value in flat(row) if not isinstance(value, list)
-        }  # a histogram's counts fit no field
-        (self._evaluations if is_evaluation(row) else self._steps).add(values)
+        (self._evaluations if is_evaluation(row) else self._steps).add(_fields(row))
+
+
+def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in flat(row) if not isinstance(value, list)}  # a histogram's counts fit no field
 
 
 class _Table:
     """A CSV file that grows by rows, and now and then by a column."""
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
-        """Drops the rows after `resumed_step`: their steps run again."""
+    def __init__(self, path: Path, resumed_step: int, kept: Iterable[Mapping[str, Any]]) -> None:
+        """Drops the rows after `resumed_step`: their steps run again. kept: all before, of which the file may lack some."""
         self._path = path
         self._columns: list[str] = []
         if resumed_step:
-            self._columns, rows = _content(path)
-            rows = [row for row in rows if int(row["step"]) <= resumed_step]
+            self._columns, found = _content(path)
+            by_step: dict[int, Mapping[str, Any]] = {int(row["step"]): row for row in found}
+            lacking = {row["step"]: row for row in kept if row["step"] not in by_step}
+            self._columns += list(
+                dict.fromkeys(key for row in lacking.values() for key in row if key not in self._columns)
+            )
+            rows = [row for step, row in sorted((by_step | lacking).items()) if step <= resumed_step]
         if self._columns:
             self._rewrite(rows)
         else:

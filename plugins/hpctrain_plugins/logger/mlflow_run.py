@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from hpctrain.api import EXIT_ENVIRONMENT, Field, Logger, Options, Plan, Problem, hookimpl, make_directory
 from hpctrain_plugins.logger.background import Run, Sender
-from hpctrain_plugins.logger.rows import flat, numbers, resolved_job
+from hpctrain_plugins.logger.rows import flat, kept_rows, numbers, resolved_job
 from hpctrain_plugins.logger.run_id import keep_id, kept_id
 
 _FOR_DATABASES = ("sqlalchemy", "alembic")
@@ -63,7 +63,8 @@ class MLflow(Logger):
         uri = uri or f"sqlite:///{directory.absolute() / 'mlflow.db'}"
         run_id = kept_id(directory) if resumed_step else None
         job = resolved_job(output_dir)
-        return Sender(lambda: MLflowRun(self.options, uri, run_id, job, directory), "mlflow")
+        kept = kept_rows(output_dir, resumed_step)
+        return Sender(lambda: MLflowRun(self.options, uri, run_id, job, directory), "mlflow", kept)
 
 
 class MLflowRun(Run):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,24 @@ def is_evaluation(row: Mapping[str, Any]) -> bool:
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """The row's numbers by dotted keys, without the step and the time."""
     return {key: value for key, value in flat(row) if is_number(value) and key not in ("step", "time")}
+
+
+def kept_rows(output_dir: Path, resumed_step: int) -> Iterator[dict[str, Any]]:
+    """The rows of metrics.jsonl up to the step after which a run goes on: a store may lack some after a kill, or be a new one."""
+    path = output_dir / "metrics.jsonl"
+    if not resumed_step or not os.path.lexists(path):
+        return
+    with reading(path) as fd, open(fd, "rb", closefd=False) as file:
+        for line in file:
+            with suppress(ValueError, RecursionError):
+                row = json.loads(line, object_hook=_with_nan)
+                if isinstance(row, dict) and type(row.get("step")) is int and row["step"] <= resumed_step:
+                    yield row
+
+
+def _with_nan(table: dict[str, Any]) -> dict[str, Any]:
+    """JSON has null for numbers that are not finite."""
+    return {key: math.nan if value is None else value for key, value in table.items()}
 
 
 def resolved_job(output_dir: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,31 +22,32 @@ _WHOLE, _LAST = 1, 4
 """Kinds of chunks that end a record."""
 
 
-def cut_off_after(directory: Path, run_id: str, number: int) -> None:
-    """Drop the rows of `run_id` after wandb's step `number`, and what follows them, from the files that were not synced."""
+def cut_off_after(directory: Path, run_id: str, number: int) -> int:
+    """Drop the rows of `run_id` after wandb's step `number`, and what follows them, from files that were not synced. Returns the
+    step of the newest row that is left; -1 without one."""
     for path in sorted(directory.glob(f"offline-run-*/run-{run_id}.wandb"), reverse=True):  # the newest first
-        if path.with_name(f"{path.name}.synced").exists():
-            return
+        is_synced = path.with_name(f"{path.name}.synced").exists()
         try:
-            first, end = _rows_of(path, number)
+            newest, end = _rows_of(path, sys.maxsize if is_synced else number)
             if end is not None:
                 fd = open_regular(path, os.O_WRONLY)
                 os.ftruncate(fd, end)
                 os.close(fd)
         except (OSError, ValueError) as error:
             LOG.warning("wandb: %s can't be cut; steps that run again are in it twice: %s", path, reason(error))
-            return
-        if first is not None and first <= number:
-            return  # older files have older rows
+            return number
+        if newest >= 0:
+            return newest  # older files have older rows
+    return -1
 
 
-def _rows_of(path: Path, number: int) -> tuple[int | None, int | None]:
-    """The step of the first row, and where the first row after `number` begins; None for one that is not there."""
+def _rows_of(path: Path, number: int) -> tuple[int, int | None]:
+    """The step of the last row up to `number`, -1 without one, and where the first row after it begins."""
     from google.protobuf.message import DecodeError  # here: these are an extra
     from wandb.proto import wandb_internal_pb2
 
     messages: Any = wandb_internal_pb2
-    first = None
+    newest = -1
     with reading(path) as fd, open(fd, "rb", closefd=False) as file:
         for begin, content in _records(file):
             try:
@@ -53,10 +55,10 @@ def _rows_of(path: Path, number: int) -> tuple[int | None, int | None]:
             except DecodeError as error:
                 raise ValueError(f"the record at byte {begin} can't be read") from error
             if record.WhichOneof("record_type") == "history":
-                first = record.history.step.num if first is None else first
                 if record.history.step.num > number:
-                    return first, begin
-    return first, None
+                    return newest, begin
+                newest = record.history.step.num
+    return newest, None
 
 
 def _records(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

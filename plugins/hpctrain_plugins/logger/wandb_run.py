@@ -22,7 +22,7 @@ from hpctrain.api import (
     make_directory,
 )
 from hpctrain_plugins.logger.background import FINISH_SECONDS, Run, Sender
-from hpctrain_plugins.logger.rows import is_evaluation, numbers, resolved_job
+from hpctrain_plugins.logger.rows import is_evaluation, kept_rows, numbers, resolved_job
 from hpctrain_plugins.logger.run_id import keep_id, kept_id
 from hpctrain_plugins.logger.wandb_files import cut_off_after
 
@@ -69,7 +69,8 @@ class Wandb(Logger):
         run_id = (kept_id(directory) if resumed_step else None) or secrets.token_hex(4)
         keep_id(directory, run_id)
         job = resolved_job(output_dir)
-        return Sender(lambda: WandbRun(self.options, run_id, job, output_dir, resumed_step), "wandb")
+        kept = kept_rows(output_dir, resumed_step)
+        return Sender(lambda: WandbRun(self.options, run_id, job, output_dir, resumed_step), "wandb", kept)
 
 
 class WandbRun(Run):
@@ -80,8 +81,8 @@ class WandbRun(Run):
     ) -> None:
         import wandb
 
-        if resumed_step:
-            cut_off_after(output_dir / "wandb", run_id, _number_of(resumed_step, after_evaluation=True))
+        # the last row before is sent again: an evaluation of its step may join it
+        self._known = cut_off_after(output_dir / "wandb", run_id, resumed_step - 1) if resumed_step else -1
 
         def begin(mode: Literal["offline", "online"]) -> Any:
             return wandb.init(
@@ -113,23 +114,25 @@ class WandbRun(Run):
             LOG.warning("wandb: the server can't be reached (%s); the run is kept: wandb sync %s", said, kept)
             wandb.teardown()  # its process still has the run
             self._run = begin("offline")
+        if self._run.starting_step:  # of a run that the server has, which takes no row twice
+            self._known = self._run.starting_step - 1
         self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("evaluation_*", step_metric="evaluation_step")
 
     def send(self, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:
-            number = _number_of(row["step"], is_evaluation(row))
-            self._run.log({**numbers(row), "step": row["step"]}, step=number, commit=True)
+            # a row is taken once one of a later step comes: an evaluation joins the row of its step, or the next one if a server
+            # has that already
+            if is_evaluation(row):
+                self._run.log({**numbers(row), "evaluation_step": row["step"]}, step=max(row["step"], self._known + 1))
+            elif row["step"] > self._known:
+                self._run.log({**numbers(row), "step": row["step"]}, step=row["step"])
+
+    def refill(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.send([row for row in rows if row["step"] > self._known])
 
     def finish(self) -> None:
         self._run.finish()
-
-
-def _number_of(step: int, after_evaluation: bool) -> int:
-    """A row's number in wandb, where each is larger than the one before, also of a resumed run.
-
-    A server leaves out a row whose number is not: steps that run again are in the run once.
-    """
-    return 2 * step + after_evaluation
 
 
 @hookimpl

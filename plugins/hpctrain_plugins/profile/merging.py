@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from hpctrain.toolkit.commands import UsageError, reason
 from hpctrain_plugins.profile.layout import MERGED
-from hpctrain_plugins.profile.traces import Events, StoredWindow, Traced, told
+from hpctrain_plugins.profile.traces import Events, StoredWindow, Traced, refuse_empty, told
 
 _SORTED = 128 * 2**20
 """Bytes of events that are sorted in memory at a time."""
@@ -30,6 +30,7 @@ _TOGETHER = 4096
 
 def write_merged(window: StoredWindow, path: Path | None) -> tuple[Path, int]:
     """Merge a window's traces into the file `path`, by default beside them; returns it and the number of events."""
+    refuse_empty(window)
     target = path or window.directory / MERGED
     between = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import logging
 import os
@@ -87,6 +88,16 @@ class Ranges:
             self._end()
 
 
+def _is_whole(trace: Path) -> bool:
+    """Whether a JSON file has its end."""
+    try:
+        with open(trace, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 16))
+            return file.read().rstrip().endswith(b"}")
+    except OSError:
+        return False
+
+
 class Recording:
     """The profiler of a window on this rank."""
 
@@ -153,6 +164,9 @@ class Recording:
             return []
         whole, trace = directory / f"{stem}.json", directory / f"{stem}{TRACE}"
         self._profile.export_chrome_trace(str(whole))
+        if not _is_whole(whole):  # torch only logs that
+            code = errno.ENOSPC if shutil.disk_usage(directory).free < _PIECE else errno.EIO
+            raise OSError(code, os.strerror(code), str(directory))
         with open(whole, "rb") as source, gzip.open(trace, "wb", _LEVEL) as target:
             shutil.copyfileobj(source, target, _PIECE)
         whole.unlink()

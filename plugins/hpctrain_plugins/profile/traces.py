@@ -78,6 +78,15 @@ def stored_window(run: Path, name: str | None) -> StoredWindow:
         raise UsageError(f"{known[-1]}: {reason(error)}; expected the index of a window") from None
 
 
+def refuse_empty(window: StoredWindow) -> None:
+    """Raises UsageError for a window without traces."""
+    if not window.ranks:
+        why = "; ".join(f"rank {rank}: {one}" for rank, one in list(window.missing.items())[:4]) or "none was recorded"
+        raise UsageError(
+            f"{window.directory}: found no trace of any rank ({why}); record again: hpctrain profile RUN_DIR --now"
+        )
+
+
 def _window(directory: Path, index: Mapping[str, Any]) -> StoredWindow:
     ranks = []
     for one in index["ranks"]:

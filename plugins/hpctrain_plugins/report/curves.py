@@ -97,7 +97,14 @@ class Rows:
     memory_peak: float | None = None
     lowest: tuple[int, float] | None = None
     """The step with the lowest loss."""
+    best: tuple[int, float] | None = None
+    """The step of the evaluation with the lowest loss."""
     not_finite: int = 0
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """The evaluations' losses by their steps."""
+        return [(one.step, loss) for one in self.evaluations if (loss := one.measured.get("loss")) is not None]
 
 
 class RowReader:
@@ -220,6 +227,9 @@ class RowReader:
 
 def _evaluated(rows: Rows, row: Evaluation) -> None:
     rows.evaluations.append(row)
+    loss = row.measured.get("loss")
+    if loss is not None and (rows.best is None or loss < rows.best[1]):
+        rows.best = row.step, loss
     if len(rows.evaluations) > 2 * _EVALUATIONS:
         rows.evaluations = [*rows.evaluations[:-1:2], rows.evaluations[-1]]
 

@@ -15,16 +15,28 @@ _MEMORY = re.compile(r"ran out of memory|out of memory|OutOfMemoryError|MemoryEr
 _NOT_FINITE = re.compile(r"expected finite numbers|not finite|is above .* the median")
 _HELPS = re.compile(r"what helps, the cheapest first: ([^;]+)")
 _HANGS = re.compile(r"watchdog|did not move")
+_STEP = re.compile(r"\bstep (\d{1,12})\b")
+_ENDED = re.compile(r"(?:done +step|stopped at step) (\d{1,12})\b")
 
 
 def told_ending(facts: Facts) -> str:
     """The ending in a sentence."""
-    newest, of = facts.rows.newest, facts.job.last_step(facts.rows.newest)
-    at = "before its first step" if newest is None else f"at step {newest.step}" + (f" of {of}" if of else "")
-    ending, failure = facts.ending, facts.ending.failure
+    newest, ending, failure = facts.rows.newest, facts.ending, facts.ending.failure
+    step, last = newest.step if newest is not None else 0, facts.job.last_step(newest)
+    of, logged, in_step = f" of {last}" if last else "", _logged(facts), _STEP.search(ending.why)
+    at = f"at step {logged[0] if logged else step}{of}" if logged or step else "before its first step"
+    if ending.how in ("failed", "killed"):
+        if in_step is not None and int(in_step[1]) >= step:
+            at = f"in step {in_step[1]}{of}"
+        elif step:
+            at = f"after step {step}{of}"
     match ending.how:
         case "done":
             return f"Finished {at}"
+        case "stopped" if logged is not None:
+            return (
+                f"Stopped by {'its time limit' if 'time is nearly over' in logged[1] else 'a signal'} {at}, and saved"
+            )
         case "running":
             return f"Still running, {at}"
         case "stopped":
@@ -34,12 +46,35 @@ def told_ending(facts: Facts) -> str:
         case "pending":
             return "Submitted, not started"
         case "killed":
-            return f"Killed {at}: its log ends without a word"
-        case "failed" if failure is not None:
+            return f"Killed {at}" + (f", rank {failure.rank}" if failure else ": its log ends without a word")
+        case "failed" if failure is not None and not failure.is_shared and not _NOT_FINITE.search(ending.why):
             return f"{kind_of(facts)} {at}, rank {failure.rank}"
         case "failed":
             return f"{kind_of(facts)} {at}"
     return f"Its end is unknown, {at}"
+
+
+def _logged(facts: Facts) -> tuple[int, str] | None:
+    """The step at which the run has ended by rank 0's log, and the line; None if rows are newer."""
+    step = facts.rows.newest.step if facts.rows.newest is not None else 0
+    found = [(int(match[1]), line.text) for line in facts.log if (match := _ENDED.match(line.text))]
+    is_over = facts.ending.how in ("done", "stopped", "cancelled")
+    return found[-1] if is_over and found and found[-1][0] >= step else None
+
+
+def rows_cut(facts: Facts) -> Finding | None:
+    """metrics.jsonl lacks steps that were trained."""
+    rows, logged = facts.rows, _logged(facts)
+    newest = rows.newest.step if rows.newest is not None else 0
+    is_resumed = any(line.text.startswith(("resumed", "weights")) for line in facts.log)
+    first = rows.points[0].first if rows.points and is_resumed else 1
+    trained = max(newest, logged[0] if logged else 0) + 1 - first
+    counted = rows.weight if rows.read == rows.weight else newest + 1 - first  # of a large file rows are drawn
+    if counted >= trained:
+        return None
+    return Finding(
+        "rows", f"metrics.jsonl has {counted:.0f} of {trained} steps, and all that follows is about these", "", 1.0
+    )
 
 
 def kind_of(facts: Facts) -> str:
@@ -91,7 +126,8 @@ def killed(facts: Facts) -> Finding | None:
         ask = f"sacct -j {escaped(facts.scheduler[1])} --format=JobID,State,ExitCode,MaxRSS tells why"
     else:
         ask = "dmesg tells of processes that lacked memory, the scheduler of a time limit"
-    return Finding("killed", "no rank has said why it ended", f"{_again(facts)}; {ask}", 1.0)
+    why = _short(facts.ending.why) or "no rank has said why it ended"
+    return Finding("killed", why, f"{_again(facts)}; {ask}", 1.0)
 
 
 def stopped(facts: Facts) -> Finding | None:
@@ -120,5 +156,13 @@ def _short(why: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
-AFTER: tuple[Callable[[Facts], Finding | None], ...] = (out_of_memory, not_finite, hung, failed, killed, stopped)
+AFTER: tuple[Callable[[Facts], Finding | None], ...] = (
+    out_of_memory,
+    not_finite,
+    hung,
+    failed,
+    killed,
+    rows_cut,
+    stopped,
+)
 """The first one that speaks counts."""

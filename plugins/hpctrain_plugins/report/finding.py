@@ -8,6 +8,8 @@ STEPS = 5
 """Steps from which on shares of their time tell anything."""
 WORKERS = 4
 """Processes for samples where a job has none."""
+CHANGES = "; this changes the training"
+"""Follows a step after which the losses are others."""
 
 
 @dataclass(frozen=True)

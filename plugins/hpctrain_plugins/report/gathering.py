@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from hpctrain.toolkit.runs import (
+    KILLED,
     Failure,
     LogSeen,
     Lost,
@@ -71,7 +72,9 @@ def _ending(standing: Standing, directory: Path) -> Ending:
         how: How = standing.word
         return Ending(how, standing.detail)
     found = find_failure(directory)
-    return Ending("killed") if found is None else failed(found)
+    if found is None or found.kind == KILLED:
+        return Ending("killed", found.text if found else "", found)
+    return failed(found)
 
 
 def failed(found: Failure) -> Ending:
@@ -81,8 +84,6 @@ def failed(found: Failure) -> Ending:
 
 def _wall_time(starts: StartsSeen, log: LogSeen, rows: Rows, end: float | None) -> WallTime | None:
     """end: None for a run that is over, which ended with its last sign: times of files are those of a copy in a copied run."""
-    if rows.newest is not None and not any(one.seconds for one in rows.of_starts.values()):
-        return None  # an earlier version's rows, which do not tell
     stretches: list[Stretch] = []
     for number, one in enumerate(starts.starts):
         of_start = rows.of_starts.get(number, StartRows())
@@ -158,7 +159,7 @@ def _events(starts: StartsSeen, log: LogSeen) -> list[Event]:
         kind = (
             "warning"
             if line.level == "WARNING"
-            else line.text.split()[0]
+            else line.text.removeprefix("the ").split()[0]
             if line.level == "INFO"
             else line.level.lower()
         )

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import fmean, stdev
 
 from hpctrain_plugins.report.against_plan import against
+from hpctrain_plugins.report.curves import mean_of
 from hpctrain_plugins.report.facts import Facts
-from hpctrain_plugins.report.finding import STEPS, WORKERS, Finding
-from hpctrain_plugins.report.waits import PIPELINE, communication_bound, pipeline_idle, pipeline_share, straggling
+from hpctrain_plugins.report.finding import CHANGES, STEPS, WORKERS, Finding
+from hpctrain_plugins.report.waits import (
+    PIPELINE,
+    communication_bound,
+    pipeline_idle,
+    pipeline_share,
+    slow_share,
+    straggling,
+)
 from hpctrain_plugins.report.wall_time import WallTime
 
 DATA, LOST, SAVING, EVALUATION, STARTING, IDLE = 0.15, 0.05, 0.1, 0.25, 0.25, 0.25
@@ -18,6 +27,13 @@ MEMORY = 0.5
 SKIPPED = 0.02
 PLANNED = 1.1
 """The measured peak of memory to the planned one."""
+_RISE, _EVALUATIONS = 0.05, 3
+"""The least rise of a loss, as a share, and the number of evaluations from which on they tell anything."""
+_WINDOWS, _POINTS, _FALL, _ERRORS = 10, 4, 0.3, 4.0
+"""Windows of a run and points in each at least; the share of the fall of the loss, and standard errors, by which it has risen
+again."""
+_LARGEST_OF_ADAM, _LARGEST = 0.05, 1.0
+"""Learning rates above which a smaller one is the first to try."""
 _SECONDS = 60.0
 """Wall time from which on shares of it do: every short run mostly starts."""
 _GB = 1e9
@@ -26,7 +42,7 @@ _GB = 1e9
 def data_bound(facts: Facts) -> Finding | None:
     """Steps wait for samples."""
     share = facts.steady_share("data")
-    if share < DATA or facts.rows.steady_steps < STEPS:
+    if share - slow_share(facts, "data") < DATA or facts.rows.steady_steps < STEPS:
         return None
     workers = facts.count("dataset", "workers") or 0
     more = WORKERS if workers == 0 else 2 * workers
@@ -48,7 +64,7 @@ def memory_unused(facts: Facts) -> Finding | None:
         return None
     grown = f"[batch] micro_size = {2 * micro}, now {micro}"
     if every is not None and every < 2 * micro * ranks:
-        grown += f", with global_size = {2 * micro * ranks}"
+        grown += f", with global_size = {2 * micro * ranks}{CHANGES}"
     return Finding("memory", limit, grown, 0.1)
 
 
@@ -149,17 +165,78 @@ def skipping(facts: Facts) -> Finding | None:
     return Finding("skipped", f"{count} steps were left out by {kinds}", calmer(facts), count / max(1, newest.step))
 
 
+def overfitting(facts: Facts) -> Finding | None:
+    """Evaluations get worse while the training's loss falls."""
+    curve, best = facts.rows.losses, facts.rows.best
+    if len(curve) < _EVALUATIONS or best is None:
+        return None
+    (at, lowest), (step, now) = best, curve[-1]
+    before, after = (_training_loss(facts, one) for one in (at, step))
+    if now - lowest <= _RISE * abs(lowest) or before is None or after is None or after >= before:
+        return None
+    limit = (
+        f"overfitting: the evaluation's loss has risen from {lowest:.4g} at step {at} to {now:.4g} at step {step}, while the "
+        f"training's fell from {before:.4g} to {after:.4g}"
+    )
+    kept = (
+        f"the checkpoint of step {at} is the best"
+        if at in dict(facts.checkpoints)
+        else "[checkpoint] keep_best = 1 keeps the best one"
+    )
+    return Finding(
+        "overfitting", limit, f"{kept}; more data, [optimizer] weight_decay, dropout or fewer steps help{CHANGES}", 1.0
+    )
+
+
+def _training_loss(facts: Facts, step: int) -> float | None:
+    """The mean of the steps up to this one, a tenth of the run."""
+    rows = facts.rows
+    width = max(1, (rows.newest.step if rows.newest is not None else 0) // _WINDOWS)
+    return mean_of([one for one in rows.points if step - width < one.last <= step], "loss")
+
+
+def unstable(facts: Facts) -> Finding | None:
+    """The training's loss rises, or has risen far above where it began."""
+    points = [one for one in facts.rows.points if one.counts["loss"]]
+    size = max(_POINTS, len(points) // _WINDOWS)
+    means = [
+        (part[-1].last, fmean(values), stdev(values) / math.sqrt(len(values)))
+        for begin in range(0, len(points) - size + 1, size)
+        if (part := points[begin : begin + size])
+        and (values := [one.sums["loss"] / one.counts["loss"] for one in part])
+    ]
+    if len(means) < 3:
+        return None
+    (at, low, error), (step, now, error_now) = min(means, key=lambda one: one[1]), means[-1]
+    peak_at, peak, error_of_peak = max(means, key=lambda one: one[1])
+    fall, noise = means[0][1] - low, _ERRORS * math.hypot(error, error_now)
+    if now - low > max(_RISE * abs(low), _FALL * fall, noise):
+        limit = f"the training's loss rises: {low:.4g} on average up to step {at}, {now:.4g} up to step {step}"
+    elif peak_at != means[0][0] and peak - means[0][1] > max(
+        _FALL * abs(means[0][1]), _ERRORS * math.hypot(error_of_peak, means[0][2])
+    ):
+        limit = (
+            f"the training's loss is unstable: {means[0][1]:.4g} on average at first, {peak:.4g} up to step {peak_at}"
+        )
+    else:
+        return None
+    return Finding("unstable", limit, calmer(facts), 1.0)
+
+
 def calmer(facts: Facts) -> str:
     """A step against losses that are not finite."""
     if facts.key("precision", "mode") == "fp16":
-        return '[precision] mode = "bf16": its numbers reach further'
+        return f'[precision] mode = "bf16": its numbers reach further{CHANGES}'
+    lr, name = facts.key("optimizer", "lr"), str(facts.key("optimizer", "name"))
+    is_number = isinstance(lr, (int, float)) and not isinstance(lr, bool)
+    if is_number and lr > (_LARGEST_OF_ADAM if "adam" in name.lower() else _LARGEST):
+        return f"[optimizer] lr = {lr} is far above what trains, such as {1e-3 if 'adam' in name.lower() else 0.1:g}{CHANGES}"
     if facts.key("optimizer", "clip_norm") is None:
-        return "[optimizer] clip_norm = 1.0"
-    lr = facts.key("optimizer", "lr")
-    return f"[optimizer] lr = {lr / 2:g}" if isinstance(lr, float) else "[optimizer] lr half as large"
+        return f"[optimizer] clip_norm = 1.0{CHANGES}"
+    return f"[optimizer] lr = {lr / 2:g}{CHANGES}" if is_number else f"[optimizer] lr half as large{CHANGES}"
 
 
 LIMITS: tuple[Callable[[Facts], Finding | None], ...] = (
     data_bound, communication_bound, straggling, pipeline_idle, memory_unused, above_plan, losing, saving, evaluating, starting,
-    waiting, skipping,
+    waiting, skipping, overfitting, unstable,
 )  # fmt: skip

@@ -56,6 +56,7 @@ def loss(facts: Facts) -> Section:
             f"{name} {_number(value)}" for name, value in list(rows.evaluations[-1].measured.items())[:8]
         )
         told.append(_cut(f"newest evaluation, step {rows.evaluations[-1].step}: {measured}"))
+        told += [f"best evaluation: loss {rows.best[1]:.4g} at step {rows.best[0]}"] if rows.best is not None else []
     if rows.not_finite:
         told.append(f"not finite in {rows.not_finite} steps")
     return Section("Loss and learning rate", ["; ".join(told)], plots=["loss", "lr"])
@@ -82,7 +83,8 @@ def speed(facts: Facts) -> Section:
 
 def step_time(facts: Facts) -> Section:
     """The parts of a step's time."""
-    steady, steps = facts.rows.steady, facts.rows.steady_steps
+    steps = facts.rows.steady_steps
+    steady = {part: seconds for part, seconds in facts.rows.steady.items() if part not in ("evaluation", "checkpoint")}
     whole = sum(steady.values())
     if not steps or whole <= 0:
         return Section("Where a step's time goes")
@@ -91,7 +93,7 @@ def step_time(facts: Facts) -> Section:
         for part in sorted(PARTS, key=lambda part: -steady.get(part, 0.0))
         if steady.get(part, 0.0) > 0
     ]
-    first = "The first step of each start is left out; evaluations and saves count in the step after them."
+    first = "The first step of each start is left out, and so are evaluations and saves."
     return Section("Where a step's time goes", [first], ("part", "a step", "share"), rows, ["parts"])
 
 
@@ -180,6 +182,8 @@ def compared(runs: Sequence[Facts]) -> Section:
         "steps": lambda one: str(one.rows.newest.step) if one.rows.newest else "-",
         "loss": lambda one: _number(one.rows.newest.loss) if one.rows.newest else "-",
         "lowest loss": lambda one: f"{one.rows.lowest[1]:.4g}" if one.rows.lowest else "-",
+        "newest evaluation": lambda one: _measured(one.rows.losses[-1:]),
+        "best evaluation": lambda one: _measured([one.rows.best] if one.rows.best else []),
         "seconds a step": lambda one: _seconds(one.step_seconds) if one.step_seconds else "-",
         "units a second": lambda one: _rate(mean_of(one.rows.points, "per_second")),
         "mfu": lambda one: "-" if (mfu := mean_of(one.rows.points, "mfu")) is None else f"{mfu:.1%}",
@@ -190,6 +194,10 @@ def compared(runs: Sequence[Facts]) -> Section:
     }
     rows = [(name, *map(tell, runs)) for name, tell in results.items()] + rows
     return Section("What differs", told, ("", *(_cut(one.name) for one in runs)), rows, ["compared"])
+
+
+def _measured(found: Sequence[tuple[int, float]]) -> str:
+    return f"{found[0][1]:.4g} at step {found[0][0]}" if found else "-"
 
 
 def _to_plan(facts: Facts) -> str:

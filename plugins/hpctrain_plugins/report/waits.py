@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from hpctrain_plugins.report.curves import mean_of
 from hpctrain_plugins.report.facts import Facts
-from hpctrain_plugins.report.finding import STEPS, WORKERS, Finding
+from hpctrain_plugins.report.finding import CHANGES, STEPS, WORKERS, Finding
 
 COMMUNICATION, STRAGGLER, PIPELINE = 0.3, 0.05, 0.2
 """The least shares of the time at which a rule speaks."""
+_UNNAMED = 5.0
+"""Seconds for which a rank has to be slow before rows name it."""
 _EXPLAINED = 0.5
 """The share of a pipeline's waiting below which its schedule does not explain it."""
 _NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
@@ -16,14 +18,15 @@ _NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
 
 def communication_bound(facts: Facts) -> Finding | None:
     """Steps wait for communication that computing does not hide."""
-    share = facts.steady_share("communication")
+    share = facts.steady_share("communication") - slow_share(facts)  # straggling tells of that
     if share < COMMUNICATION or facts.rows.steady_steps < STEPS:
         return None
     most = _most_waited(facts)
     if most.startswith("pp.") and pipeline_share(facts) >= PIPELINE:  # pipeline_idle tells of the same waiting
         return None
     where = f", most of it for {most}" if most else ""
-    limit = f"{share:.0%} of each step waits for communication{where}"
+    besides = ", besides the wait for the slow rank" if slow_share(facts) else ""
+    limit = f"{share:.0%} of each step waits for communication{besides}{where}"
     return Finding("communication", limit, _less_communication(facts, most), share)
 
 
@@ -44,26 +47,39 @@ def _less_communication(facts: Facts, operation: str) -> str:
         return "[sharding] stage = 2, if memory allows: it gathers no parameters in each micro batch"
     hosts = len(set(layout.hosts)) if layout is not None else 1
     if hosts > 1 and facts.key("compression", "name") == "none":
-        return '[compression] name = "bf16": half the bytes between nodes'
+        return '[compression] name = "bf16": half the bytes between nodes' + CHANGES
     whole = facts.count("batch", "global_size")
     if whole:
-        return f"[batch] global_size = {2 * whole}: as many samples with half the sums of gradients"
-    return "larger batches: the same samples with fewer sums of gradients"
+        return f"[batch] global_size = {2 * whole}: as many samples with half the sums of gradients{CHANGES}"
+    return f"larger batches: the same samples with fewer sums of gradients{CHANGES}"
 
 
 def straggling(facts: Facts) -> Finding | None:
     """The ranks wait for one of them."""
-    if not facts.rows.stragglers or not facts.step_seconds:
+    share = slow_share(facts)
+    if not share:
         return None
-    (rank, node, cause), (steps, seconds) = max(facts.rows.stragglers.items(), key=lambda one: one[1][1])
-    share = seconds / (facts.step_seconds * max(1.0, facts.rows.steady_steps))
-    if share < STRAGGLER:
-        return None
+    (rank, node, cause), (steps, seconds) = _slowest(facts)
     where = f"rank {rank} on {node}" if node else f"rank {rank}"
     limit = f"{where} is slow: its {cause} takes {seconds / steps:.3g} s longer a step than that of the others, which wait for it"
     # a slow rank is why others wait, so it comes before what they wait for
     waits = max(facts.steady_share("communication") + facts.steady_share("data"), pipeline_share(facts))
     return Finding("straggler", limit, _without_slow(facts, node, cause), min(0.99, max(share, waits) + 0.01))
+
+
+def _slowest(facts: Facts) -> tuple[tuple[int, str, str], tuple[float, float]]:
+    return max(facts.rows.stragglers.items(), key=lambda one: one[1][1])
+
+
+def slow_share(facts: Facts, cause: str = "") -> float:
+    """The share of the steps' time for which the others wait for the slow rank: 0 below the least one, or if the cause is another.
+    Its first steps, in which it is not named yet, count."""
+    if not facts.rows.stragglers or not facts.step_seconds or (cause and _slowest(facts)[0][2] != cause):
+        return 0.0
+    steps, seconds = _slowest(facts)[1]
+    slow = min(facts.rows.steady_steps, steps + max(STEPS, _UNNAMED / facts.step_seconds))
+    share = seconds / steps * slow / (facts.step_seconds * max(1.0, facts.rows.steady_steps))
+    return min(1.0, share) if share >= STRAGGLER else 0.0
 
 
 def _without_slow(facts: Facts, node: str, cause: str) -> str:
@@ -128,4 +144,4 @@ def _fuller(facts: Facts) -> str:
         return '[parallelism.pipeline] schedule = "interleaved-1f1b", with stages_per_rank = 2: ranks wait half as long'
     whole = facts.count("batch", "global_size")
     larger = f"[batch] global_size = {2 * whole}" if whole else "[batch] global_size larger"
-    return f"{larger}: more micro batches fill the pipeline"
+    return f"{larger}: more micro batches fill the pipeline{CHANGES}"
