@@ -9,6 +9,7 @@ import fcntl
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -217,9 +218,11 @@ def imports_are_no_garbage() -> None:
 
 @pytest.fixture(autouse=True)
 def _modules_end_with_their_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A test's own modules are forgotten: the next one may have another of the same name."""
+    """A test's own modules are forgotten, as the next one may have another of the same name, and the signals that it blocked."""
     before, directory = set(sys.modules), f"{tmp_path_factory.getbasetemp()}{os.sep}"
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "") or "").startswith(directory):
             del sys.modules[name]

@@ -2,4 +2,4 @@
 
 __version__ = "0.1.0"
 API_VERSION = 2
-"""Of the interface for plugins. A release that adds to it or changes it raises it."""
+"""The version of the interface for plugins. A release that adds to it or changes it raises it."""

@@ -168,7 +168,7 @@ def seed_draws(seed: int, device: torch.device) -> None:
 
 
 def draws_state(device: torch.device) -> bytes:
-    """Where the random numbers of the CPU and of `device` are, to compare with."""
+    """The state of the random numbers of the CPU and of `device`, to compare with."""
     states = [torch.get_rng_state()]
     if is_accelerator(device):
         states.append(torch.get_device_module(device).get_rng_state(device))

@@ -50,7 +50,7 @@ class _PassSampler:
 
 
 class _Surroundings:
-    """What a worker would have inherited from the rank, had it been started by it: set where this object is unpickled."""
+    """The surroundings that a worker started by the rank would have inherited: set where this object is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _surround, (dict(os.environ), os.sched_getaffinity(0))
@@ -79,7 +79,7 @@ class _Timed:
 
 
 class _Sent(_Timed):
-    """Those on their way to a worker, which unpickles the surroundings first: modules of the data may read them."""
+    """Batches on their way to a worker, which unpickles the surroundings first: modules of the data may read them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (_Surroundings(), _Timed(self._batches))

@@ -19,7 +19,7 @@ _NOT_SUMMED = "is summed in the backward of the step's last micro batch; read an
 
 
 class Withheld(Tensor):
-    """In the place of a gradient that a rank does not have: whoever uses it gets a TrainingError."""
+    """The stand-in of a gradient that a rank does not have: whoever uses it gets a TrainingError."""
 
     why: str
 
@@ -65,12 +65,12 @@ class Gradients:
         return bool(self._shown) and all(one.grad is None for one in self._parameters.values())
 
     def all(self) -> list[Tensor]:
-        """One for each piece: zeros where the program has dropped it."""
+        """Gradients, one for each piece: zeros where the program has dropped it."""
         tensors = [piece.tensor for piece in self._pieces]
         return [torch.zeros_like(one) if one.grad is None else one.grad for one in tensors]
 
     def show(self) -> None:
-        """They are summed, or have changed: the program may read and change them."""
+        """Let the program read and change them: they are summed, or have changed."""
         for name, parameter in self._parameters.items():
             whole = self._wholes.get(name)
             if whole is None or whole.device != parameter.device:
@@ -125,7 +125,7 @@ class Gradients:
         return dropped
 
     def drop(self) -> None:
-        """There are none until the next backward."""
+        """Drop all gradients until the next backward."""
         for parameter in [*self._parameters.values(), *(piece.tensor for piece in self._pieces)]:
             parameter.grad = None
         self._shown.clear()

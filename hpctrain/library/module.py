@@ -21,7 +21,7 @@ _CALLS = "_hpctrain_calls"
 @dataclass
 class _Calls:
     dtype: torch.dtype
-    """Of floating point inputs."""
+    """The dtype of floating point inputs."""
     calling: Callable[[], AbstractContextManager[Callable[[], None] | None]]
     """A context for a forward. It gives what is called when a backward comes to the outputs, None where none can."""
     drop: Callable[[], None] | None
@@ -31,7 +31,7 @@ class _Calls:
 
 
 class OwnModule(nn.Module):
-    """What `own` makes of a module, in front of its class: calls of the module are those of a model of the loop.
+    """The class that `own` puts in front of a module's: calls of the module are those of a model of the loop.
 
     Names, attributes and methods stay the module's own.
     """

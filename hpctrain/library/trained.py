@@ -51,7 +51,7 @@ class Trained:
         self._frozen = {key: one for key, one in parameters.items() if key not in model.shapes}
         self._gradients = Gradients(name, self._whole, model.pieces, model.meshes)
         self._used = _Used()
-        """Those since `zero_grad`."""
+        """Uses since `zero_grad`."""
         self._idle: set[str] = set()
         """Parameters that no rank has used since then, as far as the ranks have told each other."""
         self._versions: list[tuple[str, nn.Parameter, int]] = []

@@ -52,8 +52,10 @@ def keep_from_children() -> None:
 
 
 class _Forks:
-    """What a fork of users' code inherits, such as a worker of `multiprocessing`, which waits for its parent's SIGTERM in vain
-    where a rank answers it: it gets Python's own handlers, and ends if the rank is killed."""
+    """Gives a fork of users' code Python's own handlers, and ends it if the rank is killed.
+
+    A worker of `multiprocessing` waits for its parent's SIGTERM in vain where a rank answers it.
+    """
 
     registered = False
     rank = 0
@@ -62,7 +64,7 @@ class _Forks:
 
     @classmethod
     def change_those_of_this_process(cls) -> None:
-        """From now on, until `rank` is 0 again."""
+        """Change the forks of this process, until `rank` is 0 again."""
         cls.rank = os.getpid()
         if not cls.registered:
             os.register_at_fork(before=cls._note, after_in_child=cls._change)

@@ -6,7 +6,6 @@ import json
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -35,7 +34,7 @@ def test_not_a_number_comes_back() -> None:
     assert math.isnan(values.decode(values.encode({"loss": math.nan}))["loss"])
 
 
-@pytest.mark.parametrize("leaf", [torch.ones(2), np.float64(1.0), {1, 2}, object(), 1j])
+@pytest.mark.parametrize("leaf", [torch.ones(2), {1, 2}, object(), 1j])
 def test_anything_else_is_a_type_error_that_names_the_key(leaf: Any) -> None:
     with pytest.raises(TypeError, match=r"values\.scaler\[1\]\.x is a "):
         values.encode({"scaler": [0, {"x": leaf}]})

@@ -52,7 +52,8 @@ def test_importing_it_takes_torch_only() -> None:
 def test_plugins_get_what_they_need() -> None:
     inside = {
         "deterministic_cudnn", "give_memory_back", "device_load", "is_started", "memory_left", "nccl_version",
-        "has_cuda_operators", "pci_address", "begin_peak", "memory_on", "seed_draws", "unusable_accelerator", "use_device",
+        "has_cuda_operators", "pci_address", "begin_peak", "memory_on", "draws_state", "seed_draws",
+        "unusable_accelerator", "use_device",
     }  # fmt: skip
     public = {name for name, one in vars(devices).items() if getattr(one, "__module__", "") == devices.__name__}
     assert public - inside <= set(hpctrain.api.__all__) and not inside & set(hpctrain.api.__all__)

@@ -37,15 +37,15 @@ def submit(prepared: Prepared, after: str | None) -> list[str]:
     Raises UsageError if an earlier submission still runs or the scheduler refuses the job, EnvironmentUnfitError if there is none.
     """
     launches = prepared.launches(_ids(after, prepared))
-    if after is not None and launches[0].after == (after,) and prepared.scheduler.state(after).word == "unknown":
-        raise UsageError(
-            f"--after {after}: {prepared.target} knows no such job, expected one that waits, runs or is done"
-        )
     runs = [run for one in launches for run in one.runs]
     _refuse_live([prepared.directory, *(run.directory for run in runs)], prepared.load)
     ids: list[str] = []
     with blamed(prepared.checked[0].registry):
         rendered = _rendered(prepared, launches)
+        if after is not None and launches[0].after == (after,) and prepared.scheduler.state(after).word == "unknown":
+            raise UsageError(
+                f"--after {after}: {prepared.target} knows no such job, expected one that waits, runs or is done"
+            )
         if launches[0].stage is not None:
             pack(launches[0].stage)
         _write(prepared, launches, rendered)
