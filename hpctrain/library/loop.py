@@ -242,7 +242,7 @@ class Loop:
         is a frozen model that setup returned.
         """
         for name, one in objects.items():
-            held = next((held for held in self._models.values() if held.sharded.module is one), None)
+            held = self._held(one)
             if held is not None and held.trained is not None:
                 raise UsageError(f"register_for_checkpointing: {held.name!r} is trained: checkpoints have it already")
             is_own_name = held is not None and held.name == name
@@ -300,12 +300,12 @@ class Loop:
 
     def clip_grad_norm_(self, model: OwnModule, max_norm: float) -> float:
         """Scale the model's gradients so that their norm over all ranks is at most `max_norm`; returns that before. Collective."""
-        found = self._of_module(model)
-        if found is None:
+        held = self._held(model)
+        if held is None or held.trained is None:
             raise UsageError(
                 "clip_grad_norm_: found a model that is not trained here, expected one that setup returned"
             )
-        return self._updates.clip(found, max_norm)
+        return self._updates.clip(held.trained, max_norm)
 
     @contextmanager
     def parameters(self, model: OwnModule, names: str = "*", whole: bool = True) -> Iterator[Parameters]:
@@ -317,7 +317,9 @@ class Loop:
         large model fits in parts, or some parameters at a time. Random numbers drawn while you iterate are the same on every
         layout for whole parameters, and on every rank that has the same part.
         """
-        held = self._laid_out(model)
+        held = self._held(model)
+        if held is None:
+            raise UsageError("parameters: found a model that is not set up here, expected one that setup returned")
         chosen = held.named(names)
         trained = held.trained
         if trained is not None:
@@ -346,15 +348,10 @@ class Loop:
         if trained is not None:
             trained.show_gradients()
 
-    def _laid_out(self, model: OwnModule) -> LaidOut:
-        found = next((one for one in self._models.values() if one.sharded.module is model), None)
-        if found is None:
-            raise UsageError("parameters: found a model that is not set up here, expected one that setup returned")
-        return found
-
     def get_state_dict(self, model: OwnModule) -> dict[str, Tensor]:
         """The full parameters and buffers of a model by name, on every rank. Collective."""
-        trained = self._of_module(model)
+        held = self._held(model)
+        trained = None if held is None else held.trained
         if trained is not None:
             trained.model.sharded.adopt()
             trained.model.consolidate()
@@ -368,8 +365,8 @@ class Loop:
                 found[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
         return found
 
-    def _of_module(self, model: OwnModule) -> Trained | None:
-        return next((one for one in self._trained.values() if one.model.module is model), None)
+    def _held(self, module: Any) -> LaidOut | None:
+        return next((one for one in self._models.values() if one.sharded.module is module), None)
 
     def _update(self, trained: Trained) -> None:
         self._updates.step(trained)

@@ -74,7 +74,7 @@ class WholeParameters:
         self, model: LaidOut, names: Sequence[str], with_gradients: Collection[str], device: torch.device
     ) -> None:
         shapes = model.shapes
-        self._pieces = [piece for piece in model.pieces() if piece.name in names]
+        self._pieces = parts_of(model, names)
         full = FullParameters(self._pieces, shapes, model.meshes, device)
         self.named: dict[str, nn.Parameter] = {}
         self._with_gradients = with_gradients

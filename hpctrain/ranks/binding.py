@@ -99,9 +99,12 @@ def share_out(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ranks: those of the machine. sharing: how many of them, with this one, may use some of its CPUs. alike: how many may use the
     same ones, and place: this rank's among these, those near the first NUMA nodes' accelerators first.
     """
+    machines: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        machines.setdefault(report["machine"], []).append(rank)
     answers = []
     for rank, mine in enumerate(reports):
-        here = [other for other, report in enumerate(reports) if report["machine"] == mine["machine"]]
+        here = machines[mine["machine"]]
         alike = [other for other in here if reports[other]["mask"] == mine["mask"]]
         alike.sort(key=lambda other: (reports[other]["home"] is None, reports[other]["home"]))
         answers.append({
