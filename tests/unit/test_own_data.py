@@ -238,6 +238,7 @@ def plain_losses(name: str, steps: int = 6) -> list[float]:
     own: Any = __import__("own")
     torch.manual_seed(derive_seed(3, "model"))
     module, words = own.Mean(), getattr(own, name.partition(":")[2])("train")
+    words = getattr(words, "dataset", words)  # a DataLoader's
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     opened = UserDataset.from_table(name, {}).open("train", None)  # type: ignore[arg-type]
     assert opened is not None
