@@ -138,7 +138,7 @@ def _model_problems(job: Job, parts: Parts, module: nn.Module | None) -> list[Pl
     with _problem_at(("model", "freeze" if job.model.trainable is None else "trainable"), problems):
         trained = trained_names(module, job.model.freeze, job.model.trainable)
     with _problem_at(("optimizer", "groups"), problems):
-        refuse_unmatched(trained, parts.optimizer_groups)
+        refuse_unmatched({key: module.get_parameter(key).shape for key in trained}, parts.optimizer_groups)
     with _problem_at(name, problems):
         refuse_untrained(parts.model, trained)
     return problems

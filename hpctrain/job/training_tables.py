@@ -57,8 +57,16 @@ class DatasetTable(SlotTable):
 class ParameterGroup(SlotTable):
     """[[optimizer.groups]]: other options for some parameters."""
 
-    pattern: str | Annotated[list[str], Field(min_length=1)]
+    pattern: str | Annotated[list[str], Field(min_length=1)] = "*"
     """The parameters of the group, such as "*.bias"; a parameter belongs to the first group that matches."""
+    max_dims: int | None = Field(default=None, ge=0)
+    """Only parameters of at most so many dimensions; 1 are biases and the weights of norms."""
+
+    @model_validator(mode="after")
+    def _chooses(self) -> ParameterGroup:
+        if not self.model_fields_set & {"pattern", "max_dims"}:
+            raise error_of_several_keys("expected pattern or max_dims, found neither")
+        return self
 
 
 class OptimizerTable(SlotTable):

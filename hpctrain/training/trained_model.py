@@ -181,7 +181,7 @@ class TrainedModel:
         return build_optimizer(self._parts.optimizer, groups)
 
     def _groups(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        return parameter_groups(pieces, list(self.shapes), self._parts.optimizer_groups)
+        return parameter_groups(pieces, self.shapes, self._parts.optimizer_groups)
 
     def refuse_optimizer(self) -> None:
         """Raises UsageError if the optimizer updates nothing, or can't update a part of a parameter by itself. Collective."""
