@@ -452,6 +452,28 @@ def test_weights_that_can_not_be(weights: str, sentence: str) -> None:
         hpctrain.run(tables("out", {"name": "own:data", "weights": weights}))
 
 
+def test_a_value_beside_the_loss_with_the_name_of_a_key_is_refused() -> None:
+    Path("beside.py").write_text(
+        "from torch.nn.functional import cross_entropy\n"
+        "def loss(outputs, target): return {'loss': cross_entropy(outputs, target), 'lr': outputs.mean()}\n"
+    )
+    with pytest.raises(TrainingError, match="the loss reports 'lr', which is a key of each row; expected another name"):
+        hpctrain.run(tables("out", {"name": "own:data"}, model={"loss": "beside:loss"}, batch={"micro_size": 1}))
+
+
+def test_an_epoch_that_fills_no_batch() -> None:
+    """It is a batch, or refused."""
+    smaller = {"dataset": {"name": "own:data", "collate": "own:pad"}, "batch": {"global_size": 48, "drop_last": False}}
+    assert (
+        rows_of({**tables("out", {}), **{**smaller, "batch": {**smaller["batch"], "micro_size": 4}}}, "samples")
+        == [40] * 6
+    )
+    with pytest.raises(
+        UsageError, match="drop_last = true: the 40 samples of 'own:data' do not fill one global batch of 48"
+    ):
+        hpctrain.run(tables("out", smaller["dataset"], batch={"global_size": 48, "drop_last": True}))
+
+
 def test_a_data_loader_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
     """Its data set, its collate_fn and its number of workers; the order and the batches are the job's."""
     evaluated = {"evaluation": {"every_steps": 3}}
