@@ -463,15 +463,12 @@ def test_a_value_beside_the_loss_with_the_name_of_a_key_is_refused() -> None:
 
 def test_an_epoch_that_fills_no_batch() -> None:
     """It is a batch, or refused."""
-    smaller = {"dataset": {"name": "own:data", "collate": "own:pad"}, "batch": {"global_size": 48, "drop_last": False}}
-    assert (
-        rows_of({**tables("out", {}), **{**smaller, "batch": {**smaller["batch"], "micro_size": 4}}}, "samples")
-        == [40] * 6
-    )
+    data = {"name": "own:data", "collate": "own:pad"}
+    assert rows_of(tables("out", data, batch={"global_size": 48, "drop_last": False}), "samples") == [40] * 6
     with pytest.raises(
         UsageError, match="drop_last = true: the 40 samples of 'own:data' do not fill one global batch of 48"
     ):
-        hpctrain.run(tables("out", smaller["dataset"], batch={"global_size": 48, "drop_last": True}))
+        hpctrain.run(tables("out", data, batch={"global_size": 48, "drop_last": True}))
 
 
 def test_a_data_loader_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
