@@ -100,8 +100,8 @@ class UserStream(Stream):
         one, other = self._first(), self._first(resumes=has_state)
         if one != other and has_state and one == self._first():
             raise UsageError(
-                f"[dataset] name = {self._reference!r}: after load_state_dict(state_dict()) its iterator goes on with other items, as "
-                "it would after a resume; expected those that follow: count an item before its `yield`, not behind it"
+                f"[dataset] name = {self._reference!r}: after load_state_dict(state_dict()) its iterator goes on with other items, "
+                "as it would after a resume; expected those that follow: count an item before its `yield`, not behind it"
             )
         if hasattr(source, "fingerprint"):
             with self._calling("fingerprint()"):
