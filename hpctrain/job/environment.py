@@ -128,7 +128,9 @@ def cached_on_node() -> Iterator[None]:
                 f"{name}={given}: other users can write there what would run as you; name a directory of your own"
             )
     directory = _caches_directory()
-    with set_where_unset({name: str(directory / one) for name, one in _CACHES.items()}):
+    # torch keeps precompiled headers in /tmp/torchinductor_USER, whatever is set
+    headers = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+    with set_where_unset(headers | {name: str(directory / one) for name, one in _CACHES.items()}):
         yield
 
 

@@ -167,6 +167,7 @@ def test_a_compiled_model_has_the_same_curve_and_compiles_once(
             assert Path(found["caches"]).parent.parent == disk, found
             assert ("fxgraph_cache_miss" in found, "fxgraph_cache_hit" in found) == (node == "a", node == "b"), found
         assert not list(home.rglob("*inductor*")) and not list(home.rglob("*triton*"))
+        assert not list(disk.glob("torchinductor_*")), "torch's own place, whose name anybody can take"
     assert len(list((tmp_path / "cache").rglob("*.kernels"))) == 1, "the ranks have the same kernels"
     assert job.losses("compiled") == pytest.approx(job.losses(), rel=1e-5)
 
