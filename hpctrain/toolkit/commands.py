@@ -15,7 +15,7 @@ from hpctrain.base.errors import (
     escaped,
     reason,
 )
-from hpctrain.base.safe_files import replacing
+from hpctrain.base.safe_files import is_private, replacing
 from hpctrain.cli.bench import start_measuring, tell_measured
 from hpctrain.cli.bench.spread import Spread, spread
 from hpctrain.cli.options import example, set_option
@@ -33,6 +33,7 @@ __all__ = [
     "escaped",
     "example",
     "hookimpl",
+    "is_private",
     "python_code",
     "python_module",
     "reason",

@@ -185,6 +185,13 @@ def test_the_rank_of_an_indexed_job_is_its_pods(job: JobFile) -> None:
     assert "2 (torchrun)" in ends[0].out and len(job.losses("runs")) == 4, ends[0]
 
 
+@pytest.mark.parametrize("target", ["slurm", "pbs", "flux"])
+def test_a_line_end_in_a_path_is_no_line_of_the_script(job: JobFile, target: str) -> None:
+    job.set(job={"output_dir": "runs/a\ntouch taken"})
+    done = submit(job, "--dry-run", "--to", target, *TWO)
+    assert done.code == 2 and "expected printable text without line ends" in done.err and not done.out, done
+
+
 def test_a_run_that_was_never_submitted(job: JobFile) -> None:
     for words, found in ((("status", "nowhere"), "no directory"), (("cancel", "."), "no submissions.jsonl in it")):
         done = run(hpctrain(*words), job.directory)

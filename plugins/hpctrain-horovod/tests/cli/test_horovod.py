@@ -418,6 +418,7 @@ def test_an_import_starts_no_mpi_and_sets_nothing(tmp_path: Path) -> None:
 
 CHILDREN = """
 import os
+import pickle
 
 import torch
 
@@ -621,6 +622,15 @@ def fails():
 
 
 @pytest.mark.thorough
+def test_a_function_in_a_directory_that_others_can_write_is_not_called(tmp_path: Path) -> None:
+    (tmp_path / "function").write_bytes(pickle.dumps((print, ("called",), {})))
+    for mode, code, out in ((0o777, 1, ""), (0o700, 0, "called\n")):
+        tmp_path.chmod(mode)
+        done = run([sys.executable, "-m", "hpctrain_horovod.runner.task", str(tmp_path)], tmp_path)
+        assert (done.code, done.out) == (code, out) and "Traceback" not in done.err, done
+    assert "Traceback" not in done.err
+
+
 def test_a_function_on_several_ranks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(JOB)
     (tmp_path / "mine.py").write_text(MINE)
