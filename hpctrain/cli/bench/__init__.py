@@ -174,10 +174,11 @@ def machine(ranks: int, output: Path | None, as_json: bool) -> None:
     import tomli_w
     import torch.distributed as dist
 
-    from hpctrain.cli.bench.machine import measure
+    from hpctrain.cli.bench.machine import measure, train_small
 
+    small = train_small()
     device, node = _meet_on_device()
-    found = measure(device, node)
+    found = measure(device, node, small)
     if dist.get_rank() == 0:
         text = tomli_w.dumps({"machine": found})
         if output is not None:
@@ -200,7 +201,7 @@ def _meet_on_device() -> tuple[Any, str]:
         name = dist.Backend.default_device_backend_map[device.type]
         dist.init_process_group(f"cpu:{hpctrain.mpi.BACKEND},{device.type}:{name}", init_method="mpi://")
     else:
-        _meet()
+        dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://")
     return device, identity.node
 
 
