@@ -170,7 +170,7 @@ def _step(session: Session, loader: Loader, most: int) -> list[MicroBatch]:
     model.sharded.synchronize()
     gradients = model.take_gradients()
     model.totals.square(gradients)
-    model.set_learning_rate(step, session.progress.steps)
+    model.set_learning_rate(*session.schedule_place)
     update(session, gradients, math.inf, None)
     session.progress.advance(seen)
     return whole
