@@ -20,9 +20,9 @@ those that are guessed."""
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. computing: of the slowest pipeline stage, of the trainer itself, and on CPUs of loading. exposed: communication that computing
-    does not hide. waiting: of a pipeline, which fills and drains. least, most: between which all together is; sources: sentences
-    about the figures."""
+    """Seconds of a step. computing: of the slowest pipeline stage, of the trainer itself, and on CPUs of loading. exposed:
+    communication that computing does not hide. waiting: of a pipeline, which fills and drains. least, most: between which all
+    together is; sources: sentences about the figures."""
 
     computing: float
     exposed: float

@@ -104,7 +104,9 @@ def remedies(raw: RawJob, hardware: Hardware, trials: list[Trial]) -> Iterator[s
         f"({settings}). What to change:"
     )
     kept = largest.parameters + largest.gradients + largest.optimizer_state
-    yield from _more_ranks(raw, hardware, replace(settings, stage=3, offload=False), kept / (memory + kept - largest.most))
+    yield from _more_ranks(
+        raw, hardware, replace(settings, stage=3, offload=False), kept / (memory + kept - largest.most)
+    )
     tables = {"sharding": {"offload_parameters": True}} if settings.stage == 3 else {}
     tables |= {"activation_checkpointing": {"offload": True}} if settings.checkpointing == "full" else {}
     keys = " and ".join(f"[{name}] {key} = true" for name, table in tables.items() for key in table)

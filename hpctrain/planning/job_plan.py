@@ -124,15 +124,12 @@ def _as_dict(plan: RankPlan) -> dict[str, Any]:
         "peak_bytes": plan.peak,
         "at_peak_bytes": plan.at_peak,
         "origins_bytes": dict(sorted(plan.origins.items(), key=lambda one: -one[1])),
-        "over_time_bytes": plan.over_time,
         "start_bytes": plan.start,
         "save": vars(plan.save),
         "host_bytes": max(plan.host, plan.save.host),
         "flops": {dtype: number for dtype, number in flops.items() if number},
         "micro_batches": plan.micro_batches,
-        "exchanges": [
-            vars(one) | {"inside_node": one.inside_node, "sent_bytes": one.sent} for one in plan.exchanges
-        ],
+        "exchanges": [vars(one) | {"inside_node": one.inside_node, "sent_bytes": one.sent} for one in plan.exchanges],
     }
 
 

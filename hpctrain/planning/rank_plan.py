@@ -69,11 +69,10 @@ class RankPlan:
 
     axes: the size of each axis of the layout. parameters, gradients, optimizer_state: bytes that are held on the device when the
     step is over. inputs: of all micro batches, which lie on the device from the begin of the step. peak: the most bytes that live
-    at once; at_peak: what they are of; origins: those of `OTHERS` by "module: operator". over_time: the most bytes in each part of
-    the step. host: the most bytes in the host's memory. start: the most bytes until the first step. operators: each kind and its
-    number. idle: the share of the step in which it waits for other parts of the model. waiting_inputs: the
-    inputs that the peak does not have. uneven: whether micro batches differ in their shapes. loading: seconds in which this
-    machine loaded the samples of a step. guesses: see Watch.
+    at once; at_peak: what they are of; origins: those of `OTHERS` by "module: operator". host: the most bytes in the host's
+    memory. start: the most bytes until the first step. operators: each kind and its number. idle: the share of the step in which
+    it waits for other parts of the model. waiting_inputs: the inputs that the peak does not have. uneven: whether micro batches
+    differ in their shapes. loading: seconds in which this machine loaded the samples of a step. guesses: see Watch.
     """
 
     rank: int
@@ -84,7 +83,6 @@ class RankPlan:
     peak: int
     at_peak: dict[str, int]
     origins: dict[str, int]
-    over_time: list[int]
     host: int
     start: int
     inputs: int

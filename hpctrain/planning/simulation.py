@@ -53,8 +53,6 @@ _FEW_IN_FLIGHT = 2, 3, 3
 """Micro batches of a pipeline, for each stage. Stages tell each other their shapes in a step with another number of micro batches,
 which the third one has not."""
 _CPU = torch.device("cpu")
-_POINTS = 200
-"""Points of the memory over a step."""
 
 
 class Shapes(InitialValues):
@@ -188,7 +186,6 @@ def _figures(session: Session, watch: Watch, per_node: int, start: int, given: S
         peak=watch.device.peak,
         at_peak=watch.device.at_peak(here, OTHERS),
         origins={f"{one.module}: {one.operator}".removeprefix(": "): nbytes for one, nbytes in origins.items()},
-        over_time=watch.device.over_time(_POINTS),
         host=watch.host.peak,
         start=start,
         operators=list(watch.operators.items()),

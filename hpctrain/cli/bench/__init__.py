@@ -109,7 +109,7 @@ def collectives(ranks: int, backends: str, as_json: bool) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
 def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, as_json: bool) -> None:
-    """Measure writing and reading a state, against plain files, torch.save, DCP and safetensors, and background saves.
+    """Measure writing and reading a state, against plain files, torch.save, DCP and safetensors.
 
     Under mpiexec or srun every process is a rank; otherwise the command starts its own ranks.
     """

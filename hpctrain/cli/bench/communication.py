@@ -38,29 +38,18 @@ class CollectiveTiming:
     ratio: float
 
 
-def measure(
-    backends: Sequence[str] = BACKENDS,
-    sizes: Sequence[int] = SIZES,
-    operations: Sequence[str] = OPERATIONS,
-    repetitions: int = 50,
-) -> list[CollectiveTiming]:
+def measure(backends: Sequence[str], repetitions: int = 50) -> list[CollectiveTiming]:
     """Time synchronous float32 collectives over the whole world. Collective; needs an initialised torch.distributed.
 
-    backends: names from BACKENDS; "mpi" is this package, "mpi4py" is MPI itself. sizes: bytes, multiples of
-    4 * world size. The backends take turns of a few repetitions each, so that a busy machine slows all of them alike.
+    backends: names from BACKENDS; "mpi" is this package, "mpi4py" is MPI itself. The backends take turns of a few repetitions
+    each, so that a busy machine slows all of them alike.
     """
-    unknown = [name for name in (*backends, *operations) if name not in (*BACKENDS, *OPERATIONS)]
-    if unknown:
-        raise ValueError(f"found {', '.join(unknown)}; backends are {BACKENDS}, operations {OPERATIONS}")
     unit = 4 * dist.get_world_size()
-    uneven = [size for size in sizes if size <= 0 or size % unit]
-    if uneven:
-        raise ValueError(f"found sizes {uneven}, expected positive multiples of {unit} bytes: float32 for each rank")
     rows = []
     with ExitStack() as groups:
         members = {name: groups.enter_context(_group(name)) for name in backends}
-        for operation in operations:
-            for nbytes in sizes:
+        for operation in OPERATIONS:
+            for nbytes in (size // unit * unit for size in SIZES):
                 calls = {name: _call(operation, group, nbytes) for name, group in members.items()}
                 found = _spreads(calls, repetitions)
                 reference = found["mpi4py" if "mpi4py" in found else backends[0]].median

@@ -85,7 +85,7 @@ def train_small() -> float:
         rows = Path(directory, "run", METRICS)
         lines = rows.read_text().splitlines() if rows.exists() else []
     seconds = [row["step_seconds"] for row in map(json.loads, lines) if "step_seconds" in row]
-    return statistics.median(seconds[_STEPS // 4 :] or [0.0])
+    return float(statistics.median(seconds[_STEPS // 4 :] or [0.0]))
 
 
 def small_model() -> nn.Module:
@@ -124,17 +124,13 @@ def _memory(device: torch.device) -> int:
 
 
 def _bandwidth(ranks: list[int], device: torch.device) -> float | None:
-    """The bytes/s that each of `ranks` sends in a sum of them; None for one rank. Collective over the world."""
-    everyone = gather_values(sorted(ranks))
-    groups = [list(members) for members in dict.fromkeys(map(tuple, everyone)) if len(members) > 1]
-    made = {tuple(members): dist.new_group(members) for members in groups}
-    mine = made.get(tuple(sorted(ranks)))
-    if mine is None or dist.get_rank() not in ranks:
-        _seconds(lambda: None, device)  # the others measure together
-        return None
+    """The bytes/s that each of `ranks` sends in a sum of them while the other ranks do so among theirs; None for one rank.
+    Collective over the world."""
+    groups = [list(members) for members in dict.fromkeys(map(tuple, gather_values(ranks)))]
+    mine, _ = dist.new_subgroups_by_enumeration(groups)
     tensor = torch.ones(_LARGE // 4, device=device)
     taken = _seconds(lambda: dist.all_reduce(tensor, group=mine), device)
-    return 2 * (len(ranks) - 1) / len(ranks) * _LARGE / taken
+    return 2 * (len(ranks) - 1) / len(ranks) * _LARGE / taken if len(ranks) > 1 else None
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
