@@ -66,24 +66,21 @@ class Submitted:
         """The scheduler. Its errors become sentences."""
         from hpctrain.plugins.registry import build_registry  # here: with the plugins it imports torch
 
-        _, block, prefer = self.choice()
-        registry = build_registry(self.load, block, prefer)
+        registry = build_registry(self.load, self.choice()[1])
         with blamed(registry):
             yield self._made(registry)
 
-    def choice(self) -> tuple[dict[str, Any], list[str], list[str]]:
-        """The keys of the job that make its scheduler: the target's own options, [plugins] block and prefer. Raises UsageError."""
+    def choice(self) -> tuple[dict[str, Any], list[str]]:
+        """The keys of the job that make its scheduler: the target's own options and [plugins] block. Raises UsageError."""
         tables = self._tables()
         plugins, targets = tables.get("plugins"), tables.get("scheduler")
-        lists = [plugins.get(key) if isinstance(plugins, dict) else None for key in ("block", "prefer")]
-        block, prefer = (
-            [one for one in names if isinstance(one, str)] if isinstance(names, list) else [] for names in lists
-        )
+        names = plugins.get("block") if isinstance(plugins, dict) else None
+        block = [one for one in names if isinstance(one, str)] if isinstance(names, list) else []
         table = targets.get(self.submission.target) if isinstance(targets, dict) else None
         own = (
             {k: v for k, v in table.items() if k not in SchedulerTable.model_fields} if isinstance(table, dict) else {}
         )
-        return own, block, prefer
+        return own, block
 
     def _made(self, registry: Registry) -> Scheduler:
         target = self.submission.target
