@@ -1,4 +1,4 @@
-"""hpctrain bench: measures this machine's communication and checkpoints; and parts that benchmarks of plugins share."""
+"""hpctrain bench: measures this machine and checkpoints on it; and parts that benchmarks of plugins share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from hpctrain.cli.groups import OpenGroup
 from hpctrain.cli.options import example
 
 _TIME_LIMIT = 900
-_KNOWN = ("mpi", "gloo", "mpi4py")
 
 
 def start_measuring(ranks: int, words: list[str], as_json: bool) -> int:
@@ -54,43 +53,6 @@ def tell_measured(rows: Sequence[Any], lines: Iterable[str], as_json: bool) -> N
 @click.group("bench", cls=OpenGroup)
 def command() -> None:
     """Benchmarks of this machine, and of jobs on it."""
-
-
-@command.command("collectives", epilog=example("hpctrain bench collectives -n 2"))
-@click.option("-n", "ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
-@click.option(
-    "--backends",
-    default="mpi,gloo,mpi4py",
-    show_default=True,
-    help="Which to measure: mpi, gloo, mpi4py (plain numpy).",
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
-def collectives(ranks: int, backends: str, as_json: bool) -> None:
-    """Measure all_reduce, all_gather and reduce_scatter at 4 KB, 1 MB and 64 MB beside plain mpi4py (medians, quartiles).
-
-    Under mpiexec or srun every process is a rank; otherwise the command starts its own ranks.
-    """
-    names = backends.split(",")
-    unknown = [name for name in names if name not in _KNOWN]
-    if unknown:
-        raise UsageError(f"--backends: unknown {', '.join(unknown)}; expected some of {', '.join(_KNOWN)}, with commas")
-    from hpctrain.base.launcher_variables import launched
-
-    if not launched():
-        sys.exit(start_measuring(ranks, ["collectives", "--backends", backends], as_json))
-    import torch.distributed as dist
-
-    from hpctrain.cli.bench.communication import measure
-
-    _meet()
-    rows = measure(names)
-    if dist.get_rank() == 0:
-        lines = (
-            f"{row.operation:24} {row.nbytes:>10,} B  {row.backend:8} {row.seconds * 1e6:12,.1f} us "
-            f"({row.low * 1e6:,.1f} - {row.high * 1e6:,.1f})  x{row.ratio:.2f}"
-            for row in rows
-        )
-        tell_measured(rows, lines, as_json)
 
 
 @command.command("checkpoint", epilog=example("hpctrain bench checkpoint --size 256MB --ranks 2"))
