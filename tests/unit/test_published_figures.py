@@ -222,6 +222,30 @@ def test_printed_times_of_llama_on_one_node_and_on_16(planned: Any) -> None:
     assert lost == pytest.approx(printed, abs=POINTS)
 
 
+@pytest.mark.thorough
+def test_on_16_nodes_a_plan_prefers_what_experts_do(tmp_path: Path) -> None:
+    """Models of billions of parameters are sharded over all ranks, not cut in each node, as long as a sample fits."""
+    tables: dict[str, Any] = {
+        "job": {"name": "gpt", "steps": 3, "output_dir": str(tmp_path)},
+        "model": {
+            "name": "gpt", "hidden_size": 4096, "layers": 4, "attention_heads": 32, "vocab_size": 32000,
+            "max_seq_length": 4096,
+        },
+        "dataset": {"name": "synthetic", "samples": 512},
+        "optimizer": {"name": "adamw", "lr": 1e-4},
+        "batch": {"global_size": 256},
+        "sharding": {"stage": 3},
+    }  # fmt: skip
+    seconds = {}
+    for tensor in (1, 8):
+        tables["parallelism"] = {"tensor": tensor}
+        tables["batch"]["micro_size"] = 2 * tensor
+        time = hpctrain.plan(tables, ranks=128, machine="h100").time
+        assert time is not None
+        seconds[tensor] = time.seconds
+    assert 1.2 * seconds[1] < seconds[8], seconds
+
+
 MACHINE = Machine(
     memory=1e9, bandwidth=1e12, flops={"float32": 1e12}, inside=8e9, across=1e9, efficiency=1.0, latency=1e-9, overhead=1e-9
 )  # fmt: skip

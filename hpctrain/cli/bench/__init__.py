@@ -137,9 +137,16 @@ def machine(ranks: int, output: Path | None, as_json: bool) -> None:
     import torch.distributed as dist
 
     from hpctrain.cli.bench.machine import measure, train_small
+    from hpctrain.ranks.json_collectives import broadcast_value
 
-    small = train_small()
-    device, node = _meet_on_device()
+    directory = tempfile.mkdtemp(prefix="hpctrain-bench-")
+    try:
+        small = train_small(f"{directory}/run")
+        device, node = _meet_on_device()
+        first = broadcast_value(directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(first, ignore_errors=True)  # on each node
     found = measure(device, node, small)
     if dist.get_rank() == 0:
         text = tomli_w.dumps({"machine": found})
