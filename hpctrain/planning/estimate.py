@@ -91,7 +91,8 @@ def _computing(plan: RankPlan, machine: Machine, tf32: bool) -> float:
 
 def _sending(one: Exchange, machine: Machine) -> float:
     """The seconds of operations on an axis. A ring of ranks goes through each node once, and as many rings as ranks of the group
-    in a node share the data, each over the adapter of another one; other messages leave over the sender's own adapter."""
+    in a node share the data, each over the adapter of another one. Other messages leave over the sender's own adapter: the
+    slowest of neighbours sends all of them there."""
     nodes = math.ceil(one.ranks / one.in_node)
     inside, across = one.sent, 0.0
     if nodes > 1:
@@ -99,7 +100,8 @@ def _sending(one: Exchange, machine: Machine) -> float:
             across = one.sent / one.in_node
             inside = one.sent if one.in_node > 1 else 0.0
         else:
-            across = one.sent * (one.ranks - one.in_node) / (one.ranks - 1)
+            leaving = 1.0 if one.operation == "send" else (one.ranks - one.in_node) / (one.ranks - 1)
+            across = one.sent * leaving
             inside = one.sent - across
     seconds = max(inside / machine.inside, across / machine.across) / machine.efficiency
     hops = 1 + math.log2(nodes) if one.operation == "all_reduce" else nodes

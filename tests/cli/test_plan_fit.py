@@ -101,7 +101,7 @@ def test_the_number_of_ranks_that_is_advised_is_the_least(job: JobFile, ranks: i
 def test_on_a_terminal_a_line_renews(job: JobFile) -> None:
     """Where nothing fits on the ranks, offload is advised on an accelerator."""
     job.set(model=MODEL, batch={"global_size": 32, "micro_size": 16})
-    of, (ours, theirs) = machine(job.directory, memory=5.5e6, accelerator=True), os.openpty()
+    of, (ours, theirs) = machine(job.directory, memory=1.8e6, accelerator=True), os.openpty()
     words = hpctrain("plan", "job.toml", "-n", "2", "--machine", of, "--fit", "fitted.toml")
     done = subprocess.run(words, cwd=job.directory, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=300)
     os.close(theirs)
@@ -167,7 +167,7 @@ def rows(split):
 @pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_plan_with_measured_figures_is_within_twice_of_a_run(job: JobFile, size: str, ranks: str) -> None:
-    """In the best of three tries, since the machine has other work, too."""
+    """In the quickest quarter of steps, and the best of three tries, since the machine has other work, too."""
     (job.directory / "own.py").write_text(OWN)
     tables = SIZES[size]
     if "dataset" in tables:
@@ -182,7 +182,7 @@ def test_a_plan_with_measured_figures_is_within_twice_of_a_run(job: JobFile, siz
         assert done.code == 0, done
         trained = run(hpctrain("run", "job.toml", "-n", ranks, "--resume", "never"), job.directory, 200)
         assert trained.code == 0, trained
-        step = statistics.median([row["step_seconds"] for row in job.rows()][4:])
+        step = statistics.quantiles([row["step_seconds"] for row in job.rows()][4:], n=4)[0]
         words = ["plan", "job.toml", "-n", ranks, "--machine", "measured.toml", "--json"]
         planned = json.loads(run(hpctrain(*words), job.directory).out)["step_seconds"]
         off.append(max(step / planned, planned / step))

@@ -82,7 +82,7 @@ def train_small(directory: str) -> float:
     }
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         run(tables, resume="never")
-    return statistics.median(_SECONDS[_STEPS // 4 :])
+    return statistics.quantiles(_SECONDS[_STEPS // 4 :], n=4)[0]  # other work on the node only makes steps longer
 
 
 @hookimpl
