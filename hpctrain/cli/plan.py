@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import example, job_arguments
+from hpctrain.job.environment import cached_on_node
 
 if TYPE_CHECKING:
     from hpctrain.planning.plan import Hardware
@@ -61,6 +62,7 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     "list the fastest, and write the first one to FILE, a job file that extends JOB.toml.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: bytes, seconds, floating-point operations.")
+@cached_on_node()
 def command(
     job: Path,
     ranks: int | None,

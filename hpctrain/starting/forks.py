@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpctrain.base.child_python import python_module
 from hpctrain.job.environment import variables
 from hpctrain.starting.fork_client import ForkServerClient
 from hpctrain.starting.mpi_library import ask_library
@@ -59,7 +60,7 @@ class Forks:
         if not self._wanted or most < 2:
             return []
         told = {"key": secrets.token_hex(8), "environment": variables(self._tables)}
-        return [sys.executable, "-m", "hpctrain.starting.on_node", json.dumps(told)]
+        return python_module("hpctrain.starting.on_node", json.dumps(told))
 
     def close(self) -> None:
         """End the server."""

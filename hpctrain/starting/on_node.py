@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from hpctrain.base.child_python import words_behind
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.base.launcher_variables import set_variables
 from hpctrain.ranks.process import binds_threads
@@ -161,7 +162,7 @@ def _lead(directory: Path, command: Sequence[str]) -> int | None:
             directory.mkdir(mode=0o700)
             listener.bind(str(directory / "socket"))
             listener.listen(4096)
-            server = ForkServerClient(command[3:])
+            server = ForkServerClient(words_behind(command))
         except OSError:  # no room, memory or descriptor is left
             shutil.rmtree(directory, ignore_errors=True)
             return None

@@ -3,6 +3,7 @@
 Imports no torch, since the help imports every command.
 """
 
+from hpctrain.base.child_python import python_code, python_module
 from hpctrain.base.errors import (
     EXIT_CANCELLED,
     EXIT_DONE,
@@ -32,6 +33,8 @@ __all__ = [
     "escaped",
     "example",
     "hookimpl",
+    "python_code",
+    "python_module",
     "reason",
     "replacing",
     "set_option",

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from hpctrain.base.child_python import python_module
 from hpctrain.base.errors import UsageError
 from hpctrain.cli.groups import OpenGroup
 from hpctrain.cli.options import example
@@ -26,7 +27,7 @@ def start_measuring(ranks: int, words: list[str], as_json: bool) -> int:
     too long."""
     from hpctrain.starting.processes import launch_over_mpi, spawn_with_parent
 
-    command = [sys.executable, "-m", "hpctrain", "bench", *words, *(["--json"] if as_json else [])]
+    command = python_module("hpctrain", "bench", *words, *(["--json"] if as_json else []))
     launched = launch_over_mpi(command, ranks, spawn_with_parent)
     if launched is None:
         raise UsageError(f"hpctrain bench {words[0]} needs an MPI to start its ranks: pip install 'hpctrain[mpich]'")

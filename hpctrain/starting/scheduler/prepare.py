@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
+from hpctrain.base.child_python import python_module
 from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.full_check import check_thoroughly
@@ -67,7 +67,7 @@ class Prepared:
             "working_directory": Path.cwd(),
             "nodes": table.nodes, "ranks_per_node": table.ranks_per_node, "cpus_per_rank": table.cpus_per_rank,
             "seconds": table.seconds, "save_seconds": table.save_seconds,
-            "program": (sys.executable, "-m", "hpctrain"),
+            "program": tuple(python_module("hpctrain")),
             "mpi": None if library is None else OPEN_MPI if library.flavour == OPEN_MPI else MPICH,
             "after": after,
         }  # fmt: skip
