@@ -422,7 +422,7 @@ def test_a_broken_command_is_told_where_it_is_used_and_in_the_help(
 def test_names_of_commands(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     """hpctrain's own stay; two of one name and one without a place are broken, and all of it is told."""
     told = COMMAND.replace("Count to seven.", "Not this one.")
-    for name in ("run", "fly.away", "bench.collectives"):
+    for name in ("run", "fly.away", "bench.machine"):
         site.install(f"acme-{name}", f"command.{name}", f"acme_{name.replace('.', '_')}", told)
     for name in ("acme-two", "bob-two"):
         site.install(name, "command.two", name.replace("-", "_"), COMMAND)
@@ -441,7 +441,7 @@ def test_names_of_commands(site: Site, capsys: pytest.CaptureFixture[str]) -> No
         in shown
     )
     assert "the command 'fly away' is broken" in shown and "names no group" in shown
-    assert execute(["bench", "--help"]) == 0 and "'bench collectives' is broken" in " ".join(
+    assert execute(["bench", "--help"]) == 0 and "'bench machine' is broken" in " ".join(
         capsys.readouterr().out.split()
     )
     assert execute(["plugins", "--json"]) == 0
