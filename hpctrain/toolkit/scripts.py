@@ -30,7 +30,9 @@ Line = Annotated[str, AfterValidator(_one_line)]
 def _quoted(value: object) -> str:
     """The value as a word of the shell, also within a comment for the scheduler, which ends at the end of its line."""
     if not str(value).isprintable():
-        raise UsageError(f"found {str(value)!r}, expected printable text without line ends: it becomes a line of the script")
+        raise UsageError(
+            f"found {str(value)!r}, expected printable text without line ends: it becomes a line of the script"
+        )
     return shlex.quote(str(value))
 
 

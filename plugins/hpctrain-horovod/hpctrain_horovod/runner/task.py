@@ -18,8 +18,8 @@ def main(directory: Path) -> None:
     """Call the function of the directory, and leave its result there. Ends the rank unless it is this user's alone."""
     if not directory.is_dir() or not is_private(directory):
         sys.exit(
-            f"horovod.run: {directory} on {os.uname().nodename} is not a directory of this user's alone, expected that of the program "
-            "that called it: set TMPDIR to a directory that all hosts share"
+            f"horovod.run: {directory} on {os.uname().nodename} is not a directory of this user's alone, expected that of the "
+            "program that called it: set TMPDIR to a directory that all hosts share"
         )
     function, arguments, options = pickle.loads((directory / FUNCTION).read_bytes())
     result: Any = function(*arguments, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import pickle
 import platform
 import re
 import signal
@@ -621,7 +622,6 @@ def fails():
 """
 
 
-@pytest.mark.thorough
 def test_a_function_in_a_directory_that_others_can_write_is_not_called(tmp_path: Path) -> None:
     (tmp_path / "function").write_bytes(pickle.dumps((print, ("called",), {})))
     for mode, code, out in ((0o777, 1, ""), (0o700, 0, "called\n")):
@@ -631,6 +631,7 @@ def test_a_function_in_a_directory_that_others_can_write_is_not_called(tmp_path:
     assert "Traceback" not in done.err
 
 
+@pytest.mark.thorough
 def test_a_function_on_several_ranks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(JOB)
     (tmp_path / "mine.py").write_text(MINE)
