@@ -15,7 +15,7 @@ from hpctrain.base.errors import (
     escaped,
     reason,
 )
-from hpctrain.base.safe_files import is_private, replacing
+from hpctrain.base.safe_files import is_own_directory, is_private, read_bytes, reading, replacing
 from hpctrain.cli.bench import start_measuring, tell_measured
 from hpctrain.cli.bench.spread import Spread, spread
 from hpctrain.cli.options import example, set_option
@@ -33,9 +33,12 @@ __all__ = [
     "escaped",
     "example",
     "hookimpl",
+    "is_own_directory",
     "is_private",
     "python_code",
     "python_module",
+    "read_bytes",
+    "reading",
     "reason",
     "replacing",
     "set_option",

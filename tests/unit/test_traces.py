@@ -6,6 +6,7 @@ import errno
 import gzip
 import itertools
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -317,6 +318,31 @@ def places(content: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
     for key, value in inner:
         yield (*place, key)
         yield from places(value, (*place, key))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "linked window", "linked folder"])
+def test_files_of_a_crafted_run_are_not_followed_and_not_waited_for(kind: str, tmp_path: Path) -> None:
+    """As an index or a trace; a window elsewhere would be written to by a merge."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "window.json").write_text("{}")
+    (run / "profile").mkdir(parents=True)
+    window = run / "profile" / "step-1"
+    if kind == "linked window":
+        window.symlink_to(outside)
+    elif kind == "linked folder":
+        (run / "profile").rmdir()
+        (tmp_path / "away" / "step-1").mkdir(parents=True)
+        (tmp_path / "away" / "step-1" / "window.json").write_text("{}")
+        (run / "profile").symlink_to(tmp_path / "away")
+    else:
+        window.mkdir()
+        for name in ("window.json", "trace.json.gz"):
+            os.mkfifo(window / name) if kind == "pipe" else (window / name).symlink_to(outside / "window.json")
+        with pytest.raises(UsageError, match=r"it is (no regular file|a symbolic link)"):
+            list(Events(window / "trace.json.gz"))
+    with pytest.raises(UsageError, match=r"it is (no regular file|a symbolic link)|found step-1, expected a window"):
+        stored_window(run, None)
 
 
 def test_a_damaged_index_is_a_sentence() -> None:

@@ -14,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
-from hpctrain.toolkit.commands import UsageError, escaped, reason
+from hpctrain.toolkit.commands import UsageError, escaped, is_own_directory, read_bytes, reading, reason
 from hpctrain_plugins.profile.layout import FOLDER, INDEX, TRACE
 
 _PIECE = 2**20
@@ -63,17 +63,20 @@ class StoredWindow:
 def stored_window(run: Path, name: str | None) -> StoredWindow:
     """The window `name` of a run, or the newest one. Raises UsageError if there is none, or it can't be read."""
     folder = run / FOLDER
-    known = sorted(folder.glob(f"step-*/{INDEX}"), key=lambda path: (path.stat().st_mtime_ns, path))
+    found = [
+        path for path in folder.glob(f"step-*/{INDEX}") if is_own_directory(path.parent) and is_own_directory(folder)
+    ]
+    known = sorted(found, key=lambda path: (path.lstat().st_mtime_ns, path))
     if name is not None:
         known = [path for path in known if path.parent.name == name]
     if not known:
-        found = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "none"
+        names = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "none"
         raise UsageError(
-            f"{folder}: found {found}, expected {name or 'a window of steps'}; [profile] record = 3 in the job records one, and "
+            f"{folder}: found {names}, expected {name or 'a window of steps'}; [profile] record = 3 in the job records one, and "
             f"`hpctrain profile {run} --now` in a running job"
         )
     try:
-        return _window(known[-1].parent, json.loads(known[-1].read_bytes()))
+        return _window(known[-1].parent, json.loads(read_bytes(known[-1])))
     except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise UsageError(f"{known[-1]}: {reason(error)}; expected the index of a window") from None
 
@@ -124,7 +127,11 @@ class Events:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         try:
-            with gzip.open(self.path, "rt", encoding="utf-8", errors="replace") as file:
+            with (
+                reading(self.path) as descriptor,
+                open(descriptor, "rb", closefd=False) as packed,
+                gzip.open(packed, "rt", encoding="utf-8", errors="replace") as file,
+            ):
                 yield from self._read(_Text(file))
         except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
             raise UsageError(f"{self.path}: {reason(error)}; expected a whole trace of torch.profiler") from None
