@@ -17,7 +17,6 @@ import psutil
 import warm
 from warm import MARK
 
-_COMMAND = ["-m", "hpctrain"]
 _LEAVING = 10.0
 """Seconds within which ranks must end after their launcher."""
 
@@ -81,7 +80,7 @@ class Started:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes that train, without launchers and those that stand for a rank under mpiexec."""
-        return [p for p in self.members() if (words := _command_line(p))[1:3] == _COMMAND and "--started-by" in words]
+        return [p for p in self.members() if "hpctrain" in (words := _command_line(p))[:5] and "--started-by" in words]
 
     def kill_all(self) -> None:
         for process in self.members():

@@ -111,12 +111,17 @@ def hook_fault(manager: pluggy.PluginManager, module: object) -> str | None:
     return None
 
 
+_left: set[str] = set()
+"""The directories that have been current ones: a program may change to another."""
+
+
 def import_from_here(module: str) -> ModuleType:
     """Import a module that the job names, also from the current directory: behind all that is installed, since others may be able
     to write there. Raises ImportError where a module there has the name of an installed one."""
     here, top = Path.cwd(), module.partition(".")[0]
     if str(here) not in sys.path:
-        sys.path.append(str(here))
+        sys.path[:] = [*(one for one in sys.path if one not in _left), str(here)]
+        _left.add(str(here))
     found = imported(module)
     file = getattr(sys.modules.get(top), "__file__", None)
     near = [one for one in (here / f"{top}.py", here / top / "__init__.py") if one.exists()]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,14 @@ import pytest
 from conftest import JobFile
 from launching import Finished, Started, hpctrain, run
 
+from hpctrain.base.child_python import python_module
+from hpctrain.starting.scheduler.asking import Submitted
+from hpctrain.starting.scheduler.record import Submission
+
 pytestmark = pytest.mark.timeout(200)
 
 BIN = Path(sys.executable).parent
+PROGRAM = python_module("hpctrain")
 TWO = ("--nodes", "2", "--ranks-per-node", "2", "--time", "1h30m")
 SECRET = "a-key-that-no-script-may-hold"
 
@@ -78,7 +84,7 @@ def test_slurm_with_all_options(spacious: JobFile) -> None:
 @pytest.mark.thorough
 def test_slurm_takes_the_mpi_of_mpi4py(job: JobFile, openmpi_python: str) -> None:
     done = run(hpctrain("submit", "job.toml", "--to", "slurm", "--dry-run", python=openmpi_python), job.directory)
-    assert f"srun --mpi=pmix --kill-on-bad-exit=1 {openmpi_python} -m hpctrain run" in done.out, done
+    assert f"srun --mpi=pmix --kill-on-bad-exit=1 {shlex.join([openmpi_python, *PROGRAM[1:]])} run" in done.out, done
     hidden = submit(job, "--to", "slurm", "--dry-run", env={"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"})
     assert "srun --mpi=none" in hidden.out, hidden
     assert "srun --mpi=cray_shasta" in script(job, "--to", "slurm", "--set", "scheduler.slurm.mpi=cray_shasta")
@@ -105,11 +111,11 @@ def test_pbs(job: JobFile) -> None:
         "#PBS -N tiny", "#PBS -l select=2:ncpus=8:mpiprocs=2:ngpus=4:system=polaris", "#PBS -l walltime=01:30:00",
         "#PBS -q prod", "#PBS -A abc", "#PBS -r y", f"#PBS -o {job.directory}/out", f"cd {job.directory} || exit",
     } <= set(found)  # fmt: skip
-    ranks = f"mpiexec -n 4 --ppn 2 {sys.executable} -m hpctrain run {job.directory}/out/job.submitted.toml"
+    ranks = f"mpiexec -n 4 --ppn 2 {shlex.join(PROGRAM)} run {job.directory}/out/job.submitted.toml"
     at = found.index(f"    {ranks}")
     assert found[at - 1] == "timeout --foreground --preserve-status --signal=USR1 5280 \\"  # 90 minutes less 120 s
     own = script(job, "--set", "scheduler.pbs.mpiexec=['aprun', '-n', '1']")
-    assert f"\naprun -n 1 {sys.executable} -m hpctrain run" in own
+    assert f"\naprun -n 1 {shlex.join(PROGRAM)} run" in own
 
 
 def test_flux(job: JobFile) -> None:
@@ -242,6 +248,19 @@ def test_asking_about_a_run_loads_no_code_from_it(job: JobFile) -> None:
     os.mkfifo(job.directory / "job.submitted.toml")
     done = run(hpctrain("status", "."), job.directory)
     assert done.code == 2 and "job.submitted.toml cannot be read" in done.err, done
+
+
+def test_options_of_another_person_s_directory_are_not_used(job: JobFile) -> None:
+    """They could name a cluster of hers, whose answers are code."""
+    (job.directory / "job.submitted.toml").write_text(
+        "[scheduler.ray]\naddress = 'theirs:1'\n[plugins]\nblock = ['x']\n"
+    )
+    asked = Submitted(job.directory, Submission(target="ray", id="1"))
+    assert asked.choice() == ({"address": "theirs:1"}, ["x"])
+    for path in (job.directory, job.directory / "job.submitted.toml"):
+        path.chmod(path.stat().st_mode | 0o022)
+        assert asked.choice() == ({}, [])
+        path.chmod(path.stat().st_mode & ~0o022)
 
 
 ODD = """

@@ -46,7 +46,12 @@ class Submitted:
     def state(self) -> JobState:
         """How the scheduler says it is."""
         with self.scheduler() as scheduler:
-            return _kept(scheduler, scheduler.state(self.submission.id))
+            found = _kept(scheduler, scheduler.state(self.submission.id))
+        if found.word == "unknown" and not self._is_ours():
+            return JobState(
+                "unknown", f"{found.detail}; asked without the options of {JOB_FILE}, which others can write"
+            )
+        return found
 
     def cancel(self) -> None:
         """End it; its ranks don't ask to be started again."""

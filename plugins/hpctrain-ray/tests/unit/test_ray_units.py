@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from hpctrain_ray import connection
 from hpctrain_ray.cluster import cluster_variables, this_task
 from hpctrain_ray.connection import connected
 from hpctrain_ray.errors import error_of
@@ -185,3 +187,33 @@ def test_plugins_are_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout) == [[], []], done
+
+
+@pytest.mark.parametrize("found", ["another user's", "open to others", "a link", "another user listens", "ours"])
+def test_auto_is_a_cluster_of_this_user(found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of a cluster are pickles."""
+    if os.geteuid() and found in ("another user's", "another user listens"):
+        pytest.skip("needs root: a second user")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    note = tmp_path / "ray" / "ray_current_cluster"
+    note.parent.mkdir()
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        if found == "another user listens":
+            os.fchown(listening.fileno(), 12345, 12345)
+        listening.listen()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        note.write_text(address)
+        if found == "another user's":
+            os.chown(note, 12345, 12345)
+        elif found == "open to others":
+            note.chmod(0o666)
+        elif found == "a link":
+            note.rename(tmp_path / "note")
+            note.symlink_to(tmp_path / "note")
+        if found == "ours":
+            assert connection._noted() == address
+            return
+        with pytest.raises(EnvironmentUnfitError, match=r"another user|Too many levels of symbolic links"):
+            connection._noted()
