@@ -29,14 +29,13 @@ from hpctrain.job.tables import Job
 from hpctrain.model.build import InitialValues, build_model, source_of
 from hpctrain.model.conformance.first_step import FirstStep
 from hpctrain.model.conformance.hooks import tensors_kept
-from hpctrain.model.conformance.model import refuse_mean
+from hpctrain.model.conformance.model import try_loss
 from hpctrain.model.conformance.pieces import refuse_holes
 from hpctrain.model.conformance.trials import refuse_factor, refuse_idle_optimizer, updates_parts_alike
 from hpctrain.model.gradients.reducer import GradientReducer
 from hpctrain.model.mesh import Meshes
 from hpctrain.model.parameters import build_optimizer, parameter_groups
 from hpctrain.plugins.life_cycle import LifeCycle
-from hpctrain.plugins.user_code.model import UserModel
 from hpctrain.ranks.json_collectives import share, sum_of
 from hpctrain.training.feed import counted
 from hpctrain.training.metrics import NamedLosses
@@ -69,6 +68,8 @@ class TrainedModel:
         self.split_counts: list[int] = []
         """Counts of the first micro batch: the whole one, and what each axis left of it."""
         self._has_forwarded, self.refreshed, self.device = False, 0, device
+        self.remark = ""
+        """What a user should know of the loss, once it was tried in the first forward."""
         self.is_tried = False
         """Whether a step of this run has shown that gradients are sums and the module follows the pieces."""
         self._own_axes = {own for _, own in meshes.own_groups}
@@ -143,8 +144,8 @@ class TrainedModel:
 
     def _forwarded(self, step: int, outputs: Any, batch: Batch) -> None:
         """A forward of the training is done."""
-        if not self._has_forwarded and not isinstance(self._parts.model, UserModel):
-            refuse_mean(self._parts.model, outputs, batch, self.device)
+        if not self._has_forwarded:
+            self.remark = try_loss(self._parts.model, outputs, batch, self.device)
         self._has_forwarded = True
         who = self._hooks.who("hpctrain_outputs")
         if who:
