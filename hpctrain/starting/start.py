@@ -20,6 +20,7 @@ from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_STOPPED, EXIT_TRAINING
 from hpctrain.base.launcher_variables import TYPED
 from hpctrain.job.environment import export
 from hpctrain.job.reading import read_job
+from hpctrain.ranks.starter_directory import sweep
 from hpctrain.starting.channel_directory import ChannelDirectory, StarterChannel
 from hpctrain.starting.forks import Forks
 from hpctrain.starting.hosts import Hosts
@@ -138,6 +139,7 @@ def _start_once(
     else:
         # before there is anything that a kill would leave
         start, front = (spawn, []) if forks is None else (forks.choose(requests), forks.front(ranks))
+        sweep("hpctrain-????????")
         directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
         link = ChannelDirectory(directory)
         try:

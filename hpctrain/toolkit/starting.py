@@ -9,6 +9,7 @@ Imports no torch.
 """
 
 from hpctrain.base.launcher_variables import RankNumbers, launched, started_variables
+from hpctrain.ranks.starter_directory import sweep
 from hpctrain.starting.channel_directory import ChannelDirectory, Ending, ending_in
 from hpctrain.starting.hosts import HERE, Hosts, read_hostfile
 from hpctrain.starting.mpi_library import ask_library
@@ -36,4 +37,5 @@ __all__ = [
     "over_pmi",
     "read_hostfile",
     "started_variables",
+    "sweep",
 ]

@@ -450,3 +450,37 @@ def test_batch_norms_of_one_rank_each_are_told(job: JobFile) -> None:
     assert told in run(hpctrain("run", "job.toml", "-n", "2"), job.directory).out
     job.set(job={"output_dir": "all"}, model={"sync_batch_norm": True})
     assert told not in run(hpctrain("run", "job.toml", "-n", "2"), job.directory).out
+
+
+LEAVING = """
+import sys
+from torch import nn
+
+def net():
+    return nn.Linear(4, 3)
+
+def loss(out, y):
+    exec({how!r})
+    return ((out - y) ** 2).mean()
+
+def data(split):
+    import torch
+    return [(torch.ones(4), torch.zeros(3))] * 24
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told"),
+    [
+        ("sys.exit(0)", 4, "its loss raised SystemExit: 0, on a batch of"),
+        pytest.param("raise KeyboardInterrupt", 130, "", marks=pytest.mark.thorough),
+        pytest.param("raise MemoryError", 4, "ran out of memory in step 1", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_exit_code_is_that_of_the_error_on_any_number_of_ranks(job: JobFile, how: str, code: int, told: str) -> None:
+    (job.directory / "leaving.py").write_text(LEAVING.format(how=how))
+    job.tables |= {"model": {"name": "leaving:net", "loss": "leaving:loss"}, "dataset": {"name": "leaving:data"}}
+    job.write()
+    ends = [run(hpctrain("run", "job.toml", *words), job.directory) for words in ((), ("-n", "2"))]
+    assert [one.code for one in ends] == [code, code] and all(told in one.err for one in ends), ends
+    assert all("Traceback" not in one.err for one in ends), ends
