@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -28,6 +29,7 @@ from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.tables import Job
 from hpctrain.model.build import build_on_meta
+from hpctrain.model.conformance.trials import refuse_idle_optimizer
 from hpctrain.model.parameters import build_optimizer
 from hpctrain.plugins.blame import raised_in
 from hpctrain.plugins.registry import Registry
@@ -65,9 +67,10 @@ def build_outline(spec: ModelSpec, problems: list[PlacedProblem], tries: bool, r
 
 
 def try_optimizer(optimizer: Optimizer, problems: list[PlacedProblem], registry: Registry) -> None:
-    """Build an optimizer for one parameter."""
+    """Build an optimizer for one parameter, and let it step."""
     try:
         build_optimizer(optimizer, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+        refuse_idle_optimizer(optimizer, partial(build_optimizer, optimizer))
     except HpctrainError as error:
         if isinstance(error.__cause__, (TypeError, ValueError, type(None))):  # other errors: it may need a GPU
             problems.append(PlacedProblem(("optimizer", "name"), str(error), error.exit_code))

@@ -72,7 +72,7 @@ def open_data(job: Job, parts: Parts, node: str | None = None) -> Data:
     lengths, validation_lengths = (
         _lengths(job, parts, source) if source else None for source in (training, validation)
     )
-    if is_reference(job.dataset.name) or is_reference(job.model.name):
+    if isinstance(training, Samples) or is_reference(job.dataset.name):
         refuse_other_kind(job, parts, training)
     samples = len(training) if isinstance(training, Samples) else training.length()
     if samples is None:
@@ -90,7 +90,7 @@ def open_split(job: Job, parts: Parts, split: Split, node: str) -> tuple[Samples
         raise UsageError(f"[dataset] {job.dataset.name}: it has no {split} split")
     refuse_unknown_ids(job.dataset.name, source, context.vocab_size)
     lengths = _lengths(job, parts, source)
-    if is_reference(job.dataset.name) or is_reference(job.model.name):
+    if isinstance(source, Samples) or is_reference(job.dataset.name):
         refuse_other_kind(job, parts, source)
     return source, lengths
 
