@@ -114,9 +114,11 @@ class _Examination:
             ]
             if identity.local_rank == 0:
                 findings += [tried("locked memory", node.locked_memory), tried("shared memory", node.shared_memory)]
+                findings += node.surroundings(node.device(identity))
         reports = self._collect("node", findings, node.cores(binding))
         if reports is not None:
-            self._tell(node.judge_cores([fact for _, fact in reports], self._nodes) + self._merged(reports))
+            rows = node.judge_cores([fact for _, fact in reports], self._nodes) + self._merged(reports)
+            self._tell(rows + [row_of(one, [0], self._nodes) for one in node.proxies(self._nodes)])
 
     def _directory(self, path: Path) -> None:
         stage = f"the checks of the directory {path.absolute()} (does its file system answer?)"

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
-from collections.abc import Sequence
+import socket
+import tempfile
+import urllib.request
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpctrain.base.devices import accelerator, accelerator_count, device_name, device_of_rank, unusable_accelerator
+from hpctrain.base.devices import (
+    accelerator,
+    accelerator_count,
+    device_name,
+    device_of_rank,
+    is_accelerator,
+    unusable_accelerator,
+)
+from hpctrain.base.errors import reason
 from hpctrain.base.store.server import files_needed
 from hpctrain.cli.doctor.findings import Finding, FindingOfRanks, row_of
 from hpctrain.contracts.identity import Identity
@@ -20,7 +33,20 @@ from hpctrain.ranks.binding import Binding
 
 _SPARE_FILES = 256
 _SHARED_MEMORY = 256 * 2**20
+_LOOPBACK_SECONDS = 5.0
 _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+def loopback() -> Finding:
+    """Whether processes of this node reach each other by TCP."""
+    check = "loopback"
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), _LOOPBACK_SECONDS).close()
+    except OSError as error:
+        return Finding(check, "fail", f"no connection to 127.0.0.1 on {socket.gethostname()} ({reason(error)}), over which ranks of "
+                       "a node talk", "`ip link set lo up`; a container or a network namespace has an interface of its own")  # fmt: skip
+    return Finding(check, "ok", "processes of the node reach each other")
 
 
 def accelerators() -> Finding:
@@ -124,3 +150,45 @@ def neighbours(identity: Identity) -> Finding:
     scope = _PTRACE.read_text().strip() if _PTRACE.exists() else "absent"
     return Finding(check, "warn", f"not allowed (ptrace_scope: {scope}): large messages within the node take one copy more",
                    "sysctl kernel.yama.ptrace_scope=0; in a container also --cap-add=SYS_PTRACE")  # fmt: skip
+
+
+def proxies(nodes: Iterable[str]) -> list[Finding]:
+    """Proxies that would take what goes to this job's own nodes."""
+    names = [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy") and os.environ[name]]
+    caught = [host for host in dict.fromkeys(("localhost", *nodes)) if not urllib.request.proxy_bypass(host)]
+    users = [name for name in ("mlflow", "ray", "wandb") if find_spec(name)]
+    if not (names and caught and users):
+        return []
+    found = f"{names[0]} is set, and no_proxy lacks {', '.join(caught[:4])}: what {', '.join(users)} or your code sends by HTTP to a "
+    return [Finding("proxies", "warn", f"{found}server there goes to the proxy, and fails; ranks talk without it",
+                    f"export no_proxy={','.join(caught[:4])}")]  # fmt: skip
+
+
+def surroundings(device: torch.device) -> list[Finding]:
+    """Directories and programs of the node that some jobs need."""
+    found, home, temporary = [], Path.home(), tempfile.gettempdir()
+    why = _unwritable(home)
+    if why is not None:
+        found.append(Finding("home directory", "warn", f"{home} can't be written to ({why}): tokens and kernels are prepared anew at "
+                             "each start, and without MUNGE the ranks of several nodes don't recognize each other under srun",
+                             "set HOME, or XDG_CACHE_HOME for the caches alone, to a directory that you may write to"))  # fmt: skip
+    if os.statvfs(temporary).f_flag & os.ST_NOEXEC:
+        found.append(Finding("temporary files", "warn", f"{temporary} is mounted noexec: what [compile] and Triton build there can't be "
+                             "loaded", "set TMPDIR to a directory of the node's disk without noexec"))  # fmt: skip
+    # as torch's inductor and Triton look for them
+    language, variable, names = ("C", "CC", ("gcc", "clang")) if is_accelerator(device) else ("C++", "CXX", ("g++",))
+    given = os.environ.get(variable)
+    if not any(shutil.which(name) for name in ((given.split() or [""])[:1] if given is not None else names)):
+        found.append(Finding("compiler", "warn", f"found no {language} compiler ({f'{variable}={given}' if given else names[0]}), without "
+                             "which [compile] enabled = true fails",
+                             f"install {names[0]} or load its module, and let {variable} name it; other jobs need none"))  # fmt: skip
+    return found
+
+
+def _unwritable(directory: Path) -> str | None:
+    """Why no file can be made in `directory`; None if one can."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
