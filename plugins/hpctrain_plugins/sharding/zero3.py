@@ -172,7 +172,9 @@ class Zero3Model(ShardedModel):
         self._rounds = False
         empty = {parameter for parameter in module.parameters() if not parameter.numel()}
         frozen = not any(parameter.requires_grad for parameter in module.parameters())  # no backward would free it
+        names = {id(one): name for name, one in module.named_modules()}
         for unit in reversed(units):  # inner ones first
+            unit.register_forward_pre_hook(partial(self._runs, names[id(unit)]))
             wire = _rounded(unit, device) if rounds else MixedPrecisionPolicy()
             self._rounds |= wire.param_dtype is not None
             unit.register_forward_hook(partial(refuse_unseen, type(unit).__name__))
@@ -196,12 +198,19 @@ class Zero3Model(ShardedModel):
         self._set_up(self._units, mesh.device_type)
         self._whole = WholeGradients(self._units, sums, mesh["dp_shard"].get_group(), options.reshard_after_forward)
 
+    def _runs(self, name: str, unit: nn.Module, inputs: Any) -> None:
+        """A unit's forward begins, or its recomputation."""
+        if unit.training:
+            self.ran.append(name)
+
     def _forwards(self, module: nn.Module, inputs: Any) -> None:
         """A forward begins, of a training or an evaluation."""
         self._has_forwarded, self._caches = True, torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a kept cast of a unit's weight would outlive the unit, which is freed
 
-    def _forwarded(self, *_: Any) -> None:
+    def _forwarded(self, module: nn.Module, *_: Any) -> None:
+        if module.training:
+            self.ran.append("")
         torch.set_autocast_cache_enabled(self._caches)
 
     def _set_up(self, units: list[FSDPModule], device_type: str) -> None:
