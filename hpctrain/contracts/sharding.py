@@ -18,7 +18,6 @@ from hpctrain.contracts.model import ModelSpec
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import Plugin
 
-
 _MOST = 1000
 
 

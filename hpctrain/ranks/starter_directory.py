@@ -74,7 +74,9 @@ def sweep(pattern: str, seconds: float = _BEGINNING) -> None:
     for pipe in Path(gettempdir()).glob(f"{pattern}/{PIPE}"):
         with suppress(OSError):  # another user's, or removed meanwhile
             found, directory = os.lstat(pipe), os.lstat(pipe.parent)
-            is_own = stat.S_ISFIFO(found.st_mode) and directory.st_uid == os.geteuid() and stat.S_ISDIR(directory.st_mode)
+            is_own = (
+                stat.S_ISFIFO(found.st_mode) and directory.st_uid == os.geteuid() and stat.S_ISDIR(directory.st_mode)
+            )
             if is_own and time.time() - directory.st_mtime > seconds and not _is_read(pipe):
                 shutil.rmtree(pipe.parent, ignore_errors=True)
 

@@ -111,8 +111,8 @@ def exits_refused() -> Iterator[None]:
         retell_model_error(leave, CALLS)
         frame = traceback.extract_tb(leave.__traceback__)[-1]
         raise TrainingError(
-            f"{frame.filename}:{frame.lineno} raised {type(leave).__name__}: {leave}; expected an error, or in a hook `control.stop(reason)`, "
-            "which ends a job in order"
+            f"{frame.filename}:{frame.lineno} raised {type(leave).__name__}: {leave}; expected an error, or in a hook "
+            "`control.stop(reason)`, which ends a job in order"
         ) from leave
 
 

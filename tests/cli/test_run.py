@@ -478,7 +478,9 @@ def data(split):
         pytest.param("raise MemoryError", 4, "ran out of memory in step 1", marks=pytest.mark.thorough),
     ],
 )
-def test_the_exit_code_is_that_of_the_error_on_any_number_of_ranks(job: JobFile, how: str, code: int, told: str) -> None:
+def test_the_exit_code_is_that_of_the_error_on_any_number_of_ranks(
+    job: JobFile, how: str, code: int, told: str
+) -> None:
     (job.directory / "leaving.py").write_text(LEAVING.format(how=how))
     job.tables |= {"model": {"name": "leaving:net", "loss": "leaving:loss"}, "dataset": {"name": "leaving:data"}}
     job.write()

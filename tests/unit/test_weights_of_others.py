@@ -70,8 +70,8 @@ class Registered(dict[str, Any]):
     ("around", "told"),
     [
         (lambda state: {"model": state, "epoch": 3, "args": Namespace(lr=0.1, out=Path("x"))}, "the state dict is at 'model'"),
-        (lambda state: {"model": state, "ema": state, "best": np.float64(0.5), "rng": np.arange(3)}, "the state dict is at 'model'"),
-        (lambda state: {"state_dict": state, "cfg": Registered(a=1), "at": datetime(2020, 1, 1), "act": relu}, "the state dict is at"),
+        (lambda state: {"model": state, "ema": state, "best": np.float64(0.5), "rng": np.arange(3)}, "is at 'model'"),
+        (lambda state: {"state_dict": state, "cfg": Registered(a=1), "at": datetime(2020, 1, 1), "act": relu}, "is at"),
         (lambda state: {"model": {**state, "x._extra_state": None}, "best": torch.tensor(0.5)}, "left out: x._extra_state"),
         (lambda state: {**state, "epoch": 3, "args": Namespace()}, "no tensors, and left out: epoch, args"),
         (lambda state: _with_versions(state), None),

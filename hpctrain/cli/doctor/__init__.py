@@ -60,7 +60,7 @@ def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path 
         shown.end()
         return EXIT_ENVIRONMENT
     looped = loopback()
-    if looped.state == "fail":  # without it, the ranks would wait for each other
+    if looped is not None:  # the ranks would wait for each other
         if identity.local_rank == 0:
             shown.show([row_of(looped, [], [])], 0)
             shown.end()

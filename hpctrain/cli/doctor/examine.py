@@ -163,7 +163,6 @@ class _Examination:
             with self._limited("the checks of communication"):
                 device = take_device(self.world, communicator, agreed.accelerator)
                 start_communication(self.world, communicator, _MESSAGE_SECONDS)
-                offsets = communication.clock_offsets()
                 links = communication.measure_links(device)
                 speeds = communication.work_speeds(device)
         except RuntimeError as error:  # torch's, and the MPI backend's
@@ -173,11 +172,7 @@ class _Examination:
                 "network between the nodes"
             ) from error
         if self._nodes:
-            self._tell(
-                communication.judge_clocks(offsets, self._nodes)
-                + communication.judge_links(links, self._nodes)
-                + communication.judge_work(speeds, self._nodes)
-            )
+            self._tell(communication.judge_links(links, self._nodes) + communication.judge_work(speeds, self._nodes))
 
     def _collect(self, part: str, findings: Sequence[Finding], fact: Any) -> list[tuple[list[Finding], Any]] | None:
         """Every rank's findings and fact, on rank 0; None elsewhere. EnvironmentUnfitError names ranks that do not answer.

@@ -37,16 +37,17 @@ _LOOPBACK_SECONDS = 5.0
 _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
-def loopback() -> Finding:
-    """Whether processes of this node reach each other by TCP."""
-    check = "loopback"
+def loopback() -> Finding | None:
+    """What keeps processes of this node from reaching each other by TCP."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), _LOOPBACK_SECONDS).close()
     except OSError as error:
-        return Finding(check, "fail", f"no connection to 127.0.0.1 on {socket.gethostname()} ({reason(error)}), over which ranks of "
-                       "a node talk", "`ip link set lo up`; a container or a network namespace has an interface of its own")  # fmt: skip
-    return Finding(check, "ok", "processes of the node reach each other")
+        found = (
+            f"no connection to 127.0.0.1 on {socket.gethostname()} ({reason(error)}), over which ranks of a node talk"
+        )
+        return Finding("loopback", "fail", found, "`ip link set lo up`, also in a container or a network namespace")
+    return None
 
 
 def accelerators() -> Finding:
@@ -154,41 +155,33 @@ def neighbours(identity: Identity) -> Finding:
 
 def proxies(nodes: Iterable[str]) -> list[Finding]:
     """Proxies that would take what goes to this job's own nodes."""
-    names = [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy") and os.environ[name]]
-    caught = [host for host in dict.fromkeys(("localhost", *nodes)) if not urllib.request.proxy_bypass(host)]
+    schemes = ("http_proxy", "https_proxy", "all_proxy")
+    given = [name for name in os.environ if name.lower() in schemes and os.environ[name]]
+    hosts = [host for host in dict.fromkeys(("localhost", *nodes)) if not urllib.request.proxy_bypass(host)]
+    caught = ",".join(hosts[:4])
     users = [name for name in ("mlflow", "ray", "wandb") if find_spec(name)]
-    if not (names and caught and users):
+    if not (given and caught and users):
         return []
-    found = f"{names[0]} is set, and no_proxy lacks {', '.join(caught[:4])}: what {', '.join(users)} or your code sends by HTTP to a "
-    return [Finding("proxies", "warn", f"{found}server there goes to the proxy, and fails; ranks talk without it",
-                    f"export no_proxy={','.join(caught[:4])}")]  # fmt: skip
+    found = f"{given[0]} is set, and no_proxy lacks {caught}: HTTP of {', '.join(users)} or your code goes to the proxy"
+    return [Finding("proxies", "warn", f"{found}, and fails; ranks talk without it", f"export no_proxy={caught}")]
 
 
 def surroundings(device: torch.device) -> list[Finding]:
     """Directories and programs of the node that some jobs need."""
-    found, home, temporary = [], Path.home(), tempfile.gettempdir()
-    why = _unwritable(home)
-    if why is not None:
-        found.append(Finding("home directory", "warn", f"{home} can't be written to ({why}): tokens and kernels are prepared anew at "
-                             "each start, and without MUNGE the ranks of several nodes don't recognize each other under srun",
-                             "set HOME, or XDG_CACHE_HOME for the caches alone, to a directory that you may write to"))  # fmt: skip
-    if os.statvfs(temporary).f_flag & os.ST_NOEXEC:
-        found.append(Finding("temporary files", "warn", f"{temporary} is mounted noexec: what [compile] and Triton build there can't be "
-                             "loaded", "set TMPDIR to a directory of the node's disk without noexec"))  # fmt: skip
-    # as torch's inductor and Triton look for them
+    # as torch's inductor and Triton look for compilers
     language, variable, names = ("C", "CC", ("gcc", "clang")) if is_accelerator(device) else ("C++", "CXX", ("g++",))
-    given = os.environ.get(variable)
-    if not any(shutil.which(name) for name in ((given.split() or [""])[:1] if given is not None else names)):
-        found.append(Finding("compiler", "warn", f"found no {language} compiler ({f'{variable}={given}' if given else names[0]}), without "
-                             "which [compile] enabled = true fails",
-                             f"install {names[0]} or load its module, and let {variable} name it; other jobs need none"))  # fmt: skip
-    return found
-
-
-def _unwritable(directory: Path) -> str | None:
-    """Why no file can be made in `directory`; None if one can."""
+    chosen = os.environ[variable].split()[:1] if os.environ.get(variable) else names
+    temporary, told = tempfile.gettempdir(), list[tuple[str, str, str]]()
     try:
-        with tempfile.TemporaryFile(dir=directory):
-            return None
+        tempfile.TemporaryFile(dir=Path.home()).close()
     except OSError as error:
-        return error.strerror or str(error)
+        why = "tokens and kernels are made anew at each start, and without MUNGE ranks of several nodes don't meet"
+        remedy = "set HOME, or XDG_CACHE_HOME for the caches alone, to a directory that you may write to"
+        told += [("home directory", f"{Path.home()} can't be written to ({error.strerror}): {why}", remedy)]
+    if os.statvfs(temporary).f_flag & os.ST_NOEXEC:
+        why = f"{temporary} is mounted noexec: what [compile] and Triton build there can't be loaded"
+        told += [("temporary files", why, "set TMPDIR to a directory of the node's disk without noexec")]
+    if not any(map(shutil.which, chosen)):
+        why = f"found no {language} compiler ({' or '.join(chosen)}), without which [compile] enabled = true fails"
+        told += [("compiler", why, f"install one, or load its module; {variable} may name it")]
+    return [Finding(check, "warn", why, remedy) for check, why, remedy in told]

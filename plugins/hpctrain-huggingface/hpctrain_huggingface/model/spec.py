@@ -167,7 +167,10 @@ class HubModel(MetaModel, PaddedModel, ExportableModel):
         task = tasks.TASKS[self.task]
         if task.of_tokens:
             tasks.refuse_copies(self.task, batch)  # here, where the batch is in the host's memory
-        elif batch["labels"].dim() > 1 and tasks.problem_of(self.config, batch["labels"]) == "single_label_classification":
+        elif (
+            batch["labels"].dim() > 1
+            and tasks.problem_of(self.config, batch["labels"]) == "single_label_classification"
+        ):
             found = f"labels of the shape {tuple(batch['labels'].shape)}"
             raise UsageError(f"[dataset]: found {found}, and the task {self.task!r} has one for each sample")
         return tasks.count(task, batch)

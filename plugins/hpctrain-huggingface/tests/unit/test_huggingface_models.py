@@ -347,7 +347,9 @@ def quarter_masked(split: str) -> list[dict[str, torch.Tensor]] | None:
     """Texts of which every fourth token is masked."""
     ids = [torch.arange(8) + row % 5 for row in range(24)]
     at = torch.arange(8) % 4 == 0
-    return [{"input_ids": one.where(~at, 1), "labels": one.where(at, -100)} for one in ids] if split == "train" else None
+    return (
+        [{"input_ids": one.where(~at, 1), "labels": one.where(at, -100)} for one in ids] if split == "train" else None
+    )
 
 
 def classes(split: str) -> list[dict[str, torch.Tensor]] | None:
