@@ -132,18 +132,17 @@ def _start_once(
     forks: decides how ranks on this machine start; None: anew."""
     command = [sys.executable, "-m", "hpctrain", *words]
     if hosts is not None and not hosts.are_here:
-        front = forks.front(max(slots for _, slots in hosts.named)) if forks is not None else []
-        remote = OnHosts([*front, *command], hosts)
+        remote = OnHosts(command, hosts)
         code = _attend(remote, remote, ranks, requests, saves)
         again, host = code == EXIT_TRAINING or remote.why_not_started is not None, remote.failed_host
     else:
         # before there is anything that a kill would leave
-        start, front = (spawn, []) if forks is None else (forks.choose(requests), forks.front(ranks))
+        start = spawn if forks is None else forks.choose(requests)
         sweep("hpctrain-????????")
         directory = Path(tempfile.mkdtemp(prefix="hpctrain-"))
         link = ChannelDirectory(directory)
         try:
-            launched = launch([*command, "--started-by", str(directory)], ranks, directory, start, front)
+            launched = launch([*command, "--started-by", str(directory)], ranks, directory, start)
             code = _attend(launched, link, ranks, requests, saves)
         finally:
             link.close()
