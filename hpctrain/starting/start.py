@@ -20,8 +20,7 @@ from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_STOPPED, EXIT_TRAINING
 from hpctrain.base.launcher_variables import TYPED
 from hpctrain.job.environment import export
 from hpctrain.job.reading import read_job
-from hpctrain.ranks.starter_directory import sweep
-from hpctrain.starting.channel_directory import ChannelDirectory, StarterChannel
+from hpctrain.starting.channel_directory import ChannelDirectory, StarterChannel, sweep
 from hpctrain.starting.forks import Forks
 from hpctrain.starting.hosts import Hosts
 from hpctrain.starting.on_hosts import OnHosts
