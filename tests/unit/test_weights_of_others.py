@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli
+import tomli_w
 import torch
 from click.testing import CliRunner
 from conftest import TINY
@@ -86,6 +87,26 @@ def test_weights_load_from_what_trainers_save_them_beside(around: Any, told: str
     assert CliRunner().invoke(cli, ["checkpoint", "export", "out", "--to", "torch", "back.pt"]).exit_code == 0
     back = torch.load("back.pt", weights_only=True)
     assert back.keys() == state.keys() and all(torch.equal(back[name], value) for name, value in state.items())
+
+
+def test_check_says_of_weights_what_run_says() -> None:
+    """Tied parameters may be there under all their names; frozen and adapted ones count as in a run."""
+    model = {**TINY["model"], "tie_embeddings": True}
+    state = hpctrain.load(trained(model=model)["checkpoint"]).state_dict()
+    renamed = {name.replace("layers.0", "blocks.0"): value for name, value in state.items()}
+    for name, content, strict, code in (
+        ("same", {"module": state, "args": Namespace()}, True, 0), ("other", renamed, True, 5), ("some", renamed, False, 0),
+    ):  # fmt: skip
+        torch.save(content, f"{name}.pt")
+        tables = {
+            **TINY,
+            "job": {"name": name, "steps": 1},
+            "model": {**model, "weights": f"{name}.pt", "weights_strict": strict},
+        }
+        Path(f"{name}.toml").write_text(tomli_w.dumps(tables))
+        done = [CliRunner().invoke(cli, [command, f"{name}.toml"]) for command in ("check", "run")]
+        assert [getattr(one.exception, "exit_code", one.exit_code) for one in done] == [code, code], done
+        assert not code or all("are of another model: layers.0" in str(one.exception) for one in done), done
 
 
 def _with_versions(state: dict[str, torch.Tensor]) -> Any:
