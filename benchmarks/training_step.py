@@ -28,7 +28,7 @@ def make_step(checked: CheckedJob, meshes: Meshes, batch: dict[str, torch.Tensor
     sums = GradientReducer(parts.compression, meshes, "")
     built = build_model(checked.job, parts, meshes, sums, CPU, InitialValues())
     sharded, scaler = built.sharded, parts.precision.start()
-    groups = parameter_groups(sharded.pieces(), list(built.trained), [])
+    groups = parameter_groups(sharded.pieces(), built.trained, [])
     optimizer = sharded.optimizer(groups, partial(build_optimizer, parts.optimizer))
     for axis in built.axes:
         batch = axis.split_batch(batch)

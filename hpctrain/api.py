@@ -114,7 +114,7 @@ from hpctrain.contracts.plugin import ByteSize, Machine, Options, Plugin, Proble
 from hpctrain.contracts.precision import LossScaler, Precision
 from hpctrain.contracts.profile import Profiler
 from hpctrain.contracts.runner import MicroBatch, Runner, RunnerParts, See
-from hpctrain.contracts.scheduler import JobState, Launch, Scheduler, Stage, SubmittedRun
+from hpctrain.contracts.scheduler import JobState, Launch, Scheduler, SubmittedRun
 from hpctrain.contracts.sharding import ShardedModel, Sharding
 from hpctrain.job.tables import Job
 from hpctrain.model.gradients.residual import Residual
@@ -220,7 +220,6 @@ __all__ = [
     "SideStream",
     "Span",
     "Split",
-    "Stage",
     "State",
     "StoredChunk",
     "StoredTensor",

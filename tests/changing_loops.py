@@ -31,8 +31,13 @@ class Net(nn.Module):
         self.a, self.b = nn.Linear(5, 1), nn.Linear(5, 1)
 
     def forward(self, x: Tensor, heads: str = "ab") -> Tensor:
-        hidden = torch.tanh(self.body(x))
-        return sum((getattr(self, head)(hidden) for head in heads), torch.zeros((), dtype=x.dtype))
+        return self.decode(self.encode(x), heads)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.body(x))
+
+    def decode(self, hidden: Tensor, heads: str = "ab") -> Tensor:
+        return sum((getattr(self, head)(hidden) for head in heads), torch.zeros((), dtype=hidden.dtype))
 
 
 def distance(outputs: Tensor, x: Tensor) -> Tensor:
@@ -161,6 +166,12 @@ def adding_up(net: Any, x: Tensor, backward: Any, opened: Open, **_: Any) -> Non
     yield_update(net)
 
 
+def by_methods(net: Any, x: Tensor, backward: Any, opened: Open, **_: Any) -> None:
+    """Two methods in turn, and the forward that calls both."""
+    backward(distance(net.decode(net.encode(x) * 0.9), x) + net(x).square().mean())
+    yield_update(net)
+
+
 def noisy(net: Any, x: Tensor, backward: Any, opened: Open, **_: Any) -> None:
     """Noise on gradients and values: the same on all layouts, which a plain loop can't know."""
     backward(distance(net(x), x))
@@ -174,7 +185,7 @@ def noisy(net: Any, x: Tensor, backward: Any, opened: Open, **_: Any) -> None:
 
 LOOPS = (
     clipped_weights, clipped_data, clipped_parts, average, average_opened, sharpness, each_clipped, each_clipped_outside, dropped,
-    dropped_inside, in_turn, adding_up, noisy,
+    dropped_inside, in_turn, adding_up, by_methods, noisy,
 )  # fmt: skip
 UPDATES: dict[int, Callable[[], None]] = {}
 
@@ -224,7 +235,9 @@ def on_ranks(layout: str, file: str) -> None:
             name = loop.__name__
             net, optimizer = made()
             slow: Any = copy.deepcopy(net).requires_grad_(False)
-            net, optimizer = mine.setup(net, optimizer, name=name)
+            net, optimizer = mine.setup(
+                net, optimizer, name=name, methods=("encode", "decode") if loop is by_methods else ()
+            )
             if loop in (average, average_opened):
                 slow = mine.setup(slow, name=f"slow {name}", **(other if loop is average_opened else {}))
             nets[name] = net, optimizer, slow

@@ -79,7 +79,7 @@ PAGES = {
     "profile": ("Profiler",),
     "hook": ("Hook", "LifeCycleHooks", "LiveModel", "Membership", "Control", "Request", "PluginState"),
     "metric": ("Metric", "RunningMetric", "SummedMetric"),
-    "scheduler": ("Scheduler", "Launch", "SubmittedRun", "Stage", "JobState"),
+    "scheduler": ("Scheduler", "Launch", "SubmittedRun", "JobState"),
     "command": (),
 }
 """The classes, functions and aliases of each page, in its order."""

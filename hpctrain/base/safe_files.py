@@ -18,6 +18,8 @@ from typing import BinaryIO
 
 SMALL_BYTES = 16 * 2**20
 """Far more than a list of names or a resolved job needs."""
+_UNMAPPED = 65534
+"""The owner of root's directories in a container that maps this user only."""
 TABLE_BYTES = 128 * 2**20
 """Far more than a JSON table needs: the largest one measured had 1 MB."""
 
@@ -53,6 +55,19 @@ def open_to_change(path: Path, flags: int) -> int:
 def is_only_ours(found: os.stat_result) -> bool:
     """Whether a file is this user's, and nobody else can write it: then it may be run."""
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def is_private(directory: Path) -> bool:
+    """Whether a directory is this user's alone, and nobody else but root can put another one in its place."""
+    mine = {os.geteuid(), 0, _UNMAPPED}
+
+    def is_kept(one: Path) -> bool:
+        found = one.stat()
+        return found.st_uid in mine and bool(not found.st_mode & 0o022 or found.st_mode & stat.S_ISVTX)
+
+    found, parents = directory.lstat(), directory.parent.resolve()
+    alone = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    return alone and all(is_kept(one) for one in (parents, *parents.parents))
 
 
 @contextmanager

@@ -65,9 +65,9 @@ def check(raw: RawJob, world_size: int | None, tries: bool = False) -> CheckedJo
 def _check(raw: RawJob, world_size: int | None, tries: bool) -> CheckedJob:
     """Each stage needs what the one before has made, so all problems of a stage are reported at once."""
     loading = raw.tables.get("plugins")
-    lists = {key: _texts(loading.get(key)) for key in ("load", "block", "prefer")} if isinstance(loading, dict) else {}
-    registry = build_registry(*(lists.get(key, ()) for key in ("load", "block", "prefer")))
-    problems = [one for key in ("block", "prefer") for one in _name_problems(key, lists.get(key, ()), registry)]
+    lists = {key: _texts(loading.get(key)) for key in ("load", "block")} if isinstance(loading, dict) else {}
+    registry = build_registry(*(lists.get(key, ()) for key in ("load", "block")))
+    problems = _unknown_names(lists.get("block", ()), registry)
     job = _core_tables(raw, problems)
     made = PartsMaker(raw, registry, problems).make_all()
     if problems or job is None:
@@ -100,15 +100,15 @@ def _layout(job: Job, parts: Parts, world_size: int | None, problems: list[Place
         return None
 
 
-def _name_problems(key: str, names: Sequence[str], registry: Registry) -> list[PlacedProblem]:
-    """Problems for unknown names in [plugins] block or prefer."""
+def _unknown_names(names: Sequence[str], registry: Registry) -> list[PlacedProblem]:
+    """Problems for unknown names in [plugins] block."""
     sources = [*registry.sources, *(fault.source for fault in registry.faults)]
     known = {name for one in sources for name in one.names}
     unknown = [(i, name) for i, name in enumerate(names) if name not in known]
     return [
         PlacedProblem(
-            ("plugins", key, i),
-            f"[plugins] {key}: no installed or loaded plugin has the name {name!r}; expected an entry point, a module or a "
+            ("plugins", "block", i),
+            f"[plugins] block: no installed or loaded plugin has the name {name!r}; expected an entry point, a module or a "
             "distribution, as listed by `hpctrain plugins`",
         )
         for i, name in unknown

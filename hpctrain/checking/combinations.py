@@ -9,6 +9,7 @@ from math import lcm, prod
 from hpctrain.base.errors import UsageError
 from hpctrain.contracts.model import AttentionModel, PackedModel, PaddedModel
 from hpctrain.contracts.plan import Plan
+from hpctrain.data.shapes import axis_of_one_shape
 from hpctrain.job.parts import Parts
 from hpctrain.job.problems import PlacedProblem
 from hpctrain.job.raw import Key, dotted
@@ -141,7 +142,7 @@ def _model_problems(job: Job, parts: Parts, plan: Plan) -> list[PlacedProblem]:
     with _problem_at(("model", "freeze" if job.model.trainable is None else "trainable"), problems):
         trained = trained_names(module, job.model.freeze, job.model.trainable)
     with _problem_at(("optimizer", "groups"), problems):
-        refuse_unmatched(trained, parts.optimizer_groups)
+        refuse_unmatched({key: module.get_parameter(key).shape for key in trained}, parts.optimizer_groups)
     with _problem_at(name, problems):
         refuse_untrained(parts.model, trained)
     return problems
@@ -166,6 +167,10 @@ def _axis_problems(job: Job, parts: Parts) -> list[PlacedProblem]:
         if other != name:
             why = f"its mesh axis {plugin.traits.axis} is that of {other}; expected a name of its own"
             problems.append(PlacedProblem(axis, f"{dotted(axis)}: {why}"))
+    one_shape = axis_of_one_shape(job, parts)
+    if job.batch.drop_last is False and one_shape is not None:
+        why = f"{one_shape} needs micro batches of one shape, and an epoch's last batch is smaller; use true, or leave it out"
+        problems.append(PlacedProblem(("batch", "drop_last"), f"[batch] drop_last = false: {why}"))
     return [*problems, *_head_problems(job, parts), *_own_parameter_problems(job, parts)]
 
 

@@ -160,14 +160,14 @@ class PartsMaker:
         common = {k: v for k, v in table.items() if k not in own}
         groups = []
         for i, group in enumerate(table.get("groups", [])):
-            if not isinstance(group, dict) or "pattern" not in group:
+            if not isinstance(group, dict):
                 continue
             different = {k: v for k, v in group.items() if k not in ParameterGroup.model_fields}
             key: Key = ("optimizer", "groups", i)
-            options = self._options(optimizer.Options, {**common, **different}, key, ["pattern"])
-            pattern = group["pattern"]
-            values = {} if options is None else options.model_dump()
-            groups.append({"pattern": [pattern] if isinstance(pattern, str) else pattern, **values})
+            options = self._options(optimizer.Options, {**common, **different}, key, [*ParameterGroup.model_fields])
+            pattern, values = group.get("pattern", "*"), {} if options is None else options.model_dump()
+            chosen = {"pattern": [pattern] if isinstance(pattern, str) else pattern, "max_dims": group.get("max_dims")}
+            groups.append({**chosen, **values})
         return groups
 
 

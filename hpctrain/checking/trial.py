@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -90,7 +91,7 @@ def notes(job: Job, parts: Parts, plan: Plan, registry: Registry, ranks: int | N
         f"hpctrain run would refuse this machine: {sentence}"
         for sentence in lacking(choices(job, parts), machine, registry)
     ]
-    steps = job.job.steps
+    steps = job.job.steps if job.schedule.unit == "step" else math.ceil(job.job.epochs or 0) or None
     peak = (
         1.0
         if steps is None
@@ -99,7 +100,7 @@ def notes(job: Job, parts: Parts, plan: Plan, registry: Registry, ranks: int | N
     if peak < _FULL:
         said.append(
             f"[schedule] name = {parts.schedule.name!r}: the learning rate rises to {peak:.0%} of [optimizer] lr within "
-            f"{steps} steps"
+            f"{steps} {job.schedule.unit}s"
         )
     if plan.outline is None:
         said.append(

@@ -7,10 +7,12 @@ from pathlib import Path
 import click
 
 from hpctrain.cli.options import example, job_arguments
+from hpctrain.job.environment import cached_on_node
 
 
 @click.command("check", epilog=example("hpctrain check job.toml -n 4"))
 @job_arguments
+@cached_on_node()
 def command(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
     """Check JOB.toml without training: keys, types, plugins, model, data, and with -n the layout and the batch.
 

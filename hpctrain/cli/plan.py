@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli.options import example, job_arguments
+from hpctrain.job.environment import cached_on_node
 
 if TYPE_CHECKING:
     from hpctrain.planning.plan import Hardware
@@ -60,6 +62,7 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     "list the fastest, and write the first one to FILE, a job file that extends JOB.toml.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: bytes, seconds, floating-point operations.")
+@cached_on_node()
 def command(
     job: Path,
     ranks: int | None,
@@ -96,8 +99,8 @@ def command(
 def _fit(job: Path, overrides: tuple[str, ...], hardware: Hardware, path: Path, as_json: bool) -> None:
     from hpctrain.base.errors import UsageError, reason
     from hpctrain.job.reading import read_job
-    from hpctrain.planning.fit import search, shortlist
-    from hpctrain.planning.fitted import as_dict, fitted_text, table, told
+    from hpctrain.planning.fit import remedies, search, shortlist
+    from hpctrain.planning.fitted import Progress, as_dict, fitted_text, table
 
     if hardware.machine is None:
         raise UsageError(
@@ -107,12 +110,15 @@ def _fit(job: Path, overrides: tuple[str, ...], hardware: Hardware, path: Path, 
         found = "a file that exists" if path.exists() else f"no directory {path.parent}"
         raise UsageError(f"--fit {path}: found {found}, expected the name of a new file")
     raw = read_job(job, overrides)
-    trials = search(raw, hardware, lambda trial: click.echo(told(trial), err=True))
+    progress = Progress(sys.stderr)
+    trials = search(raw, hardware, progress.tell)
+    progress.end()
     fitting = shortlist(trials)
+    advice = [] if fitting else list(remedies(raw, hardware, trials))
     if as_json:
-        click.echo(json.dumps(as_dict(trials, fitting)))
+        click.echo(json.dumps(as_dict(trials, fitting, advice)))
     else:
-        for line in table(trials, fitting, hardware.ranks):
+        for line in (*table(trials, fitting, hardware.ranks), *advice):
             click.echo(line)
     if not fitting:
         raise SystemExit(1)

@@ -19,8 +19,6 @@ from hpctrain.cli.options import example, set_option
 @click.option(
     "--time", metavar="TIME", help="Time limit of one start, such as 24h, or as in Slurm 90 (minutes) or 1-12:00:00."
 )
-@click.option("--stage", is_flag=True, default=None, help="Pack this Python environment once; each node unpacks it on its own "
-              "disk.")  # fmt: skip
 @set_option
 @click.option("--array", metavar="KEY=V1,V2,...", help="Submit one run for each value, in a directory of its own.")
 @click.option("--after", metavar="RUN_DIR|ID", help="Start when this run, or this job of the scheduler, is done.")
@@ -31,8 +29,7 @@ def command(
 ) -> None:  # fmt: skip
     """Check JOB.toml, write a batch script into the run's directory, and submit it.
 
-    The options of a target are in the job's table [scheduler.TARGET]; --nodes, --ranks-per-node, --time and --stage stand for keys
-    of it.
+    The options of a target are in the job's table [scheduler.TARGET]; --nodes, --ranks-per-node and --time stand for keys of it.
     """
     from hpctrain.starting.scheduler.prepare import SubmitOptions, prepare
     from hpctrain.starting.scheduler.submit import scripts, submit

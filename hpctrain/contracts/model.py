@@ -66,7 +66,7 @@ class ModelSpec(Plugin):
     @abstractmethod
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Tensor]:
         """The SUM of the losses over what `count` counts, a scalar with a gradient; or several such losses by name, which
-        are added up for backward and also reported one by one.
+        are added up for backward and also reported one by one; of names with "loss" that one is trained, the others reported only.
 
         The trainer divides by the count of the whole step over all ranks, so that padding, token budgets and
         uneven ranks come out as in one process.

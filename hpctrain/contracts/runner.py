@@ -109,11 +109,18 @@ class RunnerParts:
         with self.target_kept(micro.batch, "loss"):
             found = (self.compiled_loss or self.spec.loss)(outputs, micro.batch)
             figures = self.spec.figures(outputs, micro.batch)
+        if isinstance(found, Mapping) and "loss" in found:
+            figures = {
+                **figures,
+                **{name: self._scalar(one, f" {name!r}") for name, one in found.items() if name != "loss"},
+            }
+            found = found["loss"]
         losses = found if isinstance(found, Mapping) else {}
         losses = {f"loss_{name}": self._scalar(loss, f" {name!r}") for name, loss in losses.items()}
         if micro.counts:
             self.named({**losses, **figures})
-        return torch.stack(list(losses.values())).sum() if losses else self._scalar(found, "")
+        whole = torch.stack(list(losses.values())).sum() if losses else self._scalar(found, "")
+        return whole if micro.counts else whole * 0
 
     def _scalar(self, loss: object, which: str) -> Tensor:
         if isinstance(loss, Tensor) and loss.dim() == 0:

@@ -34,20 +34,6 @@ class SubmittedRun:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A packed environment that each node unpacks on its own disk before the ranks start.
-
-    image: a tar file that all nodes can read. Unpacked in DIRECTORY, its Python is DIRECTORY/bin/python, and DIRECTORY/path belongs
-    in PYTHONPATH. parent: where a node has its own disk. has_base: whether `home` in DIRECTORY/pyvenv.cfg must become
-    DIRECTORY/base/bin.
-    """
-
-    image: Path
-    parent: str
-    has_base: bool
-
-
-@dataclass(frozen=True)
 class Launch:
     """An order to a scheduler: one run, or several that differ in one value (an array)."""
 
@@ -85,9 +71,6 @@ class Launch:
     after: tuple[str, ...] = ()
     """The ids of jobs that must end without an error first."""
 
-    stage: Stage | None = None
-    """Only for a scheduler that `takes_stages`: run the Python of this environment instead of `program`."""
-
 
 @dataclass(frozen=True)
 class JobState:
@@ -114,9 +97,6 @@ class Scheduler(Plugin):
 
     takes_arrays: ClassVar[bool] = False
     """Whether one script starts several runs; else each gets a script and a job of its own."""
-
-    takes_stages: ClassVar[bool] = False
-    """Whether the script unpacks a staged environment; else `--stage` is refused."""
 
     @abstractmethod
     def render(self, launch: Launch) -> str:

@@ -106,7 +106,7 @@ class Loader:
                 planned = loaded.planned
                 places.update([loaded.place] if loaded.place else [])
                 batch = self._split(loaded.batch)
-                terms, flops = self._count(batch), self._flops(loaded.batch)
+                terms, flops = self._count(batch) if planned.counts else 0, self._flops(loaded.batch)
                 given = list(tensors_in(batch))
                 # a dataset may compute on the device: then the copy waits for all that is to be computed
                 with copies.entered(any(is_accelerator(one.device) for one in given), given):

@@ -28,12 +28,18 @@ class Planned:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a global batch is cut: each rank takes a contiguous part of it, in micro batches."""
+    """How a global batch is cut: each rank takes a contiguous part of it, in micro batches.
+
+    epoch: the samples after which batches begin anew; None where epochs follow each other without a seam. drops: whether what then
+    fills no batch is left out, else it is a smaller one.
+    """
 
     global_size: int
     micro_size: int
     rank: int
     ranks: int
+    epoch: int | None = None
+    drops: bool = False
 
     @property
     def micro_batches(self) -> int:
@@ -42,19 +48,55 @@ class BatchPlan:
 
     @property
     def samples_per_step(self) -> float:
-        return float(self.global_size)
+        """The average over an epoch; samples that are dropped count."""
+        return self.global_size if self.epoch is None else self.epoch / self._steps_of(self.epoch)
+
+    def steps_between(self, begin: int, end: int) -> int:
+        """The number of global batches from a position of the order to another; one that goes beyond it does not count."""
+        if self.epoch is None:
+            return max(0, end - begin) // self.global_size
+        rest = -begin % self.epoch
+        if end < begin + rest:
+            return max(0, end - begin) // self.global_size
+        epochs, more = divmod(end - begin - rest, self.epoch)
+        return self._steps_of(rest) + epochs * self._steps_of(self.epoch) + more // self.global_size
+
+    def _steps_of(self, samples: int) -> int:
+        return samples // self.global_size if self.drops else -(-samples // self.global_size)
 
     def training(self, order: Order, samples_seen: int, steps: int) -> Iterator[Planned]:
         """Each micro batch of the next `steps` steps."""
-        share = self.global_size // self.ranks
-        for step in range(steps):
-            begin = samples_seen + step * self.global_size
-            for micro in range(self.micro_batches):
-                place = self.rank * share + micro * self.micro_size
-                after = begin + self.global_size if micro == self.micro_batches - 1 else None
-                positions = range(begin + place, begin + place + self.micro_size)
+        after = samples_seen
+        for _ in range(steps):
+            begin, end, after = self._batch_from(after)
+            mine = self._mine(end - begin)
+            for number, places in enumerate(mine):
+                counts = len(places) > 0
+                positions = range(begin + places.start, begin + places.stop) if counts else range(begin, begin + 1)
                 indices = order.at(positions.start, positions.stop).tolist()
-                yield Planned(indices, place, after=after, positions=positions)
+                last = after if number == len(mine) - 1 else None
+                yield Planned(indices, places.start if counts else 0, counts, last, positions)
+
+    def _batch_from(self, begin: int) -> tuple[int, int, int]:
+        """The positions at which the next global batch begins and ends, and at which the one after it may begin."""
+        end = begin + self.global_size
+        if self.epoch is None:
+            return begin, end, end
+        seam = (begin // self.epoch + 1) * self.epoch
+        if not self.drops:
+            return begin, min(end, seam), min(end, seam)
+        if end > seam:
+            begin, end, seam = seam, seam + self.global_size, seam + self.epoch
+        return begin, end, end if end + self.global_size <= seam else seam
+
+    def _mine(self, samples: int) -> list[range]:
+        """This rank's micro batches of so many samples, as many as every rank has, since a forward may communicate; empty ones
+        where it has none left."""
+        bounds = np.linspace(0, samples, self.ranks + 1).astype(int)
+        begin, end = int(bounds[self.rank]), int(bounds[self.rank + 1])
+        most = -(-int(np.diff(bounds).max()) // self.micro_size)
+        firsts = range(begin, begin + most * self.micro_size, self.micro_size)
+        return [range(first, max(first, min(first + self.micro_size, end))) for first in firsts]
 
     def evaluation(self, samples: int, batches: int | None = None) -> Iterator[Planned]:
         """The first `batches` global batches of `samples` samples (None: all), cut over the ranks; a rank's last micro batch
@@ -65,14 +107,8 @@ class BatchPlan:
         """
         if batches is not None:
             samples = min(samples, batches * self.global_size)
-        bounds = np.linspace(0, samples, self.ranks + 1).astype(int)
-        begin, end = int(bounds[self.rank]), int(bounds[self.rank + 1])
-        most = -(-int(np.diff(bounds).max()) // self.micro_size)
-        for first in range(begin, begin + most * self.micro_size, self.micro_size):
-            if first < end:
-                yield Planned(range(first, min(first + self.micro_size, end)), first)
-            else:
-                yield Planned(range(1), 0, counts=False)
+        for places in self._mine(samples):
+            yield Planned(places, places.start) if len(places) else Planned(range(1), 0, counts=False)
 
     def evaluation_of_stream(self, batches: int | None = None) -> Iterator[Planned]:
         """An evaluation on as many global batches of a stream (None: until it ends, which the plan doesn't know).
@@ -88,4 +124,11 @@ class BatchPlan:
     def __str__(self) -> str:
         ranks = f"{self.ranks} data-parallel rank{'s' * (self.ranks > 1)}"
         micro_batches = f"{self.micro_batches} micro batch{'es' * (self.micro_batches > 1)}"
-        return f"{self.global_size} samples = {ranks} x {micro_batches} x {self.micro_size}"
+        last = (
+            ""
+            if self.epoch is None
+            else ", an epoch's rest dropped"
+            if self.drops
+            else ", an epoch's last batch smaller"
+        )
+        return f"{self.global_size} samples = {ranks} x {micro_batches} x {self.micro_size}{last}"

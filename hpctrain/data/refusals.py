@@ -19,18 +19,33 @@ COUNTED_STEPS = 500_000
 """The most steps whose batches by tokens are counted at the start."""
 
 
-def refuse_epochs(job: Job) -> None:
-    """UsageError for a key that counts the epochs of a stream without a length."""
+def refuse_epochs(job: Job, why: str) -> None:
+    """UsageError for a key that counts epochs. why: the rest of a sentence about the data set."""
     for key, value, instead in (
         ("[job] epochs", job.job.epochs, "[job] steps"),
         ("[evaluation] every_epochs", job.evaluation.every_epochs, "every_steps"),
         ("[checkpoint] every_epochs", job.checkpoint.every_epochs, "every_steps"),
+        ("[schedule] unit", job.schedule.unit == "epoch", 'unit = "step"'),
     ):
         if value:
-            raise UsageError(
-                f"{key}: {job.dataset.name!r} is a stream without a length, so that epochs can't be counted before it ends; give "
-                f"{instead}, or the data set a __len__"
-            )
+            raise UsageError(f"{key}: {job.dataset.name!r} {why}; give {instead}, or the data set a __len__")
+
+
+def refuse_last_batches(job: Job, samples: Samples | Stream) -> None:
+    """UsageError for [batch] drop_last of data whose epochs batches can't end with."""
+    if job.batch.drop_last is None:
+        return
+    kind = "stream" if isinstance(samples, Stream) else "mixture" if samples.mixture() is not None else None
+    if kind is not None:
+        raise UsageError(
+            f"[batch] drop_last: {job.dataset.name!r} is a {kind}, whose batches don't end with its epochs; leave it out"
+        )
+    assert isinstance(samples, Samples)
+    if job.batch.drop_last and len(samples) < job.batch.size:
+        raise UsageError(
+            f"[batch] drop_last = true: the {len(samples)} samples of {job.dataset.name!r} do not fill one global batch of "
+            f"{job.batch.size}; give a smaller global_size, or leave it out"
+        )
 
 
 def refuse_unknown_ids(name: str, samples: Source, vocab_size: int | None) -> None:

@@ -10,10 +10,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
-from hpctrain.base.errors import escaped
+from hpctrain.base.errors import EnvironmentUnfitError, escaped
+from hpctrain.base.safe_files import cache_directory, is_private
 
 PREFIXES = (
     "OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "MPICH_", "FI_", "UCX_", "UCC_", "NCCL_", "RCCL_", "GLOO_", "TORCH_", "PYTORCH_",
@@ -34,6 +37,15 @@ _READERS = {
     "mpi4py.MPI": ("OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "MPICH_", "FI_", "UCX_", "UCC_"),
 }
 """The Python module whose import makes libraries read variables."""
+
+_CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "nvidia",
+    "MIOPEN_USER_DB_PATH": "miopen",
+    "MIOPEN_CUSTOM_CACHE_DIR": "miopen-kernels",
+}
+"""The variables by which compilers find their caches, and the folders that hpctrain gives them."""
 
 _exported: dict[str, str] = {}
 _late: set[str] = set()
@@ -103,6 +115,36 @@ def set_where_unset(defaults: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in given:
             os.environ.pop(name, None)
+
+
+@contextmanager
+def cached_on_node() -> Iterator[None]:
+    """Give compilers caches in a directory of this user's alone, in this context: on this node's own disk, `$TMPDIR` or /tmp, else
+    in the user's cache. What the shell says stays. Raises EnvironmentUnfitError where others can write: cached kernels are code."""
+    for name in _CACHES:
+        given = Path(os.environ.get(name) or os.devnull)
+        if given.is_dir() and (given.stat().st_mode & 0o002 or given.stat().st_uid not in (0, os.geteuid())):
+            raise EnvironmentUnfitError(
+                f"{name}={given}: other users can write there what would run as you; name a directory of your own"
+            )
+    directory = _caches_directory()
+    # torch keeps precompiled headers in /tmp/torchinductor_USER, whatever is set
+    headers = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+    with set_where_unset(headers | {name: str(directory / one) for name, one in _CACHES.items()}):
+        yield
+
+
+def _caches_directory() -> Path:
+    places = Path(gettempdir(), f"hpctrain-{os.geteuid()}-kernels"), cache_directory() / "compilers"
+    for directory in places:
+        with suppress(OSError):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if is_private(directory):
+                return directory
+    raise EnvironmentUnfitError(
+        f"compilers need a directory for their caches that is this user's alone: {' and '.join(map(str, places))} can't be made, "
+        "or others can write there or above; set TMPDIR to a directory of your own"
+    )
 
 
 def in_effect(tables: Mapping[str, Any]) -> dict[str, str | None]:

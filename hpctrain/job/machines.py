@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
@@ -20,10 +21,10 @@ class Machine(BaseModel):
     """The accelerators of a machine, as torch sees a device.
 
     memory: bytes. bandwidth: of the memory, bytes/s. flops: FLOP/s of products by data type. inside, across: bytes/s that a device
-    sends to others of its node, and to other nodes. efficiency: the shares of FLOP/s and of bandwidths that programs reach.
-    latency: seconds of a collective besides its bytes. launch: seconds of an operator at least. per_node: devices of a node.
-    accelerator: whether they are none of its CPUs. device_names: patterns of the names that torch has for the
-    device.
+    sends to others of its node, and to other nodes while all of its node do. efficiency: the shares of FLOP/s and of bandwidths
+    that programs reach. latency: seconds of a collective besides its bytes, for each node. launch: seconds of an operator at
+    least. overhead: seconds of a step besides its operators. per_node: devices of a node. accelerator: whether they are none of
+    its CPUs. device_names: patterns of the names that torch has for the device. measured: the figures that are.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,9 +37,11 @@ class Machine(BaseModel):
     efficiency: Annotated[float, Field(gt=0, le=1)] = 0.7
     latency: Positive = 2e-5
     launch: Positive = 5e-6
+    overhead: Positive = 2e-3
     per_node: Annotated[int, Field(ge=1)] = 8
     accelerator: bool = True
     device_names: list[str] = []
+    measured: list[str] = []
 
     @field_validator("flops")
     @classmethod
@@ -46,6 +49,14 @@ class Machine(BaseModel):
         if "float32" not in flops:
             raise ValueError("expected float32 among them, for what the table does not name")
         return flops
+
+    def sources(self) -> Iterator[str]:
+        """Sentences about the figures that a time depends on: which were measured, given, or guessed."""
+        kinds: dict[str, list[str]] = {"measured": [], "from data sheets": [], "guessed": []}
+        for name in ("flops", "bandwidth", "inside", "across", "efficiency", "latency", "launch", "overhead"):
+            given = "from data sheets" if name in self.model_fields_set and not self.measured else "guessed"
+            kinds["measured" if name in self.measured else given].append(name)
+        yield from (f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
 
     def peak(self, dtype: str, tf32: bool) -> float:
         """FLOP/s of products of a data type; of one that the machine doesn't name, those of float32."""

@@ -31,7 +31,7 @@ class Parts:
     dataset: Dataset
     optimizer: Optimizer
     optimizer_groups: list[dict[str, Any]]
-    """The groups of [[optimizer.groups]], each with `pattern` (a list) and its complete options."""
+    """The groups of [[optimizer.groups]], each with `pattern` (a list), `max_dims` and its complete options."""
     schedule: Schedule
     parallelism: dict[str, Parallelism]
     sharding: Sharding

@@ -152,12 +152,6 @@ def _time(text: str) -> str:
     return text
 
 
-def _absolute(text: str) -> str:
-    if not text.startswith("/") or not text.isprintable():
-        raise ValueError(f"expected an absolute path such as /tmp, found {text!r}")
-    return text
-
-
 class SchedulerTable(SlotTable):
     """[scheduler.NAME]"""
 
@@ -171,10 +165,6 @@ class SchedulerTable(SlotTable):
     """Time limit of one start of the job, such as "24h", or as in Slurm "90" (minutes) or "1-12:00:00" (default: the site's)."""
     save_seconds: int = Field(default=120, ge=1)
     """How long before the time limit the ranks are told to finish their step and save."""
-    stage: bool = False
-    """Pack this Python environment once, and unpack it on each node's own disk before the ranks start."""
-    stage_directory: Annotated[str, AfterValidator(_absolute)] = "/tmp"
-    """A directory on each node's own disk."""
 
     @property
     def seconds(self) -> int | None:

@@ -160,8 +160,6 @@ class PluginsTable(Table):
     """Modules to load as plugins besides the installed ones."""
     block: list[str] = []
     """Entry points, modules or distributions not to load."""
-    prefer: list[str] = []
-    """Entry points, modules or distributions whose plugin is taken where several have one name."""
 
 
 class Job(Table):

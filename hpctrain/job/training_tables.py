@@ -57,8 +57,16 @@ class DatasetTable(SlotTable):
 class ParameterGroup(SlotTable):
     """[[optimizer.groups]]: other options for some parameters."""
 
-    pattern: str | Annotated[list[str], Field(min_length=1)]
+    pattern: str | Annotated[list[str], Field(min_length=1)] = "*"
     """The parameters of the group, such as "*.bias"; a parameter belongs to the first group that matches."""
+    max_dims: int | None = Field(default=None, ge=0)
+    """Only parameters of at most so many dimensions; 1 are biases and the weights of norms."""
+
+    @model_validator(mode="after")
+    def _chooses(self) -> ParameterGroup:
+        if not self.model_fields_set & {"pattern", "max_dims"}:
+            raise error_of_several_keys("expected pattern or max_dims, found neither")
+        return self
 
 
 class OptimizerTable(SlotTable):
@@ -77,6 +85,8 @@ class ScheduleTable(SlotTable):
 
     name: str = "constant"
     """A schedule plugin, or "package.module:callable"."""
+    unit: Literal["step", "epoch"] = "step"
+    """What the schedule counts: optimizer steps, or epochs, in each of which the learning rate stays as it is."""
 
 
 class BatchTable(Table):
@@ -93,6 +103,9 @@ class BatchTable(Table):
     packing: bool = False
     """Lay the samples of a micro batch, of which tokens says the size, one behind the other in one row instead of padding them to
     one length; each attends to itself alone."""
+    drop_last: bool | None = None
+    """What an epoch ends with if global batches don't divide it: true drops the rest, false makes a smaller batch of it, as torch's
+    DataLoader does (default: the next epoch's samples fill it)."""
     channels_last: bool = False
     """Lay images (batch, channels, height, width) out with the channels last, as the convolutions of GPUs want them."""
 
@@ -111,6 +124,10 @@ class BatchTable(Table):
         if self.packing and self.tokens is None:
             raise error_of_several_keys(
                 "expected packing with tokens and micro_tokens, found global_size and micro_size"
+            )
+        if self.drop_last is not None and self.tokens is not None:
+            raise error_of_several_keys(
+                "expected drop_last with global_size and micro_size, found tokens and micro_tokens"
             )
         return self
 

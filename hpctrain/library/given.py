@@ -105,4 +105,9 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Itera
                 "setup: a group of the optimizer has frozen parameters only; leave it out, or freeze them afterwards"
             )
         options = {key: value for key, value in group.items() if key != "params"}
-        yield {"pattern": [glob.escape(one) for one in trained], **options, "lr": float(options["lr"])}
+        yield {
+            "pattern": [glob.escape(one) for one in trained],
+            "max_dims": None,
+            **options,
+            "lr": float(options["lr"]),
+        }

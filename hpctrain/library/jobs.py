@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import CheckedJob, check
 from hpctrain.contracts.dataset import Split
+from hpctrain.data.refusals import refuse_epochs
 from hpctrain.job.raw import RawJob, merge
 from hpctrain.job.reading import read_job
 from hpctrain.job.tables import Job
@@ -97,6 +98,12 @@ def check_model(
             found["model"].pop("sync_batch_norm", None)  # of the job's other models
     checked = check(RawJob(referenced(found), {}, f"the model {name!r}").refuse_values(), ranks)
     parts = checked.parts
+    if not has_data(checked.job):
+        refuse_epochs(checked.job, "stands for the loop's own data, whose epochs hpctrain doesn't know")
+    if checked.job.batch.drop_last is False:
+        raise UsageError(
+            "[batch] drop_last = false: loop.backward() averages over micro batches of one size; expected true, or leave it out"
+        )
     if any(one.traits.ranks_have == "other parameters" for one in parts.parallelism.values()):
         raise UsageError(
             "[parallelism]: an axis spreads the model's layers over ranks, which the forward of a program's own loop can't run; "

@@ -156,15 +156,17 @@ class Loop:
         optimizer: torch.optim.Optimizer | None = None,
         name: str | None = None,
         clip_norm: float | None = None,
+        methods: Sequence[str] = (),
         **tables: Mapping[str, Any],
     ) -> Any:
         """Lay a model out over the ranks; returns it and its optimizer, or a frozen one alone. Collective.
 
         model: None takes the job's [model]; one whose parameters all have requires_grad = False is frozen. optimizer: made over the
         model's parameters, whose options the new one takes over; None takes the job's [optimizer]. name: in checkpoints and
-        metrics; needed from the second model on. clip_norm: for its gradients, in place of the job's. tables: in which this model
-        differs from the job, of sharding, precision, schedule, compile, compression and activation_checkpointing, such as
-        `sharding={"stage": 3}`. `model` is given away: use the returned one.
+        metrics; needed from the second model on. clip_norm: for its gradients, in place of the job's. methods: of the model besides
+        forward that the loop calls, such as `["encode"]`. tables: in which this model differs from the job, of sharding, precision,
+        schedule, compile, compression and activation_checkpointing, such as `sharding={"stage": 3}`. `model` is given away: use the
+        returned one.
         """
         if self._steps is not None:
             raise UsageError(
@@ -186,14 +188,15 @@ class Loop:
                 raise UsageError(f"setup: {name!r} has an optimizer and no parameter with requires_grad = True")
             built, meshes = build_frozen(self._start, checked)
             self._models[name] = LaidOut(name, built.sharded, meshes, None)
-            return self._module(name, built.sharded.module, built.axes, checked, None)
+            return self._module(name, built.sharded.module, built.axes, checked, None, methods)
         made = build(self._start, checked)
         made.refuse_optimizer()
         by_job = "schedule" in {**self._start.checked.raw.tables, **tables}
         trained = Trained(name, made, by_job)
         self._trained[name], self._of[name] = trained, checked
         self._models[name] = LaidOut(name, made.sharded, made.meshes, trained)
-        return self._module(name, made.module, made.axes, checked, trained), OwnOptimizer(trained, self._update)
+        module = self._module(name, made.module, made.axes, checked, trained, methods)
+        return module, OwnOptimizer(trained, self._update)
 
     def _module(
         self,
@@ -202,6 +205,7 @@ class Loop:
         axes: Sequence[AppliedAxis],
         checked: CheckedJob,
         trained: Trained | None,
+        methods: Sequence[str],
     ) -> OwnModule:
         precision = checked.parts.precision
 
@@ -219,7 +223,8 @@ class Loop:
             if trained is not None:
                 trained.forwarded(trains)
 
-        return own(name, module, precision.parameter_dtype, calling, None if trained is None else trained.zero_grad)
+        drop = None if trained is None else trained.zero_grad
+        return own(name, module, precision.parameter_dtype, calling, drop, methods)
 
     def _refuse_known(self, name: str, model: nn.Module | None) -> None:
         known = {id(one): other for reference, other in self._parameters if (one := reference()) is not None}

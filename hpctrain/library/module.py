@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -28,6 +28,8 @@ class _Calls:
     """Drops the gradients."""
     inside: bool = False
     """Whether a forward goes on."""
+    method: str = "forward"
+    """The method that nn.Module's call is to run."""
 
 
 class OwnModule(nn.Module):
@@ -43,13 +45,17 @@ class OwnModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's outputs, whole where tensor parallelism has cut them; floating ones of 16 bits in float32, as a loss needs
         them."""
+        return self._run("forward", args, kwargs)
+
+    def _run(self, method: str, args: Any, kwargs: Any) -> Any:
+        """Run a method as a call of the module: around it the strategies' hooks gather and free."""
         calls: _Calls = self.__dict__[_CALLS]
         with calls.calling() as reached:
-            calls.inside = True
+            calls.inside, calls.method = True, method
             try:
                 outputs = super().__call__(*_converted(args, calls.dtype), **_converted(kwargs, calls.dtype))
             finally:
-                calls.inside = False
+                calls.inside, calls.method = False, "forward"
         outputs = map_tensors(_widened, outputs)
         for one in tensors_in(outputs) if reached is not None else ():
             if one.requires_grad:
@@ -57,9 +63,12 @@ class OwnModule(nn.Module):
         return outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; called by the program, it is a call."""
+        """The module's forward, or the method that runs as one; called by the program, it is a call."""
         calls: _Calls = self.__dict__[_CALLS]
-        return super().forward(*args, **kwargs) if calls.inside else self(*args, **kwargs)
+        if not calls.inside:
+            return self(*args, **kwargs)
+        method, calls.method = calls.method, "forward"
+        return getattr(super(), method)(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the optimizer's `zero_grad` does."""
@@ -80,24 +89,40 @@ def own(
     dtype: torch.dtype,
     calling: Callable[[], AbstractContextManager[Callable[[], None] | None]],
     drop: Callable[[], None] | None,
+    methods: Sequence[str],
 ) -> OwnModule:
-    """Make the module a model of the loop; returns it. See `_Calls`."""
+    """Make the module a model of the loop; returns it. methods: besides forward, that the program calls. See `_Calls`."""
     calls = _Calls(dtype, calling, drop)
 
     def refuse_part(part: nn.Module, _: Any) -> None:
         if not calls.inside and torch.is_grad_enabled():
             raise TrainingError(
-                f"the program calls {type(part).__name__}, a part of the model {name!r}; call the model that setup returned: "
-                "the ranks gather parameters and sum gradients around its forward"
+                f"the program calls {type(part).__name__}, a part of the model {name!r}; call the model that setup returned, or a "
+                "method that you give setup(methods=[...]): the ranks gather parameters and sum gradients around these"
             )
 
     for inner, part in module.named_modules():
         if inner and inner.count(".") < 2:  # deeper ones are reached by these, and each hook costs time
             part.register_forward_pre_hook(refuse_part)
     module.__dict__[_CALLS] = calls
-    module.__class__ = types.new_class(type(module).__name__, (OwnModule, type(module)))
+    unknown = [one for one in methods if not callable(getattr(type(module), one, None))]
+    if unknown:
+        raise UsageError(f"setup: methods: {type(module).__name__} has no method {unknown[0]!r}")
+    bodies = {one: _method(one) for one in methods}
+    module.__class__ = types.new_class(
+        type(module).__name__, (OwnModule, type(module)), exec_body=lambda own: own.update(bodies)
+    )
     assert isinstance(module, OwnModule)
     return module
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: OwnModule, *args: Any, **kwargs: Any) -> Any:
+        if self.__dict__[_CALLS].inside:
+            return getattr(super(type(self), self), name)(*args, **kwargs)
+        return self._run(name, args, kwargs)
+
+    return call
 
 
 def _calling(function: Callable[[], None] | None) -> Callable[[Tensor], None]:

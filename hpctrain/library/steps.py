@@ -33,6 +33,7 @@ from hpctrain.ranks.signals import INTERRUPTED, STOPPED
 from hpctrain.ranks.watchdog.position import BETWEEN, END
 from hpctrain.training.assembly import complete
 from hpctrain.training.guard.judging import Guard
+from hpctrain.training.guard.replicas import Replicas
 from hpctrain.training.guard_actions import act
 from hpctrain.training.loop import drained, end_if_asked, moment, show_model, start_hooks
 from hpctrain.training.metrics import Figure, OwnRow, StepRow
@@ -84,6 +85,15 @@ class Steps:
             guard = self.session.guard if name == first else Guard(job.guard)
             one.session = replace(self.session, job=job, parts=parts, model=one.model, guard=guard)
         self._restore_rates()
+        self._replicas = [
+            Replicas(
+                one.model.module, one.model.meshes, start.world.identity, of[name].job.guard.replica_check_every, name
+            )
+            for name, one in trained.items()
+            if not of[name].parts.sharding.ranks_diverge
+        ]
+        for replicas in self._replicas:
+            replicas.exist()
         updates.name(trained.values())
         self.micro_batches, self.is_last = 1, True
         self.stopped = self.is_interrupted = False
@@ -170,9 +180,13 @@ class Steps:
         self._logged.clear()
         figures = session.meters.figures(micro_batches, has_known_forwards=False)
         terms = session.model.loss_share * sum(micro.terms for micro in micro_batches)
-        told = [stop, request, float(self.saves), terms, *logged.values(), *figures]
+        done, glances = session.progress.step + 1, [one.glance(session.progress.step + 1) for one in self._replicas]
+        told = [stop, request, float(self.saves), terms, *glances, *logged.values(), *figures]
         names = zlib.crc32(json.dumps(list(logged)).encode())
         ranks = self._agreement.on(END_OF_STEP, session.progress.step, told, detail=names)
+        for place, replicas in enumerate(self._replicas):
+            replicas.compare(done, [rank[4 + place] for rank in ranks])
+        ranks = [[*rank[:4], *rank[4 + len(glances) :]] for rank in ranks]
         self._tell_of_no_update()
         session.model.scaler.update(updates.finite)
         is_first = self.is_first

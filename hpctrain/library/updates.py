@@ -88,11 +88,8 @@ class Updates:
         clipped = trained.name in self._found
         figures = self._found.pop(trained.name) if clipped else self._figures(trained, gradients)
         verdict = session.guard.judge(figures)
-        lr = (
-            model.set_learning_rate(progress.step, progress.steps)
-            if trained.follows_schedule
-            else _rate(model.optimizer)
-        )
+        follows = trained.follows_schedule
+        lr = model.set_learning_rate(*session.schedule_place) if follows else _rate(model.optimizer)
         taken = is_taken(figures, verdict)
         with session.hooks.phase("optimizer", progress.step):
             if taken:

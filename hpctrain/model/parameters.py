@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +14,7 @@ from hpctrain.base.errors import UsageError
 from hpctrain.contracts.optimization import Optimizer
 from hpctrain.contracts.pieces import Piece
 from hpctrain.contracts.plugin import broken
-from hpctrain.model.refusals import refuse_unmatched
+from hpctrain.model.refusals import has_dims, refuse_unmatched
 
 
 def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -74,21 +74,22 @@ def trained_names(module: nn.Module, frozen: Sequence[str], trainable: Sequence[
 
 
 def parameter_groups(
-    pieces: Sequence[Piece], trained: Sequence[str], patterns: Sequence[dict[str, Any]]
+    pieces: Sequence[Piece], trained: Mapping[str, Sequence[int]], patterns: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """torch's parameter groups: one for each entry of `patterns`, and one for the other parameters.
 
-    A parameter goes to the first entry that matches. `trained` are the names of the full model. Raises UsageError for a
-    pattern that matches none of them. A group with any of these parameters exists on every rank, even if empty there.
+    A parameter goes to the first entry that matches. `trained` are the names and shapes of the full model. Raises UsageError for
+    an entry that matches none of them. A group with any of these parameters exists on every rank, even if empty there.
     """
     rest: dict[str, Any] = {"params": []}
     groups: list[dict[str, Any]] = [
-        {"params": [], **{key: value for key, value in entry.items() if key != "pattern"}} for entry in patterns
+        {"params": [], **{key: value for key, value in entry.items() if key not in ("pattern", "max_dims")}}
+        for entry in patterns
     ]
     for piece in pieces:
-        _group_of(piece.name, patterns, groups, rest)["params"].append(piece.tensor)
+        _group_of(piece.name, piece.shape, patterns, groups, rest)["params"].append(piece.tensor)
     refuse_unmatched(trained, patterns)
-    used = {id(_group_of(name, patterns, groups, rest)) for name in trained}
+    used = {id(_group_of(name, shape, patterns, groups, rest)) for name, shape in trained.items()}
     return [group for group in [*groups, rest] if id(group) in used]
 
 
@@ -123,9 +124,13 @@ def build_optimizer(plugin: Optimizer, groups: Sequence[dict[str, Any]]) -> torc
 
 
 def _group_of(
-    name: str, patterns: Sequence[dict[str, Any]], groups: list[dict[str, Any]], rest: dict[str, Any]
+    name: str,
+    shape: Sequence[int],
+    patterns: Sequence[dict[str, Any]],
+    groups: list[dict[str, Any]],
+    rest: dict[str, Any],
 ) -> dict[str, Any]:
     for entry, group in zip(patterns, groups, strict=True):
-        if any(fnmatchcase(name, pattern) for pattern in entry["pattern"]):
+        if any(fnmatchcase(name, pattern) for pattern in entry["pattern"]) and has_dims(shape, entry):
             return group
     return rest

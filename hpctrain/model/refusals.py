@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -53,12 +53,19 @@ def refuse_untrained(spec: ModelSpec, trained: Sequence[str]) -> None:
         )
 
 
-def refuse_unmatched(trained: Sequence[str], patterns: Sequence[dict[str, Any]]) -> None:
-    """Raises UsageError for a pattern that matches none of the names of trained parameters."""
+def has_dims(shape: Sequence[int], entry: Mapping[str, Any]) -> bool:
+    """Whether a parameter of this shape may belong to an entry of [[optimizer.groups]]."""
+    return entry["max_dims"] is None or len(shape) <= entry["max_dims"]
+
+
+def refuse_unmatched(trained: Mapping[str, Sequence[int]], patterns: Sequence[dict[str, Any]]) -> None:
+    """Raises UsageError for a pattern that matches none of the trained parameters, which are given with their shapes."""
     for entry in patterns:
+        names = [name for name, shape in trained.items() if has_dims(shape, entry)]
         for pattern in entry["pattern"]:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in trained):
-                names = ", ".join(trained[:5])
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                of = "" if entry["max_dims"] is None else f" of at most {entry['max_dims']} dimensions"
                 raise UsageError(
-                    f"[[optimizer.groups]] pattern: no trained parameter matches {pattern!r}; the names are like {names}, ..."
+                    f"[[optimizer.groups]] pattern: no trained parameter{of} matches {pattern!r}; the names are like "
+                    f"{', '.join((names or list(trained))[:5])}, ..."
                 )

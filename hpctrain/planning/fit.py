@@ -6,6 +6,7 @@ ones that are slower and save memory which is not needed.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -19,14 +20,16 @@ import torch
 
 from hpctrain.base.errors import HpctrainError, UsageError, reason
 from hpctrain.checking.check import check
-from hpctrain.job.raw import RawJob
-from hpctrain.planning.job_plan import JobPlan
+from hpctrain.job.raw import RawJob, merge
+from hpctrain.planning.job_plan import JobPlan, gigabytes
 from hpctrain.planning.plan import Hardware, plan_checked, planned_job
 from hpctrain.planning.rank_plan import OTHERS
 from hpctrain.planning.settings import Settings, Space
 
 _OF_LIBRARIES = 0.03
 """The share of an accelerator's memory that is left to CUDA, NCCL and the like."""
+_DOUBLED = 10
+"""How often the number of ranks is doubled at most, in search of one that fits."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,7 @@ class Trial:
 def search(raw: RawJob, hardware: Hardware, tell: Callable[[Trial], None] = lambda _: None) -> list[Trial]:
     """Try settings of the job on the hardware, which has a machine; `tell` gets each trial as it ends. Raises UsageError for a job
     that can't be searched, and the errors of `hpctrain check`."""
-    if hardware.memory is not None and not hardware.on_cpu:
-        hardware = replace(hardware, memory=hardware.memory * (1 - _OF_LIBRARIES))
-    raw = planned_job(raw, hardware.machine)
+    raw, hardware = _prepared(raw, hardware)
     checked = check(raw, None)
     samples = checked.job.batch.global_size
     if samples is None:
@@ -81,6 +82,54 @@ def search(raw: RawJob, hardware: Hardware, tell: Callable[[Trial], None] = lamb
         if best < float("inf"):
             break
     return found
+
+
+def _prepared(raw: RawJob, hardware: Hardware) -> tuple[RawJob, Hardware]:
+    if hardware.memory is not None and not hardware.on_cpu:
+        hardware = replace(hardware, memory=hardware.memory * (1 - _OF_LIBRARIES))
+    return planned_job(raw, hardware.machine), hardware
+
+
+def remedies(raw: RawJob, hardware: Hardware, trials: list[Trial]) -> Iterator[str]:
+    """Sentences about what to change where no trial fits, each of them planned."""
+    planned = [one for one in trials if one.plan is not None]
+    if not planned:
+        return
+    raw, hardware = _prepared(raw, hardware)
+    nearest = min(planned, key=lambda one: one.lacks)
+    assert nearest.plan is not None and hardware.memory is not None
+    settings, largest, memory = nearest.settings, nearest.plan.largest, hardware.memory
+    yield (
+        f"nothing fits: what comes nearest needs {gigabytes(largest.most)} GB of the {gigabytes(memory)} GB of a device "
+        f"({settings}). What to change:"
+    )
+    kept = largest.parameters + largest.gradients + largest.optimizer_state
+    yield from _more_ranks(
+        raw, hardware, replace(settings, stage=3, offload=False), kept / (memory + kept - largest.most)
+    )
+    tables = {"sharding": {"offload_parameters": True}} if settings.stage == 3 else {}
+    tables |= {"activation_checkpointing": {"offload": True}} if settings.checkpointing == "full" else {}
+    keys = " and ".join(f"[{name}] {key} = true" for name, table in tables.items() for key in table)
+    trial = _try(replace(settings, offload=False), raw, hardware, tables) if keys and not hardware.on_cpu else nearest
+    if trial.fits:
+        yield f"  {keys}: {gigabytes(_most(trial))} GB, with these settings"
+    samples = largest.at_peak[OTHERS] / settings.micro_size
+    yield f"  shorter samples or a smaller model: activations and buffers of one sample take {gigabytes(samples)} GB at the peak"
+    share = 1.0 if hardware.on_cpu else 1 - _OF_LIBRARIES
+    yield f"  devices of {gigabytes(largest.most / share)} GB"
+
+
+def _more_ranks(raw: RawJob, hardware: Hardware, settings: Settings, times: float) -> Iterator[str]:
+    """The number of ranks on which the settings fit. times: as many as here, if all that is kept were shared out."""
+    here = raw.tables["batch"]["global_size"]
+    for doubled in range(max(1, math.ceil(math.log2(times))), _DOUBLED + 1) if times > 0 else ():
+        ranks = hardware.ranks * 2**doubled
+        samples = math.lcm(here, ranks // prod(settings.axes.values()) * settings.micro_size)
+        trial = _try(settings, raw, replace(hardware, ranks=ranks), {"batch": {"global_size": samples}})
+        if trial.fits:
+            changed = f", and [batch] global_size = {samples}, which changes the training" if samples != here else ""
+            yield f"  {ranks} ranks instead of {hardware.ranks}{changed}: {gigabytes(_most(trial))} GB, with {settings}"
+            return
 
 
 def shortlist(trials: list[Trial]) -> list[Trial]:
@@ -142,9 +191,12 @@ def _search_layout(sender: Connection, axes: Mapping[str, int], space: Space, ra
     sender.close()
 
 
-def _try(settings: Settings, raw: RawJob, hardware: Hardware) -> Trial:
+def _try(settings: Settings, raw: RawJob, hardware: Hardware, more: dict[str, Any] | None = None) -> Trial:
+    """more: tables on top of the settings."""
+    job = settings.on(raw)
+    job = replace(job, tables=merge(job.tables, more or {}))
     try:
-        return Trial(settings, plan_checked(check(settings.on(raw), hardware.ranks), hardware, quick=True))
+        return Trial(settings, plan_checked(check(job, hardware.ranks), hardware, quick=True))
     except HpctrainError as error:
         return Trial(settings, None, str(error))
     except Exception as error:  # a plugin's

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import tomli_w
 
@@ -15,6 +17,41 @@ from hpctrain.planning.job_plan import gigabytes
 
 _REFUSED = 3
 """Settings that are refused, of which a table says why."""
+_NOW_AND_THEN = 30.0
+"""Seconds."""
+
+
+class Progress:
+    """Tells the best settings so far: on a terminal in a line that renews, else when there are better ones, and now and then."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._renews = stream, stream.isatty()
+        self._tried, self._last = 0, time.monotonic()
+        self._best: tuple[bool, float] | None = None
+        self._line = "none has a plan yet"
+
+    def tell(self, trial: Trial) -> None:
+        """Count a trial, which has ended."""
+        self._tried += 1
+        better = False
+        if trial.plan is not None:
+            value = trial.fits, -(trial.seconds if trial.fits else trial.lacks)
+            better = self._best is None or value > self._best
+        if better:
+            self._best = value
+            self._line = f"{'best so far' if trial.fits else 'nothing fits yet; nearest'}: {told(trial)}"
+        text = f"{self._tried} settings tried; {self._line}"
+        if self._renews:
+            self._stream.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}")
+        elif better or time.monotonic() - self._last > _NOW_AND_THEN:
+            self._stream.write(f"{text}\n")
+            self._last = time.monotonic()
+        self._stream.flush()
+
+    def end(self) -> None:
+        """Leave the line on a terminal."""
+        if self._renews and self._tried:
+            self._stream.write("\n")
 
 
 def told(trial: Trial) -> str:
@@ -47,10 +84,10 @@ def table(trials: Sequence[Trial], fitting: Sequence[Trial], ranks: int) -> Iter
             yield f"  {one.settings}: {one.why.splitlines()[0]}"
 
 
-def as_dict(trials: Sequence[Trial], fitting: Sequence[Trial]) -> dict[str, Any]:
+def as_dict(trials: Sequence[Trial], fitting: Sequence[Trial], advice: Sequence[str]) -> dict[str, Any]:
     """The trials for JSON, in bytes and seconds, those of the list first."""
     rest = [one for one in trials if one not in fitting]
-    return {"fitting": [_trial(one) for one in fitting], "others": [_trial(one) for one in rest]}
+    return {"fitting": [_trial(one) for one in fitting], "others": [_trial(one) for one in rest], "advice": advice}
 
 
 def fitted_text(trial: Trial, raw: RawJob, job: Path, overrides: Sequence[str], path: Path) -> str:

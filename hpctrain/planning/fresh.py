@@ -9,6 +9,7 @@ import sys
 
 from pydantic import TypeAdapter
 
+from hpctrain.base.child_python import python_module
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_USAGE, EnvironmentUnfitError, HpctrainError, UsageError
 from hpctrain.checking.check import check
 from hpctrain.job.raw import RawJob
@@ -24,7 +25,7 @@ def plan_ranks_apart(raw: RawJob, size: int, per_node: int) -> list[RankPlan]:
     """The result and the errors of plan_ranks."""
     asked = json.dumps({"tables": raw.tables, "size": size, "per_node": per_node})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "hpctrain.planning.fresh"]
+    command = python_module("hpctrain.planning.fresh")
     try:
         done = subprocess.run(
             command, input=asked, capture_output=True, text=True, timeout=_LONGEST, check=False, env=environment

@@ -69,7 +69,10 @@ class JobPlan:
             told = f"computing {self.time.computing:.3g}, communication that it does not hide {self.time.exposed:.3g}"
             if self.time.waiting:
                 told += f", waiting of a pipeline {self.time.waiting:.3g}"
-            yield f"step          about {self.time.seconds:.3g} s: {told}"
+            between = f"{self.time.least:.3g} to {self.time.most:.3g}"
+            yield f"step          about {self.time.seconds:.3g} s, {between}: {told}"
+            for sentence in self.time.sources:
+                yield f"  {sentence}"
         for sentence in self.left_out:
             yield f"note          {sentence}"
         if self.memory is not None:
@@ -121,13 +124,12 @@ def _as_dict(plan: RankPlan) -> dict[str, Any]:
         "peak_bytes": plan.peak,
         "at_peak_bytes": plan.at_peak,
         "origins_bytes": dict(sorted(plan.origins.items(), key=lambda one: -one[1])),
-        "over_time_bytes": plan.over_time,
         "start_bytes": plan.start,
         "save": vars(plan.save),
         "host_bytes": max(plan.host, plan.save.host),
         "flops": {dtype: number for dtype, number in flops.items() if number},
         "micro_batches": plan.micro_batches,
-        "exchanges": [vars(one) | {"sent_bytes": one.sent} for one in plan.exchanges],
+        "exchanges": [vars(one) | {"inside_node": one.inside_node, "sent_bytes": one.sent} for one in plan.exchanges],
     }
 
 

@@ -39,12 +39,11 @@ class Ledger:
         self._seen: set[int] = set()
         self._alive: dict[int, _Life] = {}
         self._ended: list[_Life] = []
-        self._events = self._begin = self._at_peak = self._now = self.peak = 0
+        self._events = self._at_peak = self._now = self.peak = 0
 
     def begin(self) -> None:
         """Look for a new peak from here on."""
         self._ended.clear()
-        self._begin = self._events
         self.peak, self._at_peak = self._now, self._events
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
@@ -84,21 +83,6 @@ class Ledger:
         for life in self._living_at_peak():
             if not self._name(life, names, ""):
                 found[life.origin] += life.nbytes
-        return found
-
-    def over_time(self, points: int) -> list[int]:
-        """The most bytes that lived in each of at most `points` parts of the time since `begin`, by the number of events."""
-        changes = Counter[int]()
-        for life in [*self._ended, *self._alive.values()]:
-            changes[max(life.birth, self._begin)] += life.nbytes
-            if life.death >= 0:
-                changes[life.death] -= life.nbytes
-        length = max(1, -(-(self._events - self._begin + 1) // points))
-        now, found = 0, [0] * -(-(self._events - self._begin + 1) // length)
-        for event in range(self._begin, self._events + 1):
-            now += changes[event]
-            place = (event - self._begin) // length
-            found[place] = max(found[place], now)
         return found
 
     def _living_at_peak(self) -> Iterable[_Life]:

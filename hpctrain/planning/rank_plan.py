@@ -22,23 +22,31 @@ _SENT: Mapping[str, Callable[[int], float]] = {
     "recv": lambda n: 0.0,
 }
 """The share of its input that one of n ranks sends with the best algorithm for large messages."""
+RING = "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"
+"""Operations of which each rank passes on what comes from the one before it."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The operations of one kind on one axis in a step. nbytes: of their inputs on this rank."""
+    """The operations of one kind on one axis in a step. nbytes: of their inputs on this rank. in_node: the group's ranks that share
+    a node."""
 
     axis: str
     operation: str
     ranks: int
     calls: int
     nbytes: int
-    inside_node: bool
+    in_node: int
 
     @property
-    def kind(self) -> tuple[str, str, int, bool]:
-        """The axis, the operation, the number of ranks and whether they share a node."""
-        return self.axis, self.operation, self.ranks, self.inside_node
+    def kind(self) -> tuple[str, str, int, int]:
+        """The axis, the operation, the number of ranks and how many share a node."""
+        return self.axis, self.operation, self.ranks, self.in_node
+
+    @property
+    def inside_node(self) -> bool:
+        """Whether all of the group share a node."""
+        return self.in_node == self.ranks
 
     @property
     def sent(self) -> float:
@@ -61,11 +69,10 @@ class RankPlan:
 
     axes: the size of each axis of the layout. parameters, gradients, optimizer_state: bytes that are held on the device when the
     step is over. inputs: of all micro batches, which lie on the device from the begin of the step. peak: the most bytes that live
-    at once; at_peak: what they are of; origins: those of `OTHERS` by "module: operator". over_time: the most bytes in each part of
-    the step. host: the most bytes in the host's memory. start: the most bytes until the first step. operators: each kind and its
-    number. idle: the share of the step in which it waits for other parts of the model. waiting_inputs: the
-    inputs that the peak does not have. uneven: whether micro batches differ in their shapes.
-    guesses: see Watch.
+    at once; at_peak: what they are of; origins: those of `OTHERS` by "module: operator". host: the most bytes in the host's
+    memory. start: the most bytes until the first step. operators: each kind and its number. idle: the share of the step in which
+    it waits for other parts of the model. waiting_inputs: the inputs that the peak does not have. uneven: whether micro batches
+    differ in their shapes. loading: seconds in which this machine loaded the samples of a step. guesses: see Watch.
     """
 
     rank: int
@@ -76,7 +83,6 @@ class RankPlan:
     peak: int
     at_peak: dict[str, int]
     origins: dict[str, int]
-    over_time: list[int]
     host: int
     start: int
     inputs: int
@@ -87,6 +93,7 @@ class RankPlan:
     micro_batches: int
     idle: float = 0.0
     uneven: bool = False
+    loading: float = 0.0
     save: Save = Save(0, 0, 0)
 
     def with_micro_batches(self, number: int, more_of: RankPlan, fewer: RankPlan, peak_grows: bool) -> RankPlan:

@@ -53,8 +53,6 @@ _FEW_IN_FLIGHT = 2, 3, 3
 """Micro batches of a pipeline, for each stage. Stages tell each other their shapes in a step with another number of micro batches,
 which the third one has not."""
 _CPU = torch.device("cpu")
-_POINTS = 200
-"""Points of the memory over a step."""
 
 
 class Shapes(InitialValues):
@@ -112,11 +110,13 @@ def plan_rank(
         create_state(session.model.optimizer)
         start = watch.device.peak
         found: list[RankPlan] = []
+        loading = math.inf  # of a micro batch: the fastest one had this process for itself
         steps = (_FEW_IN_FLIGHT[:2] if quick else _FEW_IN_FLIGHT) if stages > 1 else _FEW
         for few in steps:
             watch.begin()
             TRAFFIC.clear()
             given = _step(session, loader, few * stages)
+            loading = min(loading, *(one.load_seconds for one in given))
             found.append(_figures(session, watch, per_node, start, given[: few * stages]))
         idle = session.model.runner.idle_share(len(given))
         fewer, more = found[:2] if stages > 1 else found[-2:]
@@ -125,7 +125,7 @@ def plan_rank(
         uneven = len({_inputs([micro]) for micro in given}) > 1
         return replace(
             planned, inputs=_inputs(given), waiting_inputs=_inputs(given) - seen, save=_save(session, watch), idle=idle,
-            uneven=uneven,
+            uneven=uneven, loading=len(given) * loading,
         )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def _step(session: Session, loader: Loader, most: int) -> list[MicroBatch]:
     model.sharded.synchronize()
     gradients = model.take_gradients()
     model.totals.square(gradients)
-    model.set_learning_rate(step, session.progress.steps)
+    model.set_learning_rate(*session.schedule_place)
     update(session, gradients, math.inf, None)
     session.progress.advance(seen)
     return whole
@@ -186,7 +186,6 @@ def _figures(session: Session, watch: Watch, per_node: int, start: int, given: S
         peak=watch.device.peak,
         at_peak=watch.device.at_peak(here, OTHERS),
         origins={f"{one.module}: {one.operator}".removeprefix(": "): nbytes for one, nbytes in origins.items()},
-        over_time=watch.device.over_time(_POINTS),
         host=watch.host.peak,
         start=start,
         operators=list(watch.operators.items()),
@@ -233,26 +232,28 @@ def _inputs(micro_batches: Sequence[MicroBatch]) -> int:
 
 def _exchanges(meshes: Meshes, per_node: int) -> list[Exchange]:
     axes = {str(group.group_name): axis for axis, group in meshes.groups().items()}
-    calls, nbytes = Counter[tuple[str, str, int, bool]](), Counter[tuple[str, str, int, bool]]()
+    calls, nbytes = Counter[tuple[str, str, int, int]](), Counter[tuple[str, str, int, int]]()
     for kind, count in TRAFFIC.calls.items():
-        inside = _stays_in_nodes(kind.members, per_node)
         key = (
             axes.get(kind.group, "all ranks" if kind.ranks == dist.get_world_size() else "some ranks"),
             kind.operation,
             kind.ranks,
-            inside,
+            _in_node(kind.members, per_node),
         )
         calls[key] += count
         nbytes[key] += TRAFFIC.nbytes[kind]
     return [
-        Exchange(axis, operation, ranks, count, nbytes[axis, operation, ranks, inside], inside)
-        for (axis, operation, ranks, inside), count in calls.items()
+        Exchange(axis, operation, ranks, count, nbytes[axis, operation, ranks, in_node], in_node)
+        for (axis, operation, ranks, in_node), count in calls.items()
         if ranks > 1
     ]
 
 
-def _stays_in_nodes(members: Sequence[int], per_node: int) -> bool:
-    """Whether this group of an axis and all others like it lie in a node each."""
+def _in_node(members: Sequence[int], per_node: int) -> int:
+    """The ranks of this group of an axis, and of all others like it, that share a node: of the node with the fewest."""
     if dist.get_world_size() <= per_node or len(members) == 1:
-        return True
-    return per_node % (len(members) * (members[1] - members[0])) == 0
+        return len(members)
+    spacing = members[1] - members[0]
+    if per_node % (len(members) * spacing) == 0:
+        return len(members)
+    return max(1, min(per_node // spacing, len(members) - 1))

@@ -112,8 +112,16 @@ def hook_fault(manager: pluggy.PluginManager, module: object) -> str | None:
 
 
 def import_from_here(module: str) -> ModuleType:
-    """Import a module that the job names, also from the current directory, as `python -m` does."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    return imported(module)
+    """Import a module that the job names, also from the current directory: behind all that is installed, since others may be able
+    to write there. Raises ImportError where a module there has the name of an installed one."""
+    here, top = Path.cwd(), module.partition(".")[0]
+    if str(here) not in sys.path:
+        sys.path.append(str(here))
+    found = imported(module)
+    file = getattr(sys.modules.get(top), "__file__", None)
+    near = [one for one in (here / f"{top}.py", here / top / "__init__.py") if one.exists()]
+    if near and file is not None and not any(one.samefile(file) for one in near):
+        raise ImportError(
+            f"{near[0].name} in the current directory has the name of an installed module, {file}: rename it"
+        )
+    return found

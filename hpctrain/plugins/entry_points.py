@@ -42,13 +42,8 @@ class ModuleSource:
         return f"{self.distribution}:{self.entry_point}" if self.distribution else self.module
 
     @property
-    def chooser(self) -> str:
-        """The widest of its names in [plugins] prefer."""
-        return self.distribution or self.module
-
-    @property
     def names(self) -> set[str]:
-        """The module's names in [plugins] block and prefer."""
+        """The module's names in [plugins] block."""
         return {name for name in (self.entry_point, self.module, self.distribution) if name}
 
     def __str__(self) -> str:

@@ -95,8 +95,8 @@ class Registry:
         if (slot, name) in self.conflicts:
             both = " and ".join(map(str, self.conflicts[slot, name]))
             raise EnvironmentUnfitError(
-                f"{slot} plugin {name!r} is claimed by {both}; expected one: choose it with "
-                f'[plugins] prefer = ["{self.conflicts[slot, name][-1].module}"], or uninstall the other'
+                f"{slot} plugin {name!r} is claimed by {both}; expected one: leave the other "
+                f'out with [plugins] block = ["{self.conflicts[slot, name][0].module}"], or uninstall it'
             )
         entry = self.entries.get((slot, name))
         if entry is not None:
@@ -112,11 +112,8 @@ class Registry:
         raise UsageError(f"no installed plugin provides the {slot} {name!r}{hint} (installed: {known}){of_hub}")
 
 
-def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), prefer: Sequence[str] = ()) -> Registry:
-    """Load every plugin. Raises EnvironmentUnfitError for a broken module of `modules`, which the job asks for.
-
-    prefer: entry points, modules or distributions that are taken where several plugins have one name.
-    """
+def build_registry(modules: Sequence[str] = (), block: Sequence[str] = ()) -> Registry:
+    """Load every plugin. Raises EnvironmentUnfitError for a broken module of `modules`, which the job asks for."""
     manager = new_manager()
     sources, faults = load(manager, modules, block)
     registry = Registry(manager, sources=sources, faults=faults)
@@ -128,7 +125,7 @@ def build_registry(modules: Sequence[str] = (), block: Sequence[str] = (), prefe
             for one in _collect(registry, slot, source, hook.function):
                 claims.setdefault((slot.name, one.cls.name), []).append(one)
     for key, claimants in claims.items():
-        _settle(registry, key, claimants, prefer)
+        _settle(registry, key, claimants)
     for fault in registry.faults:
         if fault.state == "broken" and fault.source.module in modules:
             raise EnvironmentUnfitError(f"[plugins] load: {fault.source}: {fault.why}")
@@ -157,24 +154,21 @@ def _collect(registry: Registry, slot: Slot, source: ModuleSource, function: obj
     return usable
 
 
-def _settle(registry: Registry, key: tuple[str, str], claimants: Sequence[Registered], prefer: Sequence[str]) -> None:
-    """Decide who has the name `key`: the preferred one, else another distribution's rather than hpctrain's."""
-    preferred = [one for one in claimants if one.source.names & set(prefer)]
-    others = preferred or [one for one in claimants if one.source.distribution != OWN] or claimants
+def _settle(registry: Registry, key: tuple[str, str], claimants: Sequence[Registered]) -> None:
+    """Decide who has the name `key`: another distribution rather than hpctrain."""
+    others = [one for one in claimants if one.source.distribution != OWN] or claimants
     if len(others) > 1:
         registry.conflicts[key] = [one.source for one in claimants]
         return
     (chosen,) = others
     registry.entries[key] = chosen
     left = [one.source for one in claimants if one is not chosen]
-    broken = [one for one in registry.faults if one.state == "broken" and one.is_about(*key) and not preferred]
+    broken = [one for one in registry.faults if one.state == "broken" and one.is_about(*key)]
     if broken and chosen.source.distribution == OWN:
         text = f"it provides the {key[0]} {key[1]!r}, since {broken[0].source} is broken: {broken[0].why}"
         registry.remarks.append(Remark(chosen.source, text, key))
     if left:
-        how = (
-            f'[plugins] prefer = ["{left[0].chooser}"] takes the other' if not preferred else "[plugins] prefer says so"
-        )
+        how = f'[plugins] block = ["{chosen.source.distribution or chosen.source.module}"] takes the other'
         text = f"it provides the {key[0]} {key[1]!r}, and {' and '.join(map(str, left))} is not used; {how}"
         registry.remarks.append(Remark(chosen.source, text, key))
 

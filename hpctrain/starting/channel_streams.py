@@ -25,6 +25,8 @@ _ON_TERMINAL, _ERRORS_ON_TERMINAL = ":terminal", ":error-terminal"
 _SAID = re.compile(rb"\x1ehpctrain (started|ready|exit) (\d{1,9})\x1f")
 _LONGEST = 40
 """More bytes after the first control character are no message."""
+_MOST = 1000
+"""Bytes at the beginning of a line that may name a node: patterns take the square of a line's length."""
 _FAILED = (
     re.compile(rb"PID \d+ RUNNING AT (\S+)"),  # MPICH, on standard output
     re.compile(rb"with PID \d+ on node (\S+)"),  # Open MPI
@@ -120,9 +122,12 @@ class Listener:
         return b""
 
     def _look(self, text: bytes) -> None:
-        *lines, self._line = (self._line + text).split(b"\n")
+        *lines, rest = text.split(b"\n")
+        if lines:
+            lines[0], self._line = self._line + lines[0], b""
+        self._line += rest[: _MOST - len(self._line)]
         for line in lines:
-            found = next((one for pattern in _FAILED if (one := pattern.search(line))), None)
+            found = next((one for pattern in _FAILED if (one := pattern.search(line, 0, _MOST))), None)
             if found is not None:
                 self._heard.failed.append(found[1].decode("utf-8", "replace").rstrip(",.:;"))
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpctrain.base.child_python import python_module
 from hpctrain.base.errors import EnvironmentUnfitError
 from hpctrain.ranks.process import ROOM, ROOM_VARIABLE
 from hpctrain.starting.fork_server import LONGEST
@@ -54,7 +55,7 @@ class ForkServerClient:
     def __init__(self, command: Sequence[str]) -> None:
         """command: of `hpctrain`, as in a rank. The job's [environment] must be set already."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = [sys.executable, "-m", "hpctrain.starting.fork_server", str(theirs.fileno()), *command, _WORD]
+        words = python_module("hpctrain.starting.fork_server", str(theirs.fileno()), *command, _WORD)
         self._process = subprocess.Popen(
             words,
             env={**os.environ, ROOM_VARIABLE: ROOM},

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hpctrain.base.child_python import words_behind
 from hpctrain.ranks.process import ROOM_VARIABLE
 from hpctrain.starting.forking import become_rank, end_with_parent, open_streams
 
@@ -123,7 +124,7 @@ def main(descriptor: int) -> None:
     server.close()
     become_rank(parent, request["command"], request["environment"], descriptors, mask)
     gc.enable()
-    sys.argv[1:] = request["command"][3:]
+    sys.argv[1:] = words_behind(request["command"])
 
 
 def _fork_all(server: ForkServer) -> tuple[dict[str, Any], list[int]]:

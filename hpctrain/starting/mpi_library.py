@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
+from hpctrain.base.child_python import python_code
 from hpctrain.starting.pmi import PmiServer
 
 MPICH, OPEN_MPI = "MPICH", "Open MPI"
@@ -41,7 +41,7 @@ def ask_library() -> MpiLibrary | None:
     """
     server = PmiServer(1)
     question = subprocess.Popen(
-        [sys.executable, "-c", _QUESTION],
+        python_code(_QUESTION),
         env={**os.environ, **server.environment(0)},
         pass_fds=server.descriptors(0),
         stdin=subprocess.DEVNULL,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.base.child_python import python_code
 from hpctrain.base.errors import TrainingError, UsageError
 from hpctrain.starting.hosts import Hosts, read_hostfile
 
@@ -35,7 +36,7 @@ class Counts:
 
 def ask_counts(job: Path, overrides: Sequence[str], least: int, most: int) -> Counts:
     """The numbers from `least` to `most` that fit the job. Raises TrainingError if the job cannot be checked."""
-    words = [sys.executable, "-c", _PROGRAM, str(job), str(least), str(most), *overrides]
+    words = python_code(_PROGRAM, str(job), str(least), str(most), *overrides)
     try:
         # a session of its own: Ctrl-C must reach the starter only
         done = subprocess.run(

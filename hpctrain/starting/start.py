@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpctrain.base.child_python import python_module
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EXIT_STOPPED, EXIT_TRAINING
 from hpctrain.base.launcher_variables import TYPED
 from hpctrain.job.environment import export
@@ -129,7 +130,7 @@ def _start_once(
 ) -> _Ended:
     """hosts: with as many slots as ranks; None for this machine. saves: where the command's checkpoints are, if it makes any.
     forks: decides how ranks on this machine start; None: anew."""
-    command = [sys.executable, "-m", "hpctrain", *words]
+    command = python_module("hpctrain", *words)
     if hosts is not None and not hosts.are_here:
         remote = OnHosts(command, hosts)
         code = _attend(remote, remote, ranks, requests, saves)

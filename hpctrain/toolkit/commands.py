@@ -3,6 +3,7 @@
 Imports no torch, since the help imports every command.
 """
 
+from hpctrain.base.child_python import python_code, python_module
 from hpctrain.base.errors import (
     EXIT_CANCELLED,
     EXIT_DONE,
@@ -14,7 +15,7 @@ from hpctrain.base.errors import (
     escaped,
     reason,
 )
-from hpctrain.base.safe_files import replacing
+from hpctrain.base.safe_files import is_private, replacing
 from hpctrain.cli.bench import start_measuring, tell_measured
 from hpctrain.cli.bench.spread import Spread, spread
 from hpctrain.cli.options import example, set_option
@@ -32,6 +33,9 @@ __all__ = [
     "escaped",
     "example",
     "hookimpl",
+    "is_private",
+    "python_code",
+    "python_module",
     "reason",
     "replacing",
     "set_option",

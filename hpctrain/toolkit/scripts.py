@@ -27,6 +27,15 @@ Line = Annotated[str, AfterValidator(_one_line)]
 """A text that fits in one line of a script."""
 
 
+def _quoted(value: object) -> str:
+    """The value as a word of the shell, also within a comment for the scheduler, which ends at the end of its line."""
+    if not str(value).isprintable():
+        raise UsageError(
+            f"found {str(value)!r}, expected printable text without line ends: it becomes a line of the script"
+        )
+    return shlex.quote(str(value))
+
+
 def filled(template: Path, **values: Any) -> str:
     """A Jinja template as text; it may include others of its folder and of the one above. `|q` quotes a value for the shell,
     `|words` several. A missing value is an error, not an empty text."""
@@ -39,8 +48,8 @@ def filled(template: Path, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["q"] = lambda value: shlex.quote(str(value))
-    environment.filters["words"] = shlex.join
+    environment.filters["q"] = _quoted
+    environment.filters["words"] = lambda words: " ".join(map(_quoted, words))
     return environment.get_template(template.name).render(values)
 
 

@@ -1,4 +1,4 @@
-"""Compiled kernels: cached on the node's own disk, and kept in the user's cache, so that a start on other nodes finds them.
+"""Compiled kernels: kept in the user's cache, so that a start on other nodes finds them.
 
 A home directory is often on a shared file system, where the ranks of a large job wait for each other's files, and one that fails
 there ends the job. The kept files are code, so they are not in the run's directory, which may be a copy of somebody else's.
@@ -10,11 +10,7 @@ import hashlib
 import logging
 import os
 import shutil
-import stat
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -22,32 +18,15 @@ import torch
 from hpctrain.base import torch_private
 from hpctrain.base.errors import reason
 from hpctrain.base.safe_files import cache_directory, is_only_ours, make_directory, read_all, reading, replacing
-from hpctrain.job.environment import set_where_unset
 from hpctrain.ranks.json_collectives import gather_values
 
 LOG = logging.getLogger("hpctrain")
 
-_CACHES = {
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TRITON_CACHE_DIR": "triton",
-    "CUDA_CACHE_PATH": "nvidia",
-    "MIOPEN_USER_DB_PATH": "miopen",
-    "MIOPEN_CUSTOM_CACHE_DIR": "miopen-kernels",
-}
-"""The variables by which compilers find their caches, and the folders that hpctrain gives them."""
 _MOST = 2**32
 """Bytes of a file of kernels. The largest one of torch's examples has some megabytes."""
 _SUFFIX = ".kernels"
 _UNUSED = 30 * 86400
 """Seconds after its last save for which the kernels of a run are kept."""
-
-
-@contextmanager
-def cached_on_node() -> Iterator[None]:
-    """Give compilers caches on this node's own disk, `$TMPDIR` or /tmp, in this context. What the shell says stays."""
-    directory = _private_directory()
-    with set_where_unset({} if directory is None else {name: str(directory / one) for name, one in _CACHES.items()}):
-        yield
 
 
 def load_kernels(output_dir: Path) -> int:
@@ -98,22 +77,6 @@ def _forget_old(directory: Path) -> None:
     for one in directory.parent.iterdir():
         if one.stat().st_mtime < time.time() - _UNUSED:
             shutil.rmtree(one, ignore_errors=True)
-
-
-def _private_directory() -> Path | None:
-    """This user's own directory on the node's disk; None if another user has made it."""
-    directory = Path(tempfile.gettempdir(), f"hpctrain-{os.geteuid()}-kernels")
-    try:
-        with suppress(FileExistsError):
-            directory.mkdir(mode=0o700)
-        found = directory.lstat()
-    except OSError as error:
-        LOG.info("compilers keep their caches where they do by default: %s", error)
-        return None
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
-        return directory
-    LOG.info("compilers keep their caches where they do by default: %s is not this user's alone", directory)
-    return None
 
 
 def _read(path: Path) -> bytes:

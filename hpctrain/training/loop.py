@@ -153,7 +153,7 @@ def train_step(session: Session, loader: Loader, stop: StopRequest) -> tuple[dic
     verdict = session.guard.judge(found)
     if verdict is not None:
         verdict = with_samples(session, verdict, micro_batches, loader)
-    lr = model.set_learning_rate(step, progress.steps)
+    lr = model.set_learning_rate(*session.schedule_place)
     # all ranks update or none: the verdict comes from figures that all have (0061)
     with phase("optimizer", step):
         if is_taken(found, verdict):

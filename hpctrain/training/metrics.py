@@ -88,8 +88,8 @@ class StepRow:
     """The mean over the tokens or samples of the global batch; `null` if a rank ran out of memory or the loss is not finite."""
 
     named_losses: Mapping[str, float]
-    """Keys `loss_NAME`: the same mean of each loss by name, for a model whose loss is a dict; and each of `ModelSpec.figures`, such
-    as the `reward_margin` of [preferences](fine-tune.md#preferences)."""
+    """Keys `loss_NAME`: the same mean of each loss by name, for a model whose loss is a dict; keys `NAME` for the others of a dict
+    with "loss", and for each of `ModelSpec.figures`, such as the `reward_margin` of [preferences](fine-tune.md#preferences)."""
 
     lr: float
     """The learning rate of the step."""
@@ -131,11 +131,10 @@ class StepRow:
     the run, and how often this process went back to a checkpoint. Absent until there is such an event."""
 
     def as_dict(self, moment: Moment, counts: str) -> dict[str, Any]:
-        """The row as metrics.jsonl has it. counts: "tokens" or "samples"."""
-        return {
+        """The row as metrics.jsonl has it. counts: "tokens" or "samples". Raises TrainingError for a key that is there twice."""
+        row = {
             **asdict(moment),
             "loss": self.loss,
-            **self.named_losses,
             "lr": self.lr,
             "grad_norm": self.grad_norm,
             counts: self.count,
@@ -149,6 +148,12 @@ class StepRow:
             **({"skipped": True} if self.skipped else {}),
             **self.of_guard,
         }
+        taken = [name for name in self.named_losses if name in row]
+        if taken:
+            raise TrainingError(
+                f"the loss reports {taken[0]!r}, which is a key of each row; expected another name", everywhere=True
+            )
+        return {**row, **self.named_losses}
 
 
 class OwnRow(TypedDict, total=False):

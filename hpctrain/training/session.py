@@ -69,6 +69,13 @@ class Session:
     """Questions of other terminals; those of rank 0 count."""
 
     @property
+    def schedule_place(self) -> tuple[int, int]:
+        """The place in the schedule, from 0, and its length: in steps or epochs, as [schedule] unit says."""
+        done, unit = self.progress, self.job.schedule.unit
+        place = done.step if unit == "step" else int(self.feed.epochs(done.samples_seen))
+        return place, self.feed.scheduled(done.steps, unit)
+
+    @property
     def models(self) -> list[TrainedModel]:
         """All models that are trained."""
         return [self.model, *self.further.values()]

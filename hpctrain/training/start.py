@@ -24,7 +24,7 @@ from hpctrain.checking.resolved import refuse_other_run, resolved_tables, write_
 from hpctrain.checkpoint.directory import behind_name
 from hpctrain.contracts.identity import Identity
 from hpctrain.contracts.scheduler import CANCELLED, JOB_FILE
-from hpctrain.job.environment import described, in_effect
+from hpctrain.job.environment import cached_on_node, described, in_effect
 from hpctrain.job.output_lock import OutputLock, put_back, set_aside
 from hpctrain.job.raw import RawJob
 from hpctrain.job.run_files import METRICS
@@ -48,7 +48,7 @@ from hpctrain.ranks.watchdog.blocks import parted_in_failure
 from hpctrain.ranks.watchdog.queries import Queries
 from hpctrain.ranks.watchdog.watch import watched
 from hpctrain.training.determinism import deterministic
-from hpctrain.training.kernels import cached_on_node, load_kernels
+from hpctrain.training.kernels import load_kernels
 from hpctrain.training.log_file import logged_to_file
 from hpctrain.training.starts import note_start
 

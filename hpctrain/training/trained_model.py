@@ -185,7 +185,7 @@ class TrainedModel:
         return build_optimizer(self._parts.optimizer, groups)
 
     def _groups(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        return parameter_groups(pieces, list(self.shapes), self._parts.optimizer_groups)
+        return parameter_groups(pieces, self.shapes, self._parts.optimizer_groups)
 
     def refuse_optimizer(self) -> None:
         """Raises UsageError if the optimizer updates nothing, or can't update a part of a parameter by itself. Collective."""
@@ -304,7 +304,7 @@ class TrainedModel:
         return gradients
 
     def set_learning_rate(self, step: int, steps: int) -> float:
-        """Set each group's learning rate for this step of `steps`; return the first group's."""
+        """Set each group's learning rate for this step, or epoch, of `steps`; return the first group's."""
         factor = self._parts.schedule.factor(step, steps)
         refuse_factor(self._parts.schedule, step, factor)
         for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):

@@ -60,22 +60,9 @@ def test_plugins_are_listed_and_shown(tmp_path: Path) -> None:
     assert run(hpctrain("plugins", "--load", "bad"), tmp_path).code == 3
 
 
-@pytest.mark.thorough
-def test_collectives_are_measured(tmp_path: Path) -> None:
-    done = run(hpctrain("bench", "collectives", "-n", "2", "--backends", "mpi,gloo,mpi4py", "--json"), tmp_path)
-    assert done.code == 0, done
-    rows = json.loads(done.out)
-    assert {row["backend"] for row in rows} == {"mpi", "gloo", "mpi4py"}
-    assert {row["nbytes"] for row in rows} == {4096, 2**20, 2**26}
-    assert len(rows) == 27 and all(0 < row["low"] <= row["seconds"] <= row["high"] < 10 for row in rows)
-    plain = {(row["operation"], row["nbytes"]): row["seconds"] for row in rows if row["backend"] == "mpi4py"}
-    assert all(row["ratio"] == row["seconds"] / plain[row["operation"], row["nbytes"]] for row in rows)
-    assert run(hpctrain("bench", "collectives", "--backends", "nccl"), tmp_path).code == 2
-
-
 def test_the_ranks_of_a_benchmark_end_with_it(tmp_path: Path) -> None:
     """A batch system or `timeout` ends the command alone."""
-    with started(hpctrain("bench", "collectives", "-n", "2"), tmp_path, cold=True) as command:
+    with started(hpctrain("bench", "machine", "-n", "2"), tmp_path, cold=True) as command:
         wait_until(lambda: len(command.members()) >= 3, 60, "two ranks")
         command.process.terminate()
         assert command.finish(60).code == -signal.SIGTERM
@@ -89,7 +76,6 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
     methods = {method for operation, method in rows if operation == "write"}
     assert methods == {"plain", "hdf5", "torch.save", "DCP", "safetensors"}
     assert rows["write", "hdf5"]["nbytes"] == rows["read", "hdf5"]["nbytes"] == pytest.approx(4e6, rel=0.01)
-    assert rows["half of both", "hdf5"]["nbytes"] == pytest.approx(1e6, rel=0.01)
     assert all(0 < row["low"] <= row["seconds"] <= row["high"] < 60 and row["ratio"] > 0 for row in rows.values())
     assert list(tmp_path.iterdir()) == []
     assert run(hpctrain("bench", "checkpoint", "--size", "much"), tmp_path).code == 2
@@ -167,6 +153,7 @@ def test_a_compiled_model_has_the_same_curve_and_compiles_once(
             assert Path(found["caches"]).parent.parent == disk, found
             assert ("fxgraph_cache_miss" in found, "fxgraph_cache_hit" in found) == (node == "a", node == "b"), found
         assert not list(home.rglob("*inductor*")) and not list(home.rglob("*triton*"))
+        assert not list(disk.glob("torchinductor_*")), "torch's own place, whose name anybody can take"
     assert len(list((tmp_path / "cache").rglob("*.kernels"))) == 1, "the ranks have the same kernels"
     assert job.losses("compiled") == pytest.approx(job.losses(), rel=1e-5)
 

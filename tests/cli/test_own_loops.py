@@ -115,6 +115,34 @@ def test_parameters_and_gradients_that_the_loop_changes(
             torch.testing.assert_close(rank[name], expected, rtol=1e-10, atol=1e-12, msg=name)
 
 
+DRIFT = """
+import torch, hpctrain
+with hpctrain.own_loop({"job": {"name": "drift", "steps": 14}}) as loop:
+    made = []
+    for name in ("a", "b"):
+        torch.manual_seed(1)
+        net = torch.nn.Linear(4, 4)
+        made.append(loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), name=name))
+    for step in loop.steps():
+        loop.backward(sum(net(torch.ones(2, 4)) for net, _ in made).square().mean())
+        for _, optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step.number == 4 and loop.rank == 1:
+            with torch.no_grad():
+                made[1][0].weight.mul_(1.001)
+"""
+
+
+@pytest.mark.thorough
+def test_replicas_that_drift_are_named(tmp_path: Path) -> None:
+    (tmp_path / "drift.py").write_text(DRIFT)
+    done = run([MPIEXEC, "-n", "3", sys.executable, "drift.py"], tmp_path, timeout=100)
+    assert done.code == 4 and "Traceback" not in done.err, done
+    assert "after 10 steps rank 1 on " in done.err and " of b.weight, expected " in done.err, done
+    assert "the last time after 2 steps" in done.err, done
+
+
 def wait_for_rows(command: Started, file: Path, least: int) -> None:
     """Until so many rows are written."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -186,48 +185,11 @@ def test_the_rank_of_an_indexed_job_is_its_pods(job: JobFile) -> None:
     assert "2 (torchrun)" in ends[0].out and len(job.losses("runs")) == 4, ends[0]
 
 
-@pytest.mark.parametrize(
-    ("target", "image", "per_node"),
-    [
-        (
-            "slurm",
-            '"$staged/environment.tar"',
-            'srun --mpi=none --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1',
-        ),
-        ("pbs", "IMAGE", "mpiexec -n 2 --ppn 1"),
-        ("flux", "IMAGE", "flux exec --rank=all"),
-    ],
-)
-def test_a_staged_environment(job: JobFile, target: str, image: str, per_node: str) -> None:
-    text = script(job, "--to", target, *TWO, "--stage", "--set", f"scheduler.{target}.stage_directory=/local disk")
-    images = re.findall(r"\S*/environment-[0-9a-f]{16}\.tar", text)
-    assert len(set(images)) == 1 and Path(images[0]).parent == job.directory
-    found = lines(text)
-    assert sum(line.startswith("staged='/local disk'/hpctrain-$") for line in found) == 1
-    (unpack,) = [line for line in found if line.startswith(f"    {per_node} sh -c 'tar")]
-    assert f'unpack "$staged" {images[0] if image == "IMAGE" else image}' in unpack
-    starts = [line for line in found if line.rstrip("\\").find("-m hpctrain run") >= 0]
-    assert len(starts) == 1 and '"$staged/bin/python" -m hpctrain run' in starts[0] and sys.executable not in text
-    if target == "slurm":
-        assert f'    sbcast --force {images[0]} "$staged/environment.tar" || return' in found
-        assert starts[0].startswith("stage && srun ")
-    else:
-        assert "stage || exit" in found
-
-
-@pytest.mark.parametrize(
-    ("target", "options", "said"),
-    [
-        ("slurm", {"container": "a.sif"}, "[scheduler] container: found it with stage, expected either"),
-        ("pbs", {"mpiexec": ["aprun"]}, "[scheduler] mpiexec: found it with stage, expected either"),
-        ("kubernetes", {"image": "a", "claim": "b"}, "the scheduler kubernetes cannot stage an environment"),
-        ("slurm", {"stage_directory": "here"}, "expected an absolute path such as /tmp, found 'here'"),
-    ],
-)
-def test_what_cannot_be_staged(job: JobFile, target: str, options: dict[str, object], said: str) -> None:
-    job.set(scheduler={target: {**options, "stage": True, "time": "1h"}})
-    done = submit(job, "--dry-run")
-    assert done.code == 2 and said in done.err and "Traceback" not in done.err, done
+@pytest.mark.parametrize("target", ["slurm", "pbs", "flux"])
+def test_a_line_end_in_a_path_is_no_line_of_the_script(job: JobFile, target: str) -> None:
+    job.set(job={"output_dir": "runs/a\ntouch taken"})
+    done = submit(job, "--dry-run", "--to", target, *TWO)
+    assert done.code == 2 and "expected printable text without line ends" in done.err and not done.out, done
 
 
 def test_a_run_that_was_never_submitted(job: JobFile) -> None:

@@ -60,6 +60,27 @@ def test_losses_by_name(root, layout: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.parametrize("layout", NAMED, ids=str)
+@pytest.mark.shown_on(2, 4)
+def test_a_value_beside_the_loss_is_not_trained(root, layout: dict[str, Any]) -> None:
+    tables: dict[str, Any] = {
+        "job": {"name": "beside", "steps": 3, "seed": 3},
+        "model": {"name": "modules:sequence_of_halves", "loss": "modules:loss_and_size"},
+        "dataset": {"name": "modules:both_splits"}, "optimizer": {"name": "torch.optim:SGD", "lr": 0.3},
+        "batch": {"global_size": 24, "micro_size": 3}, "precision": {"mode": "fp64"}, "evaluation": {"every_steps": 3}, **layout,
+    }  # fmt: skip
+    alone = {**tables["model"], "loss": "torch.nn.functional:cross_entropy"}
+    found, plain = (
+        train_here({**tables, "job": {**tables["job"], "output_dir": str(root / name)}, "model": model})
+        for name, model in (("beside", tables["model"]), ("alone", alone))
+    )
+    assert [row["loss"] for row in found.rows] == [row["loss"] for row in plain.rows]
+    assert all(row["size"] > 0 and "loss_size" not in row for row in found.rows)
+    assert found.rows[0]["size"] != found.rows[1]["size"]
+    (evaluated,), (expected,) = found.evaluations, plain.evaluations
+    assert evaluated["evaluation_loss"] == expected["evaluation_loss"] and evaluated["evaluation_size"] > 0
+
+
 METRICS = [
     {"name": "accuracy"}, {"name": "top-k", "k": 3}, {"name": "perplexity"}, {"name": "flat_accuracy:Micro", "classes": 61},
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from equivalence_table import BOUNDS
 from modules import built
-from plain import Step, gpt_loss, module_of, stacked, train_plainly
+from plain import Step, gpt_loss, module_of, samples_of, stacked, train_plainly
 from test_stages import compare
 from torch.nn.functional import cross_entropy
 from training import SGD, job, session_of, thorough, train_here
@@ -21,7 +21,7 @@ from hpctrain.base.errors import TrainingError
 from hpctrain.checking.check import check
 from hpctrain.contracts.dataset import Samples
 from hpctrain.data.opening import open_data
-from hpctrain.data.order import WeightedOrder
+from hpctrain.data.order import SampleOrder, WeightedOrder
 from hpctrain.job.raw import RawJob
 from hpctrain.ranks.json_collectives import gather_values
 
@@ -189,3 +189,42 @@ def test_weighted_sentences_of_several_lengths(root, layout: dict[str, Any]) -> 
 
     plain = train_plainly(module, torch.optim.SGD(module.parameters(), lr=0.5), (lambda i=i: loss(i) for i in drawn))
     assert [row["loss"] for row in rows] == pytest.approx([value for value, _ in plain], rel=3e-6)
+
+
+EPOCH = 55
+"""Samples of which batches of 24 leave 7: fewer than two for each of four ranks."""
+
+
+@functools.lru_cache
+def _plain_epochs(text: str, smaller: bool) -> list[Step]:
+    """A plain loop over epochs, as torch's DataLoader cuts them, with a learning rate that halves after each."""
+    tables = json.loads(text)
+    module, samples = module_of(tables, torch.float32), samples_of(tables)
+    order = SampleOrder(EPOCH, tables["job"]["seed"], samples.fingerprint())
+    optimizer = torch.optim.SGD(module.parameters(), lr=SGD["lr"], momentum=SGD["momentum"])
+    cuts = [(24 * n, min(24 * n + 24, EPOCH)) for n in range(3 if smaller else 2)]
+    places = [(epoch, *cut) for epoch in range(5) for cut in cuts][:8]
+
+    def loss_of(epoch: int, begin: int, end: int) -> torch.Tensor:
+        optimizer.param_groups[0]["lr"] = SGD["lr"] * 0.5**epoch
+        indices = order.at(EPOCH * epoch + begin, EPOCH * epoch + end)
+        return gpt_loss(module, *stacked([samples[int(i)] for i in indices]))
+
+    return train_plainly(module, optimizer, (functools.partial(loss_of, *one) for one in places), SGD["clip_norm"])
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("layout", [thorough({}), {"sharding": {"stage": 3}}, {"parallelism": {"tensor": 2}}], ids=str)
+def test_epochs_that_end_with_their_samples(root, layout: dict[str, Any], drops: bool) -> None:
+    """Batches and learning rates by epochs, over a resume within the second one."""
+    skip_unless_even(layout)
+    by_epoch = {"name": "step", "every": 1, "gamma": 0.5, "unit": "epoch"}
+    tables = job(
+        optimizer=SGD, job={"output_dir": str(root), "steps": 4}, dataset={"samples": EPOCH},
+        batch={"drop_last": drops}, schedule=by_epoch,
+    )  # fmt: skip
+    rows = train_here(tables).rows
+    rows += train_here({**tables, **layout, "job": {**tables["job"], "steps": 8}}).rows
+    compare(rows, _plain_epochs(json.dumps(tables), not drops), *BOUNDS["fp32"])
+    assert [row["tokens"] for row in rows] == [8 * n for n in ([24] * 8 if drops else [24, 24, 7] * 2 + [24, 24])]
+    assert [row["lr"] for row in rows] == [SGD["lr"] * 0.5 ** (step // (2 if drops else 3)) for step in range(8)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,16 @@ def test_sentences_that_name_a_failed_node(line: str, node: str) -> None:
     heard = Heard()
     assert Listener(heard).take(f"{line}\n".encode()) == f"{line}\n".encode()
     assert heard.failed == [node]
+
+
+def test_a_long_line_takes_no_longer_than_its_bytes() -> None:
+    """A sample of the data, or a hash, in base64."""
+    heard, begin = Heard(), time.monotonic()
+    listener = Listener(heard)
+    for _ in range(200):
+        listener.take(b"a" * 10_000)
+    listener.take(b"\nssh: connect to host vm1 port 22: No route to host\n")
+    assert time.monotonic() - begin < 5 and heard.failed == ["vm1"]
 
 
 def test_a_host_is_left_out_after_its_second_failure_until_its_line_changes(

@@ -203,6 +203,10 @@ def test_patterns_of_groups_that_match_nothing() -> None:
     assert "pattern: no trained parameter matches 'lyers.*'; the names are like token_embedding.weight, " in message
     (message,) = problems(model={"freeze": ["head.*"]}, optimizer={"groups": [{"pattern": "head.*", "lr": 0.1}]})
     assert "no trained parameter matches 'head.*'" in message
+    (message,) = problems(optimizer={"groups": [{"pattern": "head.*", "max_dims": 1, "lr": 0.1}]})
+    assert "no trained parameter of at most 1 dimensions matches 'head.*'" in message
+    (message,) = problems(optimizer={"groups": [{"lr": 0.1}]})
+    assert "expected pattern or max_dims, found neither" in message
 
 
 def test_groups_inherit_what_they_do_not_change() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,23 @@ def test_splits_metrics_schedules_and_partial_functions() -> None:
 
 def share_of_ones(outputs: Tensor, target: Tensor) -> Tensor:
     return target.float().mean()
+
+
+def test_sources_of_a_mixture() -> None:
+    """Data sets of the program, in the shares of their sizes: 16 of 24 samples, and all of them in two epochs."""
+    order: list[int] = []
+
+    class Seen(Squares):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            order.append(self.size + 1000 * index)
+            return super().__getitem__(index)
+
+    sources = {"one": {"name": Seen(64)}, "other": {"name": {"train": Seen(32)}}}
+    job = make_job(dataset={"name": "mixture", "sources": sources})
+    job["job"] = {"name": "mixed", "epochs": 2}
+    assert len(hpctrain.run(job)["losses"]) == 12
+    drawn = Counter(one % 1000 for one in order[-192 + 24 :])
+    assert drawn[64] / drawn[32] == pytest.approx(2, rel=0.1) and len(set(order)) == 96
 
 
 def test_numbers_of_an_array() -> None:

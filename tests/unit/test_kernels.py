@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base import torch_private
-from hpctrain.training.kernels import _kept, cached_on_node, load_kernels
+from hpctrain.base.errors import EnvironmentUnfitError
+from hpctrain.job.environment import cached_on_node
+from hpctrain.training.kernels import _kept, load_kernels
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 
@@ -33,7 +35,9 @@ def test_caches_are_private_and_on_the_node(disk: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("found", ["open to others", "a link", "a file"])
-def test_a_directory_that_others_can_write_is_not_used(found: str, disk: Path, tmp_path: Path) -> None:
+def test_a_directory_that_others_can_write_is_not_used(
+    found: str, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if found == "a link":
         disk.symlink_to(tmp_path)
     elif found == "a file":
@@ -41,8 +45,24 @@ def test_a_directory_that_others_can_write_is_not_used(found: str, disk: Path, t
     else:
         disk.mkdir()
         disk.chmod(0o777)
+    home = tmp_path / "home"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     with cached_on_node():
-        assert not set(VARIABLES) & set(os.environ)
+        assert {Path(os.environ[name]).parent for name in VARIABLES} == {home / "hpctrain" / "compilers"}
+    home.chmod(0o777)  # somebody else could put another directory there
+    with pytest.raises(EnvironmentUnfitError, match="set TMPDIR to a directory of your own"), cached_on_node():
+        pass
+
+
+def test_a_cache_of_the_shell_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "shared"))
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    with (
+        pytest.raises(EnvironmentUnfitError, match=r"TRITON_CACHE_DIR=.*other users can write there"),
+        cached_on_node(),
+    ):
+        pass
 
 
 def test_kernels_that_others_can_write_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

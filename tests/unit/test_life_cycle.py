@@ -381,6 +381,27 @@ def test_moving_average_begins_with_the_weights_of_the_job_and_is_left_out_of_sk
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_moving_average_that_warms_up() -> None:
+    """Its decay is the smaller one of (1 + n) / (10 + n) and the option, also after a resume."""
+    seen: list[dict[str, torch.Tensor]] = []
+    for steps in (1, 2, 3):
+        tables = {**TINY, "job": {**TINY["job"], "output_dir": "warm", "steps": steps}}
+        done = hpctrain.run({**tables, "hook": [{"name": "ema", "decay": 0.2, "warmup": True}]})
+        seen.append(hpctrain.load(done["checkpoint"]).state_dict())
+    mean = hpctrain.load(done["checkpoint"], weights_of="ema").state_dict()
+    begin = hpctrain.run(
+        {
+            **TINY,
+            "job": {**TINY["job"], "output_dir": "begin", "steps": 1},
+            "optimizer": {**TINY["optimizer"], "lr": 0.0},
+        }
+    )
+    for name, expected in hpctrain.load(begin["checkpoint"]).state_dict().items():
+        for weights, decay in zip(seen, (2 / 11, 0.2, 0.2), strict=True):
+            expected = decay * expected + (1 - decay) * weights[name]
+        torch.testing.assert_close(mean[name], expected)
+
+
 STRATEGY = """
 from hpctrain.api import hookimpl
 from hpctrain_plugins.sharding.zero0 import Zero0, Zero0Model

@@ -114,8 +114,8 @@ def test_a_rank_without_labels_trains_nothing() -> None:
 def test_a_measurement_that_takes_too_long_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mpi4py")
     monkeypatch.setattr(bench, "_TIME_LIMIT", 0.0)
-    with pytest.raises(UsageError, match="hpctrain bench collectives took more than 0 s on 1 rank and was ended"):
-        start_measuring(1, ["collectives"], as_json=True)
+    with pytest.raises(UsageError, match="hpctrain bench machine took more than 0 s on 1 rank and was ended"):
+        start_measuring(1, ["machine"], as_json=True)
 
 
 def test_a_wrong_job_is_told_before_its_tables_are_changed(tmp_path: Path) -> None:

@@ -238,6 +238,7 @@ def plain_losses(name: str, steps: int = 6) -> list[float]:
     own: Any = __import__("own")
     torch.manual_seed(derive_seed(3, "model"))
     module, words = own.Mean(), getattr(own, name.partition(":")[2])("train")
+    words = getattr(words, "dataset", words)  # a DataLoader's
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     opened = UserDataset.from_table(name, {}).open("train", None)  # type: ignore[arg-type]
     assert opened is not None
@@ -449,6 +450,25 @@ def test_other_weights_are_other_data() -> None:
 def test_weights_that_can_not_be(weights: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         hpctrain.run(tables("out", {"name": "own:data", "weights": weights}))
+
+
+def test_a_value_beside_the_loss_with_the_name_of_a_key_is_refused() -> None:
+    Path("beside.py").write_text(
+        "from torch.nn.functional import cross_entropy\n"
+        "def loss(outputs, target): return {'loss': cross_entropy(outputs, target), 'lr': outputs.mean()}\n"
+    )
+    with pytest.raises(TrainingError, match="the loss reports 'lr', which is a key of each row; expected another name"):
+        hpctrain.run(tables("out", {"name": "own:data"}, model={"loss": "beside:loss"}, batch={"micro_size": 1}))
+
+
+def test_an_epoch_that_fills_no_batch() -> None:
+    """It is a batch, or refused."""
+    data = {"name": "own:data", "collate": "own:pad"}
+    assert rows_of(tables("out", data, batch={"global_size": 48, "drop_last": False}), "samples") == [40] * 6
+    with pytest.raises(
+        UsageError, match="drop_last = true: the 40 samples of 'own:data' do not fill one global batch of 48"
+    ):
+        hpctrain.run(tables("out", data, batch={"global_size": 48, "drop_last": True}))
 
 
 def test_a_data_loader_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None:

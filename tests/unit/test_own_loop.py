@@ -722,6 +722,11 @@ def strange_names(loop: Loop) -> None:
         pass
 
 
+def strange_method(loop: Loop) -> None:
+    net = make_net()
+    loop.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), methods=["encode"])
+
+
 def kept_trained(loop: Loop) -> None:
     model, _ = trained(loop)
     loop.register_for_checkpointing(mine=model)
@@ -772,6 +777,7 @@ def late_tensor(loop: Loop) -> None:
             r"has replaced the gradient of 2\.bias in the model 'model', which is summed",
         ),
         (strange_names, UsageError, "no parameter of 'model' matches"),
+        (strange_method, UsageError, "methods: Sequential has no method 'encode'"),
         (kept_trained, UsageError, "'model' is trained: checkpoints have it already"),
         (late_tensor, TrainingError, "'value' of 'average' is a tensor now and was none"),
         (second_parameter, UsageError, r"0\.0\.weight of 'other' is a parameter of 'model', too"),
@@ -807,6 +813,23 @@ def late_tensor(loop: Loop) -> None:
 def test_a_mistake_gets_a_sentence(wrong: Callable[[Loop], None], kind: type[HpctrainError], said: str) -> None:
     with pytest.raises(kind, match=said), looping() as loop:
         wrong(loop)
+
+
+@pytest.mark.parametrize(
+    ("data", "tables", "said"),
+    [
+        (False, {"schedule": {"unit": "epoch"}}, r"\[schedule\] unit: .* stands for the loop's own data.* \"step\""),
+        (False, {"evaluation": {"every_epochs": 1}}, r"\[evaluation\] every_epochs: .* stands for the loop's own data"),
+        (
+            True,
+            {"batch": {"global_size": 8, "micro_size": 4, "drop_last": False}},
+            r"drop_last = false: loop.backward\(\) aver",
+        ),
+    ],
+)
+def test_what_a_loop_has_no_epochs_for(data: bool, tables: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said), looping(data=data, **tables) as loop:
+        trained(loop)
 
 
 def test_a_pipeline_is_refused() -> None:

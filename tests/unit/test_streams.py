@@ -102,6 +102,20 @@ def stateful(split):
     return Stateful(split)
 
 
+class Late(Stateful):
+    """Counts an item when the next one is asked for: a resume repeats it."""
+
+    def __iter__(self):
+        while self.number < 17:
+            yield torch.eye(17)[self.number], torch.tensor(self.number % 3)
+            self.number += 1
+        self.number = 0
+
+
+def late(split):
+    return Late(split)
+
+
 class ByIndex(IterableDataset):
     def __iter__(self):
         return ((torch.eye(17)[number], torch.tensor((number + 1) % 3)) for number in range(17))
@@ -355,6 +369,9 @@ def test_the_commands_take_a_stream() -> None:
     [
         ("flow", {"job": {"epochs": 2}}, UsageError, r"\[job\] epochs: 'flows:flow' is a stream without .* give \[job\] steps"),
         ("flow", {"checkpoint": {"every_epochs": 1}}, UsageError, r"\[checkpoint\] every_epochs: .* give every_steps"),
+        ("flow", {"schedule": {"unit": "epoch"}}, UsageError, r"\[schedule\] unit: 'flows:flow' is a stream without .* \"step\""),
+        ("flow", {"batch": {"drop_last": False}}, UsageError, r"\[batch\] drop_last: 'flows:flow' is a stream, whose batches"),
+        ("late", {}, UsageError, r"after load_state_dict\(state_dict\(\)\) its iterator goes on with other items.* before its `yi"),
         ("generator", {}, UsageError, "returned generator, which can be read once only; expected an object whose __iter__"),
         ("none", {}, UsageError, "returned a stream that has no items"),
         ("unseeded", {}, UsageError, r"gives other items each time, although .* seed its own generators \(set_epoch"),

@@ -72,8 +72,9 @@ def test_clipped_sgd_with_momentum_and_a_schedule_in_fp64() -> None:
         assert row["lr"] == pytest.approx(rate, abs=1e-15)
 
 
-def test_adamw_with_groups_in_fp32() -> None:
-    groups = [{"pattern": ["*.bias", "*norm*"], "weight_decay": 0.0}]
+@pytest.mark.parametrize("chosen", [{"pattern": ["*.bias", "*norm*"]}, {"max_dims": 1}])
+def test_adamw_with_groups_in_fp32(chosen: dict[str, Any]) -> None:
+    groups = [{**chosen, "weight_decay": 0.0}]
     tables = job(
         job={"seed": 9, "steps": 6}, optimizer={"weight_decay": 0.5, "groups": groups}, precision={"mode": "fp32"}
     )

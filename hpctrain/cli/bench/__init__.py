@@ -1,4 +1,4 @@
-"""hpctrain bench: measures this machine's communication and checkpoints; and parts that benchmarks of plugins share."""
+"""hpctrain bench: measures this machine and checkpoints on it; and parts that benchmarks of plugins share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import click
 
+from hpctrain.base.child_python import python_module
 from hpctrain.base.errors import UsageError
 from hpctrain.cli.groups import OpenGroup
 from hpctrain.cli.options import example
 
 _TIME_LIMIT = 900
-_KNOWN = ("mpi", "gloo", "mpi4py")
 
 
 def start_measuring(ranks: int, words: list[str], as_json: bool) -> int:
@@ -27,7 +27,7 @@ def start_measuring(ranks: int, words: list[str], as_json: bool) -> int:
     too long."""
     from hpctrain.starting.processes import launch_over_mpi, spawn_with_parent
 
-    command = [sys.executable, "-m", "hpctrain", "bench", *words, *(["--json"] if as_json else [])]
+    command = python_module("hpctrain", "bench", *words, *(["--json"] if as_json else []))
     launched = launch_over_mpi(command, ranks, spawn_with_parent)
     if launched is None:
         raise UsageError(f"hpctrain bench {words[0]} needs an MPI to start its ranks: pip install 'hpctrain[mpich]'")
@@ -56,43 +56,6 @@ def command() -> None:
     """Benchmarks of this machine, and of jobs on it."""
 
 
-@command.command("collectives", epilog=example("hpctrain bench collectives -n 2"))
-@click.option("-n", "ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
-@click.option(
-    "--backends",
-    default="mpi,gloo,mpi4py",
-    show_default=True,
-    help="Which to measure: mpi, gloo, mpi4py (plain numpy).",
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
-def collectives(ranks: int, backends: str, as_json: bool) -> None:
-    """Measure all_reduce, all_gather and reduce_scatter at 4 KB, 1 MB and 64 MB beside plain mpi4py (medians, quartiles).
-
-    Under mpiexec or srun every process is a rank; otherwise the command starts its own ranks.
-    """
-    names = backends.split(",")
-    unknown = [name for name in names if name not in _KNOWN]
-    if unknown:
-        raise UsageError(f"--backends: unknown {', '.join(unknown)}; expected some of {', '.join(_KNOWN)}, with commas")
-    from hpctrain.base.launcher_variables import launched
-
-    if not launched():
-        sys.exit(start_measuring(ranks, ["collectives", "--backends", backends], as_json))
-    import torch.distributed as dist
-
-    from hpctrain.cli.bench.communication import measure
-
-    _meet()
-    rows = measure(names)
-    if dist.get_rank() == 0:
-        lines = (
-            f"{row.operation:24} {row.nbytes:>10,} B  {row.backend:8} {row.seconds * 1e6:12,.1f} us "
-            f"({row.low * 1e6:,.1f} - {row.high * 1e6:,.1f})  x{row.ratio:.2f}"
-            for row in rows
-        )
-        tell_measured(rows, lines, as_json)
-
-
 @command.command("checkpoint", epilog=example("hpctrain bench checkpoint --size 256MB --ranks 2"))
 @click.option("-n", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Number of ranks.")
 @click.option("--size", default="1GB", show_default=True, help="Bytes of the state over all ranks.")
@@ -109,7 +72,7 @@ def collectives(ranks: int, backends: str, as_json: bool) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON array instead of a table.")
 def checkpoint(ranks: int, size: str, name: str, directory: Path, rounds: int, as_json: bool) -> None:
-    """Measure writing and reading a state, against plain files, torch.save, DCP and safetensors, and background saves.
+    """Measure writing and reading a state, against plain files, torch.save, DCP and safetensors.
 
     Under mpiexec or srun every process is a rank; otherwise the command starts its own ranks.
     """
@@ -174,10 +137,18 @@ def machine(ranks: int, output: Path | None, as_json: bool) -> None:
     import tomli_w
     import torch.distributed as dist
 
-    from hpctrain.cli.bench.machine import measure
+    from hpctrain.cli.bench.machine import measure, train_small
+    from hpctrain.ranks.json_collectives import broadcast_value
 
-    device, node = _meet_on_device()
-    found = measure(device, node)
+    directory = tempfile.mkdtemp(prefix="hpctrain-bench-")
+    try:
+        small = train_small(f"{directory}/run")
+        device, node = _meet_on_device()
+        first = broadcast_value(directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(first, ignore_errors=True)  # on each node
+    found = measure(device, node, small)
     if dist.get_rank() == 0:
         text = tomli_w.dumps({"machine": found})
         if output is not None:
@@ -200,7 +171,7 @@ def _meet_on_device() -> tuple[Any, str]:
         name = dist.Backend.default_device_backend_map[device.type]
         dist.init_process_group(f"cpu:{hpctrain.mpi.BACKEND},{device.type}:{name}", init_method="mpi://")
     else:
-        _meet()
+        dist.init_process_group(hpctrain.mpi.BACKEND, init_method="mpi://")
     return device, identity.node
 
 

@@ -69,21 +69,8 @@ class Format(Method):
         self.writer.write(State(self.pieces, {"step": 1}), self.root, group)
 
     def read(self) -> None:
-        self.format.load(self.root, self._wanted(slice(None), slice(None)))
-
-    def read_part(self, rows: slice, columns: slice) -> int:
-        """Read these rows and columns of this rank's tensors; the number of bytes."""
-        wanted = self._wanted(rows, columns)
+        wanted = [Piece(one.name, one.shape, one.offsets, self.target[one.name]) for one in self.pieces]
         self.format.load(self.root, wanted)
-        return sum(piece.tensor.nbytes for piece in wanted)
-
-    def _wanted(self, rows: slice, columns: slice) -> list[Piece]:
-        wanted = []
-        for piece in self.pieces:
-            tensor = self.target[piece.name][rows, columns]
-            offsets = (piece.offsets[0] + (rows.start or 0), piece.offsets[1] + (columns.start or 0))
-            wanted.append(Piece(piece.name, piece.shape, offsets, tensor))
-        return wanted
 
 
 class TorchSave(Method):

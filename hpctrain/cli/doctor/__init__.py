@@ -12,6 +12,7 @@ import click
 from hpctrain.base.errors import EXIT_ENVIRONMENT, EnvironmentUnfitError, HpctrainError
 from hpctrain.cli.options import example
 from hpctrain.cli.ranks import started_by_option
+from hpctrain.job.environment import cached_on_node
 
 if TYPE_CHECKING:
     from hpctrain.cli.doctor.findings import FindingOfRanks
@@ -28,6 +29,7 @@ _START_SECONDS = 120.0
 )
 @click.option("--json", "as_json", is_flag=True, help="A JSON object on each line, for each finding.")
 @started_by_option
+@cached_on_node()
 def command(ranks: int | None, directory: Path, as_json: bool, started_by: Path | None) -> int:
     """Check the machine before a job is trained: the start, the nodes, the output directory, and the network.
 

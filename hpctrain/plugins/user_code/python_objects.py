@@ -59,8 +59,11 @@ def _copied(value: Any, key: Key) -> Any:
 
 
 def _is_for_reference(key: Key) -> bool:
-    """Whether the core resolves "package.module:callable" there: a slot's own keys, not the options of what it chooses."""
+    """Whether the core resolves "package.module:callable" there: a slot's own keys, and the names of plugins that one holds, such
+    as [dataset.sources.A] name; not its options."""
     slot = next((slot for slot in TABLES if slot.takes_user_code and slot.name == key[0]), None)
+    if slot is not None and len(key) == 4 and key[-1] == "name":
+        return True
     if slot is None or len(key) != (3 if slot.many else 2):
         return False
     field = table_class(slot).model_fields.get(str(key[-1]))

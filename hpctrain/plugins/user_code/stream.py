@@ -93,10 +93,19 @@ class UserStream(Stream):
     def fingerprint(self) -> str:
         """The data set's own `fingerprint()` if it has one, else a hash of its length and its first items."""
         source: Any = self._source
+        has_state = self._fresh is not None
+        if hasattr(source, "fingerprint") and not has_state:
+            with self._calling("fingerprint()"):
+                return str(source.fingerprint())
+        one, other = self._first(), self._first(resumes=has_state)
+        if one != other and has_state and one == self._first():
+            raise UsageError(
+                f"[dataset] name = {self._reference!r}: after load_state_dict(state_dict()) its iterator goes on with other items, "
+                "as it would after a resume; expected those that follow: count an item before its `yield`, not behind it"
+            )
         if hasattr(source, "fingerprint"):
             with self._calling("fingerprint()"):
                 return str(source.fingerprint())
-        one, other = self._first(), self._first()
         if one != other:
             raise UsageError(
                 f"[dataset] name = {self._reference!r}: it gives other items each time, although the draws of Python, NumPy and "
@@ -104,10 +113,16 @@ class UserStream(Stream):
             )
         return hashlib.blake2b(f"{self._reference} stream {self.length()} {one}".encode(), digest_size=16).hexdigest()
 
-    def _first(self) -> list[str]:
+    def _first(self, resumes: bool = False) -> list[str]:
+        """Digests of the first items. resumes: whether the second half is read as after a resume."""
         self.set_epoch(0)
-        items, found = iter(self), []
+        items, found = iter(self), list[str]()
         for number in range(_PROBES):
+            if resumes and number == len(found) == _PROBES // 2:
+                state = copy.deepcopy(self.state())
+                self.set_epoch(0)
+                self.load_state(state)
+                items = iter(self)
             with drawing("fingerprint", number):
                 item = next(items, _END)
             if item is not _END:

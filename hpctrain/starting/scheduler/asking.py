@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from pydantic import ValidationError
 
 from hpctrain.base.errors import HpctrainError, UsageError, reason, shown
-from hpctrain.base.safe_files import read_bytes
+from hpctrain.base.safe_files import is_only_ours, read_bytes
 from hpctrain.contracts.plugin import broken
 from hpctrain.contracts.scheduler import JOB_FILE, RECORD, JobState, Scheduler
 from hpctrain.job.problems import validate
@@ -61,29 +61,35 @@ class Submitted:
         except (OSError, ValueError) as error:
             raise UsageError(f"{path} cannot be read: {reason(error)}; submit the job again") from None
 
+    def _is_ours(self) -> bool:
+        """Whether nobody else can have written which scheduler was asked, and how."""
+        places = (self.directory, self.directory / JOB_FILE)
+        return all(is_only_ours(one.lstat()) for one in places)
+
     @contextmanager
     def scheduler(self) -> Iterator[Scheduler]:
         """The scheduler. Its errors become sentences."""
         from hpctrain.plugins.registry import build_registry  # here: with the plugins it imports torch
 
-        _, block, prefer = self.choice()
-        registry = build_registry(self.load, block, prefer)
+        registry = build_registry(self.load, self.choice()[1])
         with blamed(registry):
             yield self._made(registry)
 
-    def choice(self) -> tuple[dict[str, Any], list[str], list[str]]:
-        """The keys of the job that make its scheduler: the target's own options, [plugins] block and prefer. Raises UsageError."""
+    def choice(self) -> tuple[dict[str, Any], list[str]]:
+        """The keys of the job that make its scheduler: the target's own options and [plugins] block. Raises UsageError."""
         tables = self._tables()
+        if (
+            not self._is_ours()
+        ):  # its options could name another person's cluster, and asking that would run what is there
+            return {}, []
         plugins, targets = tables.get("plugins"), tables.get("scheduler")
-        lists = [plugins.get(key) if isinstance(plugins, dict) else None for key in ("block", "prefer")]
-        block, prefer = (
-            [one for one in names if isinstance(one, str)] if isinstance(names, list) else [] for names in lists
-        )
+        names = plugins.get("block") if isinstance(plugins, dict) else None
+        block = [one for one in names if isinstance(one, str)] if isinstance(names, list) else []
         table = targets.get(self.submission.target) if isinstance(targets, dict) else None
         own = (
             {k: v for k, v in table.items() if k not in SchedulerTable.model_fields} if isinstance(table, dict) else {}
         )
-        return own, block, prefer
+        return own, block
 
     def _made(self, registry: Registry) -> Scheduler:
         target = self.submission.target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
+from hpctrain.base.child_python import python_module
 from hpctrain.base.errors import UsageError
 from hpctrain.checking.check import CheckedJob
 from hpctrain.checking.full_check import check_thoroughly
@@ -23,7 +23,6 @@ from hpctrain.job.rank_tables import SchedulerTable
 from hpctrain.job.raw import RawJob
 from hpctrain.job.reading import read_job
 from hpctrain.starting.mpi_library import MPICH, OPEN_MPI, ask_library
-from hpctrain.starting.scheduler.staging import described
 from hpctrain.starting.scheduler.sweep import Variant, variants
 
 _LONGEST_NAME = 60
@@ -64,14 +63,13 @@ class Prepared:
         first, table = self.checked[0].job, self.checked[0].job.scheduler[self.target]
         name = re.sub(r"[^A-Za-z0-9._-]", "-", first.job.name)[:_LONGEST_NAME]
         library = ask_library()
-        stage = described(self.directory.parent, table.stage_directory) if table.stage else None
         common: dict[str, Any] = {
             "working_directory": Path.cwd(),
             "nodes": table.nodes, "ranks_per_node": table.ranks_per_node, "cpus_per_rank": table.cpus_per_rank,
             "seconds": table.seconds, "save_seconds": table.save_seconds,
-            "program": (sys.executable, "-m", "hpctrain"),
+            "program": tuple(python_module("hpctrain")),
             "mpi": None if library is None else OPEN_MPI if library.flavour == OPEN_MPI else MPICH,
-            "after": after, "stage": stage,
+            "after": after,
         }  # fmt: skip
         if len(runs) == 1 or self.scheduler.takes_arrays:
             environment = _of_mpiexec(self.checked[0])
@@ -94,8 +92,6 @@ def prepare(request: SubmitOptions) -> Prepared:
     runs: Sequence[Variant | None] = [None] if request.array is None else variants(request.array)
     checked = [_checked(request, target, variant) for variant in runs]
     directory = checked[0].job.output_dir.absolute()
-    if checked[0].job.scheduler[target].stage and not checked[0].parts.scheduler[target].takes_stages:
-        raise UsageError(f"--stage: the scheduler {target} cannot stage an environment; leave it out")
     return Prepared(target, checked, directory if request.array is None else directory.parent)
 
 

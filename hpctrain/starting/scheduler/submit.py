@@ -15,7 +15,6 @@ from hpctrain.contracts.scheduler import CANCELLED, Launch
 from hpctrain.starting.scheduler.asking import Submitted, blamed, submitted
 from hpctrain.starting.scheduler.prepare import Prepared
 from hpctrain.starting.scheduler.record import ID, Submission, append, newest
-from hpctrain.starting.scheduler.staging import pack
 
 
 def scripts(prepared: Prepared, after: str | None) -> list[str]:
@@ -46,8 +45,6 @@ def submit(prepared: Prepared, after: str | None) -> list[str]:
             raise UsageError(
                 f"--after {after}: {prepared.target} knows no such job, expected one that waits, runs or is done"
             )
-        if launches[0].stage is not None:
-            pack(launches[0].stage)
         _write(prepared, launches, rendered)
         try:
             for one in launches:

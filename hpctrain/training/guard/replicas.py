@@ -37,9 +37,12 @@ class Replicas:
     need no check of their own: a difference in them makes the next update's parameters differ.
     """
 
-    def __init__(self, module: nn.Module, meshes: Meshes, identity: Identity, every: int = 0) -> None:
-        """every: steps between two comparisons of whole parameters; 0 for glances only."""
+    def __init__(
+        self, module: nn.Module, meshes: Meshes, identity: Identity, every: int = 0, name: str | None = None
+    ) -> None:
+        """every: steps between two comparisons of whole parameters; 0 for glances only. name: of one model among others."""
         self._module, self._meshes, self._identity, self._every = module, meshes, identity, every
+        self._of = "" if name is None else f"{name}."
         spread = [axis for axis in meshes.model.mesh_dim_names or () if axis not in meshes.data_axes]
         self._place = [meshes.axis(axis).get_local_rank() for axis in spread]
         """This rank's place among the ranks that hold other parts of the model."""
@@ -81,7 +84,7 @@ class Replicas:
         if not sum_of(differs):
             self._equal_at = step
             return
-        mine = {f"{piece.name} {piece.offsets}": value for piece, value in found} if differs else {}
+        mine = {f"{self._of}{piece.name} {piece.offsets}": value for piece, value in found} if differs else {}
         everyone = gather_values((self._identity.node, self._place, mine))
         before = "" if self._equal_at is None else f", the last time after {self._equal_at} steps"
         raise TrainingError(

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hpctrain.toolkit.commands import EnvironmentUnfitError
+from hpctrain.toolkit.commands import EnvironmentUnfitError, python_module
 from hpctrain.toolkit.starting import (
     ChannelDirectory,
     Ending,
@@ -89,7 +88,7 @@ class Attendant:
         relay = None if start.pmi is None else _relay(start)
         variables = started_variables(start.numbers, directory, start.host) if relay is None else relay.environment()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hpctrain", "run", str(job), *start.words, "--started-by", str(directory)],
+            python_module("hpctrain", "run", str(job), *start.words, "--started-by", str(directory)),
             cwd=start.directory,
             env={**variables, "PYTHONUNBUFFERED": "1"},
             pass_fds=() if relay is None else relay.descriptors(),

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError
+from hpctrain.toolkit.commands import EnvironmentUnfitError, UsageError, python_code, python_module
 
 _COUNT = """
 import logging, ray
@@ -39,7 +39,7 @@ _END = 15.0
 """Seconds for Ray's processes of a node to end."""
 _TASK = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+_START = python_module("ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _await_nodes(task: StepTask, environment: Mapping[str, str]) -> None:
     while True:
         there: list[str] = []
         with suppress(subprocess.TimeoutExpired):
-            words = [sys.executable, "-c", _COUNT]
+            words = python_code(_COUNT)
             asked = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=_LIMIT)
             there = asked.stdout.split()
         if len(there) >= task.count:

@@ -29,7 +29,9 @@ def connected(address: str, shows: bool = False) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    _refuse_silent(_known(address))
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or _noted()
+    _refuse_silent(address)
     try:
         with redirect_stderr(StringIO()):  # it counts its attempts there
             ray.init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=shows)
@@ -42,15 +44,37 @@ def connected(address: str, shows: bool = False) -> Iterator[None]:
         ray.shutdown()
 
 
-def _known(address: str) -> str:
-    """The address that "auto" stands for, if it is known: that of the last cluster on this node may still be written down."""
-    if address != "auto":
-        return address
-    if os.environ.get("RAY_ADDRESS"):
-        return os.environ["RAY_ADDRESS"]
-    with suppress(OSError):
-        return Path(os.environ.get("RAY_TMPDIR") or gettempdir(), "ray", "ray_current_cluster").read_text().strip()
+def _noted() -> str:
+    """The address of this user's newest cluster on this node, as Ray notes it in a directory that all users may write. Raises
+    EnvironmentUnfitError unless nobody else can have noted it, and nobody else listens there: answers of a cluster are code."""
+    path = Path(os.environ.get("RAY_TMPDIR") or gettempdir(), "ray", "ray_current_cluster")
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            found, address = os.fstat(file.fileno()), file.read(1000).strip()
+    except OSError as error:
+        raise _no_cluster("auto", reason(error)) from None
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise _stranger(f"{path} says {address!r}, and another user can have written it")
+    if _listeners(address.rpartition(":")[2]) - {0, os.geteuid()}:
+        raise _stranger(f"another user listens at {address!r}, which {path} says")
     return address
+
+
+def _stranger(why: str) -> EnvironmentUnfitError:
+    return EnvironmentUnfitError(
+        f"[scheduler.ray] address = 'auto': {why}; expected a cluster of this user's, or its address in the job or in RAY_ADDRESS"
+    )
+
+
+def _listeners(port: str) -> set[int]:
+    """The users that listen at a TCP port of this node."""
+    users = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        with suppress(OSError):
+            for _, local, _, state, *more in (line.split() for line in table.read_text().splitlines()[1:]):
+                if state == "0A" and port.isdigit() and int(local.rpartition(":")[2], 16) == int(port):
+                    users.add(int(more[3]))
+    return users
 
 
 def _refuse_silent(address: str) -> None:

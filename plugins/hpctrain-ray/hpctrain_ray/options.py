@@ -12,7 +12,7 @@ from hpctrain.api import Field, Options, UsageError
 from hpctrain.toolkit.scripts import Line
 from hpctrain_ray.order import Bundle, Strategy
 
-OF_CORE = ("nodes", "ranks_per_node", "cpus_per_rank", "time", "save_seconds", "stage", "stage_directory")
+OF_CORE = ("nodes", "ranks_per_node", "cpus_per_rank", "time", "save_seconds")
 """Keys of [scheduler.NAME] that are hpctrain's own."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.api import JobState, Launch, Plan, Problem, Scheduler, UsageError, hookimpl
-from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE
+from hpctrain.toolkit.commands import EXIT_CANCELLED, EXIT_DONE, python_module
 from hpctrain_ray.ids import JobId, read_end
 from hpctrain_ray.options import RayOptions
 from hpctrain_ray.order import Order
@@ -40,7 +40,7 @@ class Ray(Scheduler):
         if launch.after:
             raise UsageError("--after: Ray starts a job as soon as there is room, and knows no order; leave it out")
         count = launch.nodes * launch.ranks_per_node
-        program = [launch.program[0], "-m", "hpctrain_ray", str(launch.runs[0].job), "-n", str(count)]
+        program = python_module("hpctrain_ray", str(launch.runs[0].job), "-n", str(count))
         return (
             "#!/bin/sh\n"
             "# Written by `hpctrain submit`, which leaves the same on the cluster: a supervisor of these ranks.\n"

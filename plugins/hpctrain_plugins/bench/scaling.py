@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpctrain.toolkit.commands import EXIT_TRAINING, UsageError
+from hpctrain.toolkit.commands import EXIT_TRAINING, UsageError, python_module
 
 _LIMIT = 1000.0
 """Seconds of a measurement, which has a limit of its own."""
@@ -65,7 +65,7 @@ def batches(tables: Mapping[str, Any], counts: Sequence[int], weak: bool) -> lis
 
 def measure(words: Sequence[str], ranks: int, batch: tuple[str, int]) -> dict[str, Any]:
     """Run `hpctrain bench step --json` on so many ranks; its object. Raises SystemExit with its exit code if it fails."""
-    command = [sys.executable, "-m", "hpctrain", "bench", "step", *words, "-n", str(ranks), "--json"]
+    command = python_module("hpctrain", "bench", "step", *words, "-n", str(ranks), "--json")
     command += ["--set", f"batch.{batch[0]}={batch[1]}"]
     begin = time.monotonic()
     try:

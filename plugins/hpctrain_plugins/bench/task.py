@@ -99,7 +99,7 @@ class Task:
         """The job's optimizer over the trained parameters. prefix: of their names in `module`."""
         named = [(name.removeprefix(prefix), one) for name, one in module.named_parameters() if one.requires_grad]
         pieces = [Piece(name, tuple(one.shape), (0,) * one.dim(), one) for name, one in named]
-        groups = parameter_groups(pieces, [name for name, _ in named], self.parts.optimizer_groups)
+        groups = parameter_groups(pieces, {name: one.shape for name, one in named}, self.parts.optimizer_groups)
         return build_optimizer(self.parts.optimizer, groups)
 
     def draws(self) -> list[Tensor]:

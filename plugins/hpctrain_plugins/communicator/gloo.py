@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -72,10 +71,12 @@ def _without_tls(tls: TLS) -> str | None:
             "[communicator] tls: an earlier job of this process used gloo without TLS, and gloo reads its settings once; start "
             "this job in a new process"
         )
+    from hpctrain.toolkit.commands import python_code  # here: it loads the commands
+
     environment = {**os.environ, **tls.variables()}
     try:
         tried = subprocess.run(
-            [sys.executable, "-c", _PROBE], env=environment, capture_output=True, text=True, timeout=_PROBE_SECONDS
+            python_code(_PROBE), env=environment, capture_output=True, text=True, timeout=_PROBE_SECONDS
         )
     except subprocess.TimeoutExpired:
         return f"[communicator] tls: gloo did not start within {_PROBE_SECONDS} s"

@@ -16,6 +16,7 @@ from hpctrain.api import Field, Hook, LiveModel, Options, Piece, Plan, PluginSta
 class EmaOptions(Options):
     decay: float = Field(default=0.999, gt=0, lt=1, description="what remains of the average at each update")
     every_steps: int = Field(default=1, ge=1, description="steps between updates")
+    warmup: bool = Field(default=False, description="begin with a smaller decay: (1 + n) / (10 + n) at the n-th update")
     start_step: int = Field(default=0, ge=0, description="until this step the average is the weights themselves")
 
 
@@ -70,7 +71,9 @@ class _Average:
         if step <= self._options.start_step:
             self._take(0.0)
         elif step % self._options.every_steps == 0 and not metrics.get("skipped"):
-            self._take(self._options.decay)
+            updates = (step - self._options.start_step) // self._options.every_steps
+            begin = (1 + updates) / (10 + updates) if self._options.warmup else 1.0
+            self._take(min(begin, self._options.decay))
 
     @torch.no_grad()
     def _take(self, decay: float) -> None:

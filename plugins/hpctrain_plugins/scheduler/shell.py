@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from hpctrain.api import Field, Launch, Options, UsageError
+from hpctrain.api import Field, Launch, Options
 from hpctrain.toolkit.scripts import Line
 
 _GPUS = '"$([ -e /dev/kfd ] && [ ! -e /dev/nvidiactl ] && echo --rocm || echo --nv)"'
@@ -21,11 +21,7 @@ class ShellOptions(Options):
 
 
 def program(options: ShellOptions, launch: Launch, uses_gpus: bool) -> str:
-    """hpctrain on a rank, for the shell: staged, in its container, or as it is installed. Raises UsageError for two of these."""
-    if launch.stage is not None and options.container is not None:
-        raise UsageError("[scheduler] container: found it with stage, expected either: an image is one file already")
-    if launch.stage is not None:
-        return '"$staged/bin/python" -m hpctrain'
+    """hpctrain on a rank, for the shell: in its container, or as it is installed."""
     if options.container is None:
         return shlex.join(launch.program)
     gpus = f" {_GPUS}" if uses_gpus else ""

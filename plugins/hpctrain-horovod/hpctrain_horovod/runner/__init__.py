@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpctrain.toolkit.commands import python_module
+
 FUNCTION, RESULT = "function", "result"
 """Files of a run's directory: the function with its arguments, and RESULT.N, what rank N returned."""
 
@@ -54,8 +56,8 @@ def run(
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
         directory = Path(name)
         (directory / FUNCTION).write_bytes(_pickled((func, tuple(args), dict(kwargs or {}))))
-        task = [executable or sys.executable, "-m", "hpctrain_horovod.runner.task", name]
-        command = [sys.executable, "-m", "hpctrain", "horovodrun", *words, *task]
+        task = python_module("hpctrain_horovod.runner.task", name, python=executable or sys.executable)
+        command = python_module("hpctrain", "horovodrun", *words, *task)
         done = subprocess.run(command, env=environment)
         if done.returncode:
             raise RuntimeError(

@@ -6,7 +6,9 @@ import os
 import sys
 from typing import NoReturn
 
+from hpctrain.toolkit.commands import python_module
+
 
 def run_commandline() -> NoReturn:
     """Become `horovodrun` with this process's arguments."""
-    os.execv(sys.executable, [sys.executable, "-m", "hpctrain", "horovodrun", *sys.argv[1:]])
+    os.execv(sys.executable, python_module("hpctrain", "horovodrun", *sys.argv[1:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import pickle
 import platform
 import re
 import signal
@@ -418,6 +419,7 @@ def test_an_import_starts_no_mpi_and_sets_nothing(tmp_path: Path) -> None:
 
 CHILDREN = """
 import os
+import pickle
 
 import torch
 
@@ -618,6 +620,15 @@ def work(base, add):
 def fails():
     raise RuntimeError("mine")
 """
+
+
+def test_a_function_in_a_directory_that_others_can_write_is_not_called(tmp_path: Path) -> None:
+    (tmp_path / "function").write_bytes(pickle.dumps((print, ("called",), {})))
+    for mode, code, out in ((0o777, 1, ""), (0o700, 0, "called\n")):
+        tmp_path.chmod(mode)
+        done = run([sys.executable, "-m", "hpctrain_horovod.runner.task", str(tmp_path)], tmp_path)
+        assert (done.code, done.out) == (code, out) and "Traceback" not in done.err, done
+    assert "Traceback" not in done.err
 
 
 @pytest.mark.thorough

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from hpctrain.api import EnvironmentUnfitError, HpctrainError, UsageError, named_tensors, tied_parameters
@@ -75,9 +75,9 @@ def config_of(options: HuggingFaceOptions) -> PreTrainedConfig:
             config = AutoConfig.for_model(**keys)
         except (ValueError, TypeError) as error:
             raise UsageError(f"[model] config: {_first_line(error)}") from error
-    known = type(config)()
+    known = type(config)(), GenerationConfig()  # which has decoder_start_token_id, say, that models read of their own
     for key in keys:
-        if not hasattr(known, key) and key not in _written(options):
+        if not any(hasattr(one, key) for one in known) and key not in _written(options):
             raise UsageError(f"[model] config: {key!r} is no key of transformers' {type(config).__name__}")
     if getattr(config, "quantization_config", None) is not None:
         raise UsageError(

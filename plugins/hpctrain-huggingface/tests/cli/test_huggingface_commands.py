@@ -100,3 +100,41 @@ def test_a_plan_for_accelerators_where_tables_of_positions_have_values(tmp_path:
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     elements = sum(one.numel() for one in module.parameters())
     assert elements <= json.loads(done.out)["of_ranks"][0]["parameters_bytes"] < 1.2 * elements, "4 bytes, on 4 ranks"
+
+
+SHAPES = """
+import torch
+
+
+def samples(split, kind):
+    of = {
+        "bert": {"input_ids": torch.arange(8), "labels": torch.tensor(1)},
+        "t5": {"input_ids": torch.arange(8), "labels": torch.arange(8)},
+        "vit": {"pixel_values": torch.ones(3, 8, 8), "labels": torch.tensor(1)},
+    }
+    return [of[kind]] * 24 if split == "train" else None
+"""
+_SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "num_labels": 5}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("kind", "task", "config"),
+    [
+        ("bert", "sequence-classification", {"vocab_size": 61, **_SMALL}),
+        ("t5", "seq2seq-lm", {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4,
+                              "decoder_start_token_id": 0}),
+        ("vit", "image-classification", {"image_size": 8, "patch_size": 4, **_SMALL}),
+    ],
+)  # fmt: skip
+def test_a_plan_of_other_models_than_causal_ones(tmp_path: Path, kind: str, task: str, config: dict[str, Any]) -> None:
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    tables = hub_models.job(tmp_path / "run", tmp_path, sharding={"stage": 3}, precision={"mode": "bf16"})
+    tables.pop("evaluation")
+    tables |= {
+        "model": {"name": "huggingface", "config": {"model_type": kind, **config}, "task": task},
+        "dataset": {"name": "shapes:samples", "kind": kind}, "batch": {"global_size": 24, "micro_size": 3},
+    }  # fmt: skip
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(tables))
+    done = hpctrain(tmp_path, "plan", "job.toml", "--machine", "h100", "--json", "-n", "4")
+    assert json.loads(done.out)["of_ranks"][0]["parameters_bytes"] > 0, done

@@ -26,7 +26,6 @@ class Flux(Scheduler):
     Options = FluxOptions
     options: FluxOptions
     script_name = "submit.flux"
-    takes_stages = True
 
     def render(self, launch: Launch) -> str:
         return filled(

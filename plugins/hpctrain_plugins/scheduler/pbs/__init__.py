@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 
-from hpctrain.api import Field, JobState, Launch, Scheduler, UsageError, hookimpl
+from hpctrain.api import Field, JobState, Launch, Scheduler, hookimpl
 from hpctrain.toolkit.scripts import Line, asked, clock, filled, told_by
 from hpctrain_plugins.scheduler.shell import ShellOptions, program
 
@@ -39,7 +38,6 @@ class PBS(Scheduler):
     Options = PBSOptions
     options: PBSOptions
     script_name = "submit.pbs"
-    takes_stages = True
 
     def render(self, launch: Launch) -> str:
         return filled(
@@ -50,7 +48,6 @@ class PBS(Scheduler):
             select=self._select(launch),
             time=clock(launch.seconds or 0),
             mpiexec=self._mpiexec(launch),
-            per_node=shlex.join(self._per_node(launch)),
             program=program(self.options, launch, self.options.gpus_per_rank > 0),
             script=launch.directory / self.script_name,
             record=launch.runs[0].record,
@@ -89,19 +86,9 @@ class PBS(Scheduler):
         return ":".join([*parts, *([self.options.select] if self.options.select else [])])
 
     def _mpiexec(self, launch: Launch) -> list[str]:
-        return self.options.mpiexec or _mpiexec(launch.nodes, launch.ranks_per_node, launch.mpi)
-
-    def _per_node(self, launch: Launch) -> list[str]:
-        if launch.stage is not None and self.options.mpiexec:
-            raise UsageError(
-                "[scheduler] mpiexec: found it with stage, expected either: only the default can start one process on each node"
-            )
-        return _mpiexec(launch.nodes, 1, launch.mpi)
-
-
-def _mpiexec(nodes: int, per_node: int, mpi: str | None) -> list[str]:
-    own = f"--map-by ppr:{per_node}:node" if mpi == "Open MPI" else f"--ppn {per_node}"
-    return ["mpiexec", "-n", str(nodes * per_node), *own.split()]
+        per_node = launch.ranks_per_node
+        own = f"--map-by ppr:{per_node}:node" if launch.mpi == "Open MPI" else f"--ppn {per_node}"
+        return self.options.mpiexec or ["mpiexec", "-n", str(launch.nodes * per_node), *own.split()]
 
 
 @hookimpl

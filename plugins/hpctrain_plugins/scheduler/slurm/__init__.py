@@ -48,7 +48,6 @@ class Slurm(Scheduler):
     options: SlurmOptions
     script_name = "submit.sbatch"
     takes_arrays = True
-    takes_stages = True
 
     def render(self, launch: Launch) -> str:
         options, arrays = self.options, len(launch.runs) > 1

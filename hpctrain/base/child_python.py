@@ -1,0 +1,29 @@
+"""Commands that run Python in a child process. `-m` and `-c` alone would put the current directory, in which others may have put
+files, before what is installed. Imports nothing from hpctrain.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+_AWAY = "import sys; sys.path[:1] = filter(None, sys.path[:1]); "
+"""What `-P` does, which Python has from 3.11 on."""
+_AS_MODULE = f"{_AWAY}del sys.argv[0]; import runpy; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+
+
+def python_module(module: str, *words: str, python: str = sys.executable) -> list[str]:
+    """The command that runs a module. python: an interpreter, which may be of another version."""
+    if sys.version_info >= (3, 11) and python == sys.executable:
+        return [python, "-P", "-m", module, *words]
+    return [python, "-c", _AS_MODULE, module, *words]
+
+
+def words_behind(command: Sequence[str]) -> Sequence[str]:
+    """The words of a command of `python_module` that its module gets."""
+    return command[4:]
+
+
+def python_code(code: str, *words: str) -> list[str]:
+    """The command that runs a program given as text."""
+    return [sys.executable, "-c", _AWAY + code, *words]
